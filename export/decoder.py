@@ -1,0 +1,222 @@
+"""The one decoder every family shares: a Llama-style transformer with tree masks and an explicit cache.
+
+`Decoder.forward` is the module behind the target graph (design: past-first keys and values, the past is
+read but never returned). `Decoder.full` is the same function without a cache, for training and checks.
+
+Does not know checkpoints, prompts, ONNX or how tokens are accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and conventions of a decoder.
+
+    `prefix_rotation`: rotary rows of the prefix; `zero` makes prefix queries and keys vanish (LlamaGen),
+    `identity` leaves them unturned. `spare_positions`: zero rows after the grid, for draft nodes that
+    lie past the last cell. `input_norm`: whether the first layer normalises its input (an EAGLE drafter
+    of LlamaGen does not). `final_norm`: whether the hidden states are normalised at the end.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_width: int
+    vocabulary: int
+    grid: int
+    prefix: int
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    prefix_rotation: Literal["zero", "identity"] = "zero"
+    spare_positions: int = 64
+    input_norm: bool = True
+    final_norm: bool = True
+
+    @property
+    def head_width(self) -> int:
+        """Numbers per head."""
+        return self.width // self.heads
+
+    @property
+    def positions(self) -> int:
+        """Rows of the rotary table."""
+        return self.prefix + self.grid**2 + self.spare_positions
+
+
+def rotary_table(config: DecoderConfig) -> Tensor:
+    """Cosines and sines `[positions, head_width / 2, 2]` of the two-dimensional rotary embedding.
+
+    The first half of the pairs turns by the row of the cell, the second half by its column, both with
+    frequencies base^(-2k / (head_width / 2)).
+    """
+    half = config.head_width // 2
+    frequencies = config.rope_base ** (-torch.arange(0, half, 2, dtype=torch.float64)[: half // 2] / half)
+    cells = torch.arange(config.grid, dtype=torch.float64)
+    turns = cells[:, None] * frequencies  # [grid, pairs / 2]
+    by_row = turns[:, None].expand(config.grid, config.grid, -1)
+    by_column = turns[None].expand(config.grid, config.grid, -1)
+    angles = torch.cat([by_row, by_column], -1).flatten(0, 1)  # [grid * grid, pairs]
+    table = torch.zeros(config.positions, half, 2, dtype=torch.float64)
+    if config.prefix_rotation == "identity":
+        table[: config.prefix, :, 0] = 1
+    table[config.prefix : config.prefix + config.grid**2] = torch.stack([angles.cos(), angles.sin()], -1)
+    return table.float()
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Turn neighbouring pairs of `x [rows, nodes, heads, width]` by `turn [rows, nodes, width / 2, 2]`."""
+    rows, nodes, heads, width = x.shape
+    pairs = x.view(rows, nodes, heads, width // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    cos, sin = turn[:, :, None, :, 0], turn[:, :, None, :, 1]
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).view(rows, nodes, heads, width)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), scaled."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with separate paths for cached decoding and for training."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
+        self.qkv = nn.Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_width, bias=False)
+        self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+
+    def project(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values: each `[rows, nodes, heads or kv_heads, head_width]`."""
+        rows, nodes, _ = x.shape
+        sizes = [self.heads * self.head_width, self.kv_heads * self.head_width, self.kv_heads * self.head_width]
+        query, key, value = self.qkv(x).split(sizes, -1)
+        query = rotate(query.view(rows, nodes, self.heads, self.head_width), turn)
+        key = rotate(key.view(rows, nodes, self.kv_heads, self.head_width), turn)
+        return query, key, value.view(rows, nodes, self.kv_heads, self.head_width)
+
+    def forward(
+        self, x: Tensor, turn: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend to the past and to the new nodes; the past is used where it lies, not copied.
+
+        `mask` is additive, `[rows, 1, nodes, past + nodes]`; past tensors are `[past, rows, kv_heads,
+        head_width]`. Returns the output and the new keys and values `[nodes, rows, kv_heads, head_width]`.
+        """
+        rows, nodes, _ = x.shape
+        query, key, value = self.project(x, turn)
+        group = self.heads // self.kv_heads
+        query = query.transpose(1, 2) * self.head_width**-0.5  # [rows, heads, nodes, head_width]
+        if group > 1:  # queries of one group share a key head: stack them along the nodes
+            query = query.reshape(rows, self.kv_heads, group * nodes, self.head_width)
+            mask = mask.repeat(1, 1, group, 1)
+        with_past = query @ past_key.permute(1, 2, 3, 0)  # [rows, kv_heads, group * nodes, past]
+        with_new = query @ key.permute(0, 2, 3, 1)  # [rows, kv_heads, group * nodes, nodes]
+        weights = torch.softmax(torch.cat([with_past, with_new], -1) + mask, -1)
+        past = past_key.shape[0]
+        mixed = weights[..., :past] @ past_value.permute(1, 2, 0, 3) + weights[..., past:] @ value.transpose(1, 2)
+        if group > 1:
+            mixed = mixed.reshape(rows, self.heads, nodes, self.head_width)
+        mixed = mixed.transpose(1, 2).reshape(rows, nodes, self.heads * self.head_width)
+        return self.out(mixed), key.transpose(0, 1), value.transpose(0, 1)
+
+    def full(self, x: Tensor, turn: Tensor) -> Tensor:
+        """Causal attention over a whole sequence, without a cache."""
+        query, key, value = (t.transpose(1, 2) for t in self.project(x, turn))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return attended
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return mixed
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each behind a norm and around a skip connection."""
+
+    def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps) if input_norm else nn.Identity()
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.width, config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(
+        self, x: Tensor, turn: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attended, key, value = self.attention(self.attention_norm(x), turn, mask, past_key, past_value)
+        x = x + attended
+        return x + self.ffn(self.ffn_norm(x)), key, value
+
+    def full(self, x: Tensor, turn: Tensor) -> Tensor:
+        """The layer over a whole causal sequence."""
+        x = x + self.attention.full(self.attention_norm(x), turn)
+        mixed: Tensor = x + self.ffn(self.ffn_norm(x))
+        return mixed
+
+
+class Decoder(nn.Module):
+    """A stack of layers with an output head over the image vocabulary."""
+
+    turns: Tensor
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps) if config.final_norm else nn.Identity()
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.register_buffer("turns", rotary_table(config), persistent=False)
+
+    def forward(
+        self, embeds: Tensor, position_ids: Tensor, mask: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """One pass over new nodes.
+
+        `embeds [rows, nodes, width]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +
+        nodes]`, `past` per layer keys and values `[past, rows, kv_heads, head_width]`. Returns logits
+        `[rows, nodes, vocabulary]`, hidden states `[rows, nodes, width]` and per layer the new keys and
+        values `[nodes, rows, kv_heads, head_width]`.
+        """
+        turn = self.turns[position_ids]
+        fresh = []
+        for layer, (past_key, past_value) in zip(self.layers, past, strict=True):
+            embeds, key, value = layer(embeds, turn, mask, past_key, past_value)
+            fresh.append((key, value))
+        hidden = self.norm(embeds)
+        return self.head(hidden), hidden, fresh
+
+    def full(self, embeds: Tensor) -> Tensor:
+        """Hidden states `[rows, length, width]` of whole causal sequences that start at position 0."""
+        turn = self.turns[None, : embeds.shape[1]]
+        for layer in self.layers:
+            embeds = layer.full(embeds, turn)
+        hidden: Tensor = self.norm(embeds)
+        return hidden

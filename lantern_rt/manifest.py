@@ -1,0 +1,180 @@
+"""`bundle.json`: what a bundle says about itself.
+
+Pydantic models only: names, sizes, defaults and file hashes. Unknown fields are refused. Reading a folder
+and checking its files is `bundle.py`'s work; graphs and decoding are not known here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FORMAT_VERSION = "1.0"
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Method = Literal["ar", "eagle", "lantern", "lantern++"]
+
+
+class Part(BaseModel):
+    """Base of all manifest parts: immutable, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FileEntry(Part):
+    """One file of the bundle; `path` is relative to it, with forward slashes."""
+
+    path: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class DecoderSpec(Part):
+    """Sizes of a decoder graph. Cache tensors are `[past, rows, kv_heads, head_width]`."""
+
+    width: Count
+    layers: Count
+    kv_heads: Count
+    head_width: Count
+    vocabulary: Count
+    positions: Count
+    dtype: Literal["float32", "float16"] = "float32"
+    cache_layout: Literal["past-first"] = "past-first"
+
+
+class DrafterSpec(Part):
+    """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
+
+    `position_shift` is added to the target position of a slot's *token* to give the slot's position
+    (-1: the slot that holds a token at position p sits at p - 1). `masks_prefix`: whether padded prefix
+    slots are hidden from the drafter (LANTERN's LlamaGen drafter sees them).
+    """
+
+    width: Count
+    layers: Count
+    kv_heads: Count
+    head_width: Count
+    vocabulary: Count
+    position_shift: int = -1
+    masks_prefix: bool = True
+    prefix_token: int = 0
+
+
+class ConditionSpec(Part):
+    """What an image is conditioned on, and how that becomes prefix rows.
+
+    `class`: input `class_ids [rows]` int64. `words`: a caption of known words, input `token_ids
+    [rows, prefix]` int64, padded on the right with id 0. `embeddings`: text embeddings given by the
+    caller, inputs `caption_embeds [rows, prefix, caption_width]` (left-padded, padding zeroed) and
+    `caption_mask [rows, prefix]` int64. Outputs, always: `prefix_embeds` and `uncond_embeds`, both
+    `[rows, prefix, width]` float32.
+    """
+
+    kind: Literal["class", "words", "embeddings"]
+    prefix: Count
+    classes: Count | None = None
+    caption_width: Count | None = None
+
+    @model_validator(mode="after")
+    def _sizes_fit_kind(self) -> ConditionSpec:
+        if (self.classes is not None) != (self.kind == "class"):
+            raise ValueError("`classes` goes with kind `class` and with no other")
+        if (self.caption_width is not None) != (self.kind == "embeddings"):
+            raise ValueError("`caption_width` goes with kind `embeddings` and with no other")
+        return self
+
+
+class SamplingDefaults(Part):
+    """How distributions are shaped. `top_k` 0 and `top_p` 1 are off; temperature 0 is greedy."""
+
+    cfg_scale: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    filter_order: Literal["top-k, top-p", "top-p, top-k"] = "top-k, top-p"
+
+
+class MethodDefaults(Part):
+    """Decoding defaults of one method. `delta` and `lambda_` are never both set."""
+
+    tree: str
+    neighbors: Annotated[int, Field(ge=0)] = 0
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    lambda_: Annotated[float, Field(gt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> MethodDefaults:
+        if self.delta is not None and self.lambda_ is not None:
+            raise ValueError("`delta` and `lambda_` are two bounds; set one")
+        return self
+
+
+class DecodingDefaults(Part):
+    """The method used when none is asked for, and each method's own defaults."""
+
+    method: Method
+    methods: dict[Literal["eagle", "lantern", "lantern++"], MethodDefaults] = Field(default_factory=dict)
+
+
+class Source(Part):
+    """A checkpoint file this bundle was made from."""
+
+    role: str
+    name: str
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Provenance(Part):
+    """Who made the bundle, from what, under which licence."""
+
+    exporter: str
+    sources: tuple[Source, ...] = ()
+    licence: str
+
+
+class Manifest(Part):
+    """The whole of `bundle.json`.
+
+    `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
+    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kind `words`; further
+    roles are external data of a graph (`target.data`, ...).
+    """
+
+    format_version: str
+    name: str
+    family: str
+    grid_rows: Count
+    grid_columns: Count
+    codebook_size: Count
+    image_height: Count
+    image_width: Count
+    neighbors: Annotated[int, Field(ge=0)] = 0
+    target: DecoderSpec
+    drafter: DrafterSpec | None = None
+    condition: ConditionSpec
+    sampling: SamplingDefaults
+    decoding: DecodingDefaults
+    files: dict[str, FileEntry]
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Manifest:
+        needed = {"target", "vq_decoder", "condition", "code_embeddings"}
+        needed |= {"drafter"} if self.drafter else set()
+        needed |= {"neighbors"} if self.neighbors else set()
+        needed |= {"tokenizer"} if self.condition.kind == "words" else set()
+        if missing := sorted(needed - self.files.keys()):
+            raise ValueError(f"`files` lacks {', '.join(missing)}")
+        if self.target.vocabulary != self.codebook_size:
+            raise ValueError(f"target vocabulary {self.target.vocabulary} is not codebook_size {self.codebook_size}")
+        if self.drafter and self.drafter.width != self.target.width:
+            raise ValueError(f"drafter width {self.drafter.width} is not target width {self.target.width}")
+        if self.decoding.method != "ar" and self.drafter is None:
+            raise ValueError(f"default method {self.decoding.method} needs a drafter")
+        return self
+
+    @property
+    def codes_per_image(self) -> int:
+        """Codes of one image: rows x columns of the grid."""
+        return self.grid_rows * self.grid_columns

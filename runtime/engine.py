@@ -1,0 +1,92 @@
+"""What the runtime asks of an engine: run a pass over new nodes, keep keys and values.
+
+An engine runs a decoder graph over *rows* (sequences) of *nodes* (new tokens), reading a cache of what was
+committed before. The runtime decides positions and who sees whom; the engine knows neither trees nor
+prompts. Implementations: ONNX Runtime (`lantern_rt.engines`), a NumPy toy in the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Input of one pass; exactly one of `tokens` and `embeds` is given.
+
+    tokens: codes, int64 `[rows, nodes]`. embeds: prefix rows, float32 `[rows, nodes, width]`.
+    positions: int64 `[rows, nodes]`. visible: bool `[rows, nodes, span + nodes]`, where span is the
+    engine's `next_span` for this cache and number of nodes; past columns come first. Every node sees at least itself. hidden: float32 `[rows, nodes,
+    width]`, for drafters only (they take tokens and hidden states).
+    """
+
+    positions: Ints
+    visible: Bools
+    tokens: Ints | None = None
+    embeds: Floats | None = None
+    hidden: Floats | None = None
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """Output of one pass: logits float32 `[rows, nodes, vocabulary]`, hidden float32 `[rows, nodes, width]`.
+
+    `fresh` are the new keys and values in a form that the same engine's cache can append.
+    """
+
+    logits: Floats
+    hidden: Floats
+    fresh: Any
+
+
+class Cache(Protocol):
+    """Keys and values of committed nodes, with a length of its own for every row.
+
+    Row r's entries fill columns 0 .. lengths[r] - 1, in the order in which they were appended. Columns past
+    that are garbage which no node may see.
+    """
+
+    @property
+    def lengths(self) -> Ints:
+        """Committed entries per row, int64 `[rows]`."""
+        ...
+
+    def append(self, fresh: Any, picks: list[Ints]) -> None:
+        """Append, for each row r, the nodes `picks[r]` of a pass's `fresh`, in that order."""
+        ...
+
+    def truncate(self, lengths: Ints) -> None:
+        """Forget everything past `lengths[r]` in each row r."""
+        ...
+
+    def keep_rows(self, rows: Ints) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+
+class Engine(Protocol):
+    """A decoder that can be run: a target or a drafter."""
+
+    def new_cache(self, rows: int, capacity: int) -> Cache:
+        """An empty cache for `rows` sequences of at most `capacity` entries each."""
+        ...
+
+    def next_span(self, cache: Cache, nodes: int) -> int:
+        """Columns of the past that a pass over `nodes` new nodes will read.
+
+        At least the longest row; an engine may round up, so that shapes repeat and sums are formed in the same
+        order whatever else is in the batch.
+        """
+        ...
+
+    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+        """Run one pass. Reads the cache, never writes it. Raises nothing a user can cause."""
+        ...

@@ -1,0 +1,43 @@
+"""`python -m lantern_rt.train.scenes`: every step that makes the default bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+Work = Annotated[Path, typer.Option(help="Folder of checkpoints and codes; kept between calls.")]
+Minutes = Annotated[float, typer.Option(help="How long to train.")]
+Threads = Annotated[int, typer.Option(help="Processor threads.")]
+DEFAULT_WORK = Path("work/scenes")
+
+
+@app.command()
+def vq(work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2) -> None:
+    """Train the VQ tokenizer."""
+    from .vq import train_vq
+
+    torch.set_num_threads(threads)
+    train_vq(work, minutes)
+
+
+@app.command()
+def target(
+    work: Work = DEFAULT_WORK,
+    minutes: Minutes = 150,
+    threads: Threads = 2,
+    cooldown: Annotated[float, typer.Option(help="Share of the time over which the rate falls to zero.")] = 0.3,
+    batch: Annotated[int, typer.Option(help="Scenes a step.")] = 24,
+) -> None:
+    """Train the target, or go on with it."""
+    from .target import train_target
+
+    torch.set_num_threads(threads)
+    train_target(work, minutes, cooldown, batch)
+
+
+if __name__ == "__main__":
+    app()

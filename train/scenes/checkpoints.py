@@ -1,0 +1,23 @@
+"""Training checkpoints: written whole or not at all, read without unpickling code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` beside `path`, then rename: an interrupted write leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint (tensors and plain values only)."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state

@@ -1,0 +1,46 @@
+"""Endless scenes: rendered in parallel processes, the same for the same seed.
+
+Does not know models; captions come out as words, not ids.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .render import SIZE, render
+from .vocabulary import Scene, sample_scene
+
+CHUNK = 250
+
+
+def draw_scenes(count: int, seed: int) -> list[Scene]:
+    """`count` scenes of a seed."""
+    rng = np.random.default_rng((seed, 0))
+    return [sample_scene(rng) for _ in range(count)]
+
+
+def render_pictures(count: int, seed: int, workers: int | None = None) -> NDArray[np.uint8]:
+    """Pictures uint8 `[count, 128, 128, 3]` of `draw_scenes(count, seed)`."""
+    return render_scenes(draw_scenes(count, seed), workers)
+
+
+def render_scenes(scenes: list[Scene], workers: int | None = None) -> NDArray[np.uint8]:
+    """Pictures uint8 `[scenes, 128, 128, 3]`, in the scenes' order."""
+    chunks = [scenes[i : i + CHUNK] for i in range(0, len(scenes), CHUNK)]
+    pictures = np.empty((len(scenes), SIZE, SIZE, 3), np.uint8)
+    workers = min(workers or os.cpu_count() or 1, len(chunks))
+    if workers <= 1:
+        done = map(_render_chunk, chunks)
+        return np.concatenate(list(done)) if chunks else pictures
+    with ProcessPoolExecutor(workers) as pool:
+        for i, part in enumerate(pool.map(_render_chunk, chunks)):
+            pictures[i * CHUNK : i * CHUNK + len(part)] = part
+    return pictures
+
+
+def _render_chunk(scenes: list[Scene]) -> NDArray[np.uint8]:
+    return np.stack([render(scene) for scene in scenes])

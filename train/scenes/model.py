@@ -1,0 +1,93 @@
+"""The scenes target model: caption slots, code tables and the shared decoder.
+
+The code embedding and the output head are each a learned table plus a linear map of Fourier features of
+the code's codebook vector, so that codes that look alike start out alike; both fold into plain tables.
+
+Does not know how it is trained or exported.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...export.decoder import Decoder, DecoderConfig
+from .text import SLOTS, WORDS
+from .vq import CODE_DIM, CODES, GRID
+
+CONFIG = DecoderConfig(
+    width=256,
+    layers=6,
+    heads=4,
+    kv_heads=4,
+    ffn_width=768,
+    vocabulary=CODES,
+    grid=GRID,
+    prefix=SLOTS,
+    prefix_rotation="identity",
+)
+
+
+class CodeTable(nn.Module):
+    """A table `[codes, width]`: learned rows plus a map of fixed features of the codebook vectors."""
+
+    features: Tensor
+
+    def __init__(self, codebook: Tensor, width: int, scale: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        waves = torch.randn(CODE_DIM, 96, generator=generator) * torch.linspace(0.5, 3.0, 96)
+        angles = codebook @ waves * math.pi
+        self.register_buffer("features", torch.cat([codebook, angles.sin(), angles.cos()], 1))
+        self.rows = nn.Parameter(torch.randn(len(codebook), width) * 0.5 * scale)
+        self.map = nn.Parameter(torch.randn(self.features.shape[1], width) * scale / 10)
+
+    def forward(self) -> Tensor:
+        return self.rows + self.features @ self.map
+
+
+class ScenesTarget(nn.Module):
+    """Text-conditional decoder over codes.
+
+    A sequence is 24 caption slots followed by codes; slot rows are word embedding plus slot embedding,
+    or the learned `uncond_embedding` where there is no caption.
+    """
+
+    def __init__(self, codebook: Tensor, config: DecoderConfig = CONFIG) -> None:
+        super().__init__()
+        self.config = config
+        self.words = nn.Embedding(len(WORDS), config.width)
+        self.slots = nn.Parameter(torch.randn(SLOTS, config.width) * 0.3)
+        self.uncond_embedding = nn.Parameter(torch.randn(SLOTS, config.width) * 0.3)
+        self.code_embedding = CodeTable(codebook, config.width, 1.0)
+        self.code_head = CodeTable(codebook, config.width, config.width**-0.5)
+        self.decoder = Decoder(config)
+        for name, weight in self.decoder.named_parameters():
+            if weight.ndim == 2:
+                spread = weight.shape[1] ** -0.5
+                nn.init.normal_(weight, std=spread * (0.3 if name.endswith(("out.weight", "down.weight")) else 1.0))
+        del self.decoder.head  # the head is `code_head` until `fold`
+
+    def prefix(self, caption_ids: Tensor, dropped: Tensor | None = None) -> Tensor:
+        """Prefix embeddings `[rows, 24, width]`; rows marked in `dropped` lose their caption."""
+        embeds: Tensor = self.words(caption_ids) + self.slots
+        if dropped is not None:
+            embeds = torch.where(dropped[:, None, None], self.uncond_embedding, embeds)
+        return embeds
+
+    def hidden(self, prefix: Tensor, codes: Tensor) -> Tensor:
+        """Hidden states `[rows, codes, width]` that predict each of `codes [rows, n]`."""
+        inputs = F.embedding(codes[:, :-1], self.code_embedding())
+        states = self.decoder.full(torch.cat([prefix, inputs], 1))
+        return states[:, SLOTS - 1 :]
+
+    def fold(self) -> tuple[Decoder, Tensor]:
+        """The plain decoder with its head, and the code embedding table `[codes, width]`."""
+        plain = Decoder(self.config)
+        state = self.decoder.state_dict()
+        state["head.weight"] = self.code_head().detach()
+        plain.load_state_dict(state)
+        return plain.eval(), self.code_embedding().detach()

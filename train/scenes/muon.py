@@ -1,0 +1,50 @@
+"""Muon in float32: momentum whose update is orthogonalised, for the matrices of the decoder.
+
+`torch.optim.Muon` orthogonalises in bfloat16, one matrix at a time, which processors without bfloat16
+arithmetic do slowly; here equal shapes are stacked. Source: Keller Jordan, Muon (2024), quintic
+Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum 0.95 with Nesterov, orthogonalised update, scaled by sqrt(max(1, rows / columns))."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            stacks: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    stacks[weight.shape].append(weight)
+            for shape, weights in stacks.items():
+                updates = []
+                for weight in weights:
+                    state = self.state[weight]
+                    average = state.setdefault("momentum", torch.zeros_like(weight))
+                    average.lerp_(weight.grad, 1 - group["momentum"])
+                    updates.append(weight.grad.lerp(average, group["momentum"]))
+                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                for weight, update in zip(weights, orthogonalise(torch.stack(updates)), strict=True):
+                    weight.add_(update, alpha=-scale)
+
+
+def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+    """Bring the singular values of `[matrices, rows, columns]` near 1."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.transpose(1, 2) if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.transpose(1, 2)
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.transpose(1, 2) if tall else x

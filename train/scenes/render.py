@@ -1,0 +1,297 @@
+"""Paint a `Scene` as a 128 x 128 picture, in NumPy.
+
+Everything is a function of the scene and its seed. Solids are shaded from surface normals, grounds are
+noise textures seen in perspective, skies are gradients with clouds, stars, a sun or a moon.
+
+Does not know captions or models.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .vocabulary import Scene, Solid
+
+SIZE = 128
+TEXTURE = 256  # side of the tileable textures
+Floats = NDArray[Any]
+
+RGB = {
+    "red": (0.86, 0.10, 0.10),
+    "orange": (0.98, 0.50, 0.06),
+    "yellow": (0.97, 0.87, 0.12),
+    "green": (0.12, 0.66, 0.20),
+    "blue": (0.13, 0.28, 0.90),
+    "purple": (0.50, 0.16, 0.74),
+    "pink": (0.98, 0.50, 0.74),
+    "white": (0.96, 0.96, 0.96),
+    "black": (0.10, 0.10, 0.11),
+}
+GROUND_TINT = {"clear": (1, 1, 1), "sunset": (1.0, 0.84, 0.76), "night": (0.36, 0.42, 0.60), "overcast": (0.80, 0.82, 0.85)}
+SOLID_TINT = {"clear": (1, 1, 1), "sunset": (1.0, 0.93, 0.88), "night": (0.74, 0.76, 0.86), "overcast": (0.92, 0.93, 0.95)}
+LIGHT = np.array([-0.52, -0.64, 0.57], np.float32)
+LIGHT_HALF = (LIGHT + np.float32((0, 0, 1))) / np.linalg.norm(LIGHT + np.float32((0, 0, 1)))
+
+
+def render(scene: Scene) -> NDArray[np.uint8]:
+    """Picture of the scene, uint8 `[128, 128, 3]` (height, width, RGB)."""
+    rng = np.random.default_rng(scene.seed)
+    horizon = int(rng.integers(46, 58))
+    canvas = np.empty((SIZE, SIZE, 3), np.float32)
+    canvas[:horizon] = _sky(scene.sky, horizon, rng)
+    canvas[horizon:] = _ground(scene.ground, horizon, rng) * np.asarray(GROUND_TINT[scene.sky], np.float32)
+    placed = []
+    for solid in scene.solids:
+        low, high = (18, 21) if solid.size == "small" else (29, 33) if len(scene.solids) == 1 else (27, 29)
+        radius = rng.uniform(low, high)
+        foot = rng.uniform(max(horizon + 30, 92), 118)
+        placed.append((foot, radius, solid))
+    placed.sort(key=lambda item: item[0])
+    for foot, radius, solid in placed:
+        _shadow(canvas, solid.x * SIZE, foot, radius, horizon)
+    for foot, radius, solid in placed:
+        _paint(canvas, solid, radius, foot, scene.sky, rng)
+    return np.rint(np.clip(canvas, 0, 1) * 255).astype(np.uint8)
+
+
+# ---------------------------------------------------------------- textures
+
+
+@lru_cache(maxsize=1)
+def _textures() -> dict[str, Floats]:
+    """Tileable `[256, 256]` textures in [0, 1]: soft and fine noise, cells, planks."""
+    rng = np.random.default_rng(7)
+
+    def noise(*octaves: tuple[int, float]) -> Floats:
+        total = np.zeros((TEXTURE, TEXTURE), np.float32)
+        for cells, weight in octaves:
+            total += weight * _value_noise(rng, cells)
+        total -= total.min()
+        return total / total.max()
+
+    points = rng.random((72, 2)) * TEXTURE
+    grid = np.stack(np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE), indexing="ij"), -1)
+    gap = np.abs(grid[:, :, None] - points)  # [256, 256, points, 2]
+    distance = np.sort(np.hypot(*np.moveaxis(np.minimum(gap, TEXTURE - gap), -1, 0)), axis=-1)  # nearest point first
+    return {
+        "soft": noise((4, 1.0), (8, 0.6), (16, 0.35), (32, 0.2)),
+        "fine": noise((32, 1.0), (64, 0.9), (128, 0.5)),
+        "wave": noise((8, 0.5), (16, 1.0), (32, 0.6)),
+        "cells": np.clip((distance[..., 1] - distance[..., 0]) / 5.0, 0, 1).astype(np.float32),
+    }
+
+
+def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
+    """Smoothly interpolated tileable random values on a `cells x cells` lattice."""
+    lattice = rng.random((cells, cells)).astype(np.float32)
+    at = np.arange(TEXTURE) * cells / TEXTURE
+    low = at.astype(int)
+    part = (at - low).astype(np.float32)
+    part = part * part * (3 - 2 * part)
+    rows = lattice[low] * (1 - part)[:, None] + lattice[(low + 1) % cells] * part[:, None]
+    return rows[:, low] * (1 - part) + rows[:, (low + 1) % cells] * part
+
+
+@lru_cache(maxsize=16)
+def _perspective(horizon: int) -> tuple[Floats, Floats, Floats]:
+    """World coordinates (across, away) and nearness in [0, 1] of the ground pixels."""
+    rows = np.arange(horizon, SIZE, dtype=np.float32)[:, None]
+    depth = 900.0 / (rows - horizon + 7.0)
+    across = (np.arange(SIZE, dtype=np.float32)[None] - SIZE / 2) * depth / 22.0
+    away = np.broadcast_to(depth * 3.2, across.shape)
+    return across, away, np.clip((rows - horizon) / 34.0, 0, 1)
+
+
+def _sample(texture: Floats, across: Floats, away: Floats) -> Floats:
+    return texture[away.astype(int) % TEXTURE, across.astype(int) % TEXTURE]
+
+
+def _ground(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
+    textures = _textures()
+    across, away, near = _perspective(horizon)
+    across, away = across + rng.uniform(0, TEXTURE), away + rng.uniform(0, TEXTURE)
+    soft = _sample(textures["soft"], across, away) - 0.5
+    if kind == "grass":
+        blades = _sample(textures["fine"], across * 2.2, away * 0.5) - 0.5
+        level, low, high = 0.5 + near * (0.9 * blades + 0.25 * soft), (0.10, 0.30, 0.05), (0.36, 0.66, 0.16)
+    elif kind == "sand":
+        ripple = _sample(textures["wave"], across * 0.8, away * 1.4) - 0.5
+        level, low, high = 0.55 + (0.25 + 0.75 * near) * (0.6 * ripple + 0.2 * soft), (0.66, 0.52, 0.28), (0.95, 0.83, 0.56)
+    elif kind == "snow":
+        level, low, high = 0.66 + (0.2 + 0.8 * near) * 0.9 * soft, (0.70, 0.78, 0.88), (1.0, 1.0, 1.0)
+    elif kind == "water":
+        wave = _sample(textures["wave"], across * 0.7, away * 2.0) - 0.5
+        level, low, high = 0.42 + (0.3 + 0.7 * near) * 1.0 * wave, (0.01, 0.12, 0.34), (0.22, 0.58, 0.82)
+    elif kind == "stone":
+        cells = _sample(textures["cells"], across * 1.1, away * 1.1)
+        level, low, high = 0.1 + 0.6 * cells + 0.4 * soft * near, (0.20, 0.20, 0.21), (0.66, 0.65, 0.63)
+    else:  # wood
+        plank = np.floor(across / 22.0)
+        seam = np.clip(np.abs(across / 22.0 - plank - 0.5) * -14.0 + 7.0, 0, 1)
+        shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0
+        grain = _sample(textures["fine"], across * 1.5, away * 0.16) - 0.5
+        level, low, high = (0.42 + 0.28 * shade + 0.3 * grain) * (0.25 + 0.75 * seam), (0.17, 0.08, 0.03), (0.74, 0.46, 0.24)
+    level = np.clip(level, 0, 1)[..., None].astype(np.float32)
+    return np.asarray(low, np.float32) * (1 - level) + np.asarray(high, np.float32) * level
+
+
+def _sky(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
+    textures = _textures()
+    rows = np.arange(horizon)
+    height = (rows / max(horizon - 1, 1)).astype(np.float32)[:, None, None]  # 0 at the top, 1 at the horizon
+    dx, dy = rng.integers(0, TEXTURE, 2)
+    clouds = textures["soft"][(rows[:, None] * 2 + dy) % TEXTURE, (np.arange(SIZE)[None] + dx) % TEXTURE][..., None]
+    disc_x = rng.uniform(16, SIZE - 16)
+    if kind == "clear":
+        sky = _blend((0.20, 0.48, 0.88), (0.72, 0.87, 0.98), height)
+        cover = np.clip((clouds - 0.55) * 5.0, 0, 1)
+        sky = sky * (1 - cover) + np.float32(0.98) * cover
+        return sky
+    if kind == "sunset":
+        sky = _blend((0.36, 0.16, 0.44), (1.0, 0.62, 0.22), height**1.3)
+        sky += np.clip((clouds - 0.5) * 1.6, 0, 1) * np.asarray((0.34, 0.02, 0.06), np.float32)
+        return _disc(sky, disc_x, horizon - rng.uniform(4, 10), 7.5, (1.0, 0.93, 0.62))
+    if kind == "night":
+        sky = _blend((0.01, 0.01, 0.07), (0.08, 0.10, 0.26), height)
+        stars = rng.integers(0, (horizon, SIZE), (26, 2))
+        sky[stars[:, 0], stars[:, 1]] += rng.uniform(0.3, 0.9, 26).astype(np.float32)[:, None]
+        return _disc(sky, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
+    sky = _blend((0.50, 0.53, 0.57), (0.74, 0.76, 0.78), height)
+    return sky + (clouds - 0.5) * np.float32(0.34)
+
+
+def _blend(top: tuple[float, ...], bottom: tuple[float, ...], height: Floats) -> Floats:
+    sky = np.asarray(top, np.float32) * (1 - height) + np.asarray(bottom, np.float32) * height
+    return np.repeat(sky, SIZE, axis=1)  # [horizon, 128, 3]
+
+
+def _disc(sky: Floats, x: float, y: float, radius: float, colour: tuple[float, float, float]) -> Floats:
+    rows, columns = np.ogrid[: sky.shape[0], :SIZE]
+    cover = np.clip(radius - np.hypot(rows - y, columns - x) + 0.5, 0, 1)[..., None].astype(np.float32)
+    return sky * (1 - cover) + np.asarray(colour, np.float32) * cover
+
+
+# ---------------------------------------------------------------- solids
+
+
+def _shadow(canvas: Floats, x: float, foot: float, radius: float, horizon: int) -> None:
+    rows, columns = np.ogrid[horizon:SIZE, :SIZE]
+    away = np.hypot((columns - x - 0.30 * radius) / (1.15 * radius), (rows - foot + 0.06 * radius) / (0.30 * radius))
+    canvas[horizon:] *= 1 - 0.55 * np.clip(1.5 - 1.5 * away, 0, 1)[..., None].astype(np.float32)
+
+
+def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, sky: str, rng: np.random.Generator) -> None:
+    """Shade the solid at twice the resolution, average, and lay it over the canvas."""
+    x, y = solid.x * SIZE, foot - 0.97 * radius
+    reach = int(np.ceil(radius * 1.08))
+    top, left = int(round(y)) - reach, int(round(x)) - reach
+    steps = (np.arange(4 * reach) + 0.5) / 2
+    across = ((left + steps - x) / radius).astype(np.float32)[None]
+    down = ((top + steps - y) / radius).astype(np.float32)[:, None]
+    across, down = np.broadcast_arrays(across, down)
+    inside, normal = SURFACES[solid.shape](across, down, rng)
+    facing = normal[inside].astype(np.float32)
+    diffuse = np.clip(facing @ LIGHT, 0, 1)
+    gloss = np.clip(facing @ LIGHT_HALF, 0, 1)
+    base = np.asarray(RGB[solid.colour], np.float32) * np.asarray(SOLID_TINT[sky], np.float32)
+    colour = base * (0.42 + 0.62 * diffuse)[:, None]
+    colour += ((0.75 * gloss**28 + 0.10 * gloss**5) if solid.finish == "shiny" else 0.05 * gloss**3)[:, None]
+    fine = np.zeros((*inside.shape, 4), np.float32)
+    fine[inside, :3], fine[inside, 3] = colour, 1
+    pixels = (fine[::2, ::2] + fine[1::2, ::2] + fine[::2, 1::2] + fine[1::2, 1::2]) / 4
+    rows = slice(max(top, 0), min(top + 2 * reach, SIZE))
+    columns = slice(max(left, 0), min(left + 2 * reach, SIZE))
+    pixels = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
+    canvas[rows, columns] = canvas[rows, columns] * (1 - pixels[..., 3:]) + pixels[..., :3]
+
+
+def _sphere(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    squared = u * u + v * v
+    return squared < 1, np.stack([u, v, np.sqrt(np.clip(1 - squared, 0, 1))], -1)
+
+
+def _torus(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    distance = np.hypot(u, v)
+    tube = (distance - 0.66) / 0.32
+    slope = tube / np.maximum(distance, 1e-3)
+    return np.abs(tube) < 1, np.stack([slope * u, slope * v, np.sqrt(np.clip(1 - tube * tube, 0, 1))], -1)
+
+
+def _cone(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    width = np.maximum((v + 1.0) / 1.74 * 0.86, 1e-3)
+    side = np.clip(u / width, -1, 1)
+    body = (v > -1) & (v < 0.74) & (np.abs(u) < width)
+    foot = (v >= 0.74) & ((u / 0.86) ** 2 + ((v - 0.74) / 0.24) ** 2 < 1)
+    return body | foot, np.stack([0.9 * side, np.full_like(u, -0.3), 0.9 * np.sqrt(1 - side * side)], -1)
+
+
+def _cylinder(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    side = np.clip(u / 0.72, -1, 1)
+    lid = side**2 + ((v + 0.74) / 0.24) ** 2 < 1
+    body = (np.abs(u) < 0.72) & (v > -0.74) & (v < 0.74)
+    foot = (v >= 0.74) & (side**2 + ((v - 0.74) / 0.24) ** 2 < 1)
+    normal = np.stack([side, np.zeros_like(u), np.sqrt(1 - side * side)], -1)
+    normal[lid] = (0.0, -0.95, 0.31)
+    return body | foot | lid, normal
+
+
+def _cube(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    corners = np.array([(x, y, z) for x in (-1, 1) for y in (-1, 1) for z in (-1, 1)], float) * 0.66
+    faces = [(0, 1, 3, 2), (4, 6, 7, 5), (0, 4, 5, 1), (2, 3, 7, 6), (0, 2, 6, 4), (1, 5, 7, 3)]
+    return _polyhedron(u, v, corners, faces, yaw=rng.uniform(0.35, 1.15), pitch=0.42)
+
+
+def _pyramid(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    base = [(x * 0.76, 0.78, z * 0.76) for x, z in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
+    corners = np.array([*base, (0.0, -1.0, 0.0)])
+    faces = [(0, 1, 4), (1, 2, 4), (2, 3, 4), (3, 0, 4)]
+    return _polyhedron(u, v, corners, faces, yaw=rng.uniform(0.35, 1.15), pitch=0.25)
+
+
+def _star(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    angle = -np.pi / 2 + np.arange(10) * np.pi / 5
+    reach = np.where(np.arange(10) % 2 == 0, 1.05, 0.52)
+    corners = np.vstack([np.stack([reach * np.cos(angle), reach * np.sin(angle), np.zeros(10)], -1), (0, 0, 0.42)])
+    faces = [(i, (i + 1) % 10, 10) for i in range(10)]
+    return _polyhedron(u, v, corners, faces, yaw=rng.uniform(-0.25, 0.25), pitch=0.0)
+
+
+def _polyhedron(
+    u: Floats, v: Floats, corners: Floats, faces: list[tuple[int, ...]], yaw: float, pitch: float
+) -> tuple[Floats, Floats]:
+    """Mask and normals of the faces turned to the viewer (+z), after a turn about y and a tilt about x."""
+    turn = np.array([[np.cos(yaw), 0, np.sin(yaw)], [0, 1, 0], [-np.sin(yaw), 0, np.cos(yaw)]])
+    tilt = np.array([[1, 0, 0], [0, np.cos(pitch), np.sin(pitch)], [0, -np.sin(pitch), np.cos(pitch)]])
+    points = corners @ turn.T @ tilt.T
+    middle = points.mean(0)
+    inside = np.zeros(u.shape, bool)
+    normal = np.zeros((*u.shape, 3), np.float32)
+    for face in faces:
+        polygon = points[list(face)].astype(np.float32)
+        facing = np.cross(polygon[1] - polygon[0], polygon[2] - polygon[1])
+        facing /= np.linalg.norm(facing)
+        if facing @ (polygon.mean(0) - middle) < 0:
+            facing = -facing
+        if facing[2] <= 0.02:
+            continue
+        ahead = np.roll(polygon, -1, axis=0)
+        cross = [(b[0] - a[0]) * (v - a[1]) - (b[1] - a[1]) * (u - a[0]) for a, b in zip(polygon, ahead, strict=True)]  # one half-plane an edge
+        here = np.logical_and.reduce([c >= 0 for c in cross]) | np.logical_and.reduce([c <= 0 for c in cross])
+        inside |= here
+        normal[here] = facing
+    return inside, normal
+
+
+SURFACES = {
+    "sphere": _sphere,
+    "cube": _cube,
+    "cone": _cone,
+    "cylinder": _cylinder,
+    "pyramid": _pyramid,
+    "torus": _torus,
+    "star": _star,
+}

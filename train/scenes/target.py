@@ -1,0 +1,171 @@
+"""Training of the scenes target: endless rendered scenes, Muon, and a weight average for use.
+
+Does not know the drafter or the bundle.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .checkpoints import load_checkpoint, save_checkpoint
+from .data import draw_scenes, render_scenes
+from .model import ScenesTarget
+from .muon import Muon
+from .text import UNKNOWN, encode_caption
+from .vocabulary import describe
+from .vq import GRID, ScenesVQ, load_vq
+
+SHARD = 8000  # scenes rendered and tokenised at a time
+PASSES = 2  # times a shard is gone through, each time with other captions
+FRESH_SEED = 900_000  # scenes nobody trains on
+ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # solids stand on the lower rows
+
+
+def shard_codes(work: Path, vq: ScenesVQ, index: int) -> NDArray[np.int16]:
+    """Codes `[8000, 256]` of shard `index`, rendered on first use."""
+    path = work / f"codes-{index:04d}.npy"
+    if not path.exists():
+        codes = tokenise(vq, SHARD, seed=index + 10_000)
+        partial = path.with_suffix(".partial.npy")
+        np.save(partial, codes)
+        partial.rename(path)
+    codes = np.load(path)
+    return codes
+
+
+def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
+    """Codes `[count, 256]` of the scenes of a seed."""
+    scenes = draw_scenes(count, seed)
+    return np.concatenate([vq.encode(render_scenes(scenes[i : i + 2000])) for i in range(0, count, 2000)])
+
+
+def batches(work: Path, vq: ScenesVQ, batch: int, skip: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on."""
+    seen = skip
+    while True:
+        index, turn = divmod(seen // SHARD, PASSES)
+        codes, scenes = shard_codes(work, vq, index), draw_scenes(SHARD, index + 10_000)
+        rng = np.random.default_rng((index, turn))
+        order = rng.permutation(SHARD)
+        for i in range(0, SHARD - batch + 1, batch):
+            chosen = order[i : i + batch]
+            captions = np.stack([encode_caption(describe(scenes[j], rng)) for j in chosen])
+            captions[(rng.random(captions.shape) < 0.01) & (captions > 0)] = UNKNOWN
+            yield torch.from_numpy(captions), torch.from_numpy(codes[chosen].astype(np.int64)), seen + i + batch
+        seen = (seen // SHARD + 1) * SHARD
+
+
+def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """Negative log-likelihood `[rows, 256]` of each code, in nats."""
+    hidden = model.hidden(model.prefix(captions, dropped), codes)
+    logits = hidden @ model.code_head().T
+    return F.cross_entropy(logits.flatten(0, 1), codes.flatten(), reduction="none").view(codes.shape)
+
+
+@torch.no_grad()
+def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
+    """Mean nats per token over fresh scenes: all, sky rows, ground rows, middle rows, without caption."""
+    losses = torch.cat([token_losses(model, captions[i : i + 32], codes[i : i + 32]) for i in range(0, len(codes), 32)])
+    blank = torch.ones(32, dtype=torch.bool)
+    without = token_losses(model, captions[:32], codes[:32], blank)
+    rows = losses.view(-1, GRID, GRID).mean((0, 2))
+    return {
+        "all": losses.mean().item(),
+        "sky": rows[:4].mean().item(),
+        "middle": rows[5:13].mean().item(),
+        "ground": rows[14:].mean().item(),
+        "no caption": without.mean().item(),
+    }
+
+
+def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int = 24, lr: float = 0.02) -> None:
+    """Train (or go on training) for `minutes`.
+
+    The learning rate is constant, then falls to zero over the last `cooldown` share. `target-stable.pt`
+    holds the state before that fall, from which a later call goes on; `target.pt` holds the average
+    weights for use. Both are rewritten every four minutes.
+    """
+    torch.manual_seed(1)
+    vq = load_vq(work)
+    model = ScenesTarget(vq.codebook)
+    matrices = [w for w in model.decoder.parameters() if w.ndim == 2]
+    others = [w for w in model.parameters() if not any(w is m for m in matrices)]
+    muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    stable, seen, spent = work / "target-stable.pt", 0, 0.0
+    average = copy.deepcopy(model)
+    if stable.exists():
+        state = load_checkpoint(stable)
+        model.load_state_dict(state["model"])
+        average.load_state_dict(state["average"])
+        muon.load_state_dict(state["muon"])
+        adam.load_state_dict(state["adam"])
+        seen, spent = state["seen"], state["spent"]
+    fresh_scenes = draw_scenes(256, FRESH_SEED)
+    fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64))
+    rng = np.random.default_rng(5)
+    fresh_captions = torch.from_numpy(np.stack([encode_caption(describe(s, rng, complete=True)) for s in fresh_scenes]))
+    weight = ROW_WEIGHT.repeat_interleave(GRID)
+
+    def snapshot() -> dict[str, Any]:
+        return {
+            "model": model.state_dict(),
+            "average": average.state_dict(),
+            "muon": muon.state_dict(),
+            "adam": adam.state_dict(),
+            "seen": seen,
+            "spent": spent + time.monotonic() - start,
+        }
+
+    start = saved = said = time.monotonic()
+    running = 0.0
+    for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen)):  # noqa: B020
+        now = time.monotonic()
+        passed = (now - start) / (60 * minutes)
+        if passed >= 1:
+            break
+        rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
+        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = lr * rate, 2e-3 * rate
+        losses = token_losses(model, captions, codes, torch.rand(len(codes)) < 0.1)
+        loss = (losses * weight).mean()
+        muon.zero_grad(set_to_none=True)
+        adam.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        muon.step()
+        adam.step()
+        with torch.no_grad():
+            decay = min(0.995, (step + 1) / (step + 20))
+            for kept, current in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(current, 1 - decay)
+        running += (losses.mean().item() - running) * max(0.02, 1 / (step + 1))
+        if now - said > 60:
+            said = now
+            print(f"target {now - start:6.0f} s  seen {seen}  rate {rate:.2f}  running loss {running:.3f}", flush=True)
+        if now - saved > 240:
+            saved = now
+            if passed < 1 - cooldown:
+                save_checkpoint(stable, snapshot())
+            scores = evaluate(average, fresh_captions, fresh)
+            save_checkpoint(work / "target.pt", {"model": average.state_dict(), "seen": seen, "scores": scores})
+            print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in scores.items()), flush=True)
+    scores = evaluate(average, fresh_captions, fresh)
+    save_checkpoint(work / "target.pt", {"model": average.state_dict(), "seen": seen, "scores": scores})
+    print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+
+
+def load_target(work: Path) -> ScenesTarget:
+    """The trained target of a work folder, with its average weights."""
+    state = load_checkpoint(work / "target.pt")["model"]
+    model = ScenesTarget(state["code_embedding.features"][:, :8])
+    model.load_state_dict(state)
+    return model.eval()

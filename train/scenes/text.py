@@ -1,0 +1,26 @@
+"""Captions as word ids in a fixed number of slots.
+
+Does not know models. The ids are those of `tokenizer.json` in the bundle.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .vocabulary import vocabulary
+
+SLOTS = 24
+PAD, UNKNOWN = 0, 1
+WORDS = ("<pad>", "<unk>", *vocabulary())
+WORD_IDS = {word: i for i, word in enumerate(WORDS)}
+
+
+def encode_caption(caption: str) -> NDArray[np.int64]:
+    """Word ids `[24]`, padded on the right; words past the last slot are dropped."""
+    words = re.findall(r"[a-z]+", caption.lower())[:SLOTS]
+    ids = np.full(SLOTS, PAD, np.int64)
+    ids[: len(words)] = [WORD_IDS.get(word, UNKNOWN) for word in words]
+    return ids

@@ -1,0 +1,141 @@
+"""What a scene can hold, and the words that say it.
+
+A `Scene` is the ground truth behind one picture: sky, ground and one or two solids. `describe` turns it
+into one of many captions; attributes may be left out, so that a prompt need not name everything. The
+words of all templates are the model's whole vocabulary.
+
+Does not know pixels, tokens ids or models.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+SHAPES = ("sphere", "cube", "cone", "cylinder", "pyramid", "torus", "star")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "white", "black")
+SIZES = ("small", "large")
+FINISHES = ("matte", "shiny")
+GROUNDS = ("grass", "sand", "snow", "water", "stone", "wood")
+SKIES = ("clear", "sunset", "night", "overcast")
+PLACES = ("left", "middle", "right")
+
+SHAPE_WORDS = {"sphere": ("sphere", "ball"), "torus": ("torus", "ring")}
+SIZE_WORDS = {"small": ("small", "little"), "large": ("large", "big")}
+FINISH_WORDS = {"matte": ("matte",), "shiny": ("shiny", "glossy")}
+PLACE_PHRASES = {
+    "left": ("on the left", "to the left"),
+    "middle": ("in the middle", "in the center"),
+    "right": ("on the right", "to the right"),
+}
+GROUND_PHRASES = {
+    "grass": ("on grass", "on the grass", "on green grass", "on a meadow"),
+    "sand": ("on sand", "on the sand", "on a beach", "in the desert"),
+    "snow": ("on snow", "in the snow"),
+    "water": ("on water", "on the water", "on the sea"),
+    "stone": ("on stone", "on stones", "on a stone floor"),
+    "wood": ("on wood", "on a wooden floor", "on wooden planks"),
+}
+SKY_PHRASES = {
+    "clear": ("under a clear sky", "under a blue sky", "on a sunny day"),
+    "sunset": ("at sunset", "under a sunset sky", "in the evening"),
+    "night": ("at night", "under the stars", "under a night sky"),
+    "overcast": ("under an overcast sky", "on a cloudy day", "under gray clouds"),
+}
+LEFT_OF, RIGHT_OF, BESIDE = ("left of", "to the left of"), ("right of", "to the right of"), ("next to", "beside", "and")
+
+
+@dataclass(frozen=True)
+class Solid:
+    """One object. `x` is the horizontal centre in [0, 1]."""
+
+    shape: str
+    colour: str
+    size: str
+    finish: str
+    x: float
+
+    @property
+    def place(self) -> str:
+        """`left`, `middle` or `right` third of the picture."""
+        return PLACES[min(2, int(self.x * 3))]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One or two solids (left one first) on a ground under a sky; `seed` fixes everything unnamed."""
+
+    sky: str
+    ground: str
+    solids: tuple[Solid, ...]
+    seed: int
+
+
+def sample_scene(rng: np.random.Generator, two_solids: float = 0.22) -> Scene:
+    """Draw a scene; with probability `two_solids` it holds two, left and right."""
+    if rng.random() < two_solids:
+        spots = (rng.uniform(0.25, 0.29), rng.uniform(0.71, 0.75))
+    else:
+        spots = (float(rng.choice((0.26, 0.5, 0.74)) + rng.uniform(-0.03, 0.03)),)
+    solids = tuple(
+        Solid(_pick(rng, SHAPES), _pick(rng, COLOURS), _pick(rng, SIZES), _pick(rng, FINISHES), float(x)) for x in spots
+    )
+    return Scene(_pick(rng, SKIES), _pick(rng, GROUNDS), solids, int(rng.integers(2**31)))
+
+
+def describe(scene: Scene, rng: np.random.Generator, complete: bool = False) -> str:
+    """A caption of the scene. With `complete` it names colour, shape, place, ground and sky."""
+
+    def keep(probability: float) -> bool:
+        return complete or bool(rng.random() < probability)
+
+    phrases = [_name(solid, rng, keep(0.95)) for solid in scene.solids]
+    if len(phrases) == 2:
+        form = rng.integers(3)
+        if form == 0:
+            words = f"{phrases[0]} {_pick(rng, LEFT_OF)} {phrases[1]}"
+        elif form == 1:
+            words = f"{phrases[1]} {_pick(rng, RIGHT_OF)} {phrases[0]}"
+        elif complete:
+            words = f"{phrases[0]} left of {phrases[1]}"
+        else:
+            words = f"{phrases[0]} {_pick(rng, BESIDE)} {phrases[1]}"
+    else:
+        words = phrases[0]
+        if keep(0.6):
+            words += " " + _pick(rng, PLACE_PHRASES[scene.solids[0].place])
+    around = []
+    if keep(0.9):
+        around.append(_pick(rng, GROUND_PHRASES[scene.ground]))
+    if keep(0.85):
+        around.append(_pick(rng, SKY_PHRASES[scene.sky]))
+    if len(around) == 2 and rng.random() < 0.15:
+        around.reverse()
+    return " ".join([words, *around])
+
+
+def vocabulary() -> list[str]:
+    """Every word of every template, sorted: what a prompt may use."""
+    groups: list[object] = [SHAPES, COLOURS, SIZES, FINISHES, LEFT_OF, RIGHT_OF, BESIDE, ("a", "an", "one")]
+    for table in (SHAPE_WORDS, SIZE_WORDS, FINISH_WORDS, PLACE_PHRASES, GROUND_PHRASES, SKY_PHRASES):
+        groups.extend(table.values())
+    text = " ".join(" ".join(group) for group in groups)  # type: ignore[arg-type]
+    return sorted(set(re.findall(r"[a-z]+", text)))
+
+
+def _name(solid: Solid, rng: np.random.Generator, with_colour: bool) -> str:
+    words = []
+    if rng.random() < 0.6:
+        words.append(_pick(rng, SIZE_WORDS[solid.size]))
+    if rng.random() < 0.35:
+        words.append(_pick(rng, FINISH_WORDS[solid.finish]))
+    if with_colour:
+        words.append(solid.colour)
+    words.append(_pick(rng, SHAPE_WORDS.get(solid.shape, (solid.shape,))))
+    return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
+
+
+def _pick(rng: np.random.Generator, options: tuple[str, ...]) -> str:
+    return options[int(rng.integers(len(options)))]
