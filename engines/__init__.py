@@ -1,0 +1,1 @@
+"""Running graphs: ONNX Runtime sessions behind the runtime protocol."""

@@ -1,0 +1,1 @@
+"""From checkpoints to bundles. Imports torch; never imported by the runtime."""

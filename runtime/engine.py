@@ -24,8 +24,9 @@ class Pass:
 
     tokens: codes, int64 `[rows, nodes]`. embeds: prefix rows, float32 `[rows, nodes, width]`.
     positions: int64 `[rows, nodes]`. visible: bool `[rows, nodes, span + nodes]`, where span is the
-    engine's `next_span` for this cache and number of nodes; past columns come first. Every node sees at least itself. hidden: float32 `[rows, nodes,
-    width]`, for drafters only (they take tokens and hidden states).
+    engine's `next_span` for this cache and number of nodes; past columns come first. Every node sees at
+    least itself. hidden: float32 `[rows, nodes, width]`, for drafters only (they take tokens and hidden
+    states).
     """
 
     positions: Ints

@@ -1,0 +1,1 @@
+"""Training recipes. Imports torch; never imported by the runtime."""

@@ -1,0 +1,1 @@
+"""The default bundle: rendered scenes, and every step that makes it."""

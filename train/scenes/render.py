@@ -31,8 +31,18 @@ RGB = {
     "white": (0.96, 0.96, 0.96),
     "black": (0.10, 0.10, 0.11),
 }
-GROUND_TINT = {"clear": (1, 1, 1), "sunset": (1.0, 0.84, 0.76), "night": (0.36, 0.42, 0.60), "overcast": (0.80, 0.82, 0.85)}
-SOLID_TINT = {"clear": (1, 1, 1), "sunset": (1.0, 0.93, 0.88), "night": (0.74, 0.76, 0.86), "overcast": (0.92, 0.93, 0.95)}
+GROUND_TINT = {
+    "clear": (1, 1, 1),
+    "sunset": (1.0, 0.84, 0.76),
+    "night": (0.36, 0.42, 0.60),
+    "overcast": (0.80, 0.82, 0.85),
+}
+SOLID_TINT = {
+    "clear": (1, 1, 1),
+    "sunset": (1.0, 0.93, 0.88),
+    "night": (0.74, 0.76, 0.86),
+    "overcast": (0.92, 0.93, 0.95),
+}
 LIGHT = np.array([-0.52, -0.64, 0.57], np.float32)
 LIGHT_HALF = (LIGHT + np.float32((0, 0, 1))) / np.linalg.norm(LIGHT + np.float32((0, 0, 1)))
 
@@ -120,7 +130,11 @@ def _ground(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
         level, low, high = 0.5 + near * (0.9 * blades + 0.25 * soft), (0.10, 0.30, 0.05), (0.36, 0.66, 0.16)
     elif kind == "sand":
         ripple = _sample(textures["wave"], across * 0.8, away * 1.4) - 0.5
-        level, low, high = 0.55 + (0.25 + 0.75 * near) * (0.6 * ripple + 0.2 * soft), (0.66, 0.52, 0.28), (0.95, 0.83, 0.56)
+        level, low, high = (
+            0.55 + (0.25 + 0.75 * near) * (0.6 * ripple + 0.2 * soft),
+            (0.66, 0.52, 0.28),
+            (0.95, 0.83, 0.56),
+        )
     elif kind == "snow":
         level, low, high = 0.66 + (0.2 + 0.8 * near) * 0.9 * soft, (0.70, 0.78, 0.88), (1.0, 1.0, 1.0)
     elif kind == "water":
@@ -134,7 +148,11 @@ def _ground(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
         seam = np.clip(np.abs(across / 22.0 - plank - 0.5) * -14.0 + 7.0, 0, 1)
         shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0
         grain = _sample(textures["fine"], across * 1.5, away * 0.16) - 0.5
-        level, low, high = (0.42 + 0.28 * shade + 0.3 * grain) * (0.25 + 0.75 * seam), (0.17, 0.08, 0.03), (0.74, 0.46, 0.24)
+        level, low, high = (
+            (0.42 + 0.28 * shade + 0.3 * grain) * (0.25 + 0.75 * seam),
+            (0.17, 0.08, 0.03),
+            (0.74, 0.46, 0.24),
+        )
     level = np.clip(level, 0, 1)[..., None].astype(np.float32)
     return np.asarray(low, np.float32) * (1 - level) + np.asarray(high, np.float32) * level
 
@@ -279,7 +297,9 @@ def _polyhedron(
         if facing[2] <= 0.02:
             continue
         ahead = np.roll(polygon, -1, axis=0)
-        cross = [(b[0] - a[0]) * (v - a[1]) - (b[1] - a[1]) * (u - a[0]) for a, b in zip(polygon, ahead, strict=True)]  # one half-plane an edge
+        cross = [
+            (b[0] - a[0]) * (v - a[1]) - (b[1] - a[1]) * (u - a[0]) for a, b in zip(polygon, ahead, strict=True)
+        ]  # one half-plane an edge
         here = np.logical_and.reduce([c >= 0 for c in cross]) | np.logical_and.reduce([c <= 0 for c in cross])
         inside |= here
         normal[here] = facing

@@ -184,7 +184,10 @@ def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: i
         now = time.monotonic()
         if now - said > 20:
             said = now
-            print(f"vq {now - start:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, fresh):.2f} dB", flush=True)
+            print(
+                f"vq {now - start:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, fresh):.2f} dB",
+                flush=True,
+            )
         if now - saved > 120:
             saved = now
             save_checkpoint(path, {"model": model.state_dict()})
@@ -192,7 +195,9 @@ def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: i
     codes = torch.from_numpy(model.encode(render_pictures(1000, seed=seed + 4242)).astype(np.int64))
     share = torch.bincount(codes.flatten(), minlength=CODES).double() / codes.numel()
     perplexity = torch.exp(-(share * share.clamp_min(1e-12).log()).sum()).item()
-    print(f"vq done: PSNR {psnr(model, fresh):.2f} dB, codes used {int((share > 0).sum())}, perplexity {perplexity:.0f}")
+    print(
+        f"vq done: PSNR {psnr(model, fresh):.2f} dB, codes used {int((share > 0).sum())}, perplexity {perplexity:.0f}"
+    )
 
 
 def load_vq(work: Path) -> ScenesVQ:

@@ -1,0 +1,297 @@
+"""The decode loop: draft a tree, verify it in one target pass, accept a path, commit it; repeat.
+
+`decode` is a generator that yields after every step, so progress, streaming and cancelling cost nothing.
+Requests share passes but nothing else: each has its own positions, masks, cache lengths and random
+streams. With guidance every request is two rows, conditional rows first.
+
+Does not know prompts, pictures, files or backends: it deals in prefix rows and codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .acceptance import Acceptance, Relaxation, walk, walk_greedy
+from .drafting import Drafter
+from .engine import Bools, Engine, Floats, Ints, Pass, PassOutput
+from .passes import committed_mask, run_pass
+from .sampling import Probabilities, Sampling, draw, guide, shape_distribution
+from .statistics import Clock, RequestStatistics, Statistics, summarise
+from .streams import Streams, open_streams
+from .tree import DraftTree, DynamicTree, TreeShape
+
+MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method: its name, the draft tree's shape (none for `ar`) and the relaxation, if any."""
+
+    name: str
+    shape: TreeShape | None = None
+    relaxation: Relaxation | None = None
+
+
+@dataclass(frozen=True)
+class DrafterLayout:
+    """How drafter slots are laid out; see the manifest's DrafterSpec."""
+
+    position_shift: int = -1
+    masks_prefix: bool = True
+    prefix_token: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prefix of one request.
+
+    cond, uncond: float32 `[prefix, width]`. real: bool `[prefix]`, False on padding, the same for both rows.
+    """
+
+    cond: Floats
+    uncond: Floats
+    real: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Engines and sizes: `codes` per image, `positions` in the rotary table."""
+
+    target: Engine
+    drafter: Engine | None
+    codes: int
+    positions: int
+    layout: DrafterLayout = DrafterLayout()
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One request's part of a step: the codes it committed, and how.
+
+    tree and path are None for the prefill and for `ar`. codes may run past the image's end in the last
+    step; `committed` counts those that belong to it.
+    """
+
+    request: int
+    codes: Ints
+    committed: int
+    tree: DraftTree | None = None
+    acceptance: Acceptance | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the batch; finished requests have no part in it. `statistics` comes with the last step."""
+
+    parts: list[RequestStep]
+    done: int
+    total: int
+    statistics: Statistics | None = None
+
+
+@dataclass
+class _Request:
+    """What one unfinished or finished request has so far."""
+
+    index: int
+    streams: Streams
+    codes: list[int] = field(default_factory=list)
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
+
+
+def decode(
+    model: Model, prompts: Sequence[Prompt], rngs: Sequence[np.random.Generator], sampling: Sampling, method: Method
+) -> Iterator[Step]:
+    """Decode one image's codes for every prompt; yields a `Step` after the prefill and after every pass.
+
+    `rngs` holds one generator per prompt; the same generator state gives the same codes whatever else is in
+    the batch.
+    """
+    return _Decoding(model, prompts, rngs, sampling, method).steps()
+
+
+class _Decoding:
+    """State of one running decode."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Prompt],
+        rngs: Sequence[np.random.Generator],
+        sampling: Sampling,
+        method: Method,
+    ) -> None:
+        assert len(prompts) == len(rngs) > 0
+        self.model, self.sampling, self.method = model, sampling, method
+        self.clock = Clock()
+        self.requests = [_Request(i, open_streams(rng)) for i, rng in enumerate(rngs)]
+        self.active = list(self.requests)
+        sides = ["cond", "uncond"] if sampling.guided else ["cond"]
+        self.prefix: Floats = np.stack([getattr(prompt, side) for side in sides for prompt in prompts])
+        self.real: Bools = np.stack([prompt.real for _ in sides for prompt in prompts])
+        self.sides = len(sides)
+        self.drafter: Drafter | None = None
+        if method.shape is not None:
+            assert model.drafter is not None
+            layout = model.layout
+            self.drafter = Drafter(
+                model.drafter, method.shape, sampling, self.clock, layout.position_shift, model.positions - 1
+            )
+
+    def steps(self) -> Iterator[Step]:
+        """The prefill, then steps until every request has its codes."""
+        yield self._step(self._prefill())
+        while self.active:
+            yield self._step(self._advance())
+
+    def _step(self, parts: list[RequestStep]) -> Step:
+        done = sum(min(len(request.codes), self.model.codes) for request in self.requests)
+        statistics = None
+        if not self.active:
+            records = [request.statistics for request in self.requests]
+            statistics = summarise(self.method.name, self.model.codes, self.clock, records)
+        return Step(parts, done, self.model.codes * len(self.requests), statistics)
+
+    # ------------------------------------------------------------ prefill
+
+    def _prefill(self) -> list[RequestStep]:
+        rows, prefix, _ = self.prefix.shape
+        capacity = prefix + self.model.codes + self._most_nodes()
+        self.cache = self.model.target.new_cache(rows, capacity)
+        nodes = max(prefix, MINIMUM_NODES)
+        embeds = np.concatenate([self.prefix, np.repeat(self.prefix[:, -1:], nodes - prefix, 1)], 1)
+        span = self.model.target.next_span(self.cache, nodes)
+        visible = np.zeros((rows, nodes, span + nodes), bool)
+        visible[:, :, span:] = prefix_mask(self.real, nodes)
+        positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
+        output = self._run(Pass(positions=positions, visible=visible, embeds=embeds))
+        self.cache.append(output.fresh, [np.arange(prefix)] * rows)
+        self.hidden_columns: Bools = ~self.real
+        parts = []
+        for slot, request in enumerate(self.active):
+            code = self._choose(self._distribution(output, slot, prefix - 1), request.streams.residual)
+            request.codes.append(code)
+            parts.append(RequestStep(request.index, np.array([code]), 1))
+        if self.drafter is not None:
+            hidden_columns = self.hidden_columns if self.model.layout.masks_prefix else np.zeros_like(self.real)
+            self.drafter.start(rows, capacity, hidden_columns[:, :-1] if prefix > 1 else hidden_columns[:, :0])
+            padding = np.full(prefix - 1, self.model.layout.prefix_token, np.int64)
+            self.new_codes = [np.append(padding, request.codes[-1]) for request in self.active]
+            self.new_hidden = [output.hidden[row, :prefix] for row in range(rows)]
+        self._drop_finished()
+        return parts
+
+    def _most_nodes(self) -> int:
+        shape = self.method.shape
+        if isinstance(shape, DynamicTree):
+            return max(shape.nodes, shape.depth * shape.branch) + 2
+        return (shape.nodes if shape else 0) + 2
+
+    # ------------------------------------------------------------ one step
+
+    def _advance(self) -> list[RequestStep]:
+        if self.drafter is not None:
+            streams = [request.streams for request in self.active]
+            trees = self.drafter.draft(self.new_codes, self.new_hidden, streams)
+        else:
+            trees = [_root_only(request.codes[-1]) for request in self.active]
+        output = self._verify(trees)
+        parts, picks = [], []
+        for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
+            accepted = self._accept(request, tree, output, slot)
+            codes = np.append(tree.tokens[accepted.path[1:]], accepted.bonus)
+            committed = min(len(codes), self.model.codes - len(request.codes))
+            request.codes.extend(codes.tolist())
+            request.statistics.codes_per_step.append(len(codes))
+            request.statistics.tried += accepted.tried
+            request.statistics.realised_tvd += accepted.realised_tvd
+            picks.append(np.array(accepted.path, np.int64))
+            drafted = self.drafter is not None
+            parts.append(
+                RequestStep(request.index, codes, committed, tree if drafted else None, accepted if drafted else None)
+            )
+        rows = len(self.active) * self.sides
+        self.cache.append(output.fresh, picks * self.sides)
+        self.new_codes = [part.codes for part in parts]
+        self.new_hidden = [output.hidden[row, picks[row % len(picks)]] for row in range(rows)]
+        self._drop_finished()
+        return parts
+
+    def _verify(self, trees: list[DraftTree]) -> PassOutput:
+        """One target pass over all trees, padded to the same number of nodes."""
+        rows = len(trees) * self.sides
+        nodes = max(MINIMUM_NODES, self.method.shape.nodes if self.method.shape else 1)
+        lengths = self.cache.lengths
+        span = self.model.target.next_span(self.cache, nodes)
+        tokens = np.zeros((rows, nodes), np.int64)
+        depths = np.zeros((rows, nodes), np.int64)
+        visible = np.zeros((rows, nodes, span + nodes), bool)
+        visible[:, :, :span] = committed_mask(lengths, self.hidden_columns, span)[:, None]
+        visible[:, np.arange(nodes), span + np.arange(nodes)] = True
+        for row in range(rows):
+            tree = trees[row % len(trees)]
+            tokens[row, : tree.nodes], depths[row, : tree.nodes] = tree.tokens, tree.depths
+            visible[row, : tree.nodes, span : span + tree.nodes] = tree.ancestors
+        positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
+        return self._run(Pass(positions=positions, visible=visible, tokens=tokens))
+
+    def _accept(self, request: _Request, tree: DraftTree, output: PassOutput, slot: int) -> Acceptance:
+        def target(node: int) -> Probabilities:
+            return self._distribution(output, slot, node)
+
+        if self.sampling.greedy:
+            return walk_greedy(tree, target, self.method.relaxation)
+        return walk(tree, target, self.method.relaxation, request.streams.accept, request.streams.residual)
+
+    # ------------------------------------------------------------ pieces
+
+    def _run(self, batch: Pass) -> PassOutput:
+        return run_pass(self.model.target, batch, self.cache, self.clock.target)
+
+    def _distribution(self, output: PassOutput, slot: int, node: int) -> Probabilities:
+        logits = guide(output.logits[slot :: len(self.active), node], self.sampling.cfg_scale)
+        return shape_distribution(logits, self.sampling)
+
+    def _choose(self, distribution: Probabilities, rng: np.random.Generator) -> int:
+        return int(distribution.argmax()) if self.sampling.greedy else draw(distribution, rng)
+
+    def _drop_finished(self) -> None:
+        """Go on with the rows of unfinished requests only."""
+        kept = [slot for slot, request in enumerate(self.active) if len(request.codes) < self.model.codes]
+        if len(kept) == len(self.active):
+            return
+        rows = np.array([side * len(self.active) + slot for side in range(self.sides) for slot in kept], np.int64)
+        self.active = [self.active[slot] for slot in kept]
+        if not kept:
+            return
+        self.cache.keep_rows(rows)
+        self.hidden_columns = self.hidden_columns[rows]
+        if self.drafter is not None:
+            self.drafter.keep_rows(rows)
+            self.new_codes = [self.new_codes[slot] for slot in kept]
+            self.new_hidden = [self.new_hidden[row] for row in rows]
+
+
+def prefix_mask(real: Bools, nodes: int) -> Bools:
+    """Who sees whom in the prefill, bool `[rows, nodes, nodes]`, from `real [rows, prefix]`.
+
+    Real rows see the real rows up to themselves. Padded rows see every real row and the padding up to
+    themselves: their own output matters to nobody but LANTERN's LlamaGen drafter, which was trained on it.
+    """
+    rows, prefix = real.shape
+    columns = np.zeros((rows, nodes), bool)
+    columns[:, :prefix] = real
+    causal = np.tri(nodes, dtype=bool)
+    rows_real = np.ones((rows, nodes), bool)
+    rows_real[:, :prefix] = real
+    mask: Bools = np.where(rows_real[:, :, None], causal & columns[:, None], columns[:, None] | causal)
+    mask[:, np.arange(nodes), np.arange(nodes)] = True
+    return mask
+
+
+def _root_only(code: int) -> DraftTree:
+    return DraftTree(np.array([code], np.int64), np.array([-1], np.int64))

@@ -1,0 +1,100 @@
+"""From logits to distributions: guidance, temperature, top-k, top-p, and one draw.
+
+Works on one node's logits at a time, since only nodes on the walked path are ever looked at. Does not
+know trees, engines or requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Probabilities = NDArray[np.float64]
+FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a distribution is made from logits.
+
+    cfg_scale: guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row
+    is not run at all. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. filter_order: LlamaGen
+    applies top-k first, LANTERN (the transformers warpers) top-p first.
+    """
+
+    cfg_scale: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    filter_order: FilterOrder = "top-k, top-p"
+
+    @property
+    def guided(self) -> bool:
+        """Whether an unconditional row is run beside every conditional one."""
+        return self.cfg_scale != 1.0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable code is always taken."""
+        return self.temperature == 0.0
+
+
+def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
+    """Mix conditional and unconditional logits `[2, ...]` into `[...]`; `[1, ...]` passes through."""
+    if len(logits) == 1:
+        return logits[0]
+    cond, uncond = logits
+    mixed: NDArray[np.float32] = uncond + np.float32(cfg_scale) * (cond - uncond)
+    return mixed
+
+
+def softmax(logits: NDArray[Any]) -> Probabilities:
+    """Probabilities float64 along the last axis."""
+    shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    probabilities: Probabilities = shifted / shifted.sum(-1, keepdims=True)
+    return probabilities
+
+
+def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Probabilities:
+    """Distribution `[vocabulary]` of guided logits `[vocabulary]`; sums to 1.
+
+    Greedy settings give the plain softmax (the arg-max is what matters). Ties at the top-k threshold are
+    all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
+    """
+    if sampling.greedy:
+        return softmax(logits)
+    scaled = logits / np.float32(sampling.temperature)
+    keep = np.arange(len(scaled))
+    for name in sampling.filter_order.split(", "):
+        if name == "top-k" and 0 < sampling.top_k < len(keep):
+            values = scaled[keep]
+            keep = keep[values >= np.partition(values, -sampling.top_k)[-sampling.top_k]]
+        elif name == "top-p" and sampling.top_p < 1.0:
+            keep = keep[np.argsort(-scaled[keep], kind="stable")]
+            before = np.cumsum(softmax(scaled[keep]))
+            keep = keep[: 1 + int(np.count_nonzero(before <= sampling.top_p))]
+    distribution = np.zeros(len(scaled))
+    distribution[keep] = softmax(scaled[keep])
+    return distribution
+
+
+def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
+    """One code from a distribution `[vocabulary]`; uses exactly one number of the stream."""
+    cumulative = np.cumsum(distribution)
+    code = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
+    return min(code, int(np.flatnonzero(distribution)[-1]))
+
+
+def draw_without_replacement(distribution: Probabilities, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Up to `count` different codes, in the order of successive draws, fewer if fewer have probability.
+
+    An exponential race: the order of Exp(1) / p is that of successive draws without replacement.
+    """
+    support = np.flatnonzero(distribution)
+    arrival = rng.standard_exponential(len(support)) / distribution[support]
+    count = min(count, len(support))
+    first = np.argpartition(arrival, count - 1)[:count] if count < len(support) else np.arange(len(support))
+    return support[first[np.argsort(arrival[first])]]

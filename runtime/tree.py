@@ -1,0 +1,171 @@
+"""Draft trees: their shapes before drafting, and the filled tree after it.
+
+Node 0 is the root, the last committed code. A `StaticTree` fixes the shape in advance; a `DynamicTree`
+(EAGLE-2) only bounds it. A `DraftTree` holds codes. Does not know how children are chosen or accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import TreeError
+from .sampling import Probabilities
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A fixed shape, given as paths of child ranks: (0,) is the root's first child, (0, 1) its second child.
+
+    Nodes are numbered from 1 in order of (length, path). Raises TreeError for a missing parent, a gap
+    among siblings, or a path given twice.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    name: str = "custom"
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise TreeError("the tree has no paths; give at least one, such as [[0]]")
+        if len(set(self.paths)) != len(self.paths):
+            raise TreeError("the tree lists a path twice; list every node once")
+        known = set(self.paths)
+        for path in self.paths:
+            if not path or min(path) < 0:
+                raise TreeError(f"tree path {list(path)} is not a list of child ranks 0, 1, ...")
+            if len(path) > 1 and path[:-1] not in known:
+                raise TreeError(f"tree path {list(path)} has no parent {list(path[:-1])}; list it too")
+            if path[-1] and (*path[:-1], path[-1] - 1) not in known:
+                raise TreeError(f"tree path {list(path)} has no earlier sibling; child ranks must be 0, 1, 2, ...")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
+
+    @cached_property
+    def parents(self) -> Ints:
+        """Parent of every node, int64 `[nodes]`, -1 for the root."""
+        index = {path: i + 1 for i, path in enumerate(self.paths)}
+        return np.array([-1] + [index.get(path[:-1], 0) for path in self.paths], np.int64)
+
+    @cached_property
+    def levels(self) -> list[Ints]:
+        """Nodes that have children, by depth: `levels[0]` is the root alone."""
+        inner = sorted(set(self.parents[1:].tolist()))
+        depth = [0] + [len(path) for path in self.paths]
+        return [np.array([n for n in inner if depth[n] == d], np.int64) for d in range(max(depth))]
+
+    @cached_property
+    def children(self) -> list[Ints]:
+        """Children of every node in order of rank."""
+        return [np.flatnonzero(self.parents == n) for n in range(self.nodes)]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes with the root."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        """Longest path: the most codes one pass can accept, the bonus not counted."""
+        return max(len(path) for path in self.paths)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """An EAGLE-2 tree: `branch` children each of the `branch` best nodes of a level, `depth` levels deep.
+
+    Of all nodes made, the `nodes` - 1 with the highest probability of their path are kept; with the root
+    these are `nodes`.
+    """
+
+    nodes: int = 59
+    depth: int = 5
+    branch: int = 10
+    name: str = "dynamic"
+
+    def __post_init__(self) -> None:
+        made = self.branch + (self.depth - 1) * self.branch**2
+        if min(self.nodes - 1, self.depth, self.branch) < 1:
+            raise TreeError(f"a dynamic tree needs nodes >= 2, depth >= 1, branch >= 1; found {self}")
+        if self.nodes - 1 > made:
+            raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
+
+
+TreeShape = StaticTree | DynamicTree
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A filled tree of one request.
+
+    tokens: int64 `[nodes]`. parents: int64 `[nodes]`, -1 for the root; a parent comes before its children.
+    proposals: for each node with sampled children the distribution they were drawn from without
+    replacement, in the children's order; a node without an entry has deterministic children (q = 1).
+    leaf_order: leaves in the order in which ties between equally long greedy paths are broken; node order
+    by default.
+    """
+
+    tokens: Ints
+    parents: Ints
+    proposals: dict[int, Probabilities] = field(default_factory=dict)
+    leaf_order: Sequence[int] | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Nodes with the root."""
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> Ints:
+        """Depth of every node, int64 `[nodes]`."""
+        depths = np.zeros(self.nodes, np.int64)
+        for node in range(1, self.nodes):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Children of every node, in node order."""
+        lists: list[list[int]] = [[] for _ in range(self.nodes)]
+        for node in range(1, self.nodes):
+            lists[self.parents[node]].append(node)
+        return lists
+
+    @cached_property
+    def ancestors(self) -> NDArray[np.bool_]:
+        """Whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`."""
+        return ancestor_mask(self.parents)
+
+    @cached_property
+    def leaf_rank(self) -> Ints:
+        """For every node the rank of the first leaf below it, int64 `[nodes]`."""
+        leaves = self.leaf_order
+        if leaves is None:
+            leaves = [node for node in range(self.nodes) if not self.children[node]]
+        rank = np.full(self.nodes, self.nodes, np.int64)
+        for position, leaf in enumerate(leaves):
+            node = int(leaf)
+            while node >= 0:
+                rank[node] = min(rank[node], position)
+                node = int(self.parents[node])
+        return rank
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(int(self.parents[path[-1]]))
+        return path[::-1]
+
+
+def ancestor_mask(parents: Ints) -> NDArray[np.bool_]:
+    """Ancestor-or-self mask bool `[nodes, nodes]` of parents int64 `[nodes]`."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node in range(1, len(parents)):
+        if parents[node] >= 0:
+            mask[node] |= mask[parents[node]]
+    return mask
