@@ -1,0 +1,189 @@
+"""What this host offers a backend: cores, memory, installed runtimes, and what will be used.
+
+Does not load graphs. Importing it imports no backend; `host_report` does, to ask for its providers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
+_CPU = Path("/sys/devices/system/cpu")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """One host, as `lantern-rt doctor` prints it. `problems` are lines that say what to do; empty is good."""
+
+    python: str
+    system: str
+    distributions: dict[str, str]
+    providers: tuple[str, ...]
+    logical_cores: int
+    usable_cores: int
+    cpu_quota: float | None
+    memory_bytes: int | None
+    available_bytes: int | None
+    choice: str
+    problems: tuple[str, ...]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and text of every finding."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.distributions.items())
+        return [
+            ("python", self.python),
+            ("system", self.system),
+            ("onnxruntime", versions or "not installed"),
+            ("providers", ", ".join(self.providers) or "none"),
+            ("cores", f"{self.usable_cores} physical usable of {self.logical_cores} logical"),
+            ("cpu quota", "none" if self.cpu_quota is None else f"{self.cpu_quota:g} cores"),
+            ("memory", f"{_gib(self.available_bytes)} available of {_gib(self.memory_bytes)}"),
+            ("will use", self.choice),
+            *(("problem", problem) for problem in self.problems),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same, ready for JSON."""
+        return asdict(self)
+
+
+def host_report() -> HostReport:
+    """Look at this host. Never fails: what cannot be found out is a problem line or None."""
+    distributions = installed_runtimes()
+    providers, problems = _providers()
+    if len(distributions) > 1:
+        problems.insert(0, conflict_line(distributions))
+    cores, quota, logical = usable_cores(), cpu_quota(), _logical_cores()
+    total, available = _memory()
+    if "CPUExecutionProvider" in providers:
+        limit = "the CPU quota" if quota is not None and quota < logical else "the physical cores of this process"
+        choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit}), not spinning"
+    else:
+        choice = "nothing: no backend is usable"
+    return HostReport(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        distributions=distributions,
+        providers=tuple(providers),
+        logical_cores=logical,
+        usable_cores=cores,
+        cpu_quota=quota,
+        memory_bytes=total,
+        available_bytes=available,
+        choice=choice,
+        problems=tuple(problems),
+    )
+
+
+def installed_runtimes() -> dict[str, str]:
+    """Installed ONNX Runtime distributions and their versions."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def conflict_line(distributions: Iterable[str]) -> str:
+    """What two ONNX Runtime distributions in one environment mean, and the cure."""
+    names = " and ".join(distributions)
+    return (
+        f"{names} are both installed and overwrite each other's files, expected one; "
+        f"run `pip uninstall -y {' '.join(distributions)}`, then install the one you need"
+    )
+
+
+def usable_cores() -> int:
+    """Physical cores this process may use: its affinity, counted once per core, and its CPU quota."""
+    cores = _physical(_affinity())
+    quota = cpu_quota()
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def cpu_quota() -> float | None:
+    """The smallest CPU quota among this process's control groups, in cores; None without one."""
+    quotas = [quota for folder in _cgroups() if (quota := _quota(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _logical_cores() -> int:
+    return len(_affinity())
+
+
+def _physical(cpus: set[int]) -> int:
+    """How many physical cores these logical ones are; every one counts where that is unknown."""
+    siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus}
+    return max(1, len(siblings))
+
+
+def _cgroups() -> list[Path]:
+    """Folders of this process's control groups and their parents (version 2, then 1)."""
+    folders = [_CGROUP, _CGROUP / "cpu"]
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        root = _CGROUP if not controllers else _CGROUP / "cpu" if "cpu" in controllers.split(",") else None
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        if root is not None:
+            folders += [root.joinpath(*parts[: i + 1]) for i in range(len(parts))]
+    return folders
+
+
+def _quota(folder: Path) -> float | None:
+    limit, _, period = (_read(folder / "cpu.max") or "").partition(" ")
+    if not period:
+        limit = _read(folder / "cpu.cfs_quota_us") or ""
+        period = _read(folder / "cpu.cfs_period_us") or ""
+    try:
+        share = int(limit) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None  # "max", or no such file
+    return share if share > 0 else None
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Bytes of memory: all, and available."""
+    found = {}
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemTotal", "MemAvailable"):
+            found[name] = int(rest.split()[0]) * 1024
+    return found.get("MemTotal"), found.get("MemAvailable")
+
+
+def _providers() -> tuple[list[str], list[str]]:
+    try:
+        import onnxruntime  # type: ignore[import-untyped]
+    except ImportError as error:
+        return [], [f"onnxruntime cannot be imported ({error}); install it with `pip install 'lantern-rt[cpu]'`"]
+    try:
+        return list(onnxruntime.get_available_providers()), []
+    except AttributeError:
+        return [], [
+            "onnxruntime is installed incompletely; reinstall it with `pip install --force-reinstall onnxruntime`"
+        ]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,94 @@
+"""Keys and values in NumPy buffers, past first: `[columns, rows, kv_heads, head_width]`.
+
+The first `span` columns of a buffer are contiguous whatever the number of rows, so ONNX Runtime reads them
+in place; the usual rows-first layout would be copied at every pass. Buffers start as zeros and only ever
+receive what a graph computed, so that columns no node may see are finite and weigh exactly nothing.
+
+Does not know graphs, nor which node was accepted and why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.engine import Ints
+
+Halves = NDArray[np.float32] | NDArray[np.float16]
+
+# Spans are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes, by column number modulo
+# the lanes (16 with AVX-512). When new nodes start at a multiple of 64, a row's sums are formed in the
+# same order however long the other rows of the batch are and however many nodes the pass has.
+SPAN_STEP = 64
+
+
+def round_up(number: int, step: int = SPAN_STEP) -> int:
+    """The next multiple of `step`."""
+    return -(-number // step) * step
+
+
+@dataclass
+class KVCache:
+    """The committed keys and values of `rows` sequences, and the passes that were run for them.
+
+    `tensors` are key 0, value 0, key 1, ... `passes` and `seconds` count the engine's work on this cache:
+    one request has one cache per engine, so they are the request's own.
+    """
+
+    tensors: list[Halves]
+    lengths: Ints
+    capacity: int
+    passes: int = field(default=0, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def empty(
+        cls, rows: int, capacity: int, layers: int, kv_heads: int, head_width: int, dtype: type[np.floating]
+    ) -> KVCache:
+        """A cache without entries. Memory is taken from the system only as columns are written."""
+        shape = (round_up(capacity), rows, kv_heads, head_width)
+        return cls([np.zeros(shape, dtype) for _ in range(2 * layers)], np.zeros(rows, np.int64), capacity)
+
+    def span(self) -> int:
+        """Columns that a pass reads: the longest row, rounded up to the next `SPAN_STEP`."""
+        return round_up(int(self.lengths.max(initial=0)))
+
+    def past(self, span: int) -> list[Halves]:
+        """The first `span` columns of every tensor: contiguous views, no copies."""
+        return [tensor[:span] for tensor in self.tensors]
+
+    def append(self, fresh: list[Halves], picks: list[Ints]) -> None:
+        """Append nodes `picks[r]` of `fresh` (tensors `[nodes, rows, kv_heads, head_width]`) to each row r."""
+        rows = len(self.lengths)
+        counts = np.array([len(pick) for pick in picks], np.int64)
+        if len(picks) != rows or (self.lengths + counts > self.capacity).any():
+            raise ValueError(
+                f"{len(picks)} rows of {counts} entries do not fit lengths {self.lengths}, {self.capacity}"
+            )
+        if not counts.sum():
+            return
+        row = np.repeat(np.arange(rows), counts)
+        node = np.concatenate(picks)
+        column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
+        source, target = node * rows + row, column * rows + row
+        for tensor, new in zip(self.tensors, fresh, strict=True):
+            entry = tensor.shape[2:]
+            tensor.reshape(-1, *entry)[target] = new.reshape(-1, *entry)[source]
+        self.lengths = self.lengths + counts
+
+    def truncate(self, lengths: Ints) -> None:
+        """Forget everything past `lengths[r]` in each row r; the columns keep their (finite) numbers."""
+        if (lengths > self.lengths).any() or (lengths < 0).any():
+            raise ValueError(f"lengths {lengths} are no truncation of {self.lengths}")
+        self.lengths = np.array(lengths, np.int64)
+
+    def keep_rows(self, rows: Ints) -> None:
+        """Keep only these rows, in this order; one copy of what they hold."""
+        self.lengths = self.lengths[rows]
+        used = self.span()
+        for i, tensor in enumerate(self.tensors):
+            kept: Halves = np.zeros((tensor.shape[0], len(rows), *tensor.shape[2:]), tensor.dtype)
+            kept[:used] = tensor[:used, rows]
+            self.tensors[i] = kept
