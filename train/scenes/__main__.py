@@ -39,5 +39,23 @@ def target(
     train_target(work, minutes, cooldown, batch)
 
 
+@app.command()
+def drafter(work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2) -> None:
+    """Train the drafter on the trained target, or go on with it."""
+    from .drafter import train_drafter
+
+    torch.set_num_threads(threads)
+    train_drafter(work, minutes)
+
+
+@app.command()
+def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2) -> None:
+    """Train the judge that checks pictures against prompts."""
+    from .judge import train_judge
+
+    torch.set_num_threads(threads)
+    train_judge(work, minutes)
+
+
 if __name__ == "__main__":
     app()

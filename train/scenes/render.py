@@ -206,7 +206,7 @@ def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, sky: str, r
     """Shade the solid at twice the resolution, average, and lay it over the canvas."""
     x, y = solid.x * SIZE, foot - 0.97 * radius
     reach = int(np.ceil(radius * 1.08))
-    top, left = int(round(y)) - reach, int(round(x)) - reach
+    top, left = round(float(y)) - reach, round(float(x)) - reach
     steps = (np.arange(4 * reach) + 0.5) / 2
     across = ((left + steps - x) / radius).astype(np.float32)[None]
     down = ((top + steps - y) / radius).astype(np.float32)[:, None]

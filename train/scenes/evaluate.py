@@ -1,0 +1,80 @@
+"""How well a bundle draws what prompts say: agreement per method, intervals, and contact sheets.
+
+Runs the bundle as a user would, through `Pipeline`. Does not know how the model was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ...pipeline import Pipeline
+from .judge import Judge, agreement, judge, load_judge
+from .vocabulary import Scene, describe, sample_scene
+
+METHODS = ("ar", "eagle", "lantern", "lantern++")
+PROMPT_SEED = 920_000
+
+
+def draw_prompts(count: int, seed: int = PROMPT_SEED) -> tuple[list[Scene], list[str]]:
+    """Scenes that were never rendered for training, and complete captions of them."""
+    rng = np.random.default_rng(seed)
+    scenes = [sample_scene(rng) for _ in range(count)]
+    return scenes, [describe(scene, rng, complete=True) for scene in scenes]
+
+
+def interval(marks: list[bool], draws: int = 2000) -> tuple[float, float, float]:
+    """Share of true marks with a 95 % Wilson interval."""
+    count, share, z = len(marks), float(np.mean(marks)), 1.96
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return share, float(centre - half), float(centre + half)
+
+
+def evaluate_bundle(bundle: Path, work: Path, output: Path, count: int = 200, batch: int = 8) -> dict[str, Any]:
+    """Agreement of every method on `count` prompts; writes `evaluation.json` and sheets into `output`."""
+    pipe, critic = Pipeline.from_bundle(bundle), load_judge(work)
+    scenes, prompts = draw_prompts(count)
+    report: dict[str, Any] = {"prompts": count, "methods": {}}
+    pictures = {}
+    for method in METHODS:
+        images, passes, tvd, seconds = [], 0.0, 0.0, 0.0
+        for i in range(0, count, batch):
+            seeds_from = 1000 + i
+            result = pipe(prompts[i : i + batch], seed=seeds_from, method=method)
+            images += [np.asarray(image) for image in result.images]
+            weight = len(result.images) / count
+            passes += weight / result.stats.tokens_per_target_pass
+            tvd += weight * result.stats.realised_tvd
+            seconds += result.stats.seconds
+        pictures[method] = np.stack(images)
+        report["methods"][method] = {
+            "agreement": score(critic, scenes, pictures[method]),
+            "tokens_per_target_pass": 1 / passes,
+            "realised_tvd_per_image": tvd,
+            "seconds_per_image": seconds / count,
+        }
+        print(method, json.dumps(report["methods"][method]), flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
+    contact_sheet(list(pictures.values()), 8).save(output / "methods.png")
+    return report
+
+
+def score(critic: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, list[float]]:
+    """Share and 95 % interval of each attribute that the judge finds as the scene has it."""
+    verdicts = judge(critic, pictures, [len(scene.solids) for scene in scenes])
+    marks = [agreement(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
+    names = sorted({name for mark in marks for name in mark})
+    return {name: [round(x, 4) for x in interval([m[name] for m in marks if name in m])] for name in names}
+
+
+def contact_sheet(groups: list[NDArray[np.uint8]], columns: int, rows: int = 3) -> Image.Image:
+    """Pictures of the groups under each other, the same prompt and seed in one column; `rows` times."""
+    lines = [np.hstack(group[r * columns : (r + 1) * columns]) for r in range(rows) for group in groups]
+    return Image.fromarray(np.vstack(lines))

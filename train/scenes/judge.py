@@ -1,0 +1,171 @@
+"""A judge of scenes: a small network that reads sky, ground and solids off a picture.
+
+It is trained on rendered pictures, half of them passed through the VQ tokenizer and all slightly
+disturbed, and is as good as its measured accuracy on fresh ones; agreement figures cannot be better than
+that. Does not know the model it judges.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .checkpoints import load_checkpoint, save_checkpoint
+from .data import draw_scenes, render_scenes
+from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene
+from .vq import load_vq, to_tensor
+
+ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
+FRESH_SEED = 910_000
+
+
+class Judge(nn.Module):
+    """Pictures `[n, 3, 128, 128]` -> logits for sky, ground, and per place colour and shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(inputs: int, outputs: int) -> list[nn.Module]:
+            return [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.BatchNorm2d(outputs), nn.SiLU()]
+
+        self.body = nn.Sequential(*block(3, 24), *block(24, 48), *block(48, 96), *block(96, 128))  # 8 x 8
+        self.scene = nn.Linear(128 * 4, len(SKIES) + len(GROUNDS))
+        self.place = nn.Sequential(
+            nn.Linear(128 * 8 * 4, 192), nn.SiLU(), nn.Linear(192, 2 + len(COLOURS) + len(SHAPES))
+        )
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        maps = self.body(pictures)
+        around = self.scene(F.adaptive_avg_pool2d(maps, (4, 1)).flatten(1))
+        thirds = torch.stack([maps[..., i : i + 4] for i in (0, 2, 4)], 1)  # [n, places, 128, 8, 4]
+        solids = self.place(thirds.flatten(2))
+        colours = solids[..., : 1 + len(COLOURS)]
+        shapes = solids[..., 1 + len(COLOURS) :]
+        return around[:, : len(SKIES)], around[:, len(SKIES) :], colours, shapes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands in a picture: sky, ground, and by place the (colour, shape) found there."""
+
+    sky: str
+    ground: str
+    solids: dict[str, tuple[str, str]]
+
+
+def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Class indices of scenes: sky `[n]`, ground `[n]`, colour `[n, places]`, shape `[n, places]`."""
+    colours, shapes = np.zeros((len(scenes), 3), np.int64), np.zeros((len(scenes), 3), np.int64)
+    for i, scene in enumerate(scenes):
+        for solid in scene.solids:
+            place = PLACES.index(solid.place)
+            colours[i, place], shapes[i, place] = COLOURS.index(solid.colour) + 1, SHAPES.index(solid.shape) + 1
+    sky = torch.tensor([SKIES.index(scene.sky) for scene in scenes])
+    ground = torch.tensor([GROUNDS.index(scene.ground) for scene in scenes])
+    return sky, ground, torch.from_numpy(colours), torch.from_numpy(shapes)
+
+
+@torch.no_grad()
+def judge(model: Judge, pictures: NDArray[np.uint8], solids: list[int]) -> list[Verdict]:
+    """Verdicts on pictures uint8 `[n, 128, 128, 3]`; `solids[i]` is how many solids picture i should hold.
+
+    The places with the strongest evidence of a solid are taken, as many as asked for.
+    """
+    verdicts = []
+    sky, ground, colours, shapes = model(to_tensor(pictures))
+    present = 1 - colours.softmax(-1)[..., ABSENT]
+    for i, count in enumerate(solids):
+        places = sorted(present[i].topk(count).indices.tolist())
+        found = {
+            PLACES[p]: (COLOURS[int(colours[i, p, 1:].argmax())], SHAPES[int(shapes[i, p, 1:].argmax())])
+            for p in places
+        }
+        verdicts.append(Verdict(SKIES[int(sky[i].argmax())], GROUNDS[int(ground[i].argmax())], found))
+    return verdicts
+
+
+def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, seed: int = 4) -> None:
+    """Train for `minutes` and write `work/judge.pt`, with its accuracy on fresh scenes."""
+    torch.manual_seed(seed)
+    vq = load_vq(work)
+    scenes = draw_scenes(pool, seed + 77)
+    pictures = render_scenes(scenes)
+    half = pool // 2
+    with torch.no_grad():
+        codes = torch.from_numpy(vq.encode(pictures[:half]).astype(np.int64))
+        for i in range(0, half, 100):
+            pictures[i : i + 100] = _to_pictures(vq.decode(codes[i : i + 100]))
+    wanted = labels(scenes)
+    model = Judge()
+    optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
+    rng = np.random.default_rng(seed)
+    start = said = time.monotonic()
+    step = 0
+    while (passed := (time.monotonic() - start) / (60 * minutes)) < 1:
+        optimiser.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 50, (1 - passed) / 0.7)
+        chosen = rng.integers(0, pool, batch)
+        images = to_tensor(pictures[chosen])
+        images = images * torch.empty(batch, 1, 1, 1).uniform_(0.92, 1.08) + 0.06 * torch.randn_like(images)
+        losses = [
+            F.cross_entropy(logits.flatten(0, -2), target[chosen].flatten(), label_smoothing=0.02)
+            for logits, target in zip(model(images), wanted, strict=True)
+        ]
+        loss = torch.stack(losses).sum()
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        optimiser.step()
+        step += 1
+        if time.monotonic() - said > 30:
+            said = time.monotonic()
+            print(f"judge {said - start:4.0f} s  step {step}  loss {loss.item():.3f}", flush=True)
+    model.eval()
+    fresh = draw_scenes(1000, FRESH_SEED)
+    accuracy = judge_accuracy(model, fresh, render_scenes(fresh))
+    save_checkpoint(work / "judge.pt", {"model": model.state_dict(), "accuracy": accuracy})
+    print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
+
+
+def judge_accuracy(model: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, float]:
+    """Share of attributes the judge reads rightly; see `agreement`."""
+    verdicts = [
+        verdict
+        for i in range(0, len(scenes), 100)
+        for verdict in judge(model, pictures[i : i + 100], [len(s.solids) for s in scenes[i : i + 100]])
+    ]
+    marks = [agreement(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
+    names = sorted({name for mark in marks for name in mark})
+    return {name: float(np.mean([mark[name] for mark in marks if name in mark])) for name in names}
+
+
+def agreement(scene: Scene, verdict: Verdict) -> dict[str, bool]:
+    """Which attributes agree: sky, ground; for single solids colour, shape, position; for two, `pair`."""
+    marks = {"sky": scene.sky == verdict.sky, "ground": scene.ground == verdict.ground}
+    if len(scene.solids) == 1:
+        solid = scene.solids[0]
+        (place, (colour, shape)), *_ = verdict.solids.items()
+        marks |= {"position": place == solid.place, "colour": colour == solid.colour, "shape": shape == solid.shape}
+    else:
+        wanted = [(solid.colour, solid.shape) for solid in scene.solids]
+        found = [verdict.solids[place] for place in PLACES if place in verdict.solids]
+        marks["pair colours"] = [c for c, _ in wanted] == [c for c, _ in found]
+        marks["pair shapes"] = [s for _, s in wanted] == [s for _, s in found]
+    return marks
+
+
+def load_judge(work: Path) -> Judge:
+    """The trained judge of a work folder."""
+    model = Judge()
+    model.load_state_dict(load_checkpoint(work / "judge.pt")["model"])
+    return model.eval()
+
+
+def _to_pictures(images: Tensor) -> NDArray[np.uint8]:
+    scaled = (images.clamp(-1, 1) + 1) * 127.5
+    return scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
