@@ -1,0 +1,126 @@
+"""Captions to word ids, and what is said about captions and files that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_rt.errors import BundleError, RequestError
+from lantern_rt.tokenizer import WordTokenizer, read_tokenizer
+
+WORDS = ["<pad>", "<unk>", "a", "ball", "blue", "cube", "on", "red", "snow", "under"]
+
+
+def layout(**model: Any) -> dict[str, Any]:
+    """`tokenizer.json` as the `tokenizers` library lays it out."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "unk_token": "<unk>",
+            "vocab": {word: i for i, word in enumerate(WORDS)},
+        }
+        | model,
+    }
+
+
+def written(path: Path, data: Any) -> Path:
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> WordTokenizer:
+    return read_tokenizer(written(tmp_path / "tokenizer.json", layout()))
+
+
+def refusal(tokenizer: WordTokenizer, prompt: str, slots: int = 8) -> str:
+    with pytest.raises(RequestError) as caught:
+        tokenizer.encode(prompt, slots)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_words_become_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:
+    ids = tokenizer.encode("A red ball, on SNOW!", 8)
+    assert ids.tolist() == [2, 7, 3, 6, 8, 0, 0, 0]
+    assert ids.dtype == "int64"
+    assert tokenizer.encode("a-red_ball\n(blue)", 4).tolist() == [2, 7, 3, 4]
+
+
+def test_the_words_it_knows_are_sorted_and_without_special_tokens(tokenizer: WordTokenizer) -> None:
+    assert tokenizer.words == ("a", "ball", "blue", "cube", "on", "red", "snow", "under")
+
+
+def test_an_unknown_word_is_named_with_the_nearest_known_one(tokenizer: WordTokenizer) -> None:
+    message = refusal(tokenizer, "a rad ball under xylophones")
+    assert "unknown words 'rad' (did you mean 'red'?), 'xylophones'; this model knows: a ball blue" in message
+
+
+@pytest.mark.parametrize("prompt", ["<pad>", "a <unk>", "3 ball", "a café ball", "球"])
+def test_special_tokens_digits_and_foreign_letters_are_unknown_words(tokenizer: WordTokenizer, prompt: str) -> None:
+    assert "unknown word" in refusal(tokenizer, prompt)
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n", "?!...", "🙂"])
+def test_a_prompt_without_words_is_refused(tokenizer: WordTokenizer, prompt: str) -> None:
+    assert refusal(tokenizer, prompt) == "prompt: found no word in it, expected 1 to 8 words such as a, ball, blue"
+
+
+def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
+    assert refusal(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; leave out 3"
+
+
+@pytest.mark.parametrize("prompt", ["a " * 5000, "x" * 10_000, " ".join(f"w{i}" for i in range(2000))])
+def test_a_prompt_of_ten_thousand_characters_gets_one_short_line(tokenizer: WordTokenizer, prompt: str) -> None:
+    assert len(refusal(tokenizer, prompt)) < 200
+    assert len(refusal(tokenizer, prompt, slots=5)) < 200
+
+
+def test_a_big_vocabulary_is_not_listed_in_full() -> None:
+    names = [f"{a}{b}{c}" for a in "abcdefgh" for b in "abcdefgh" for c in "abcdefgh"]
+    tokenizer = WordTokenizer({word: i for i, word in enumerate(["<pad>", "<unk>", *names])})
+    message = refusal(tokenizer, "zzz yyy xxx www vvv")
+    assert message.endswith("and 412 more")
+    assert "'xxx' and 2 more" in message
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ([], "field `model.type`: found None, expected 'WordLevel'"),
+        (layout(type="BPE"), "field `model.type`: found 'BPE', expected 'WordLevel'"),
+        (layout(unk_token="?"), "field `model.unk_token`"),
+        (layout() | {"normalizer": {"type": "NFC"}}, "field `normalizer`"),
+        (layout() | {"pre_tokenizer": {"type": "Whitespace"}}, "field `pre_tokenizer`"),
+        (layout(vocab=None), "expected a map from words to ids"),
+        (layout(vocab={"<pad>": 0, "<unk>": "1"}), "expected a map from words to ids"),
+        (layout(vocab={"<pad>": 0, "<unk>": 1, "a": 3}), "expected the ids 0 .. 2, each once"),
+        (layout(vocab={"a": 0, "<unk>": 1, "<pad>": 2}), "expected <pad> with id 0"),
+        (layout(vocab={"<pad>": 0, "<unk>": 1}), "then words"),
+        (layout(vocab={"<pad>": 0, "<unk>": 1, "Red\n": 2}), "expected words of letters a to z"),
+    ],
+)
+def test_a_file_that_is_no_word_tokenizer_is_refused(tmp_path: Path, data: Any, expected: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        read_tokenizer(written(tmp_path / "tokenizer.json", data))
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_no_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="expected a tokenizer in JSON"):
+        read_tokenizer(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_bytes(b"\xff{")
+    with pytest.raises(BundleError, match="expected a tokenizer in JSON"):
+        read_tokenizer(tmp_path / "bad.json")
