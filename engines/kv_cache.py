@@ -48,12 +48,15 @@ class KVCache:
         cls, rows: int, capacity: int, layers: int, kv_heads: int, head_width: int, dtype: type[np.floating]
     ) -> KVCache:
         """A cache without entries. Memory is taken from the system only as columns are written."""
-        shape = (round_up(capacity), rows, kv_heads, head_width)
+        shape = (round_up(max(1, capacity)), rows, kv_heads, head_width)
         return cls([np.zeros(shape, dtype) for _ in range(2 * layers)], np.zeros(rows, np.int64), capacity)
 
     def span(self) -> int:
-        """Columns that a pass reads: the longest row, rounded up to the next `SPAN_STEP`."""
-        return round_up(int(self.lengths.max(initial=0)))
+        """Columns that a pass reads: the longest row, rounded up to the next `SPAN_STEP`.
+
+        Never 0: ONNX Runtime's fused matrix product divides by the number of columns and dies (SIGFPE).
+        """
+        return round_up(max(1, int(self.lengths.max(initial=0))))
 
     def past(self, span: int) -> list[Halves]:
         """The first `span` columns of every tensor: contiguous views, no copies."""

@@ -58,6 +58,8 @@ class OrtEngine:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
         own = _own(cache)
         span = batch.visible.shape[2] - batch.positions.shape[1]
+        if not own.span() <= span <= own.tensors[0].shape[0]:
+            raise ValueError(f"a pass over {span} past columns, expected {own.span()}: `next_span` says how many")
         feeds = self._rows(batch)
         feeds["position_ids"] = np.ascontiguousarray(batch.positions, np.int64)
         hidden = self._mask_dtype(_HIDDEN[self._mask_dtype])

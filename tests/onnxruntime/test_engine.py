@@ -1,0 +1,376 @@
+"""The ONNX Runtime engine against the torch decoder: caches, trees, ragged rows, and bits that stay."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
+from lantern_rt.engines.onnxruntime_engine import OrtEngine
+from lantern_rt.engines.onnxruntime_session import ThreadOptions
+from lantern_rt.export.decoder import Decoder, DecoderConfig
+from lantern_rt.runtime.engine import Pass, PassOutput
+from tiny_graphs import TINY, DrafterGraph, TargetGraph, export_decoder
+
+from lantern_rt.errors import BundleError, EngineError
+from lantern_rt.manifest import DecoderSpec, DrafterSpec
+
+ONE = ThreadOptions(intra_op=1)
+WIDE = DecoderConfig(
+    width=256, layers=2, heads=4, kv_heads=4, ffn_width=704, vocabulary=256, grid=24, prefix=24
+)  # head width and matrix sizes of a real model: small matrices take other kernels
+
+
+def spec_of(config: DecoderConfig) -> DecoderSpec:
+    return DecoderSpec(
+        width=config.width,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_width=config.head_width,
+        vocabulary=config.vocabulary,
+        positions=config.positions,
+    )
+
+
+def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
+    return DrafterSpec(**spec_of(config).model_dump(exclude={"positions", "dtype", "cache_layout"}))
+
+
+class Rig:
+    """An engine, the torch module it was exported from, and the code table of both."""
+
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+        torch.manual_seed(0)
+        self.config, self.decoder = config, Decoder(config).eval()
+        self.path = folder / "target.onnx"
+        export_decoder(TargetGraph(self.decoder), self.path)
+        rng = np.random.default_rng(0)
+        self.table = rng.normal(size=(config.vocabulary, config.width)).astype(np.float32)
+        self.prefix = rng.normal(size=(8, config.prefix, config.width)).astype(np.float32)
+        self.engine = self.load(ONE)
+
+    def load(self, threads: ThreadOptions) -> OrtEngine:
+        return OrtEngine(self.path, spec_of(self.config), self.table, threads)
+
+    def prefilled(self, rows: int, engine: OrtEngine | None = None, capacity: int = 300) -> KVCache:
+        """A cache that holds the first `rows` prefixes."""
+        engine, n = engine or self.engine, self.config.prefix
+        cache = engine.new_cache(rows, capacity)
+        output = self.run(cache, None, np.tril(np.ones((n, n), bool)), np.tile(np.arange(n), (rows, 1)), engine)
+        cache.append(output.fresh, [np.arange(n)] * rows)
+        return cache
+
+    def run(
+        self,
+        cache: KVCache,
+        tokens: np.ndarray | None,
+        among: np.ndarray,
+        positions: np.ndarray,
+        engine: OrtEngine | None = None,
+    ) -> PassOutput:
+        """A pass over tokens (or prefixes) where `among[i, j]` says whether node i sees node j."""
+        engine = engine or self.engine
+        rows, nodes = positions.shape
+        span = engine.next_span(cache, nodes)
+        visible = np.zeros((rows, nodes, span + nodes), bool)
+        visible[:, :, :span] = (np.arange(span) < cache.lengths[:, None])[:, None]
+        visible[:, :, span:] = among
+        embeds = self.prefix[:rows] if tokens is None else None
+        return engine.run(Pass(positions=positions, visible=visible, tokens=tokens, embeds=embeds), cache)
+
+    def extend(self, cache: KVCache, codes: list[list[int]], engine: OrtEngine | None = None) -> None:
+        """Append each row's codes, two nodes a pass, the shorter rows padded with a node they drop."""
+        for start in range(0, max(map(len, codes)), 2):
+            parts = [row[start : start + 2] for row in codes]
+            tokens = np.array([[*part, 0, 0][:2] for part in parts])
+            positions = cache.lengths[:, None] + np.arange(2)
+            output = self.run(cache, tokens, np.tril(np.ones((2, 2), bool)), positions, engine)
+            cache.append(output.fresh, [np.arange(len(part)) for part in parts])
+
+    def reference(self, row: int, codes: list[int]) -> np.ndarray:
+        """Logits `[1 + codes, vocabulary]` after the prefix and after each code, by one full forward."""
+        rows = np.concatenate([self.prefix[row], self.table[codes]]) if codes else self.prefix[row]
+        with torch.no_grad():
+            hidden = self.decoder.full(torch.from_numpy(rows)[None])[0, self.config.prefix - 1 :]
+            logits: np.ndarray = self.decoder.head(hidden).numpy()
+        return logits
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    torch.set_num_threads(1)
+    return Rig(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    torch.set_num_threads(1)
+    return Rig(tmp_path_factory.mktemp("wide"), WIDE)
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def last_logits(rig: Rig, cache: KVCache, codes: list[int]) -> np.ndarray:
+    """Logits after one more code per row; what the cache holds decides them."""
+    tokens = np.array([[code, 0] for code in codes])
+    output = rig.run(cache, tokens, np.eye(2, dtype=bool), np.repeat(cache.lengths[:, None], 2, 1))
+    return output.logits[:, 0]
+
+
+def test_ragged_rows_equal_a_full_forward_of_each(tiny: Rig) -> None:
+    rng = np.random.default_rng(1)
+    codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 12, 3)]
+    cache = tiny.prefilled(4)
+    tiny.extend(cache, codes)
+    assert cache.lengths.tolist() == [11, 4, 16, 7]
+    found = last_logits(tiny, cache, [5, 6, 7, 8])
+    for row, last in enumerate([5, 6, 7, 8]):
+        close(found[row], tiny.reference(row, [*codes[row], last])[-1])
+
+
+def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(tiny: Rig) -> None:
+    parents = [-1, 0, 0, 1, 1, 2, 4]
+    depth = [0, 1, 1, 2, 2, 2, 3]
+    among = np.eye(7, dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            among[node] |= among[parent]
+    tokens = np.random.default_rng(2).integers(0, 48, (2, 7))
+    cache = tiny.prefilled(2)
+    output = tiny.run(cache, tokens, among, cache.lengths[:, None] + np.array(depth))
+    for row in range(2):
+        for node in range(7):
+            path = tokens[row, among[node]].tolist()
+            close(output.logits[row, node], tiny.reference(row, path)[-1])
+    paths = [[0, 1, 4, 6], [0, 2]]
+    cache.append(output.fresh, [np.array(path) for path in paths])
+    assert cache.lengths.tolist() == [8, 6]
+    found = last_logits(tiny, cache, [1, 2])
+    for row in range(2):
+        close(found[row], tiny.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
+
+
+def test_truncated_entries_are_forgotten_and_overwritten(tiny: Rig) -> None:
+    cache = tiny.prefilled(2)
+    tiny.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    cache.truncate(np.array([5, 7]))
+    close(last_logits(tiny, cache, [9, 9])[1], tiny.reference(1, [5, 6, 7, 9])[-1])
+    tiny.extend(cache, [[10, 11], [12]])
+    found = last_logits(tiny, cache, [9, 9])
+    close(found[0], tiny.reference(0, [1, 10, 11, 9])[-1])
+    close(found[1], tiny.reference(1, [5, 6, 7, 12, 9])[-1])
+
+
+def test_kept_rows_go_on_in_their_new_order(tiny: Rig) -> None:
+    cache = tiny.prefilled(3)
+    codes = [[1, 2, 3], [4], [5, 6]]
+    tiny.extend(cache, codes)
+    cache.keep_rows(np.array([2, 0]))
+    assert cache.lengths.tolist() == [6, 7]
+    found = last_logits(tiny, cache, [7, 7])
+    for place, row in enumerate([2, 0]):
+        close(found[place], tiny.reference(row, [*codes[row], 7])[-1])
+
+
+def test_the_past_is_handed_over_without_a_copy(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tiny.prefilled(3)
+    seen: dict[str, Any] = {}
+    run = tiny.engine._graph.run
+    monkeypatch.setattr(tiny.engine._graph, "run", lambda feeds: seen.update(feeds) or run(feeds))
+    last_logits(tiny, cache, [1, 2, 3])
+    for i, name in enumerate(["past_key_values.0.key", "past_key_values.0.value"]):
+        assert seen[name].ctypes.data == cache.tensors[i].ctypes.data
+        assert seen[name].flags.c_contiguous
+        assert seen[name].shape[0] == SPAN_STEP
+
+
+def test_the_span_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
+    cache = tiny.engine.new_cache(2, 130)
+    assert tiny.engine.next_span(cache, 2) == 64  # ONNX Runtime dies of a past without columns
+    for length, span in ((64, 64), (65, 128), (130, 192)):
+        cache.lengths = np.array([1, length])
+        assert tiny.engine.next_span(cache, 5) == span
+        assert cache.past(span)[0].shape[0] == span
+
+
+def test_a_wrong_span_or_too_many_entries_are_caught_before_the_graph(tiny: Rig) -> None:
+    cache = tiny.prefilled(1, capacity=5)
+    bad = Pass(positions=np.zeros((1, 2), np.int64), visible=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int))
+    with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
+        tiny.engine.run(bad, cache)
+    fresh = [np.zeros((2, 1, 2, 16), np.float32)] * 4
+    with pytest.raises(ValueError, match="do not fit"):
+        cache.append(fresh, [np.arange(2)])
+    with pytest.raises(ValueError, match="no truncation"):
+        cache.truncate(np.array([5]))
+    assert cache.lengths.tolist() == [4]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) -> None:
+    engine = wide.load(ThreadOptions(intra_op=threads))
+    rng = np.random.default_rng(4)
+    for length in (33, 75):
+        alone = wide.prefilled(2, engine)
+        fill(alone, length, 7)
+        for others in (10, 60, 190):
+            batch = wide.prefilled(2, engine)
+            fill(batch, length, 7)
+            batch = with_other_rows(batch, 14, 24 + others)
+            tokens = rng.integers(0, 256, (16, 4))
+            positions = np.minimum(batch.lengths[:, None] + np.arange(4), 500)
+            among = np.tril(np.ones((4, 4), bool))
+            full = wide.run(batch, tokens, among, positions, engine)
+            own = wide.run(alone, tokens[:2], among, positions[:2], engine)
+            assert np.array_equal(full.logits[:2], own.logits), (length, others)
+            assert np.array_equal(full.hidden[:2], own.hidden), (length, others)
+            assert all(np.array_equal(a[:, :2], b) for a, b in zip(full.fresh, own.fresh, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_number_of_nodes_changes_no_bit_of_a_node(wide: Rig, threads: int) -> None:
+    engine = wide.load(ThreadOptions(intra_op=threads))
+    tokens = np.random.default_rng(5).integers(0, 256, (2, 60))
+    for length in (5, 61, 130):
+        cache = wide.prefilled(2, engine)
+        fill(cache, length, 8)
+        results = []
+        for nodes in (2, 3, 8, 26, 60):
+            among = np.eye(nodes, dtype=bool)
+            among[:, 0] = True
+            positions = cache.lengths[:, None] + np.minimum(np.arange(nodes), 1)
+            results.append(wide.run(cache, tokens[:, :nodes], among, positions, engine).logits[:, :2])
+        assert all(np.array_equal(results[0], other) for other in results[1:]), length
+
+
+def fill(cache: KVCache, entries: int, seed: int) -> None:
+    """Append made-up entries to every row."""
+    rng = np.random.default_rng(seed)
+    shape = (entries, *cache.tensors[0].shape[1:])
+    fresh = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
+    cache.append(fresh, [np.arange(entries)] * shape[1])
+
+
+def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
+    """The cache with `rows` more rows of made-up entries."""
+    own, start = len(cache.lengths), cache.lengths
+    cache.keep_rows(np.concatenate([np.arange(own), np.zeros(rows, np.int64)]))
+    cache.truncate(np.concatenate([start, np.zeros(rows, np.int64)]))
+    rng = np.random.default_rng(length)
+    shape = (length, *cache.tensors[0].shape[1:])
+    fresh = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
+    cache.append(fresh, [np.arange(0)] * own + [np.arange(length)] * rows)
+    return cache
+
+
+def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = replace(TINY, layers=1, input_norm=False, final_norm=False)
+    module = DrafterGraph(Decoder(config)).eval()
+    export_decoder(module, tmp_path / "drafter.onnx")
+    engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=ONE)
+    rng = np.random.default_rng(6)
+    ids, hidden = rng.integers(0, 48, (2, 6)), rng.normal(size=(2, 6, 64)).astype(np.float32)
+    cache, logits = engine.new_cache(2, 20), []
+    for start in (0, 3):
+        span = engine.next_span(cache, 3)
+        visible = np.zeros((2, 3, span + 3), bool)
+        visible[:, :, :start] = True
+        visible[:, :, span:] = np.tril(np.ones((3, 3), bool))
+        part = slice(start, start + 3)
+        positions = np.tile(np.arange(start, start + 3), (2, 1))
+        output = engine.run(Pass(positions, visible, tokens=ids[:, part], hidden=hidden[:, part]), cache)
+        cache.append(output.fresh, [np.arange(3)] * 2)
+        logits.append(output.logits)
+    with torch.no_grad():
+        full = module.decoder.full(module.rows(torch.from_numpy(ids), torch.from_numpy(hidden)))
+        close(np.concatenate(logits, 1), module.decoder.head(full).numpy())
+    with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
+        engine.run(Pass(positions, visible, tokens=ids[:, part]), cache)
+
+
+def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(tiny: Rig) -> None:
+    codes = [np.random.default_rng(i).integers(0, 48, 10 + 4 * i).tolist() for i in range(3)]
+    caches = [tiny.engine.new_cache(1, 60) for _ in codes]
+
+    def work(i: int) -> None:
+        caches[i] = tiny.prefilled(1)
+        tiny.extend(caches[i], [codes[i]])
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for i, cache in enumerate(caches):
+        assert cache.passes == 1 + len(codes[i]) // 2
+        assert cache.seconds > 0
+        close(last_logits(tiny, cache, [3])[0], tiny.reference(0, [*codes[i], 3])[-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"layers": 1}, "input `past_key_values.1.key`: not expected"),
+        ({"layers": 3}, "input `past_key_values.2.key`: not in the graph"),
+        (
+            {"width": 32},
+            "input `input_embeds`: found float32 [rows, nodes, 64], expected float32 or float16 [any, any, 32]",
+        ),
+        (
+            {"kv_heads": 4},
+            "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float32 [any, any, 4, 16]",
+        ),
+        ({"vocabulary": 47}, "output `logits`: found float32 [rows, nodes, 48], expected"),
+        ({"dtype": "float16"}, "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float16"),
+    ],
+)
+def test_a_graph_that_is_not_the_one_described_is_named_by_its_tensor(
+    tiny: Rig, change: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(BundleError) as caught:
+        OrtEngine(tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, ONE)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_graph_with_a_fixed_batch_is_refused(tiny: Rig, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(tiny.path)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
+    onnx.save(model, tmp_path / "fixed.onnx")
+    with pytest.raises(BundleError, match=r"`input_embeds`: found float32 \[2, nodes, 64\]"):
+        OrtEngine(tmp_path / "fixed.onnx", spec_of(TINY), tiny.table, ONE)
+
+
+def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = tiny.path.read_bytes()
+    for name, content in (("cut", data[: len(data) // 2]), ("junk", b"junk"), ("empty", b"")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises((BundleError, EngineError)) as caught:
+            OrtEngine(tmp_path / name, spec_of(TINY), tiny.table, ONE)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 500
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_unknown_provider_or_thread_count_is_refused(tiny: Rig) -> None:
+    with pytest.raises(EngineError, match="provider: found 'abacus', expected one of cpu"):
+        OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE, provider="abacus")
+    with pytest.raises(EngineError, match="threads: found 0, expected 1"):
+        ThreadOptions(intra_op=0)
+
+
+def test_a_missing_onnxruntime_comes_with_the_command_that_installs_it(
+    tiny: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[cpu\]'"):
+        OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE)

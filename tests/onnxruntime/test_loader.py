@@ -1,0 +1,167 @@
+"""A small real bundle: opened, loaded, run; what the host offers; what is imported on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lantern_rt.engines import host
+from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.onnxruntime_session import ThreadOptions
+from lantern_rt.export.decoder import Decoder
+from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, export, export_decoder
+
+from lantern_rt.bundle import open_bundle
+from lantern_rt.errors import BundleError, EngineError
+
+ONE = ThreadOptions(intra_op=1)
+SIZES = {"width": TINY.width, "layers": TINY.layers, "kv_heads": TINY.kv_heads, "head_width": TINY.head_width}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A class-conditional bundle with a drafter."""
+    folder = tmp_path_factory.mktemp("bundle")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    export_decoder(TargetGraph(Decoder(TINY)), folder / "target.onnx")
+    export_decoder(DrafterGraph(Decoder(TINY)), folder / "drafter.onnx")
+    ids = torch.zeros(2, dtype=torch.int64)
+    outputs = ["prefix_embeds", "uncond_embeds"]
+    free = {name: {0: "rows"} for name in ["class_ids", *outputs]}
+    export(ClassTable(10, TINY.prefix, TINY.width), {"class_ids": ids}, outputs, free, folder / "condition.onnx")
+    codes = torch.zeros(2, TINY.grid**2, dtype=torch.int64)
+    free = {"codes": {0: "rows"}, "images": {0: "rows"}}
+    export(Painter(TINY.vocabulary, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
+    table = np.random.default_rng(0).normal(size=(TINY.vocabulary, TINY.width)).astype(np.float32)
+    np.save(folder / "code_embeddings.npy", table)
+    names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}
+    names["code_embeddings"] = "code_embeddings.npy"
+    manifest: dict[str, Any] = {
+        "format_version": "1.0",
+        "name": "tiny",
+        "family": "test",
+        "grid_rows": TINY.grid,
+        "grid_columns": TINY.grid,
+        "codebook_size": TINY.vocabulary,
+        "image_height": 2 * TINY.grid,
+        "image_width": 2 * TINY.grid,
+        "target": SIZES | {"vocabulary": TINY.vocabulary, "positions": TINY.positions},
+        "drafter": SIZES | {"vocabulary": TINY.vocabulary},
+        "condition": {"kind": "class", "prefix": TINY.prefix, "classes": 10},
+        "sampling": {},
+        "decoding": {"method": "ar"},
+        "files": {},
+        "provenance": {"exporter": "test", "licence": "Apache-2.0"},
+    }
+    for role, name in names.items():
+        data = (folder / name).read_bytes()
+        manifest["files"][role] = {"path": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
+    engines = load_engines(open_bundle(folder), ONE)
+    prefix, uncond = engines.condition({"class_ids": np.array([3, 4, 3])})
+    assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.width)
+    assert np.array_equal(prefix[0], prefix[2])
+    assert np.array_equal(uncond[0], uncond[1])
+    images = engines.vq_decoder(np.zeros((2, 64), np.int64))
+    assert images.shape == (2, 3, 16, 16)
+    assert images.dtype == np.float32
+    assert engines.drafter is engines.drafter
+    assert engines.target.new_cache(2, 5).lengths.tolist() == [0, 0]
+
+
+def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(folder)
+    engines = load_engines(bundle, ONE)
+    assert engines._drafter is None
+    engines.load_all()
+    assert engines._drafter is not None
+    monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
+    with pytest.raises(BundleError, match="input `class_ids`: not in the graph"):
+        load_engines(bundle, ONE)
+
+
+def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineError, match="failed to run the graph") as caught:
+        load_engines(open_bundle(folder), ONE).vq_decoder(np.full((1, 64), 999))
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_loading_and_running_imports_neither_torch_nor_onnx(folder: Path) -> None:
+    code = (
+        "import sys, numpy as np; from lantern_rt.bundle import open_bundle; "
+        "from lantern_rt.engines.loader import load_engines; e = load_engines(open_bundle(sys.argv[1])); "
+        "e.load_all(); e.condition({'class_ids': np.array([1])}); print({'torch', 'onnx'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")
+
+
+def test_the_host_report_says_what_will_be_used() -> None:
+    report = host.host_report()
+    assert report.usable_cores >= 1
+    assert "CPUExecutionProvider" in report.providers
+    assert report.choice.startswith(f"ONNX Runtime on the CPU, {report.usable_cores} thread")
+    assert dict(report.rows())["onnxruntime"].startswith("onnxruntime")
+    assert json.loads(json.dumps(report.as_dict()))["python"]
+
+
+def test_two_onnxruntime_distributions_are_reported_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1.0")
+    (problem,) = host.host_report().problems
+    assert problem.startswith("onnxruntime and onnxruntime-gpu are both installed")
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
+
+
+def test_a_missing_onnxruntime_is_a_problem_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    report = host.host_report()
+    assert "pip install 'lantern-rt[cpu]'" in report.problems[0]
+    assert report.choice == "nothing: no backend is usable"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu.max": "nonsense"}, None),
+    ],
+)
+def test_the_cpu_quota_limits_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr(host, "_CPU", tmp_path)
+    assert host.cpu_quota() == quota
+    assert host.usable_cores() == (4 if quota is None else int(quota))
+
+
+def test_hyperthreads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu in range(4):
+        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
+    monkeypatch.setattr(host, "_CPU", tmp_path)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
+    assert host.usable_cores() == 2
