@@ -1,11 +1,75 @@
-"""lantern-rt: deploy visual autoregressive image models with relaxed speculative decoding."""
+"""lantern-rt: deploy visual autoregressive image models with relaxed speculative decoding.
+
+    from lantern_rt import Pipeline
+
+    pipe = Pipeline.from_bundle("scenes")
+    result = pipe("a red sphere on sand", seed=1)
+    result.images[0].save("sphere.png")
+
+The names in `__all__` are the public ones. Importing the package loads little; the pipeline and what it
+needs are imported when first asked for.
+"""
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    BundleError,
+    CheckpointError,
+    EngineError,
+    LanternError,
+    OutputError,
+    ParityError,
+    RequestError,
+    TreeError,
+)
+
+if TYPE_CHECKING:
+    from .bundle import open_bundle
+    from .pipeline import Pipeline, Result
+    from .runtime.statistics import Statistics
 
 _SOURCE = Path(__file__).resolve().parent.parent
 if (_SOURCE / "pyproject.toml").is_file():  # a checkout: the sibling folders are this package's subpackages
     __path__.append(str(_SOURCE))
 
 __version__ = "0.1.0"
+__all__ = [
+    "BundleError",
+    "CheckpointError",
+    "EngineError",
+    "LanternError",
+    "OutputError",
+    "ParityError",
+    "Pipeline",
+    "RequestError",
+    "Result",
+    "Statistics",
+    "TreeError",
+    "__version__",
+    "open_bundle",
+]
+
+_LAZY = {
+    "Pipeline": ".pipeline",
+    "Result": ".pipeline",
+    "Statistics": ".runtime.statistics",
+    "open_bundle": ".bundle",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's module when the name is first used."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported yet or not."""
+    return sorted({*globals(), *__all__})

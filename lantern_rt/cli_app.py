@@ -1,0 +1,189 @@
+"""The commands of `lantern-rt` and their options. What they do is in `cli_run.py` and `cli_tools.py`.
+
+Does not know models: options are passed on as given, None where the user said nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="lantern-rt",
+    help="Image generation with relaxed speculative decoding.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  lantern-rt run --prompt "a red sphere on sand"
+  lantern-rt inspect scenes
+  lantern-rt doctor""",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(f"lantern-rt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  lantern-rt run --prompt "a large red sphere left of a small blue cube on grass at sunset"
+  lantern-rt run --prompt "a green cone on snow" --num-images 4 --output cones/ --scale 4
+  lantern-rt run --prompt "a blue torus at night" --method lantern --delta 0.3 --neighbors 100
+  lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --trace cube.npz
+  lantern-rt run --bundle bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json"""
+)
+def run(
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="What to draw; may be given several times.")
+    ] = None,
+    class_id: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--class-id", metavar="ID", help="Class to draw, for class-conditional bundles; may be given several times."
+        ),
+    ] = None,
+    bundle: Annotated[str, typer.Option(help="Bundle folder, or the name of an embedded bundle.")] = "scenes",
+    method: Annotated[str | None, typer.Option(help="ar, eagle, lantern or lantern++. [default: the bundle's]")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
+            "[default: a name made of prompt and seed, in the current folder]"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Image i of a prompt is drawn with seed + i.")] = 0,
+    num_images: Annotated[int, typer.Option("--num-images", help="Images per prompt.")] = 1,
+    cfg_scale: Annotated[
+        float | None, typer.Option("--cfg-scale", help="Guidance; 1 is off. [default: the bundle's]")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Keep the k likeliest codes; 0 is off. [default: the bundle's]")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Keep this much probability; 1 is off. [default: the bundle's]")
+    ] = None,
+    neighbors: Annotated[
+        int | None,
+        typer.Option(help="How many nearby codes may lend probability (lantern, lantern++). [default: the bundle's]"),
+    ] = None,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="Bound of lantern on what is lent, between 0 and 1. [default: the bundle's]"),
+    ] = None,
+    lambda_: Annotated[
+        float | None, typer.Option("--lambda", help="Bound of lantern++, above 1. [default: the bundle's]")
+    ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="Draft tree: a name such as chain-4 or mc-25, or a .json file. [default: the bundle's]"),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write every draft tree to this .npz, and a picture to NAME.trace.png.")
+    ] = None,
+    scale: Annotated[int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.")] = 1,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Turn prompts (or class ids) into PNG files.
+
+    Paths of the files go to stdout, progress and a line of statistics to stderr.
+    """
+    from .cli_run import Run, run_command
+    from .requests import Options
+
+    options = Options(
+        method=method,
+        cfg_scale=cfg_scale,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        neighbors=neighbors,
+        delta=delta,
+        lambda_=lambda_,
+        tree=tree,
+    )
+    run_command(
+        Run(prompt or None, class_id or None, bundle, output, seed, num_images, threads, trace, scale, json, force),
+        options,
+    )
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  lantern-rt export --family llamagen --target c2i_B_256.pt --model GPT-B \\
+      --vq vq_ds16_c2i.pt --output bundles/llamagen-b
+  lantern-rt export --family llamagen --target t2i_XL_256.pt --model GPT-XL \\
+      --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force"""
+)
+def export(
+    target: Annotated[Path, typer.Option(help="Checkpoint of the target: .pt or .safetensors.")],
+    vq: Annotated[Path, typer.Option(help="Checkpoint of the VQ model.")],
+    output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
+    family: Annotated[str, typer.Option(help="Model family; llamagen is the only one yet.")] = "llamagen",
+    drafter: Annotated[Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Size by name, such as GPT-XL, where the weights do not tell.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="JSON file with sizes that the weights do not tell.")] = None,
+    grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where the weights do not tell.")] = None,
+    name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
+    force: Force = False,
+) -> None:
+    """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[export]."""
+    from .cli_tools import export_command
+
+    export_command(family, target, vq, output, drafter, model, config, grid, name, force)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  lantern-rt inspect scenes
+  lantern-rt inspect bundles/llamagen-b --json"""
+)
+def inspect(
+    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    json: Json = False,
+) -> None:
+    """Check a bundle, hashes included, and print what it says about itself."""
+    from .cli_tools import inspect_command
+
+    inspect_command(bundle, json)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  lantern-rt doctor
+  lantern-rt doctor --json"""
+)
+def doctor(json: Json = False) -> None:
+    """Print versions, backends, cores and memory, what will be used, and what is wrong (exit code 2 if so)."""
+    from .cli_tools import doctor_command
+
+    doctor_command(json)

@@ -1,0 +1,108 @@
+"""The commands around generating: `inspect`, `doctor`, `export`.
+
+Does not know option parsing, nor how a checkpoint becomes a bundle.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+import typer
+
+from . import __version__
+from .errors import CheckpointError, EngineError
+
+FAMILIES = ("llamagen",)
+_PACKAGES = ("numpy", "pillow", "pydantic", "rich", "typer", "torch", "onnx")
+
+
+def inspect_command(name: str, as_json: bool) -> None:
+    """Print a bundle's manifest."""
+    from .bundle import as_dict, describe, open_bundle
+
+    bundle = open_bundle(name)
+    if as_json:
+        print(json.dumps(as_dict(bundle)))
+        return
+    for section, facts in groupby(describe(bundle), key=lambda fact: fact.section):
+        print(section)
+        _print_rows((fact.key, fact.value) for fact in facts)
+
+
+def doctor_command(as_json: bool) -> None:
+    """Print what this host offers; exit code 2 if something needs a cure."""
+    from .bundle import embedded_names
+    from .engines.host import host_report
+
+    report = host_report()
+    packages = {name: version for name in _PACKAGES if (version := _version(name))}
+    if as_json:
+        found = {"lantern_rt": __version__, "packages": packages, "bundles": embedded_names(), **report.as_dict()}
+        print(json.dumps(found))
+    else:
+        _print_rows(
+            [
+                ("lantern-rt", __version__),
+                *report.rows(),
+                ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
+                ("bundles", ", ".join(embedded_names()) or "none embedded"),
+            ]
+        )
+    if report.problems:
+        raise typer.Exit(2)
+
+
+def export_command(
+    family: str,
+    target: Path,
+    vq: Path,
+    output: Path,
+    drafter: Path | None,
+    model: str | None,
+    config: Path | None,
+    grid: int | None,
+    name: str | None,
+    force: bool,
+) -> None:
+    """Write a bundle from checkpoints."""
+    if family not in FAMILIES:
+        raise CheckpointError(f"family: found {family!r}, expected {' or '.join(FAMILIES)}")
+    if missing := [name for name in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
+        raise EngineError(
+            f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[export]'`"
+        )
+    from .export.llamagen import export_llamagen
+
+    export_llamagen(
+        target,
+        vq,
+        output,
+        drafter=drafter,
+        model=model,
+        config=config,
+        grid=grid,
+        name=name,
+        force=force,
+        progress=lambda line: print(line, file=sys.stderr),
+    )
+    print(output)
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    pairs = list(rows)
+    width = max(len(key) for key, _ in pairs)
+    for key, value in pairs:
+        print(f"  {key:{width}}  {value}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,269 @@
+"""From prompts to pictures: the public way to generate.
+
+A `Pipeline` is an opened bundle with its engines. It holds nothing that a request changes, so several
+threads may use one; every call decodes its own batch. Prompts go through the condition graph, and codes
+through the image decoder, one at a time: neither memory nor a single bit of an image depends on the batch.
+
+Does not know the command line, files to write, or how codes are decoded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bundle import Bundle, open_bundle
+from .errors import BundleError, RequestError
+from .images import blank, grey_out, to_image
+from .manifest import Manifest
+from .requests import (
+    Embeddings,
+    ImageRequest,
+    Label,
+    Options,
+    Settings,
+    resolve_images,
+    resolve_settings,
+)
+from .runtime.acceptance import Relaxation
+from .runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
+from .runtime.sampling import Sampling
+from .runtime.statistics import Statistics
+from .tokenizer import WordTokenizer, read_tokenizer
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from .engines.loader import Engines
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request: what each image is made from, and the settings of all."""
+
+    images: list[ImageRequest]
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Result:
+    """Finished images, prompt by prompt, and how they came about.
+
+    codes: int64 `[cells]` per image, in raster order. seeds and prompts: per image; a prompt is the text, the
+    class id, or None where embeddings were given. stats: of the whole batch. settings: what was used, with
+    the bundle's defaults filled in.
+    """
+
+    images: list[Image]
+    codes: list[Ints]
+    seeds: list[int]
+    prompts: list[Label]
+    stats: Statistics
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """The state after one decode step.
+
+    new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
+    far. accepted: per image the drafted codes that this step accepted. done, total: codes over all images.
+    stats: with the last step only; its times include what the caller did between steps. step: the runtime's
+    own record, with trees and paths.
+    """
+
+    new_codes: list[Ints]
+    codes: list[Ints]
+    accepted: list[int]
+    done: int
+    total: int
+    stats: Statistics | None
+    step: Step
+    _draw: Callable[[Ints], Image]
+
+    def image(self, i: int) -> Image:
+        """Image i as far as it is known; the rest is grey.
+
+        The image decoder needs every code: missing ones are given the last known code, and what comes of
+        them is painted over. Near the border the picture may still change.
+        """
+        return self._draw(self.codes[i])
+
+
+class Pipeline:
+    """Generates images from one bundle. Make one with `Pipeline.from_bundle`."""
+
+    def __init__(self, bundle: Bundle, engines: Engines) -> None:
+        self.bundle = bundle
+        self._engines = engines
+        self._tokenizer = bundle_tokenizer(bundle)
+
+    @classmethod
+    def from_bundle(
+        cls, bundle: str | Path | Bundle = "scenes", threads: int | None = None, verify: bool = True
+    ) -> Pipeline:
+        """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
+
+        threads: for the engines, by default one per physical core. verify: compare every file's hash first.
+        """
+        from .engines.loader import load_engines
+        from .engines.onnxruntime_session import ThreadOptions
+
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+            raise RequestError(f"threads: found {threads!r}, expected a whole number from 1")
+        opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
+        return cls(opened, load_engines(opened, None if threads is None else ThreadOptions(intra_op=threads)))
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        class_ids: int | Sequence[int] | None = None,
+        embeddings: Embeddings | None = None,
+        seed: int | Sequence[int] = 0,
+        num_images: int = 1,
+        **options: Unpack[Options],
+    ) -> Result:
+        """Generate `num_images` images for every prompt, class id or text embedding.
+
+        What a bundle takes is in its manifest: prompts of known words, class ids, or embeddings, alone or with
+        a mask `(embeddings, mask)`, right-padded, `[tokens, width]` or `[prompts, tokens, width]`. Image i of a
+        prompt is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt.
+        Further parameters are those of `Options`.
+        """
+        request = self._check(prompts, class_ids, embeddings, seed, num_images, options)
+        (last,) = deque(self._decode(request), maxlen=1)
+        assert last.stats is not None
+        images = [last.image(i) for i in range(len(request.images))]
+        return Result(
+            images,
+            last.codes,
+            [image.seed for image in request.images],
+            [image.label for image in request.images],
+            last.stats,
+            request.settings,
+        )
+
+    def stream(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        class_ids: int | Sequence[int] | None = None,
+        embeddings: Embeddings | None = None,
+        seed: int | Sequence[int] = 0,
+        num_images: int = 1,
+        **options: Unpack[Options],
+    ) -> Generator[StreamStep, None, None]:
+        """The same, step by step; takes what a call takes, and checks it at once.
+
+        Work is done only while the next step is waited for: stop iterating, or close the generator, to cancel.
+        """
+        return self._decode(self._check(prompts, class_ids, embeddings, seed, num_images, options))
+
+    def _check(
+        self,
+        prompts: str | Sequence[str] | None,
+        class_ids: int | Sequence[int] | None,
+        embeddings: Embeddings | None,
+        seed: int | Sequence[int],
+        num_images: int,
+        options: Options,
+    ) -> Request:
+        return check_request(
+            self.bundle.manifest, self._tokenizer, prompts, class_ids, embeddings, seed, num_images, options
+        )
+
+    def _decode(self, request: Request) -> Generator[StreamStep, None, None]:
+        prompts = self._prefixes(request.images)
+        rngs = [np.random.default_rng(image.seed) for image in request.images]
+        codes: list[Ints] = [np.zeros(0, np.int64)] * len(request.images)
+        model = self._model(request.settings)
+        sampling = _sampling(request.settings)
+        for step in decode(model, prompts, rngs, sampling, self._method(request.settings)):
+            new_codes: list[Ints] = [np.zeros(0, np.int64)] * len(codes)
+            accepted = [0] * len(codes)
+            for part in step.parts:
+                new_codes[part.request] = part.codes[: part.committed]
+                accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
+            codes = [np.concatenate([old, new]) if len(new) else old for old, new in zip(codes, new_codes, strict=True)]
+            yield StreamStep(new_codes, codes, accepted, step.done, step.total, step.statistics, step, self._draw)
+
+    def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
+        """Prefix rows of every image; those of one prompt are computed once."""
+        prompts: list[Prompt] = []
+        for i, image in enumerate(images):
+            if i and images[i - 1].inputs is image.inputs:
+                prompts.append(prompts[-1])
+                continue
+            cond, uncond = self._engines.condition(image.inputs)
+            if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
+                raise BundleError(
+                    f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "
+                    "its weights are damaged, export the bundle again"
+                )
+            prompts.append(Prompt(cond[0], uncond[0], image.real))
+        return prompts
+
+    def _model(self, settings: Settings) -> Model:
+        manifest = self.bundle.manifest
+        drafter = self._engines.drafter if settings.shape is not None else None
+        layout = DrafterLayout()
+        if manifest.drafter is not None:
+            spec = manifest.drafter
+            layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token)
+        return Model(self._engines.target, drafter, manifest.codes_per_image, manifest.target.positions, layout)
+
+    def _method(self, settings: Settings) -> Method:
+        relaxation = None
+        if settings.neighbors is not None:
+            relaxation = Relaxation(
+                self.bundle.neighbors().indices,
+                settings.neighbors,
+                settings.delta,
+                settings.lambda_,
+                settings.residual or "borrowed",
+            )
+        return Method(settings.method, settings.shape, relaxation)
+
+    def _draw(self, codes: Ints) -> Image:
+        """The picture of an image's first codes."""
+        manifest = self.bundle.manifest
+        if not len(codes):
+            return blank(manifest.image_width, manifest.image_height)
+        missing = manifest.codes_per_image - len(codes)
+        image = to_image(self._engines.vq_decoder(np.append(codes, np.repeat(codes[-1:], missing))[None])[0])
+        return grey_out(image, len(codes), manifest.grid_rows, manifest.grid_columns) if missing else image
+
+
+def check_request(
+    manifest: Manifest,
+    tokenizer: WordTokenizer | None,
+    prompts: str | Sequence[str] | None,
+    class_ids: int | Sequence[int] | None,
+    embeddings: Embeddings | None,
+    seed: int | Sequence[int],
+    num_images: int,
+    options: Options,
+) -> Request:
+    """Check everything that a caller gave, without loading a graph; RequestError says what is wrong."""
+    settings = resolve_settings(manifest, options)
+    encode = None if tokenizer is None else lambda text: tokenizer.encode(text, manifest.condition.prefix)
+    images = resolve_images(manifest, encode, prompts, class_ids, embeddings, seed, num_images)
+    return Request(images, settings)
+
+
+def bundle_tokenizer(bundle: Bundle) -> WordTokenizer | None:
+    """The tokenizer of a bundle that takes words."""
+    return read_tokenizer(bundle.path("tokenizer")) if bundle.manifest.condition.kind == "words" else None
+
+
+def _sampling(settings: Settings) -> Sampling:
+    return Sampling(settings.cfg_scale, settings.temperature, settings.top_k, settings.top_p, settings.filter_order)

@@ -1,0 +1,347 @@
+"""What a request asks for, checked against what a bundle can do, before anything is computed.
+
+Every parameter that is left out (None) comes from the bundle. A parameter that has no effect on the chosen
+method is refused rather than ignored: whoever sets it expects it to do something.
+
+Does not know engines, pictures or files. The prefix rows of an embeddings bundle are laid out here: given
+right-padded, needed left-padded.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict, cast, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import BundleError, RequestError, TreeError
+from .manifest import Manifest, Method, MethodDefaults
+from .runtime.published_trees import named_tree
+from .runtime.sampling import FilterOrder
+from .runtime.tree import StaticTree, TreeShape
+
+Residual = Literal["borrowed", "neighborhood"]
+Label = str | int | None
+Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
+
+PROMPT_LIMIT = 2000  # characters
+IMAGES_LIMIT = 1024  # in one request
+SEED_LIMIT = 2**63
+_METHODS: tuple[Method, ...] = get_args(Method)
+_RELAXED = ("lantern", "lantern++")
+# Used where a bundle says nothing about a method: small trees, since a CPU pays for every node.
+_FALLBACK = {
+    "eagle": MethodDefaults(tree="chain-3"),
+    "lantern": MethodDefaults(tree="dynamic-8-4-2", neighbors=100, delta=0.2),
+    "lantern++": MethodDefaults(tree="chain-4", neighbors=10, lambda_=2.0),
+}
+
+
+class Options(TypedDict, total=False):
+    """Parameters of a request; what is missing or None comes from the bundle.
+
+    method: `ar`, `eagle`, `lantern` or `lantern++`. cfg_scale: guidance, 1 is off. temperature: 0 is greedy.
+    top_k: 0 is off. top_p: 1 is off. tree: a tree's name, or a .json file of paths. For `lantern` and
+    `lantern++` only: neighbors, how many codes may lend probability; residual, what a rejection removes
+    (`neighborhood` is what the published code does). delta bounds `lantern`, lambda_ bounds `lantern++`.
+    """
+
+    method: str | None
+    cfg_scale: float | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    tree: str | None
+    neighbors: int | None
+    delta: float | None
+    lambda_: float | None
+    residual: str | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides an image besides prompt, seed and bundle. None: the method has no such thing."""
+
+    method: Method
+    cfg_scale: float
+    temperature: float
+    top_k: int
+    top_p: float
+    filter_order: FilterOrder
+    tree: str | None = None
+    neighbors: int | None = None
+    delta: float | None = None
+    lambda_: float | None = None
+    residual: Residual | None = None
+    shape: TreeShape | None = field(default=None, repr=False)
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether acceptance may stray from the target's distribution."""
+        return self.method in _RELAXED
+
+    def as_dict(self) -> dict[str, str | float | int]:
+        """What is set, by the names that users give, ready for JSON."""
+        names = [name for name in self.__dataclass_fields__ if name != "shape"]
+        values = {name.rstrip("_"): getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """One image: its label (prompt, class id, or None), its seed, and what the condition graph reads.
+
+    inputs: by name, `[1, ...]`. real: bool `[prefix]`, False on padding.
+    """
+
+    label: Label
+    seed: int
+    inputs: dict[str, NDArray[Any]]
+    real: NDArray[np.bool_]
+
+
+# ---------------------------------------------------------------- settings
+
+
+def resolve_settings(manifest: Manifest, options: Options) -> Settings:
+    """The settings of a request; RequestError names the parameter at fault and what to do."""
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
+    method, chosen = _resolve_method(manifest, options.get("method"))
+    defaults = manifest.sampling
+    temperature = _number("temperature", options.get("temperature"), defaults.temperature, 0, 1000)
+    if 0 < temperature < 1e-3:
+        raise RequestError(f"temperature: found {temperature:g}, expected 0 (greedy) or 0.001 .. 1000")
+    top_p = _number("top_p", options.get("top_p"), defaults.top_p, 0, 1)
+    if top_p == 0:
+        raise RequestError("top_p: found 0, expected a number above 0, up to 1 (1 is off)")
+    settings = Settings(
+        method=method,
+        cfg_scale=_number("cfg_scale", options.get("cfg_scale"), defaults.cfg_scale, 0, 1000),
+        temperature=temperature,
+        top_k=_whole("top_k", options.get("top_k"), defaults.top_k, 0, 2**31),
+        top_p=top_p,
+        filter_order=defaults.filter_order,
+    )
+    _refuse_idle(options, method, chosen)
+    return settings if method == "ar" else replace(settings, **_resolve_drafting(manifest, method, options))
+
+
+def _resolve_method(manifest: Manifest, asked: str | None) -> tuple[Method, str]:
+    """The method, and how to call it in a message."""
+    method = manifest.decoding.method if asked is None else asked
+    if method not in _METHODS:
+        raise RequestError(f"method: found {_short(method)}, expected {', '.join(_METHODS[:-1])} or {_METHODS[-1]}")
+    if method != "ar" and manifest.drafter is None:
+        raise RequestError(f"method {method}: bundle {manifest.name} has no drafter; use method ar")
+    if method in _RELAXED and not manifest.neighbors:
+        raise RequestError(f"method {method}: bundle {manifest.name} has no neighbour table; use method ar or eagle")
+    return method, f"{method} (the bundle's default)" if asked is None else method
+
+
+def _refuse_idle(options: Options, method: Method, chosen: str) -> None:
+    """Refuse parameters that the method does not look at."""
+    given = {name.rstrip("_") for name, value in options.items() if value is not None}
+    if {"delta", "lambda"} <= given:
+        raise RequestError("delta and lambda: two bounds on the same thing, expected one; delta bounds method lantern,"
+                           " lambda bounds lantern++")  # fmt: skip
+    if method == "ar" and "tree" in given:
+        raise RequestError(f"tree: method {chosen} drafts nothing; leave tree out, or use another method")
+    if method not in _RELAXED and (idle := sorted(given & {"delta", "lambda", "neighbors", "residual"})):
+        raise RequestError(
+            f"{idle[0]}: method {chosen} accepts exactly; leave {idle[0]} out, or use method lantern or lantern++"
+        )
+    if method == "lantern" and "lambda" in given:
+        raise RequestError(f"lambda: found method {chosen}, which is bounded by delta; use delta, or method lantern++")
+    if method == "lantern++" and "delta" in given:
+        raise RequestError(f"delta: found method {chosen}, which is bounded by lambda; use lambda, or method lantern")
+
+
+def _resolve_drafting(manifest: Manifest, method: Method, options: Options) -> dict[str, Any]:
+    """The tree of a drafting method, and the bounds of a relaxed one."""
+    defaults = manifest.decoding.methods.get(cast(Any, method), _FALLBACK[method])
+    shape = _resolve_tree(manifest, options.get("tree"), defaults.tree)
+    own: dict[str, Any] = {"tree": shape.name, "shape": shape}
+    if method not in _RELAXED:
+        return own
+    fallback, table = _FALLBACK[method], manifest.neighbors
+    own["neighbors"] = _whole(
+        "neighbors", options.get("neighbors"), min(defaults.neighbors or fallback.neighbors, table), 1, table
+    )
+    if method == "lantern":
+        delta = own["delta"] = _number("delta", options.get("delta"), defaults.delta or 0.2)
+        if not 0 < delta < 1:
+            raise RequestError(f"delta: found {delta:g}, expected a number between 0 and 1, both excluded")
+    else:
+        bound = own["lambda_"] = _number("lambda", options.get("lambda_"), defaults.lambda_ or 2.0)
+        if not 1 < bound <= 1e6:
+            raise RequestError(f"lambda: found {bound:g}, expected a number above 1, up to 1e6")
+    residual = options.get("residual") or "borrowed"
+    if residual not in get_args(Residual):
+        raise RequestError(f"residual: found {_short(residual)}, expected {' or '.join(get_args(Residual))}")
+    own["residual"] = residual
+    return own
+
+
+def _resolve_tree(manifest: Manifest, asked: str | None, default: str) -> TreeShape:
+    if asked is None:
+        try:
+            if default.endswith(".json"):
+                raise TreeError("a bundle names a tree, it cannot point to a file")
+            shape = named_tree(default)
+        except TreeError as error:
+            raise BundleError(f"bundle {manifest.name}: default tree {_short(default)}: {error}") from error
+    else:
+        if not isinstance(asked, str):
+            raise TreeError(f"tree: found {_short(asked)}, expected a name or a .json file")
+        shape = named_tree(asked)
+    if isinstance(shape, StaticTree):
+        widest = max(len(children) for children in shape.children)
+        if widest > manifest.codebook_size:
+            raise TreeError(
+                f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
+            )
+    return shape
+
+
+# ---------------------------------------------------------------- images
+
+
+def resolve_images(
+    manifest: Manifest,
+    encode: Callable[[str], NDArray[np.int64]] | None,
+    prompts: str | Sequence[str] | None,
+    class_ids: int | Sequence[int] | None,
+    embeddings: Embeddings | None,
+    seed: int | Sequence[int],
+    num_images: int,
+) -> list[ImageRequest]:
+    """One request per image, prompt by prompt. `encode` turns a prompt into word ids `[prefix]`.
+
+    Image i of a prompt gets seed + i; `seed` may also be one number per prompt.
+    """
+    kind = manifest.condition.kind
+    given = {"words": prompts, "class": class_ids, "embeddings": embeddings}
+    takes = {"words": "a prompt", "class": "class ids", "embeddings": "text embeddings"}
+    for name, value in given.items():
+        if value is not None and name != kind:
+            raise RequestError(
+                f"found {takes[name]}, expected {takes[kind]}: that is what bundle {manifest.name} takes"
+            )
+    if given[kind] is None:
+        raise RequestError(f"found nothing to draw, expected {takes[kind]}: that is what bundle {manifest.name} takes")
+    whole = np.ones(manifest.condition.prefix, np.bool_)
+    subjects: list[tuple[Label, dict[str, NDArray[Any]], NDArray[np.bool_]]]
+    if prompts is not None:
+        assert encode is not None
+        subjects = [(text, {"token_ids": encode(text)[None]}, whole) for text in _prompts(prompts)]
+    elif class_ids is not None:
+        subjects = [(i, {"class_ids": np.array([i], np.int64)}, whole) for i in _class_ids(manifest, class_ids)]
+    else:
+        assert embeddings is not None
+        subjects = [(None, inputs, real) for inputs, real in _embeddings(manifest, embeddings)]
+    count = _whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
+    if len(subjects) * count > IMAGES_LIMIT:
+        raise RequestError(
+            f"found {len(subjects)} x {count} images, expected at most {IMAGES_LIMIT} in one request; split it"
+        )
+    seeds = _seeds(seed, len(subjects), count)
+    return [
+        ImageRequest(label, first + i, inputs, real)
+        for (label, inputs, real), first in zip(subjects, seeds, strict=True)
+        for i in range(count)
+    ]
+
+
+def _prompts(prompts: str | Sequence[str]) -> list[str]:
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts:
+        raise RequestError("prompt: found an empty list, expected at least one prompt")
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"prompt: found {_short(text)}, expected text")
+        if not text.strip():
+            raise RequestError("prompt: found an empty one, expected a few words")
+        if len(text) > PROMPT_LIMIT:
+            raise RequestError(f"prompt: found {len(text):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
+    return texts
+
+
+def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:
+    listed = [class_ids] if isinstance(class_ids, numbers.Integral) else class_ids
+    if isinstance(listed, str) or not isinstance(listed, Sequence | np.ndarray):
+        raise RequestError(f"class id: found {_short(listed)}, expected a whole number or a list of them")
+    if len(listed) == 0:
+        raise RequestError("class id: found an empty list, expected at least one class id")
+    return [_whole("class id", i, 0, 0, (manifest.condition.classes or 1) - 1) for i in listed]
+
+
+def _embeddings(manifest: Manifest, given: Embeddings) -> list[tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]]:
+    """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
+    prefix, width = manifest.condition.prefix, manifest.condition.caption_width or 0
+    rows, mask = given if isinstance(given, tuple) else (given, None)
+    try:
+        values = np.asarray(rows, np.float32)
+        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestError(f"embeddings: expected an array of numbers and a mask, found {_brief(error)}") from error
+    if values.ndim == 2:
+        values, marks = values[None], marks[None]
+    fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
+    if not fits or marks.shape != values.shape[:2]:
+        raise RequestError(
+            f"embeddings: found {list(values.shape)} with mask {list(marks.shape)}, "
+            f"expected [prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]"
+        )
+    lengths = marks.sum(1)
+    if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths[:, None]):
+        raise RequestError("embeddings: found a mask with gaps, expected ones, at least one, then zeros (right-padded)")
+    if not np.isfinite(values[marks]).all():
+        raise RequestError("embeddings: found NaN or infinity, expected finite numbers")
+    laid_out: list[tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]] = []
+    for value, length in zip(values, lengths, strict=True):
+        left, real = np.zeros((prefix, width), np.float32), np.zeros(prefix, np.bool_)
+        left[prefix - length :], real[prefix - length :] = value[:length], True
+        laid_out.append(({"caption_embeds": left[None], "caption_mask": real[None].astype(np.int64)}, real))
+    return laid_out
+
+
+def _seeds(seed: int | Sequence[int], subjects: int, images: int) -> list[int]:
+    """First seed of every prompt."""
+    listed = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed] * subjects
+    if len(listed) != subjects:
+        raise RequestError(f"seed: found {len(listed)} seeds for {subjects} prompts, expected one number, or one each")
+    return [_whole("seed", one, 0, 0, SEED_LIMIT - images) for one in listed]
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _number(name: str, value: Any, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RequestError(f"{name}: found {_short(value)}, expected a finite number")
+    number = float(value)
+    if not low <= number <= high:
+        raise RequestError(f"{name}: found {number:g}, expected {low:g} .. {high:g}")
+    return number
+
+
+def _whole(name: str, value: Any, default: int, low: int, high: int) -> int:
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise RequestError(f"{name}: found {_short(value)}, expected a whole number {low} .. {high}")
+    return int(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:120]
