@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import BundleError
 from ..manifest import DecoderSpec, DrafterSpec
 from ..runtime.engine import Cache, Floats, Pass, PassOutput
 from .kv_cache import KVCache
@@ -41,7 +42,12 @@ class OrtEngine:
         self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         dtypes = self._graph.dtypes
-        self._kv_dtype: type[np.floating] = np.float16 if dtypes[self._past[0]] is np.float16 else np.float32
+        kinds = {dtypes[tensor.name] for tensor in [*inputs, *outputs] if "key_values." in tensor.name}
+        if len(kinds) > 1:
+            raise BundleError(
+                f"{path}: found keys and values of both float16 and float32, expected one type; export again"
+            )
+        self._kv_dtype: type[np.floating] = np.float16 if np.float16 in kinds else np.float32
         self._mask_dtype = dtypes["attention_mask"]
         self._row_dtype = dtypes["target_hidden" if code_embeddings is None else "input_embeds"]
 
