@@ -9,7 +9,7 @@ Does not know checkpoints, prompts, ONNX or how tokens are accepted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +139,9 @@ class Attention(nn.Module):
     def full(self, x: Tensor, turn: Tensor) -> Tensor:
         """Causal attention over a whole sequence, without a cache."""
         query, key, value = (t.transpose(1, 2) for t in self.project(x, turn))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
         attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
 
@@ -217,6 +219,6 @@ class Decoder(nn.Module):
         """Hidden states `[rows, length, width]` of whole causal sequences that start at position 0."""
         turn = self.turns[None, : embeds.shape[1]]
         for layer in self.layers:
-            embeds = layer.full(embeds, turn)
+            embeds = cast(Layer, layer).full(embeds, turn)
         hidden: Tensor = self.norm(embeds)
         return hidden

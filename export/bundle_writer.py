@@ -1,0 +1,119 @@
+"""Writing a bundle: graphs, arrays and files into a folder beside the goal, checked, hashed, then renamed.
+
+The goal appears whole or not at all, also after an error or Ctrl-C. Does not know families: graphs come as
+torch modules with their names, and the manifest's fields come from the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import OutputError
+from ..manifest import FORMAT_VERSION, FileEntry, Manifest
+from .checkpoints import sha256
+from .graphs import Graph, write_graph
+from .neighbours import Neighbours
+from .parity import check_parity
+
+_MANIFEST = "bundle.json"
+
+
+def write_bundle(
+    output: Path,
+    *,
+    graphs: Sequence[Graph],
+    code_embeddings: NDArray[np.float32],
+    fields: Mapping[str, Any],
+    neighbours: Neighbours | None = None,
+    files: Mapping[str, tuple[str, bytes]] | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Write a bundle folder and return its path.
+
+    `graphs` are written as `<role>.onnx` and compared with their modules. `code_embeddings [codes, width]`
+    are the target's input rows for codes. `files` maps further roles to a file name and its content
+    (`tokenizer`: `("tokenizer.json", ...)`). `fields` are those of `Manifest` but for `format_version`,
+    `files` and `neighbors`, which are filled in here.
+    """
+    say = progress or (lambda _: None)
+    check_output(output, force)
+    with _folder_or_nothing(output, force) as folder:
+        paths: dict[str, Path] = {}
+        for graph in graphs:
+            say(f"writing {graph.role}.onnx")
+            written = write_graph(graph, folder)
+            paths |= dict(zip((graph.role, f"{graph.role}.data"), written, strict=False))
+            say(f"comparing {graph.role}.onnx with the checkpoint")
+            check_parity(graph, written[0])
+        paths["code_embeddings"] = folder / "code_embeddings.npy"
+        np.save(paths["code_embeddings"], np.ascontiguousarray(code_embeddings, np.float32))
+        if neighbours is not None:
+            paths["neighbors"] = folder / "neighbors.npz"
+            np.savez(paths["neighbors"], indices=neighbours.indices, distances=neighbours.distances)
+        for role, (name, content) in (files or {}).items():
+            paths[role] = folder / name
+            paths[role].write_bytes(content)
+        say("hashing")
+        manifest = Manifest(
+            **fields,
+            format_version=FORMAT_VERSION,
+            neighbors=0 if neighbours is None else neighbours.indices.shape[1],
+            files={role: _entry(path) for role, path in paths.items()},
+        )
+        (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
+    return output
+
+
+def check_output(output: Path, force: bool) -> None:
+    """Refuse a goal that is there already, or that `force` would replace without being a bundle."""
+    if not os.path.lexists(output):
+        if not output.resolve().parent.is_dir():
+            raise OutputError(f"{output}: the folder {output.resolve().parent} does not exist")
+        return
+    if not force:
+        raise OutputError(f"{output}: is there already; choose another name, or --force to replace it")
+    replaceable = output.is_dir() and not output.is_symlink()
+    if not replaceable or (any(output.iterdir()) and not (output / _MANIFEST).is_file()):
+        raise OutputError(f"{output}: is no bundle, so --force does not replace it; choose another name")
+
+
+@contextmanager
+def _folder_or_nothing(output: Path, force: bool) -> Iterator[Path]:
+    """A new folder that becomes `output` when the block ends well, and vanishes otherwise."""
+    output = output.resolve()
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    except OSError as error:
+        raise OutputError(f"{output}: cannot be written ({error.strerror})") from error
+    folder, old = work / "new", work / "old"
+    try:
+        folder.mkdir()
+        yield folder
+        check_output(output, force)  # it may have appeared meanwhile
+        if output.is_dir():
+            output.rename(old)
+        try:
+            folder.rename(output)
+        except BaseException:
+            if old.exists():
+                old.rename(output)
+            raise
+    except OSError as error:
+        raise OutputError(f"{output}: cannot be written ({error.strerror or error})") from error
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(work)
+
+
+def _entry(path: Path) -> FileEntry:
+    return FileEntry(path=path.name, sha256=sha256(path), bytes=path.stat().st_size)

@@ -1,0 +1,141 @@
+"""The target and drafter graphs, op by op: what `Decoder.forward` computes, in the fewest ops that runtimes fuse.
+
+Written by hand rather than traced because these graphs run hundreds of times an image: reshapes need no shape
+arithmetic, query weights carry the attention scale, and the order of transposes is the one that ONNX Runtime
+folds into its matrix products, so that the past is read where it lies. `parity.py` holds the result against
+the torch module.
+
+Past tensors may be empty (`past` = 0) as far as ONNX goes, but ONNX Runtime 1.31 divides by zero and dies in
+the fused product on an empty past: an engine on it feeds at least one column and hides it with the mask.
+
+Does not know checkpoints, prompts or trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .decoder import Attention, Decoder, FeedForward, Layer, RMSNorm
+from .onnx_ops import Ops, Value
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Values that all layers read: the two halves of the rotation, the mask, and how to part past from new."""
+
+    cos: str  # [rows, nodes, 1, head_width], each number twice
+    sin: str  # the same, negative at even places
+    swap: str  # [head_width, head_width]: exchanges the two numbers of each pair
+    mask: str  # [rows, 1, group * nodes, past + nodes]
+    sizes: str  # int64 [2]: past, nodes
+
+
+def cache_values(layers: int, heads: int, width: int) -> tuple[list[Value], list[Value]]:
+    """Inputs and outputs that hold keys and values."""
+    parts = [f"{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    past = [Value(f"past_key_values.{part}", ("past", "rows", heads, width)) for part in parts]
+    return past, [Value(f"new_key_values.{part}", ("nodes", "rows", heads, width)) for part in parts]
+
+
+def node_values() -> list[Value]:
+    """The inputs that say where nodes are and whom they see."""
+    return [
+        Value("position_ids", ("rows", "nodes"), "int64"),
+        Value("attention_mask", ("rows", 1, "nodes", "past + nodes")),
+    ]
+
+
+def write_target(decoder: Decoder) -> Ops:
+    """Ops of the target: `input_embeds` and the values above to `logits`, `hidden_states` and new keys and values."""
+    ops = Ops()
+    hidden = write_layers(ops, decoder.layers, decoder.turns, "input_embeds")
+    hidden = write_norm(ops, hidden, "norm", decoder.norm, name="hidden_states")
+    ops.many("MatMul", hidden, ops.weight("head.weight", decoder.head.weight.t()), outputs=["logits"])
+    return ops
+
+
+def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
+    """All layers over `x [rows, nodes, width]`; writes the new keys and values as outputs."""
+    stack = [cast(Layer, layer) for layer in layers]
+    shared = _write_shared(ops, turns, stack[0].attention.heads // stack[0].attention.kv_heads)
+    for i, layer in enumerate(stack):
+        normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
+        x = ops.op("Add", x, _write_attention(ops, normed, i, layer.attention, shared))
+        normed = write_norm(ops, x, f"layers.{i}.ffn_norm", layer.ffn_norm)
+        x = ops.op("Add", x, _write_ffn(ops, normed, f"layers.{i}.ffn", layer.ffn))
+    return x
+
+
+def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None = None) -> str:
+    """x / rms(x), scaled; or `x` itself where the module is no norm."""
+    if not isinstance(norm, RMSNorm):
+        return x if name is None else ops.op("Identity", x, name=name)
+    square = ops.op("Pow", x, ops.weight("two", torch.tensor(2.0)))
+    mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
+    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{norm.eps}", torch.tensor(norm.eps))))
+    return ops.op("Mul", ops.op("Div", x, rms), ops.weight(prefix + ".weight", norm.weight), name=name)
+
+
+def _write_shared(ops: Ops, turns: Tensor, group: int) -> _Shared:
+    width = 2 * turns.shape[1]
+    sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)
+    pairs = torch.arange(width).view(-1, 2).flip(1).flatten()
+    tables = {"cos": turns[..., 0].repeat_interleave(2, 1), "sin": turns[..., 1].repeat_interleave(2, 1) * sign}
+    cos, sin = (
+        ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
+        for part, table in tables.items()
+    )
+    past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
+    nodes = ops.op("Shape", "position_ids", start=1, end=2)
+    mask = "attention_mask"
+    if group > 1:
+        mask = ops.op("Tile", mask, ops.ints(1, 1, group, 1))
+    swap = ops.weight("rotary.swap", torch.eye(width)[pairs])
+    return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0))
+
+
+def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared: _Shared) -> str:
+    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_width
+    scale = torch.ones(heads + 2 * kv_heads, 1, 1)
+    scale[:heads] = width**-0.5  # softmax(q k / sqrt(width)): the root goes into the query weights
+    weight = (attention.qkv.weight.view(heads + 2 * kv_heads, width, -1) * scale).flatten(0, 1)
+    joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * kv_heads, width)
+    at = f"layers.{index}"
+    turned, value = ops.many(
+        "Split", joint, ops.ints(heads + kv_heads, kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
+    )
+    swapped = ops.op("MatMul", turned, shared.swap)
+    turned = ops.op("Add", ops.op("Mul", turned, shared.cos), ops.op("Mul", swapped, shared.sin))
+    query, key = ops.many("Split", turned, ops.ints(heads, kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
+    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_key_values.{index}.key")  # [nodes, rows, kv_heads, width]
+    new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_key_values.{index}.value")
+    past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"
+
+    query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
+    if heads > kv_heads:  # queries of one group share a key head: stack them along the nodes
+        query = ops.reshape(query, 0, kv_heads, -1, width)
+    scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
+    weights = ops.op("Softmax", ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask), axis=-1)
+    parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
+    mixed = [
+        ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3))
+        for part, v in zip(parts, (past_value, new_value), strict=True)
+    ]
+    together = ops.op("Add", *mixed)  # [rows, kv_heads, group * nodes, width]
+    if heads > kv_heads:
+        nodes = ops.op("Shape", "position_ids", start=1, end=2)
+        shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
+        together = ops.op("Reshape", together, shape)
+    joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
+    return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
+
+
+def _write_ffn(ops: Ops, x: str, prefix: str, ffn: FeedForward) -> str:
+    gate = ops.linear(x, prefix + ".gate", ffn.gate.weight)
+    up = ops.linear(x, prefix + ".up", ffn.up.weight)
+    active = ops.op("Mul", gate, ops.op("Sigmoid", gate))
+    return ops.linear(ops.op("Mul", active, up), prefix + ".down", ffn.down.weight)

@@ -1,0 +1,188 @@
+"""EAGLE drafters of LlamaGen in LANTERN's layout: a folder of config.json and weights, and their graph.
+
+A drafter is one or more layers of the shared decoder behind a linear map of a token's embedding and the hidden
+state before it. It has its own embedding table, borrows the target's head, and has no final norm. Its rotary
+table starts one row later than the target's: the slot that holds a token sits one position before it.
+
+Does not know how drafts are grown or accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
+from .decoder import Decoder, DecoderConfig, Layer, rotary_table
+from .decoder_graph import cache_values, node_values, write_layers
+from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
+from .onnx_ops import Ops, Value
+
+_FILES = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
+_NAMES = {
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "ffn.gate.weight": "mlp.gate_proj.weight",
+    "ffn.up.weight": "mlp.up_proj.weight",
+    "ffn.down.weight": "mlp.down_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+
+
+class EagleDrafter(nn.Module):
+    """Predicts the target's next hidden state from its last one and the token that followed."""
+
+    turns: Tensor
+
+    def __init__(self, config: DecoderConfig, head: nn.Linear, bias: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocabulary, config.width)
+        self.fc = nn.Linear(2 * config.width, config.width, bias=bias)
+        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.layers))
+        self.register_buffer("turns", rotary_table(config), persistent=False)
+        self.head = head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        target_hidden: Tensor,
+        position_ids: Tensor,
+        mask: Tensor,
+        past: list[tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        """One pass over new slots: `input_ids [rows, nodes]`, `target_hidden [rows, nodes, width]`.
+
+        The rest, and the results, as in `Decoder.forward`; the hidden states are predictions.
+        """
+        x = self.fc(torch.cat([self.embed(input_ids), target_hidden], -1))
+        turn = self.turns[position_ids]
+        fresh = []
+        for layer, (past_key, past_value) in zip(self.layers, past, strict=True):
+            x, key, value = layer(x, turn, mask, past_key, past_value)
+            fresh.append((key, value))
+        return self.head(x), x, fresh
+
+
+@dataclass(frozen=True)
+class DrafterFiles:
+    """A drafter and the file its weights came from."""
+
+    drafter: EagleDrafter
+    weights: Path
+
+
+def read_drafter(folder: Path, target: Decoder) -> DrafterFiles:
+    """The drafter in a folder, for a target whose head and grid it shares."""
+    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    config_path = folder / "config.json"
+    if path is None or not config_path.is_file():
+        raise CheckpointError(f"{folder}: expected a folder with config.json and one of {', '.join(_FILES)}")
+    weights = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".inv_freq")}
+    if "fc.weight" not in weights or "embed_tokens.weight" not in weights:
+        raise CheckpointError(f"{path}: has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
+    config = _infer(weights, path, config_path, target.config)
+    drafter = EagleDrafter(config, nn.Linear(config.width, config.vocabulary, bias=False), "fc.bias" in weights)
+    renamed, shown = _rename(weights, config.layers, config.width, path)
+    fill(drafter, renamed | {"head.weight": target.head.weight}, path, shown)
+    return DrafterFiles(drafter, path)
+
+
+def drafter_graph(drafter: EagleDrafter) -> Graph:
+    """The graph of a drafter."""
+    config = drafter.config
+    past, new = cache_values(config.layers, config.kv_heads, config.head_width)
+
+    def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
+        return {
+            "input_ids": generator.integers(config.vocabulary, size=(rows, nodes)),
+            "target_hidden": generator.standard_normal((rows, nodes, config.width), dtype=np.float32),
+        }
+
+    return Graph(
+        role="drafter",
+        module=Flat(drafter, leading=4),
+        inputs=(
+            Value("input_ids", ("rows", "nodes"), "int64"),
+            Value("target_hidden", ("rows", "nodes", config.width)),
+            *node_values(),
+            *past,
+        ),
+        outputs=(*decoder_outputs(config.vocabulary, config.width), *new),
+        cases=tuple(decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
+        write=lambda: _write(drafter),
+    )
+
+
+def _write(drafter: EagleDrafter) -> Ops:
+    ops = Ops()
+    token = ops.op("Gather", ops.weight("embed.weight", drafter.embed.weight), "input_ids")
+    joint = ops.op("Concat", token, "target_hidden", axis=-1)
+    x = write_layers(ops, drafter.layers, drafter.turns, ops.linear(joint, "fc", drafter.fc.weight, drafter.fc.bias))
+    hidden = ops.op("Identity", x, name="hidden_states")
+    ops.many("MatMul", hidden, ops.weight("head.weight", drafter.head.weight.t()), outputs=["logits"])
+    return ops
+
+
+def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfig) -> DecoderConfig:
+    arguments = read_config(config_path)
+    vocabulary, width = shape_of(weights, "embed_tokens.weight", 2, path)
+    if (vocabulary, width) != (target.vocabulary, target.width):
+        raise CheckpointError(
+            f"{path}: the drafter has {vocabulary} codes of width {width}, "
+            f"the target {target.vocabulary} of {target.width}"
+        )
+    layers = count_blocks(weights, "layers.")
+    if not layers:
+        raise CheckpointError(f"{path}: missing weight layers.0.self_attn.q_proj.weight")
+    known = {
+        "hidden_size": width,
+        "vocab_size": vocabulary,
+        "num_hidden_layers": layers,
+        "intermediate_size": shape_of(weights, "layers.0.mlp.gate_proj.weight", 2, path)[0],
+    }
+    for name, found in known.items():
+        if config_int(arguments, name, config_path) not in (None, found):
+            raise CheckpointError(f"{config_path}: {name} is {arguments[name]}, but the weights have {found}")
+    heads = config_int(arguments, "num_attention_heads", config_path) or target.heads
+    if width % heads or width // heads % 4:
+        raise CheckpointError(f"{config_path}: {heads} heads do not fit the width {width}")
+    keys = shape_of(weights, "layers.0.self_attn.k_proj.weight", 2, path)[0]
+    kv_heads = keys // (width // heads)
+    if keys % (width // heads) or not kv_heads or heads % kv_heads:
+        raise CheckpointError(f"{path}: k_proj has {keys} rows, which {heads} heads of {width // heads} do not explain")
+    return replace(
+        target,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_width=known["intermediate_size"],
+        prefix=target.prefix - 1,
+        norm_eps=config_float(arguments, "rms_norm_eps", 1e-6, config_path),
+        input_norm="layers.0.input_layernorm.weight" in weights,
+        final_norm=False,
+    )
+
+
+def _rename(weights: Weights, layers: int, width: int, path: Path) -> tuple[Weights, dict[str, str]]:
+    """Weights under our names, and the map from our names to the file's."""
+    shown = {"embed.weight": "embed_tokens.weight"}
+    for i in range(layers):
+        shown |= {f"layers.{i}.{ours}": f"layers.{i}.{theirs}" for ours, theirs in _NAMES.items()}
+    back = {theirs: ours for ours, theirs in shown.items()}
+    left = dict(weights)
+    renamed: Weights = {}
+    for i in range(layers):
+        parts = [f"layers.{i}.self_attn.{part}_proj.weight" for part in "qkv"]
+        for name in parts:
+            if shape_of(weights, name, 2, path)[1] != width:
+                raise CheckpointError(
+                    f"{path}: weight {name} has shape {list(weights[name].shape)}, expected [.., {width}]"
+                )
+        renamed[f"layers.{i}.attention.qkv.weight"] = torch.cat([left.pop(name) for name in parts])
+    return renamed | {back.get(name, name): tensor for name, tensor in left.items()}, shown

@@ -1,0 +1,210 @@
+"""From LlamaGen's published files to a bundle: transformer, image tokenizer and, if there is one, EAGLE drafter.
+
+Does not know file layouts (`llamagen_gpt.py`, `llamagen_vq.py`, `eagle.py`) nor how graphs and bundles are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..errors import CheckpointError, RequestError
+from ..manifest import (
+    ConditionSpec,
+    DecoderSpec,
+    DecodingDefaults,
+    DrafterSpec,
+    MethodDefaults,
+    Provenance,
+    SamplingDefaults,
+    Source,
+)
+from .bundle_writer import check_output, write_bundle
+from .checkpoints import sha256
+from .decoder import DecoderConfig
+from .eagle import DrafterFiles, drafter_graph, read_drafter
+from .graphs import Arrays, Case, Graph, target_graph
+from .llamagen_gpt import LlamaGen, read_llamagen
+from .llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder, read_vq
+from .neighbours import neighbour_table
+from .onnx_ops import Value
+
+LICENCE = "unknown (see the checkpoint's source)"
+
+
+def export_llamagen(
+    target: Path,
+    vq: Path,
+    output: Path,
+    *,
+    drafter: Path | None = None,
+    model: str | None = None,
+    config: Path | None = None,
+    grid: int | None = None,
+    name: str | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Export an official LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
+
+    `drafter` is a folder in LANTERN's layout. The transformer's heads come from `model` (a published name) or
+    `config` (a JSON file of the model's arguments); `grid` is the number of code rows, 16 for 256 pixels.
+    """
+    say = progress or (lambda _: None)
+    if grid is not None and not 1 <= grid <= 256:
+        raise RequestError(f"grid is {grid}, expected 1 to 256 code rows")
+    check_output(output, force)
+    say("reading checkpoints")
+    transformer = read_llamagen(target, model=model, config=config, grid=grid)
+    sizes = transformer.decoder.config
+    tokenizer = read_vq(vq)
+    if tokenizer.config.codes != sizes.vocabulary:
+        raise CheckpointError(f"{vq}: has {tokenizer.config.codes} codes, but the transformer has {sizes.vocabulary}")
+    draft = None if drafter is None else read_drafter(drafter, transformer.decoder)
+    say("sorting neighbours")
+    neighbours = neighbour_table(tokenizer.codebook.numpy())
+
+    sources = [("target", target), ("vq", vq)]
+    sources += [] if config is None else [("config", config)]
+    if drafter is not None and draft is not None:
+        sources += [("drafter", draft.weights), ("drafter_config", drafter / "config.json")]
+    pixels = sizes.grid * tokenizer.config.scale
+    fields: dict[str, Any] = {
+        "name": name or output.resolve().name,
+        "family": "llamagen",
+        "grid_rows": sizes.grid,
+        "grid_columns": sizes.grid,
+        "codebook_size": sizes.vocabulary,
+        "image_height": pixels,
+        "image_width": pixels,
+        "target": _decoder_spec(sizes),
+        "drafter": None if draft is None else _drafter_spec(draft),
+        "condition": ConditionSpec(
+            kind="class" if transformer.classes else "embeddings",
+            prefix=sizes.prefix,
+            classes=transformer.classes,
+            caption_width=transformer.caption_width,
+        ),
+        "sampling": SamplingDefaults(
+            cfg_scale=4.0 if transformer.classes else 7.5, top_k=0 if transformer.classes else 1000
+        ),
+        "decoding": decoding_defaults(draft is not None, neighbours.indices.shape[1]),
+        "provenance": Provenance(
+            exporter=f"lantern-rt {__version__}",
+            sources=tuple(Source(role=role, name=path.name, sha256=sha256(path)) for role, path in sources),
+            licence=LICENCE,
+        ),
+    }
+    graphs = [target_graph(transformer.decoder, transformer.code_embeddings)]
+    graphs += [] if draft is None else [drafter_graph(draft.drafter)]
+    graphs += [condition_graph(transformer), *vq_graphs(tokenizer, sizes.grid)]
+    return write_bundle(
+        output,
+        graphs=graphs,
+        code_embeddings=transformer.code_embeddings.numpy(),
+        fields=fields,
+        neighbours=neighbours,
+        force=force,
+        progress=progress,
+    )
+
+
+def decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
+    """The papers' settings, as far as the neighbour table reaches; plain decoding without a drafter."""
+    if not drafter:
+        return DecodingDefaults(method="ar")
+    return DecodingDefaults(
+        method="lantern",
+        methods={
+            "eagle": MethodDefaults(tree="dynamic-59"),
+            "lantern": MethodDefaults(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2),
+            "lantern++": MethodDefaults(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0),
+        },
+    )
+
+
+def condition_graph(transformer: LlamaGen) -> Graph:
+    """The graph `condition` of either kind."""
+    sizes = transformer.decoder.config
+    generator = np.random.default_rng(0)
+    inputs: tuple[Value, ...]
+    cases: list[Arrays]
+    if transformer.classes is not None:
+        inputs = (Value("class_ids", ("rows",), "int64"),)
+        cases = [{"class_ids": generator.integers(transformer.classes, size=rows)} for rows in (3, 1)]
+    else:
+        width = transformer.caption_width or 0
+        inputs = (
+            Value("caption_embeds", ("rows", sizes.prefix, width)),
+            Value("caption_mask", ("rows", sizes.prefix), "int64"),
+        )
+        cases = [
+            {
+                "caption_embeds": generator.standard_normal((rows, sizes.prefix, width), dtype=np.float32),
+                "caption_mask": np.sort(generator.integers(2, size=(rows, sizes.prefix))),
+            }
+            for rows in (3, 1)
+        ]
+    outputs = tuple(Value(name, ("rows", sizes.prefix, sizes.width)) for name in ("prefix_embeds", "uncond_embeds"))
+    return Graph("condition", transformer.condition, inputs, outputs, _cases(cases))
+
+
+def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
+    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes."""
+    config = tokenizer.config
+    cells, pixels = grid * grid, grid * config.scale
+    generator = np.random.default_rng(0)
+    codes = [{"codes": generator.integers(config.codes, size=(images, cells))} for images in (2, 1)]
+    image = Value("image", ("images", 3, pixels, pixels))
+    pictures: list[Arrays] = [
+        {"image": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in (2, 1)
+    ]
+    return [
+        Graph(
+            "vq_decoder",
+            VQDecoder(tokenizer, grid),
+            (Value("codes", ("images", cells), "int64"),),
+            (image,),
+            _cases(codes),
+        ),
+        Graph(
+            "vq_encoder",
+            VQEncoder(tokenizer),
+            (image,),
+            (Value("codes", ("images", cells), "int64"), Value("pre_quant", ("images", config.code_width, grid, grid))),
+            _cases(pictures),
+        ),
+    ]
+
+
+def _cases(inputs: list[Arrays]) -> tuple[Case, ...]:
+    return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
+
+
+def _decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
+    return DecoderSpec(
+        width=sizes.width,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_width=sizes.head_width,
+        vocabulary=sizes.vocabulary,
+        positions=sizes.positions,
+    )
+
+
+def _drafter_spec(files: DrafterFiles) -> DrafterSpec:
+    sizes = files.drafter.config
+    return DrafterSpec(
+        width=sizes.width,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_width=sizes.head_width,
+        vocabulary=sizes.vocabulary,
+        position_shift=-1,
+        masks_prefix=False,
+        prefix_token=0,
+    )

@@ -1,0 +1,46 @@
+"""Bundles exported once per test session from the small checkpoints in `tests/data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def c2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class-conditional LlamaGen without a drafter: 10 classes, 4 x 4 codes."""
+    return _export(tmp_path_factory, "llamagen-c2i/c2i_tiny.pt", None)
+
+
+@pytest.fixture(scope="session")
+def t2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes."""
+    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", None)
+
+
+@pytest.fixture(scope="session")
+def t2i_drafter_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its EAGLE drafter."""
+    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen")
+
+
+def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -> Path:
+    for needed in ("torch", "onnx", "onnxruntime", "safetensors"):
+        pytest.importorskip(needed)
+    import torch
+
+    from lantern_rt.export.llamagen import export_llamagen
+
+    torch.set_num_threads(1)
+    name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
+    return export_llamagen(
+        DATA / target,
+        DATA / "llamagen-vq/vq_tiny.pt",
+        factory.mktemp("bundles") / name,
+        drafter=None if drafter is None else DATA / drafter,
+        config=(DATA / target).with_name("config.json"),
+        name=name,
+    )
