@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lantern_rt.engines import host
-from lantern_rt.engines.loader import load_engines
-from lantern_rt.engines.onnxruntime_session import ThreadOptions
-from lantern_rt.export.decoder import Decoder
 from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, export, export_decoder
 
 from lantern_rt.bundle import open_bundle
+from lantern_rt.engines import host
+from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.onnxruntime_session import ThreadOptions
 from lantern_rt.errors import BundleError, EngineError
+from lantern_rt.export.decoder import Decoder
 
 ONE = ThreadOptions(intra_op=1)
 SIZES = {"width": TINY.width, "layers": TINY.layers, "kv_heads": TINY.kv_heads, "head_width": TINY.head_width}
