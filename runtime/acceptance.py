@@ -149,7 +149,8 @@ def _reject(
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
     """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
     total = weights.sum()
-    return weights / total if total > 0 else otherwise / max(otherwise.sum(), 1e-300)
+    scaled: Probabilities = weights / total if total > 0 else otherwise / max(otherwise.sum(), 1e-300)
+    return scaled
 
 
 def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import EngineError
+
 Probabilities = NDArray[np.float64]
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 
@@ -45,7 +47,8 @@ class Sampling:
 def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
     """Mix conditional and unconditional logits `[2, ...]` into `[...]`; `[1, ...]` passes through."""
     if len(logits) == 1:
-        return logits[0]
+        only: NDArray[np.float32] = logits[0]
+        return only
     cond, uncond = logits
     mixed: NDArray[np.float32] = uncond + np.float32(cfg_scale) * (cond - uncond)
     return mixed
@@ -63,7 +66,10 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
 
     Greedy settings give the plain softmax (the arg-max is what matters). Ties at the top-k threshold are
     all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
+    EngineError if the logits hold NaN or infinity: damaged weights must not pass for a picture.
     """
+    if not np.isfinite(logits.max()):
+        raise EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
     if sampling.greedy:
         return softmax(logits)
     scaled = logits / np.float32(sampling.temperature)

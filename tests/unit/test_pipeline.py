@@ -1,0 +1,263 @@
+"""Pipelines over real tiny bundles: what a caller gets, and what stays the same whatever else is going on."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_bundle import CAPTION, CELL, PREFIX, make_tiny_bundle
+
+from lantern_rt import BundleError, EngineError, Pipeline, RequestError, Result
+from lantern_rt.images import GREY
+
+METHODS = ("ar", "eagle", "lantern", "lantern++")
+PROMPTS = ["red sphere on sand", "a green cube", "red cube on snow"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return Pipeline.from_bundle(folder, threads=1)
+
+
+@pytest.fixture(scope="module")
+def class_pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("class") / "tiny", "class"), threads=1)
+
+
+@pytest.fixture(scope="module")
+def embeds_pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("embeds") / "tiny", "embeddings"), threads=1)
+
+
+def same(a: Result, b: Result, i: int, j: int = 0) -> bool:
+    return np.array_equal(a.codes[i], b.codes[j]) and a.images[i].tobytes() == b.images[j].tobytes()
+
+
+# ---------------------------------------------------------------- results
+
+
+def test_a_prompt_gives_one_image_with_its_codes_and_statistics(pipe: Pipeline) -> None:
+    result = pipe("red sphere on sand", seed=7)
+    (image,) = result.images
+    assert image.size == (6 * CELL, 6 * CELL)
+    assert image.mode == "RGB"
+    assert result.codes[0].shape == (36,)
+    assert result.codes[0].dtype == np.int64
+    assert (result.seeds, result.prompts) == ([7], ["red sphere on sand"])
+    assert result.stats.method == result.settings.method == "lantern"
+    assert result.stats.images == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -> None:
+    together = pipe(PROMPTS, seed=3, num_images=2, method=method)
+    for i, prompt in enumerate(PROMPTS):
+        for j in range(2):
+            assert same(together, pipe(prompt, seed=3 + j, method=method), 2 * i + j)
+
+
+def test_greedy_eagle_draws_what_greedy_plain_decoding_draws(pipe: Pipeline) -> None:
+    plain = pipe(PROMPTS, temperature=0, method="ar")
+    drafted = pipe(PROMPTS, temperature=0, method="eagle")
+    assert all(same(plain, drafted, i, i) for i in range(3))
+    assert drafted.stats.target_passes < plain.stats.target_passes
+
+
+def test_every_seed_draws_another_image(pipe: Pipeline) -> None:
+    result = pipe("a red cube", seed=10, num_images=4)
+    assert result.seeds == [10, 11, 12, 13]
+    assert len({codes.tobytes() for codes in result.codes}) == 4
+
+
+def test_seeds_may_be_given_one_per_prompt(pipe: Pipeline) -> None:
+    together = pipe(PROMPTS, seed=[4, 90, 2])
+    assert together.seeds == [4, 90, 2]
+    assert same(together, pipe(PROMPTS[1], seed=90), 1)
+
+
+def test_the_prompt_matters(pipe: Pipeline) -> None:
+    together = pipe([PROMPTS[0], PROMPTS[1]], seed=1, cfg_scale=1)
+    assert not np.array_equal(together.codes[0], together.codes[1])
+
+
+def test_settings_tell_what_was_used(pipe: Pipeline) -> None:
+    settings = pipe("red", method="lantern++", lambda_=3, temperature=0.5).settings
+    assert settings.as_dict() == {
+        "method": "lantern++",
+        "cfg_scale": 2.0,
+        "temperature": 0.5,
+        "top_k": 24,
+        "top_p": 1.0,
+        "filter_order": "top-k, top-p",
+        "tree": "chain-3",
+        "neighbors": 4,
+        "lambda": 3.0,
+        "residual": "borrowed",
+    }
+
+
+def test_a_looser_bound_gives_more_tokens_per_pass(pipe: Pipeline) -> None:
+    tight = pipe(PROMPTS, method="lantern", delta=0.01, neighbors=8).stats
+    loose = pipe(PROMPTS, method="lantern", delta=0.6, neighbors=8).stats
+    assert loose.tokens_per_target_pass > tight.tokens_per_target_pass
+    assert loose.realised_tvd > tight.realised_tvd
+
+
+def test_both_residuals_run(pipe: Pipeline) -> None:
+    borrowed = pipe(PROMPTS, residual="borrowed", delta=0.5)
+    published = pipe(PROMPTS, residual="neighborhood", delta=0.5)
+    assert any(not same(borrowed, published, i, i) for i in range(3))
+
+
+def test_several_threads_share_one_pipeline(folder: Path) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)  # nothing loaded by an earlier request
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda method: pipe(PROMPTS[0], seed=5, method=method), METHODS * 2))
+    for method, first, second in zip(METHODS, results[:4], results[4:], strict=True):
+        alone = pipe(PROMPTS[0], seed=5, method=method)
+        assert same(first, alone, 0)
+        assert same(second, alone, 0)
+
+
+def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    loaded: list[str] = []
+    engines, bundle = type(pipe._engines), type(pipe.bundle)
+    drafter, neighbors = engines.drafter, bundle.neighbors
+    monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
+    monkeypatch.setattr(bundle, "neighbors", lambda self: loaded.append("neighbors") or neighbors(self))
+    pipe("red", method="ar")
+    assert loaded == []
+    pipe("red", method="eagle")
+    assert loaded == ["drafter"]
+    pipe("red", method="lantern")
+    assert loaded == ["drafter", "drafter", "neighbors"]
+
+
+# ---------------------------------------------------------------- conditions
+
+
+def test_class_ids_take_the_place_of_prompts(class_pipe: Pipeline) -> None:
+    together = class_pipe(class_ids=[3, 9], seed=2)
+    assert together.prompts == [3, 9]
+    assert same(together, class_pipe(class_ids=9, seed=2), 1)
+    assert same(together, class_pipe(class_ids=np.array([3, 9]), seed=2), 0)
+
+
+def test_embeddings_are_moved_to_the_left_padded_layout(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    condition = embeds_pipe._engines.condition
+    monkeypatch.setattr(embeds_pipe._engines, "condition", lambda inputs: seen.append(inputs) or condition(inputs))
+    values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
+    mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
+    values[0, 3] = np.nan  # padding may hold anything
+    result = embeds_pipe(embeddings=(values, mask))
+    assert result.prompts == [None, None]
+    np.testing.assert_array_equal(seen[0]["caption_mask"], [[0, 0, 1, 1]])
+    np.testing.assert_array_equal(seen[0]["caption_embeds"][0, 2:], values[0, :2])
+    assert not seen[0]["caption_embeds"][0, :2].any()
+    np.testing.assert_array_equal(seen[1]["caption_embeds"][0], values[1])
+
+
+def test_short_embeddings_without_a_mask_are_all_real(embeds_pipe: Pipeline) -> None:
+    values = np.random.default_rng(0).normal(size=(3, CAPTION))
+    padded = np.vstack([values, np.zeros((1, CAPTION))])
+    short = embeds_pipe(embeddings=values)
+    assert same(short, embeds_pipe(embeddings=(padded, [1, 1, 1, 0])), 0)
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stream_ends_where_a_call_does(pipe: Pipeline, method: str) -> None:
+    result = pipe(PROMPTS, seed=1, method=method)
+    grown = [np.zeros(0, np.int64)] * 3
+    done = 0
+    for step in pipe.stream(PROMPTS, seed=1, method=method):
+        assert step.done > done
+        done = step.done
+        grown = [np.append(old, new) for old, new in zip(grown, step.new_codes, strict=True)]
+        assert all(np.array_equal(a, b) for a, b in zip(grown, step.codes, strict=True))
+        assert step.done == sum(len(codes) for codes in grown)
+        assert (step.stats is None) == (step.done < step.total)
+    assert step.stats is not None
+    assert step.stats.accepted_lengths == result.stats.accepted_lengths
+    assert all(np.array_equal(a, b) for a, b in zip(step.codes, result.codes, strict=True))
+    assert step.image(1).tobytes() == result.images[1].tobytes()
+
+
+def test_accepted_counts_add_up_to_the_statistics(pipe: Pipeline) -> None:
+    steps = list(pipe.stream("red cube", seed=1, method="eagle"))
+    counts = [step.accepted[0] for step in steps[1:]]
+    stats = steps[-1].stats
+    assert stats is not None
+    assert [counts.count(n) for n in range(max(counts) + 1)] == stats.accepted_lengths
+
+
+def test_a_partial_image_shows_what_is_known_and_grey_elsewhere(pipe: Pipeline) -> None:
+    whole = np.asarray(pipe("red cube", seed=1).images[0])
+    for step in pipe.stream("red cube", seed=1):
+        known = np.zeros((6, 6), bool)
+        known.flat[: len(step.codes[0])] = True
+        known = known.repeat(CELL, 0).repeat(CELL, 1)
+        partial = np.asarray(step.image(0))
+        assert (partial[known] == whole[known]).all()
+        assert (partial[~known] == GREY).all()
+
+
+def test_closing_a_stream_cancels_it(pipe: Pipeline) -> None:
+    stream = pipe.stream(PROMPTS, seed=1)
+    next(stream)
+    stream.close()
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert same(pipe(PROMPTS[0], seed=1), pipe(PROMPTS[0], seed=1), 0)
+
+
+def test_a_stream_refuses_before_its_first_step(pipe: Pipeline) -> None:
+    with pytest.raises(RequestError, match="delta"):
+        pipe.stream("red cube", delta=2)
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_nan_weights_of_the_target_are_an_error_not_a_picture(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", damage=float("nan")), threads=1)
+    for options in ({"method": "ar"}, {"method": "eagle"}, {"temperature": 0}):
+        with pytest.raises(EngineError, match="NaN"):
+            pipe("red cube", **options)
+
+
+def test_a_file_altered_after_export_is_noticed(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    data = bytearray((copy / "target.onnx").read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / "target.onnx").write_bytes(data)
+    with pytest.raises(BundleError, match="sha256"):
+        Pipeline.from_bundle(copy)
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5, "2"])
+def test_a_wrong_number_of_threads_is_refused(folder: Path, threads: object) -> None:
+    with pytest.raises((RequestError, EngineError), match="threads: found"):
+        Pipeline.from_bundle(folder, threads=threads)  # type: ignore[arg-type]
+
+
+def test_results_hold_plain_pictures_and_numbers(pipe: Pipeline) -> None:
+    result = pipe("red")
+    assert isinstance(result.images[0], Image.Image)
+    assert set(asdict(result.stats)) >= {"seconds", "target_seconds", "drafter_seconds", "host_seconds"}

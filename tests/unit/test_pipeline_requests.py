@@ -1,0 +1,256 @@
+"""Requests that are refused, each with its reason; and defaults where nothing was said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import CAPTION, CODES, PREFIX, K, make_tiny_bundle
+
+from lantern_rt import BundleError, Pipeline, RequestError, TreeError
+from lantern_rt.bundle import open_bundle
+from lantern_rt.pipeline import bundle_tokenizer, check_request
+from lantern_rt.requests import Options, Settings, resolve_settings
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Checker:
+    """Checks requests against a bundle without loading it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bundle = open_bundle(folder)
+        self.tokenizer = bundle_tokenizer(self.bundle)
+
+    def __call__(
+        self,
+        prompts: Any = None,
+        class_ids: Any = None,
+        embeddings: Any = None,
+        seed: Any = 0,
+        num_images: Any = 1,
+        **options: Any,
+    ) -> None:
+        check_request(
+            self.bundle.manifest, self.tokenizer, prompts, class_ids, embeddings, seed, num_images, Options(**options)
+        )
+
+    def settings(self, **options: Any) -> Settings:
+        return resolve_settings(self.bundle.manifest, Options(**options))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Checker:
+    return Checker(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Checker:
+    return Checker(make_tiny_bundle(tmp_path_factory.mktemp("class") / "tiny", "class"))
+
+
+@pytest.fixture(scope="module")
+def embeds(tmp_path_factory: pytest.TempPathFactory) -> Checker:
+    return Checker(make_tiny_bundle(tmp_path_factory.mktemp("embeds") / "tiny", "embeddings"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Checker:
+    return Checker(make_tiny_bundle(tmp_path_factory.mktemp("plain") / "tiny", drafter=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "lantern", "delta": 0.2, "lambda_": 2.0}, "two bounds"),
+        ({"method": "ar", "delta": 0.2, "lambda_": 2.0}, "two bounds"),
+        ({"method": "lantern++", "delta": 0.2}, r"delta: found method lantern\+\+, .* use lambda"),
+        ({"method": "lantern", "lambda_": 2.0}, "lambda: found method lantern, .* use delta"),
+        ({"lambda_": 2.0}, r"lambda: found method lantern \(the bundle's default\)"),
+        ({"method": "ar", "delta": 0.2}, "delta: method ar accepts exactly"),
+        ({"method": "ar", "lambda_": 2.0}, "lambda: method ar accepts exactly"),
+        ({"method": "ar", "neighbors": 3}, "neighbors: method ar accepts exactly"),
+        ({"method": "ar", "residual": "borrowed"}, "residual: method ar accepts exactly"),
+        ({"method": "eagle", "delta": 0.2}, "delta: method eagle accepts exactly"),
+        ({"method": "eagle", "neighbors": 3}, "neighbors: method eagle accepts exactly"),
+        ({"method": "ar", "tree": "mc-25"}, "tree: method ar drafts nothing"),
+        ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern or lantern++"),
+        ({"residual": "all"}, "residual: found 'all', expected borrowed or neighborhood"),
+        *(({"delta": value}, f"delta: found {value:g}, expected .* between 0 and 1") for value in (0, 1, -0.1, 1.5)),
+        *(({"delta": value}, "delta: found .* expected a finite number") for value in (NAN, INF, "0.2", True)),
+        *(({"method": "lantern++", "lambda_": value}, "lambda: found .* above 1") for value in (1, 0.5, -2)),
+        ({"method": "lantern++", "lambda_": INF}, "lambda: found inf, expected a finite number"),
+        *(({"neighbors": value}, f"neighbors: found .*, expected .* 1 .. {K}") for value in (0, -1, K + 1, 2.0, NAN)),
+        *(({"temperature": value}, "temperature: found") for value in (-1, NAN, INF, 1e-9, 1e9, "1")),
+        *(({"top_p": value}, "top_p: found") for value in (0, -0.5, 1.01, NAN)),
+        *(({"top_k": value}, "top_k: found") for value in (-1, 2.5, NAN, True)),
+        *(({"cfg_scale": value}, "cfg_scale: found") for value in (-1, NAN, INF)),
+    ],
+)
+def test_a_parameter_that_makes_no_sense_is_refused_with_the_reason(
+    words: Checker, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason.replace("lantern++", r"lantern\+\+").replace(r"\\", "\\")) as caught:
+        words("red cube", **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "reason"),
+    [
+        ("", "empty"),
+        ("  \n", "empty"),
+        ([], "empty list"),
+        (["red cube", ""], "empty"),
+        ("red " * 2500, "10,000 characters"),
+        ("red green red green red", "5 words, expected at most 4"),
+        ("a purple sphere", "'purple'"),
+        ("!?", "no word"),
+        ([3], "found 3, expected text"),
+        (None, "expected a prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_drawn_is_refused(words: Checker, prompts: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        words(prompts)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"num_images": 0}, "num_images: found 0"),
+        ({"num_images": -3}, "num_images: found -3"),
+        ({"num_images": 1.5}, "num_images: found 1.5"),
+        ({"num_images": 5000}, "num_images: found 5000"),
+        ({"prompts": ["red"] * 3, "num_images": 1000}, "3 x 1000 images"),
+        ({"seed": -1}, "seed: found -1"),
+        ({"seed": 2**63}, "seed: found"),
+        ({"seed": 2**63 - 1, "num_images": 2}, "seed: found"),
+        ({"seed": 1.0}, "seed: found 1.0"),
+        ({"seed": "1"}, "seed: found '1'"),
+        ({"seed": [1, 2]}, "found 2 seeds for 1 prompts"),
+        ({"class_ids": 3, "prompts": None}, "found class ids, expected a prompt"),
+        ({"class_ids": 3}, "found class ids, expected a prompt"),
+        ({"embeddings": np.zeros((2, 3)), "prompts": None}, "found text embeddings, expected a prompt"),
+    ],
+)
+def test_counts_seeds_and_kinds_are_checked(words: Checker, arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        words(**({"prompts": "red cube"} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("class_ids", "reason"),
+    [
+        (10, r"class id: found 10, expected a whole number 0 \.\. 9"),
+        (-1, "class id: found -1"),
+        ([1, 400], "class id: found 400"),
+        ([], "empty list"),
+        (1.5, "found 1.5"),
+        ("3", "found '3'"),
+        (True, "found True"),
+        (None, "expected class ids"),
+    ],
+)
+def test_a_class_out_of_range_is_refused(classes: Checker, class_ids: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        classes(class_ids=class_ids)
+
+
+def test_a_prompt_for_a_class_bundle_is_refused(classes: Checker) -> None:
+    with pytest.raises(RequestError, match="found a prompt, expected class ids"):
+        classes("red cube")
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "reason"),
+    [
+        (np.zeros((2, CAPTION + 1)), "expected"),
+        (np.zeros((PREFIX + 1, CAPTION)), "expected"),
+        (np.zeros((0, PREFIX, CAPTION)), "expected"),
+        (np.zeros(CAPTION), "expected"),
+        ((np.zeros((2, CAPTION)), [1, 1, 1]), "with mask"),
+        ((np.zeros((2, CAPTION)), [0, 1]), "gaps"),
+        ((np.zeros((2, CAPTION)), [0, 0]), "gaps"),
+        (np.full((2, CAPTION), np.nan), "NaN"),
+        ("red cube", "array of numbers"),
+        ([[1.0], [1.0, 2.0]], "array of numbers"),
+    ],
+)
+def test_embeddings_that_do_not_fit_are_refused(embeds: Checker, embeddings: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=reason):
+        embeds(embeddings=embeddings)
+
+
+def test_methods_that_a_bundle_cannot_run_are_refused(plain: Checker) -> None:
+    for method in ("eagle", "lantern", "lantern++"):
+        with pytest.raises(RequestError, match="has no drafter; use method ar"):
+            plain("red cube", method=method)
+    assert plain.settings().method == "ar"
+
+
+@pytest.mark.parametrize(
+    ("paths", "reason"),
+    [([[0, 0]], "no parent"), ([[1]], "no earlier sibling"), ([], "no paths"), ({"a": 1}, "must hold a list")],
+)
+def test_a_malformed_tree_file_is_refused(words: Checker, tmp_path: Path, paths: Any, reason: str) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps(paths))
+    with pytest.raises(TreeError, match=reason):
+        words("red cube", tree=str(file))
+
+
+@pytest.mark.parametrize("tree", ["oak", "missing.json", "chain-0", "dynamic-1", 7])
+def test_a_tree_that_is_not_there_is_refused(words: Checker, tree: Any) -> None:
+    with pytest.raises(TreeError):
+        words("red cube", tree=tree)
+
+
+def test_a_node_with_more_children_than_codes_is_refused(words: Checker, tmp_path: Path) -> None:
+    file = tmp_path / "wide.json"
+    file.write_text(json.dumps([[i] for i in range(CODES + 1)]))
+    with pytest.raises(TreeError, match=f"{CODES + 1} children"):
+        words("red cube", tree=str(file))
+
+
+def test_a_user_tree_is_used_and_named_after_its_file(words: Checker, tmp_path: Path) -> None:
+    file = tmp_path / "fork.json"
+    file.write_text(json.dumps([[0], [1], [0, 0]]))
+    settings = words.settings(method="eagle", tree=str(file))
+    assert settings.tree == "fork"
+    pipe = Pipeline.from_bundle(words.bundle, threads=1)
+    trees = [part.tree for step in pipe.stream("red", method="eagle", tree=str(file)) for part in step.step.parts]
+    assert all(tree is None or tree.parents.tolist() == [-1, 0, 0, 1] for tree in trees)
+
+
+def test_an_unknown_keyword_is_a_type_error(words: Checker) -> None:
+    with pytest.raises(TypeError, match="'lamda'"):
+        words("red cube", lamda=2)
+
+
+def test_what_is_left_out_comes_from_the_bundle(words: Checker) -> None:
+    assert words.settings() == words.settings(
+        method="lantern", cfg_scale=2, temperature=1, top_k=24, top_p=1, tree="dynamic-6-3-2", neighbors=4, delta=0.2
+    )
+
+
+def test_a_bundle_that_says_nothing_about_a_method_gets_small_trees_and_a_fitting_k(
+    words: Checker, tmp_path: Path
+) -> None:
+    manifest = words.bundle.manifest
+    silent = manifest.model_copy(update={"decoding": manifest.decoding.model_copy(update={"methods": {}})})
+    assert resolve_settings(silent, {"method": "eagle"}).tree == "chain-3"
+    relaxed = resolve_settings(silent, {"method": "lantern"})
+    assert (relaxed.neighbors, relaxed.delta) == (K, 0.2)
+
+
+def test_a_bundle_cannot_point_to_a_tree_file(words: Checker) -> None:
+    manifest = words.bundle.manifest
+    methods = {"lantern": manifest.decoding.methods["lantern"].model_copy(update={"tree": "/etc/tree.json"})}
+    altered = manifest.model_copy(update={"decoding": manifest.decoding.model_copy(update={"methods": methods})})
+    with pytest.raises(BundleError, match="default tree"):
+        resolve_settings(altered, {})

@@ -1,0 +1,71 @@
+"""The public names; a change here is a change of the interface."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import lantern_rt
+from lantern_rt import errors
+
+PUBLIC = [
+    "BundleError",
+    "CheckpointError",
+    "EngineError",
+    "LanternError",
+    "OutputError",
+    "ParityError",
+    "Pipeline",
+    "RequestError",
+    "Result",
+    "Statistics",
+    "TreeError",
+    "__version__",
+    "open_bundle",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert lantern_rt.__all__ == PUBLIC
+    assert set(PUBLIC) <= set(dir(lantern_rt))
+
+
+def test_every_public_name_is_there() -> None:
+    for name in PUBLIC:
+        assert getattr(lantern_rt, name) is not None
+
+
+def test_all_errors_are_public_and_in_one_tree() -> None:
+    tree = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+    assert tree == {name for name in PUBLIC if name.endswith("Error")}
+    assert all(issubclass(getattr(errors, name), lantern_rt.LanternError) for name in tree)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Pipelines'"):
+        _ = lantern_rt.Pipelines
+
+
+def test_parameters_of_a_call_are_these() -> None:
+    parameters = inspect.signature(lantern_rt.Pipeline.__call__).parameters
+    assert list(parameters) == ["self", "prompts", "class_ids", "embeddings", "seed", "num_images", "options"]
+    assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == list(parameters)
+    from lantern_rt.requests import Options
+
+    assert list(Options.__annotations__) == [
+        "method",
+        "cfg_scale",
+        "temperature",
+        "top_k",
+        "top_p",
+        "tree",
+        "neighbors",
+        "delta",
+        "lambda_",
+        "residual",
+    ]
+
+
+def test_fields_of_a_result_are_these() -> None:
+    assert list(lantern_rt.Result.__dataclass_fields__) == ["images", "codes", "seeds", "prompts", "stats", "settings"]

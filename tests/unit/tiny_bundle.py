@@ -1,0 +1,172 @@
+"""Real bundles that run in ONNX Runtime within milliseconds: the next code depends on the last one only.
+
+Graphs have no attention, so keys and values are written and never read; the drafter knows the target's
+table up to some noise, so that some drafts are accepted and some are not. An image cell is a plain square
+whose colour is its code's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
+WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
+SIZES = {"width": WIDTH, "layers": 1, "kv_heads": 2, "head_width": WIDTH // 2, "vocabulary": CODES}
+METHODS: dict[str, dict[str, Any]] = {
+    "eagle": {"tree": "chain-3"},
+    "lantern": {"tree": "dynamic-6-3-2", "neighbors": 4, "delta": 0.2},
+    "lantern++": {"tree": "chain-3", "neighbors": 4, "lambda_": 2.0},
+}
+Axes = tuple[str | int, ...]
+
+
+def make_tiny_bundle(
+    folder: Path, kind: str = "words", grid: int = 6, drafter: bool = True, method: str = "lantern", damage: float = 0.0
+) -> Path:
+    """Write a bundle of a kind of condition; `damage` is added to all weights of the target."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(5)
+    table = rng.normal(size=(CODES, WIDTH)).astype(np.float32)
+    head = (0.9 * rng.normal(size=(WIDTH, CODES))).astype(np.float32)
+    guess = head + (0.3 * rng.normal(size=head.shape)).astype(np.float32)
+    _write_decoder(folder / "target.onnx", head + np.float32(damage))
+    _write_condition(folder / "condition.onnx", kind, rng)
+    _write_painter(folder / "vq_decoder.onnx", grid, rng)
+    np.save(folder / "code_embeddings.npy", table)
+    files = {role: f"{role}.onnx" for role in ("target", "condition", "vq_decoder")}
+    files["code_embeddings"] = "code_embeddings.npy"
+    if drafter:
+        _write_decoder(folder / "drafter.onnx", guess, table)
+        distances = np.linalg.norm(table[:, None] - table, axis=-1)
+        np.fill_diagonal(distances, np.inf)
+        near = distances.argsort(1)[:, :K]
+        values = np.take_along_axis(distances, near, 1).astype(np.float32)
+        np.savez(folder / "neighbors.npz", indices=near.astype(np.uint8), distances=values)
+        files |= {"drafter": "drafter.onnx", "neighbors": "neighbors.npz"}
+    if kind == "words":
+        vocabulary = {word: i for i, word in enumerate(("<pad>", "<unk>", *WORDS))}
+        model = {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocabulary}
+        (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        files["tokenizer"] = "tokenizer.json"
+    prefix = 1 if kind == "class" else PREFIX
+    condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
+    condition |= {"class": {"classes": 10}, "embeddings": {"caption_width": CAPTION}}.get(kind, {})
+    manifest = {
+        "format_version": "1.0",
+        "name": "tiny",
+        "family": "test",
+        "grid_rows": grid,
+        "grid_columns": grid,
+        "codebook_size": CODES,
+        "image_height": grid * CELL,
+        "image_width": grid * CELL,
+        "neighbors": K if drafter else 0,
+        "target": SIZES | {"positions": prefix + grid**2 + 64},
+        "drafter": SIZES if drafter else None,
+        "condition": condition,
+        "sampling": {"cfg_scale": 2.0, "top_k": 24},
+        "decoding": {"method": method if drafter else "ar", "methods": METHODS if drafter else {}},
+        "files": {role: _entry(folder, name) for role, name in files.items()},
+        "provenance": {"exporter": "test 1", "licence": "Apache-2.0"},
+    }
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def _entry(folder: Path, name: str) -> dict[str, Any]:
+    data = (folder / name).read_bytes()
+    return {"path": name, "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.float32] | None = None) -> None:
+    """A target, or with a table of its own a drafter."""
+    heads, width = SIZES["kv_heads"], SIZES["head_width"]
+    kv, rows = (heads, width), ("rows", "nodes", WIDTH)
+    inputs: dict[str, Axes] = {"input_embeds": rows} if table is None else {"target_hidden": rows}
+    ids = {"position_ids": ("rows", "nodes")} | ({} if table is None else {"input_ids": ("rows", "nodes")})
+    inputs |= {"attention_mask": ("rows", 1, "nodes", "columns")}
+    inputs |= {f"past_key_values.0.{part}": ("past", "rows", *kv) for part in ("key", "value")}
+    x = "input_embeds" if table is None else "embedded"
+    nodes = [] if table is None else [helper.make_node("Gather", ["table", "input_ids"], [x])]
+    nodes += [
+        helper.make_node("MatMul", [x, "head"], ["logits"]),
+        helper.make_node("Identity", [x], ["hidden_states"]),
+        helper.make_node("Reshape", [x, "split"], ["heads"]),
+        helper.make_node("Transpose", ["heads"], ["new_key_values.0.key"], perm=[1, 0, 2, 3]),
+        helper.make_node("Identity", ["new_key_values.0.key"], ["new_key_values.0.value"]),
+    ]
+    outputs: dict[str, Axes] = {"logits": ("rows", "nodes", CODES), "hidden_states": rows}
+    outputs |= {f"new_key_values.0.{part}": ("nodes", "rows", *kv) for part in ("key", "value")}
+    weights: dict[str, NDArray[Any]] = {"head": head, "split": np.array([0, 0, heads, width])}
+    if table is not None:
+        weights["table"] = table
+    _save(path, nodes, inputs, ids, outputs, weights)
+
+
+def _write_condition(path: Path, kind: str, rng: np.random.Generator) -> None:
+    prefix = 1 if kind == "class" else PREFIX
+    rows: Axes = ("rows", prefix, WIDTH)
+    nodes = [helper.make_node("Mul", ["prefix_embeds", "zero"], ["uncond_embeds"])]
+    weights: dict[str, NDArray[Any]] = {"zero": np.zeros(1, np.float32)}
+    inputs: dict[str, Axes] = {}
+    ids: dict[str, Axes] = {}
+    if kind == "embeddings":
+        inputs, ids = {"caption_embeds": ("rows", prefix, CAPTION)}, {"caption_mask": ("rows", prefix)}
+        weights["map"] = rng.normal(size=(CAPTION, WIDTH)).astype(np.float32)
+        nodes.insert(0, helper.make_node("MatMul", ["caption_embeds", "map"], ["prefix_embeds"]))
+    elif kind == "class":
+        ids = {"class_ids": ("rows",)}
+        weights["table"] = rng.normal(size=(10, 1, WIDTH)).astype(np.float32)
+        nodes.insert(0, helper.make_node("Gather", ["table", "class_ids"], ["prefix_embeds"]))
+    else:  # every slot knows all words
+        ids = {"token_ids": ("rows", prefix)}
+        words = np.vstack([np.zeros((2, WIDTH)), rng.normal(size=(len(WORDS), WIDTH))])
+        weights |= {"table": words.astype(np.float32), "axes": np.array([1])}
+        nodes.insert(0, helper.make_node("Gather", ["table", "token_ids"], ["words"]))
+        nodes.insert(1, helper.make_node("ReduceSum", ["words", "axes"], ["sum"], keepdims=1))
+        nodes.insert(2, helper.make_node("Add", ["words", "sum"], ["prefix_embeds"]))
+    _save(path, nodes, inputs, ids, {"prefix_embeds": rows, "uncond_embeds": rows}, weights)
+
+
+def _write_painter(path: Path, grid: int, rng: np.random.Generator) -> None:
+    side = grid * CELL
+    nodes = [
+        helper.make_node("Gather", ["palette", "codes"], ["colours"]),
+        helper.make_node("Transpose", ["colours"], ["planes"], perm=[0, 2, 1]),
+        helper.make_node("Reshape", ["planes", "cells"], ["small"]),
+        helper.make_node("Tile", ["small", "repeats"], ["large"]),
+        helper.make_node("Reshape", ["large", "whole"], ["images"]),
+    ]
+    weights: dict[str, NDArray[Any]] = {
+        "palette": rng.uniform(-1, 1, (CODES, 3)).astype(np.float32),
+        "cells": np.array([-1, 3, grid, 1, grid, 1]),
+        "repeats": np.array([1, 1, 1, CELL, 1, CELL]),
+        "whole": np.array([-1, 3, side, side]),
+    }
+    _save(path, nodes, {}, {"codes": ("rows", grid**2)}, {"images": ("rows", 3, side, side)}, weights)
+
+
+def _save(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: dict[str, Axes],
+    ids: dict[str, Axes],
+    outputs: dict[str, Axes],
+    weights: dict[str, NDArray[Any]],
+) -> None:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in inputs.items()]
+    values += [helper.make_tensor_value_info(name, TensorProto.INT64, axes) for name, axes in ids.items()]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, axes) for name, axes in outputs.items()]
+    constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph(nodes, path.stem, values, results, constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
