@@ -1,0 +1,259 @@
+"""Exact methods leave the target's distribution alone: by chi-square over draws, and by enumerating a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+from toy_engine import joint_distribution, make_model, make_prompt, next_distribution
+
+from lantern_rt.runtime import acceptance, decode, drafting
+from lantern_rt.runtime.decode import Method, Model
+from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.sampling import Probabilities, Sampling, shape_distribution
+from lantern_rt.runtime.tree import StaticTree, TreeShape
+
+BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
+SLIM = StaticTree(((0,), (1,), (0, 0)), "slim")
+
+
+class OneGenerator:
+    """A request's generator that shares one stream among all requests, so that opening 200,000 is cheap."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def spawn(self, count: int) -> list[np.random.Generator]:
+        return [self.rng] * count
+
+
+def counted_draws(
+    model: Model, sampling: Sampling, shape: TreeShape | None, draws: int, seed: int, batch: int = 2000
+) -> NDArray[np.int64]:
+    """How often every sequence of codes came out of `decode`, `[vocabulary] * codes`."""
+    vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
+    counts = np.zeros((vocabulary,) * model.codes, np.int64)
+    prompt, rng, method = make_prompt(7, padding=1), OneGenerator(seed), Method("eagle", shape)
+    for _ in range(draws // batch):
+        codes = np.zeros((batch, model.codes), np.int64)
+        filled = np.zeros(batch, np.int64)
+        for step in decode.decode(model, [prompt] * batch, [rng] * batch, sampling, method):  # type: ignore[list-item]
+            for part in step.parts:
+                have = filled[part.request]
+                codes[part.request, have : have + part.committed] = part.codes[: part.committed]
+                filled[part.request] += part.committed
+        assert (filled == model.codes).all()
+        np.add.at(counts, tuple(codes.T), 1)
+    return counts
+
+
+def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
+    """Chi-square of counts against a joint distribution; cells expecting fewer than 10 draws are merged."""
+    expected = joint.ravel() * counts.sum()
+    observed = counts.ravel().astype(float)
+    assert (observed[expected == 0] == 0).all(), "an impossible sequence was drawn"
+    small = expected < 10
+    merged_observed = np.append(observed[~small], observed[small].sum())
+    merged_expected = np.append(expected[~small], expected[small].sum())
+    if merged_expected[-1] < 10:  # what is left over joins the smallest cell
+        merged_observed[np.argmin(merged_expected[:-1])] += merged_observed[-1]
+        merged_expected[np.argmin(merged_expected[:-1])] += merged_expected[-1]
+        merged_observed, merged_expected = merged_observed[:-1], merged_expected[:-1]
+    return float(chisquare(merged_observed, merged_expected).pvalue)
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember `shape_distribution`'s answers: it is a pure function, asked the same few questions all along."""
+    answers: dict[tuple[bytes, Sampling], Probabilities] = {}
+
+    def remember(logits: NDArray[np.float32], sampling: Sampling) -> Probabilities:
+        key = (logits.tobytes(), sampling)
+        if key not in answers:
+            answers[key] = shape_distribution(logits, sampling)
+        return answers[key]
+
+    monkeypatch.setattr(decode, "shape_distribution", remember)
+    monkeypatch.setattr(drafting, "shape_distribution", remember)
+
+
+CASES = {
+    "balanced-25": (named_tree("balanced-25"), Sampling()),
+    "chain-3, guided, temperature 0.7": (named_tree("chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
+    "bushy, temperature 1.3, top-k 2": (BUSHY, Sampling(temperature=1.3, top_k=2)),
+    "dynamic-10-3-3": (named_tree("dynamic-10-3-3"), Sampling()),
+    "dynamic-6-2-3, guided, temperature 0.6, top-p 0.8": (
+        named_tree("dynamic-6-2-3"),
+        Sampling(cfg_scale=1.5, temperature=0.6, top_p=0.8),
+    ),
+    "dynamic-8-3-2, temperature 1.6, top-k 2": (named_tree("dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
+}
+
+
+@pytest.mark.usefixtures("remembered")
+@pytest.mark.parametrize("case", CASES)
+def test_eagle_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
+    shape, sampling = CASES[case]
+    model = make_model(vocabulary=3, codes=3, round_span=4)
+    counts = counted_draws(model, sampling, shape, draws=4_000, seed=11)
+    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("remembered")
+@pytest.mark.parametrize("case", CASES)
+def test_eagle_draws_have_the_exact_joint_distribution_at_200_000_draws(
+    case: str, record_property: Callable[[str, object], None]
+) -> None:
+    shape, sampling = CASES[case]
+    model = make_model(vocabulary=3, codes=3, round_span=4)
+    counts = counted_draws(model, sampling, shape, draws=200_000, seed=12)
+    p = p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling))
+    record_property("p_value", p)
+    print(f"{case}: p = {p:.4f} at {counts.sum()} draws, {np.count_nonzero(counts)} sequences seen")
+    assert p > 0.001
+
+
+@pytest.mark.usefixtures("remembered")
+def test_plain_draws_have_the_exact_joint_distribution() -> None:
+    model, sampling = make_model(vocabulary=3, codes=3), Sampling(temperature=0.9)
+    counts = counted_draws(model, sampling, None, draws=4_000, seed=13)
+    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
+
+
+@pytest.mark.usefixtures("remembered")
+@pytest.mark.parametrize("forgotten", ["to take q away", "to remove a refused code"])
+def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = acceptance._reject
+
+    def wrong(
+        p: Probabilities, q: Probabilities | None, code: int, *rest: object
+    ) -> tuple[Probabilities, Probabilities | None]:
+        left = p.copy()
+        if forgotten == "to take q away":
+            left[code] = 0
+        return left / max(left.sum(), 1e-300), right(p, q, code, *rest)[1]  # type: ignore[arg-type]
+
+    monkeypatch.setattr(acceptance, "_reject", wrong)
+    model, sampling = make_model(vocabulary=3, codes=3), Sampling()
+    counts = counted_draws(model, sampling, BUSHY, draws=4_000, seed=14)
+    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
+
+
+# ---------------------------------------------------------------- one step of `decode`, by enumeration
+
+
+@dataclass
+class Script:
+    """Makes every random choice of a run by plan, and steps through all plans in turn.
+
+    Choices made before `armed` are drawn once and for all from a seed. A plan is a list of option numbers.
+    """
+
+    seed: int
+    plan: list[int] = field(default_factory=list)
+
+    def runs(self) -> Iterator[Script]:
+        while True:
+            self.rng, self.armed = np.random.default_rng(self.seed), False
+            self.weight, self.made, self.options = 1.0, 0, []  # type: ignore[var-annotated]
+            yield self
+            plan = [*self.plan, *[0] * (self.made - len(self.plan))]
+            while plan and plan[-1] + 1 == self.options[len(plan) - 1]:
+                plan.pop()
+            if not plan:
+                return
+            self.plan = [*plan[:-1], plan[-1] + 1]
+
+    def choose(self, weights: NDArray[np.float64]) -> int:
+        """One of the options with positive weight."""
+        possible = np.flatnonzero(weights > 0)
+        share = weights[possible] / weights.sum()
+        if not self.armed:
+            return int(possible[self.rng.choice(len(possible), p=share)])
+        number = self.plan[self.made] if self.made < len(self.plan) else 0
+        self.options.append(len(possible))
+        self.made += 1
+        self.weight *= share[number]
+        return int(possible[number])
+
+    # what stands in for generators and draws
+
+    def spawn(self, count: int) -> list[Script]:
+        return [self] * count
+
+    def random(self) -> Coin:
+        return Coin(self)
+
+    def draw(self, distribution: Probabilities, rng: object) -> int:
+        return self.choose(distribution)
+
+    def draw_without_replacement(self, distribution: Probabilities, count: int, rng: object) -> NDArray[np.int64]:
+        left, drawn = distribution.copy(), []
+        for _ in range(min(count, np.count_nonzero(distribution))):
+            drawn.append(self.choose(left))
+            left[drawn[-1]] = 0
+        return np.array(drawn, np.int64)
+
+
+@dataclass(frozen=True)
+class Coin:
+    """A uniform number that has not been drawn yet: comparing it chooses on which side it lies."""
+
+    script: Script
+
+    def __le__(self, threshold: float) -> bool:
+        return self.script.choose(np.array([threshold, 1 - threshold])) == 0
+
+    __lt__ = __le__
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("tree", "sampling"),
+    [
+        ("dynamic-6-3-2", Sampling()),
+        ("dynamic-10-3-3", Sampling(cfg_scale=2.0, temperature=0.8)),
+        ("dynamic-9-4-2", Sampling(temperature=1.4, top_k=2)),
+        ("slim", Sampling()),
+        ("slim", Sampling(cfg_scale=3.0, temperature=1.5, top_p=0.7)),
+        ("slim", Sampling(cfg_scale=0.5, top_k=2)),
+        ("chain-3", Sampling(cfg_scale=1.7, temperature=1.1)),
+    ],
+)
+def test_the_next_codes_of_one_step_are_exactly_distributed(
+    tree: str, sampling: Sampling, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = make_model(vocabulary=3, codes=12, round_span=4, seed=3), make_prompt(3, padding=1)
+    method = Method("eagle", SLIM if tree == "slim" else named_tree(tree))
+    ahead = 4  # look at so many codes: what one step may commit at most
+    found = np.zeros((3,) * ahead)
+    total = 0.0
+    for script in Script(seed=5).runs():
+        monkeypatch.setattr(decode, "draw", script.draw)
+        monkeypatch.setattr(acceptance, "draw", script.draw)
+        monkeypatch.setattr(drafting, "draw_without_replacement", script.draw_without_replacement)
+        steps = decode.decode(model, [prompt], [script], sampling, method)  # type: ignore[list-item]
+        before = [code for _ in range(step) for code in next(steps).parts[0].codes.tolist()]
+        script.armed = True
+        codes = next(steps).parts[0].codes[:ahead].tolist()
+        total += script.weight
+        found[tuple(codes)] += script.weight * continuation(model, before, codes, ahead, sampling)
+    assert total == pytest.approx(1)
+    np.testing.assert_allclose(found, continuation(model, before, [], ahead, sampling), atol=1e-6)
+
+
+def continuation(model: Model, before: list[int], codes: list[int], ahead: int, sampling: Sampling) -> NDArray:
+    """Exact joint distribution of the codes that follow `before` and `codes`, up to `ahead` codes in all."""
+    prompt, missing = make_prompt(3, padding=1), ahead - len(codes)
+    joint = np.ones((3,) * missing)
+    for length in range(missing):
+        for more in itertools.product(range(3), repeat=length):
+            following = next_distribution(model, prompt, [*before, *codes, *more], sampling)
+            joint[more] *= following.reshape((3,) + (1,) * (missing - length - 1))
+    return joint
