@@ -105,8 +105,8 @@ class DraftTree:
     tokens: int64 `[nodes]`. parents: int64 `[nodes]`, -1 for the root; a parent comes before its children.
     proposals: for each node with sampled children the distribution they were drawn from without
     replacement, in the children's order; a node without an entry has deterministic children (q = 1).
-    leaf_order: leaves in the order in which ties between equally long greedy paths are broken; node order
-    by default.
+    leaf_order: leaves in the order in which siblings are tried and ties between equally long greedy paths
+    are broken; node order by default.
     """
 
     tokens: Ints
@@ -129,10 +129,13 @@ class DraftTree:
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """Children of every node, in node order."""
+        """Children of every node, in the order of their first leaves if `leaf_order` is given, else in node order."""
         lists: list[list[int]] = [[] for _ in range(self.nodes)]
         for node in range(1, self.nodes):
             lists[self.parents[node]].append(node)
+        if self.leaf_order is not None:
+            for siblings in lists:
+                siblings.sort(key=lambda node: int(self.leaf_rank[node]))
         return lists
 
     @cached_property

@@ -226,7 +226,7 @@ class ToyDrafter(ToyEngine):
 
     target: ToyTarget = field(default_factory=ToyTarget)
     agreement: float = 0.5
-    layout: DrafterLayout = DrafterLayout()
+    layout: DrafterLayout = field(default_factory=DrafterLayout)
     contiguous = False
 
     def logits(self, context: Hashes) -> NDArray[np.float32]:
