@@ -35,6 +35,7 @@ def write_bundle(
     fields: Mapping[str, Any],
     neighbours: Neighbours | None = None,
     files: Mapping[str, tuple[str, bytes]] | None = None,
+    halve: bool = False,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
@@ -43,7 +44,8 @@ def write_bundle(
     `graphs` are written as `<role>.onnx` and compared with their modules. `code_embeddings [codes, width]`
     are the target's input rows for codes. `files` maps further roles to a file name and its content
     (`tokenizer`: `("tokenizer.json", ...)`). `fields` are those of `Manifest` but for `format_version`,
-    `files` and `neighbors`, which are filled in here.
+    `files` and `neighbors`, which are filled in here. `halve`: store weights that float16 holds without loss
+    in that format.
     """
     say = progress or (lambda _: None)
     check_output(output, force)
@@ -51,7 +53,7 @@ def write_bundle(
         paths: dict[str, Path] = {}
         for graph in graphs:
             say(f"writing {graph.role}.onnx")
-            written = write_graph(graph, folder)
+            written = write_graph(graph, folder, halve)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), written, strict=False))
             say(f"comparing {graph.role}.onnx with the checkpoint")
             check_parity(graph, written[0])

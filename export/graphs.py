@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from .decoder import Decoder
 from .decoder_graph import cache_values, node_values, write_target
-from .onnx_ops import IR_VERSION, OPSET, Ops, Value, save_model, take_weights
+from .onnx_ops import IR_VERSION, OPSET, Ops, Value, halve_weights, save_model, take_weights
 
 HIDDEN = -1e9
 
@@ -58,14 +58,19 @@ class Graph:
     write: Callable[[], Ops] | None = None
 
 
-def write_graph(graph: Graph, folder: Path) -> list[Path]:
-    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights."""
+def write_graph(graph: Graph, folder: Path, halve: bool = False) -> list[Path]:
+    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights.
+
+    `halve`: store weights that float16 holds without loss in that format.
+    """
     if graph.write is None:
         model = _trace(graph)
         weights = take_weights(model)
     else:
         ops = graph.write()
         model, weights = ops.model(graph.role, graph.inputs, graph.outputs), ops.weights
+    if halve:
+        weights = halve_weights(model, weights)
     return save_model(model, weights, folder / f"{graph.role}.onnx")
 
 

@@ -96,6 +96,25 @@ def take_weights(model: onnx.ModelProto) -> dict[str, Tensor]:
     return weights
 
 
+def halve_weights(model: onnx.ModelProto, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Store as float16, and cast back when the graph is loaded, what float16 holds without loss.
+
+    The graph computes the same numbers from files of half the size.
+    """
+    stored, casts = {}, []
+    for name, weight in weights.items():
+        half = weight.half()
+        if weight.dtype != torch.float32 or weight.ndim < 2 or not torch.equal(half.float(), weight):
+            stored[name] = weight
+            continue
+        stored[f"{name}.half"] = half
+        casts.append(helper.make_node("Cast", [f"{name}.half"], [name], name=f"{name}.cast", to=TensorProto.FLOAT))
+    later = list(model.graph.node)
+    del model.graph.node[:]
+    model.graph.node.extend([*casts, *later])
+    return stored
+
+
 def save_model(model: onnx.ModelProto, weights: dict[str, Tensor], path: Path) -> list[Path]:
     """Write `path`, and `path.data` if the weights are larger than a megabyte; returns the files written."""
     data = path.with_name(path.name + ".data")
