@@ -34,6 +34,13 @@ def plan_outputs(output: str | None, stems: Sequence[str], force: bool) -> list[
     exists. Without it, files go to the current folder. Files in a folder are called after `stems`, with
     -2, -3, ... where two would be the same.
     """
+    try:
+        return _plan(output, stems, force)
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise OutputError(f"{output}: cannot be written ({_brief(error)}); give another name") from error
+
+
+def _plan(output: str | None, stems: Sequence[str], force: bool) -> list[Path]:
     folder = Path(output or ".")
     if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
         if folder.suffix.lower() == ".png":
@@ -75,6 +82,7 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
     """Write a whole file or nothing; creates the file's folder (but not the folder's folder)."""
     hidden = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
+        new_folder = not path.parent.exists()
         path.parent.mkdir(exist_ok=True)
         try:
             with hidden.open("xb") as file:
@@ -84,6 +92,8 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
             os.replace(hidden, path)
         finally:
             hidden.unlink(missing_ok=True)
+            if new_folder and not path.exists():
+                path.parent.rmdir()
     except OSError as error:
         raise OutputError(f"{path}: cannot be written ({_brief(error)}); give another place") from error
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 
 from .bundle import Bundle, open_bundle
 from .errors import BundleError, RequestError
@@ -38,8 +39,6 @@ from .runtime.statistics import Statistics
 from .tokenizer import WordTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from .engines.loader import Engines
 
 Ints = NDArray[np.int64]

@@ -226,7 +226,7 @@ def resolve_images(
     """
     kind = manifest.condition.kind
     given = {"words": prompts, "class": class_ids, "embeddings": embeddings}
-    takes = {"words": "a prompt", "class": "class ids", "embeddings": "text embeddings"}
+    takes = {"words": "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
     for name, value in given.items():
         if value is not None and name != kind:
             raise RequestError(
@@ -258,6 +258,8 @@ def resolve_images(
 
 
 def _prompts(prompts: str | Sequence[str]) -> list[str]:
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompt: found {_short(prompts)}, expected text or a list of texts")
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not texts:
         raise RequestError("prompt: found an empty list, expected at least one prompt")
@@ -312,7 +314,8 @@ def _embeddings(manifest: Manifest, given: Embeddings) -> list[tuple[dict[str, N
 
 def _seeds(seed: int | Sequence[int], subjects: int, images: int) -> list[int]:
     """First seed of every prompt."""
-    listed = list(seed) if isinstance(seed, Sequence) and not isinstance(seed, str) else [seed] * subjects
+    several = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str)
+    listed: list[Any] = list(cast(Any, seed)) if several else [seed] * subjects
     if len(listed) != subjects:
         raise RequestError(f"seed: found {len(listed)} seeds for {subjects} prompts, expected one number, or one each")
     return [_whole("seed", one, 0, 0, SEED_LIMIT - images) for one in listed]

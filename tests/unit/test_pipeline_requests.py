@@ -110,6 +110,7 @@ def test_a_parameter_that_makes_no_sense_is_refused_with_the_reason(
         ("a purple sphere", "'purple'"),
         ("!?", "no word"),
         ([3], "found 3, expected text"),
+        (3, "found 3, expected text or a list"),
         (None, "expected a prompt"),
     ],
 )
@@ -135,7 +136,7 @@ def test_a_prompt_that_cannot_be_drawn_is_refused(words: Checker, prompts: Any, 
         ({"seed": [1, 2]}, "found 2 seeds for 1 prompts"),
         ({"class_ids": 3, "prompts": None}, "found class ids, expected a prompt"),
         ({"class_ids": 3}, "found class ids, expected a prompt"),
-        ({"embeddings": np.zeros((2, 3)), "prompts": None}, "found text embeddings, expected a prompt"),
+        ({"embeddings": np.zeros((2, 3)), "prompts": None}, "found text embeddings .*, expected a prompt"),
     ],
 )
 def test_counts_seeds_and_kinds_are_checked(words: Checker, arguments: dict[str, Any], reason: str) -> None:
