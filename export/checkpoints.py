@@ -5,6 +5,7 @@ Does not know model families: which keys there should be is the caller's busines
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import pickle
@@ -128,12 +129,13 @@ def fill(module: nn.Module, weights: Weights, path: Path, names: Mapping[str, st
 def _read_torch(path: Path) -> Any:
     try:
         zipped = zipfile.is_zipfile(path)  # files of PyTorch before 1.6 are not, and cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "WeightsUnpickler" in str(error) or "GLOBAL" in str(error):
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the training arguments some files keep
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except pickle.UnpicklingError as error:  # its own message advises to load the file unsafely
+        if "GLOBAL" in str(error):
             reason = "holds more than tensors (its pickle calls code) and is not loaded; save its state dict alone"
         else:
-            reason = f"is not a PyTorch checkpoint, or is cut short ({_line(error)})"
+            reason = "is not a PyTorch checkpoint, or is cut short"
         raise CheckpointError(f"{path}: {reason}") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: is not a PyTorch checkpoint, or is cut short ({_line(error)})") from error

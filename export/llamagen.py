@@ -159,9 +159,9 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
     cells, pixels = grid * grid, grid * config.scale
     generator = np.random.default_rng(0)
     codes = [{"codes": generator.integers(config.codes, size=(images, cells))} for images in (2, 1)]
-    image = Value("image", ("images", 3, pixels, pixels))
+    image = Value("images", ("images", 3, pixels, pixels))
     pictures: list[Arrays] = [
-        {"image": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in (2, 1)
+        {"images": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in (2, 1)
     ]
     return [
         Graph(

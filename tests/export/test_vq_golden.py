@@ -42,7 +42,7 @@ def test_codes_become_the_recorded_vectors_latents_and_images(
 
 
 def test_images_become_the_recorded_latents_and_codes(c2i_bundle: Path, arrays: Arrays) -> None:
-    found = Sessions(c2i_bundle / "vq_encoder.onnx").run({"image": arrays["image"]})
+    found = Sessions(c2i_bundle / "vq_encoder.onnx").run({"images": arrays["image"]})
     close(found["pre_quant"], arrays["pre_quant"])
     np.testing.assert_array_equal(found["codes"], arrays["encoded_codes"])
 
@@ -50,7 +50,7 @@ def test_images_become_the_recorded_latents_and_codes(c2i_bundle: Path, arrays: 
 def test_decoding_what_was_encoded_gives_the_recorded_reconstruction(
     c2i_bundle: Path, decode: onnxruntime.InferenceSession, arrays: Arrays
 ) -> None:
-    codes = Sessions(c2i_bundle / "vq_encoder.onnx").run({"image": arrays["image"]})["codes"]
+    codes = Sessions(c2i_bundle / "vq_encoder.onnx").run({"images": arrays["image"]})["codes"]
     image, vectors, _ = decode.run(None, {"codes": codes})
     close(vectors, arrays["quantized"])
     close(image, arrays["reconstruction"])
@@ -58,6 +58,6 @@ def test_decoding_what_was_encoded_gives_the_recorded_reconstruction(
 
 def test_one_image_and_three_images_decode_alike(c2i_bundle: Path, arrays: Arrays) -> None:
     session = Sessions(c2i_bundle / "vq_decoder.onnx")
-    three = session.run({"codes": arrays["codes"][[0, 1, 0]]})["image"]
+    three = session.run({"codes": arrays["codes"][[0, 1, 0]]})["images"]
     close(three, arrays["decoded"][[0, 1, 0]])
-    close(session.run({"codes": arrays["codes"][:1]})["image"], arrays["decoded"][:1])
+    close(session.run({"codes": arrays["codes"][:1]})["images"], arrays["decoded"][:1])

@@ -57,5 +57,44 @@ def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2)
     train_judge(work, minutes)
 
 
+@app.command()
+def bundle(
+    output: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("lantern_rt/bundles/scenes"),
+    work: Work = DEFAULT_WORK,
+    force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is there.")] = False,
+) -> None:
+    """Write the bundle."""
+    from .bundle import write_scenes_bundle
+
+    write_scenes_bundle(work, output, force, progress=lambda line: print(line, flush=True))
+
+
+@app.command()
+def evaluate(
+    output: Annotated[Path, typer.Argument(help="Folder for the report and contact sheets.")],
+    bundle: Annotated[Path, typer.Option(help="Bundle to evaluate.")] = Path("lantern_rt/bundles/scenes"),
+    work: Work = DEFAULT_WORK,
+    count: Annotated[int, typer.Option(help="Prompts.")] = 200,
+) -> None:
+    """Check pictures of unseen prompts with the judge, for every method."""
+    from .evaluate import evaluate_bundle
+
+    evaluate_bundle(bundle, work, output, count)
+
+
+@app.command()
+def render(
+    output: Annotated[Path, typer.Argument(help="PNG to write.")],
+    count: Annotated[int, typer.Option(help="Scenes.")] = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the scenes.")] = 0,
+) -> None:
+    """Draw a sheet of training scenes."""
+    from .data import render_pictures
+    from .evaluate import contact_sheet
+
+    pictures = render_pictures(count, seed)
+    contact_sheet([pictures], 8, rows=-(-count // 8)).save(output)
+
+
 if __name__ == "__main__":
     app()

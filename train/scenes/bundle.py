@@ -1,0 +1,170 @@
+"""The default bundle: trained modules of a work folder, folded and rounded to float16, as ONNX graphs.
+
+Does not know training; the writing itself is `export`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ... import __version__
+from ...export.bundle_writer import write_bundle
+from ...export.checkpoints import sha256
+from ...export.eagle import EagleDrafter, drafter_graph
+from ...export.graphs import Case, Graph, target_graph
+from ...export.neighbours import neighbour_table
+from ...export.onnx_ops import Value
+from ...manifest import (
+    ConditionSpec,
+    DecoderSpec,
+    DecodingDefaults,
+    DrafterSpec,
+    MethodDefaults,
+    Provenance,
+    SamplingDefaults,
+    Source,
+)
+from .drafter import DRAFTER_CONFIG, load_drafter
+from .model import CONFIG, ScenesTarget
+from .render import SIZE
+from .target import load_target
+from .text import SLOTS, WORD_IDS, WORDS
+from .vq import CODES, GRID, ScenesVQ, load_vq
+
+NEIGHBOURS = 256
+DECODING = DecodingDefaults(
+    method="lantern++",
+    methods={
+        "eagle": MethodDefaults(tree="chain-4"),
+        "lantern": MethodDefaults(tree="chain-5", neighbors=100, delta=0.1),
+        "lantern++": MethodDefaults(tree="chain-5", neighbors=30, lambda_=2.0),
+    },
+)
+
+
+class Condition(nn.Module):
+    """`token_ids [rows, 24]` -> prefix rows with and without the caption, `[rows, 24, width]` each."""
+
+    def __init__(self, target: ScenesTarget) -> None:
+        super().__init__()
+        self.words, self.slots, self.uncond_embedding = target.words, target.slots, target.uncond_embedding
+
+    def forward(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        conditional = self.words(token_ids) + self.slots
+        return conditional, torch.zeros_like(conditional) + self.uncond_embedding
+
+
+class PictureDecoder(nn.Module):
+    """`codes [images, 256]` -> pictures `[images, 3, 128, 128]`."""
+
+    codebook: Tensor
+
+    def __init__(self, vq: ScenesVQ) -> None:
+        super().__init__()
+        self.decoder = vq.decoder
+        self.register_buffer("codebook", vq.codebook)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        vectors = self.codebook[codes].transpose(1, 2).reshape(-1, self.codebook.shape[1], GRID, GRID)
+        pictures: Tensor = self.decoder(vectors)
+        return pictures
+
+
+def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callable[[str], None]) -> Path:
+    """Write the bundle of a work folder's `vq.pt`, `target.pt` and `drafter.pt`."""
+    vq, target, trained = load_vq(work), load_target(work), load_drafter(work)
+    _round(vq.decoder, target)
+    decoder, code_embeddings = target.fold()
+    _round(decoder, trained)
+    drafter = EagleDrafter(DRAFTER_CONFIG, decoder.head, bias=True)
+    drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
+    generator = np.random.default_rng(0)
+    words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
+    codes = {"codes": generator.integers(CODES, size=(2, GRID * GRID))}
+    rows = ("rows", SLOTS, CONFIG.width)
+    graphs = [
+        target_graph(decoder, code_embeddings),
+        drafter_graph(drafter.eval()),
+        Graph(
+            "condition",
+            Condition(target),
+            (Value("token_ids", ("rows", SLOTS), "int64"),),
+            (Value("prefix_embeds", rows), Value("uncond_embeds", rows)),
+            (Case("three captions", words),),
+        ),
+        Graph(
+            "vq_decoder",
+            PictureDecoder(vq),
+            (Value("codes", ("images", GRID * GRID), "int64"),),
+            (Value("images", ("images", 3, SIZE, SIZE)),),
+            (Case("two pictures", codes),),
+        ),
+    ]
+    sizes = {
+        "width": CONFIG.width,
+        "kv_heads": CONFIG.kv_heads,
+        "head_width": CONFIG.head_width,
+        "vocabulary": CODES,
+    }
+    sources = [("vq", "vq.pt"), ("target", "target.pt"), ("drafter", "drafter.pt")]
+    fields = {
+        "name": "scenes",
+        "family": "scenes",
+        "grid_rows": GRID,
+        "grid_columns": GRID,
+        "codebook_size": CODES,
+        "image_height": SIZE,
+        "image_width": SIZE,
+        "target": DecoderSpec(layers=CONFIG.layers, positions=CONFIG.positions, **sizes),
+        "drafter": DrafterSpec(layers=DRAFTER_CONFIG.layers, **sizes),
+        "condition": ConditionSpec(kind="words", prefix=SLOTS),
+        "sampling": SamplingDefaults(cfg_scale=3.0),
+        "decoding": DECODING,
+        "provenance": Provenance(
+            exporter=f"lantern-rt {__version__}",
+            sources=tuple(Source(role=role, name=name, sha256=sha256(work / name)) for role, name in sources),
+            licence="Apache-2.0",
+        ),
+    }
+    return write_bundle(
+        output,
+        graphs=graphs,
+        code_embeddings=code_embeddings.numpy(),
+        fields=fields,
+        neighbours=neighbour_table(vq.codebook.numpy(), NEIGHBOURS),
+        files={"tokenizer": ("tokenizer.json", _tokenizer())},
+        halve=True,
+        force=force,
+        progress=progress,
+    )
+
+
+def _round(*modules: nn.Module) -> None:
+    """Round matrices and kernels to float16, so that they can be stored in it without loss."""
+    for module in modules:
+        for weight in module.parameters():
+            if weight.ndim >= 2:
+                weight.data = weight.data.half().float()
+
+
+def _tokenizer() -> bytes:
+    """The vocabulary in the layout that `lantern_rt.tokenizer` describes."""
+    pattern = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": {"type": "Lowercase"},
+        "pre_tokenizer": pattern,
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORD_IDS},
+    }
+    return json.dumps(content, indent=1).encode()
