@@ -31,6 +31,7 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -
     for needed in ("torch", "onnx", "onnxruntime", "safetensors"):
         pytest.importorskip(needed)
     import torch
+
     from lantern_rt.export.llamagen import export_llamagen
 
     torch.set_num_threads(1)

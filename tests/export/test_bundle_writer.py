@@ -1,0 +1,218 @@
+"""Bundles appear whole or not at all, and never over something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llamagen_golden import DATA
+from torch import Tensor, nn
+
+from lantern_rt.bundle import open_bundle
+from lantern_rt.errors import CheckpointError, OutputError, ParityError, RequestError
+from lantern_rt.export import bundle_writer
+from lantern_rt.export.bundle_writer import write_bundle
+from lantern_rt.export.decoder import Decoder, DecoderConfig
+from lantern_rt.export.graphs import Case, Graph, target_graph
+from lantern_rt.export.llamagen import export_llamagen
+from lantern_rt.export.neighbours import neighbour_table
+from lantern_rt.export.onnx_ops import Value
+
+CONFIG = DecoderConfig(width=8, layers=1, heads=2, kv_heads=2, ffn_width=8, vocabulary=16, grid=2, prefix=1)
+C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+
+
+class Rows(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(16, *shape))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table[ids]
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Rows(1, 8)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        prefix = self.rows(ids)
+        return prefix, torch.zeros_like(prefix)
+
+
+def parts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    decoder, table = Decoder(CONFIG).eval(), torch.randn(16, 8)
+    outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
+    ids = (Case("two", {"class_ids": np.array([1, 2])}), Case("one", {"class_ids": np.array([3])}))
+    codes = (Case("two", {"codes": np.array([[1], [2]])}),)
+    return {
+        "graphs": [
+            target_graph(decoder, table),
+            Graph("condition", Both().eval(), (Value("class_ids", ("rows",), "int64"),), outputs, ids),
+            Graph(
+                "vq_decoder",
+                Rows(4).eval(),
+                (Value("codes", ("images", 1), "int64"),),
+                (Value("image", ("images", 1, 4)),),
+                codes,
+            ),
+        ],
+        "code_embeddings": table.numpy(),
+        "neighbours": neighbour_table(table.numpy()),
+        "files": {"notes": ("notes.txt", b"hello")},
+        "fields": {
+            "name": "toy",
+            "family": "toy",
+            "grid_rows": 2,
+            "grid_columns": 2,
+            "codebook_size": 16,
+            "image_height": 4,
+            "image_width": 4,
+            "target": {
+                "width": 8,
+                "layers": 1,
+                "kv_heads": 2,
+                "head_width": 4,
+                "vocabulary": 16,
+                "positions": CONFIG.positions,
+            },
+            "condition": {"kind": "class", "prefix": 1, "classes": 16},
+            "sampling": {},
+            "decoding": {"method": "ar"},
+            "provenance": {"exporter": "test", "licence": "none"},
+        },
+    }
+
+
+def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = write_bundle(tmp_path / "toy", **parts(), progress=said.append)
+    bundle = open_bundle(folder)
+    assert bundle.manifest.neighbors == 15
+    assert bundle.path("notes").read_bytes() == b"hello"
+    assert bundle.code_embeddings().shape == (16, 8)
+    assert bundle.neighbors().indices.shape == (16, 15)
+    assert [p.name for p in tmp_path.iterdir()] == ["toy"]
+    assert said[0] == "writing target.onnx"
+
+
+def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
+    one, two = (open_bundle(write_bundle(tmp_path / name, **parts())) for name in ("one", "two"))
+    assert one.digest == two.digest
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    goal = tmp_path / "toy"
+    goal.mkdir()
+    with pytest.raises(OutputError, match=r"is there already.*--force"):
+        write_bundle(goal, **parts())
+    assert list(goal.iterdir()) == []
+
+
+def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
+    goal = write_bundle(tmp_path / "toy", **parts())
+    (goal / "old").touch()
+    write_bundle(goal, **parts(), force=True)
+    assert not (goal / "old").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["toy"]
+    for other in (tmp_path / "letters", tmp_path / "file"):
+        other.write_text("dear") if other.name == "file" else other.mkdir()
+        (other / "a.txt").write_text("dear") if other.is_dir() else None
+        with pytest.raises(OutputError, match="is no bundle, so --force does not replace it"):
+            write_bundle(other, **parts(), force=True)
+    assert (tmp_path / "letters/a.txt").read_text() == "dear"
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="nowhere does not exist"):
+        write_bundle(tmp_path / "nowhere/toy", **parts())
+
+
+def stop(error: BaseException) -> Callable[..., None]:
+    def raiser(*_: object, **__: object) -> None:
+        raise error
+
+    return raiser
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ParityError("differs"), RuntimeError("bug")])
+@pytest.mark.parametrize("step", ["check_parity", "sha256"])
+def test_nothing_half_written_stays_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: str
+) -> None:
+    monkeypatch.setattr(bundle_writer, step, stop(error))
+    with pytest.raises(type(error)):
+        write_bundle(tmp_path / "toy", **parts())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goal = write_bundle(tmp_path / "toy", **parts())
+    digest = open_bundle(goal).digest
+    rename = Path.rename
+
+    def fails_for_new(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails_for_new)
+    with pytest.raises(OutputError, match="No space left"):
+        write_bundle(goal, **parts(), force=True)
+    assert open_bundle(goal).digest == digest
+    assert [p.name for p in tmp_path.iterdir()] == ["toy"]
+
+
+def test_a_bundle_can_be_read_by_others(tmp_path: Path) -> None:
+    goal = write_bundle(tmp_path / "toy", **parts())
+    (tmp_path / "plain").mkdir()
+    assert goal.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def export(output: Path, **changes: Any) -> Path:
+    arguments: dict[str, Any] = {"target": C2I, "vq": VQ, "config": C2I.with_name("config.json"), **changes}
+    return export_llamagen(output=output, **arguments)
+
+
+def test_an_export_refuses_what_is_there_before_reading_anything(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is there already"):
+        export(tmp_path, target=tmp_path / "absent.pt")
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    for changes, error in (
+        ({"target": VQ}, CheckpointError),
+        ({"vq": C2I}, CheckpointError),
+        ({"drafter": tmp_path}, CheckpointError),
+        ({"config": None}, CheckpointError),
+        ({"grid": 0}, RequestError),
+    ):
+        with pytest.raises(error):
+            export(tmp_path / "toy", **changes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_transformer_and_tokenizer_must_have_as_many_codes(tmp_path: Path) -> None:
+    weights = torch.load(VQ, weights_only=True)["model"]
+    weights["quantize.embedding.weight"] = weights["quantize.embedding.weight"][:100]
+    torch.save(weights, tmp_path / "vq.pt")
+    with pytest.raises(CheckpointError, match="has 100 codes, but the transformer has 128"):
+        export(tmp_path / "toy", vq=tmp_path / "vq.pt")
+
+
+def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:
+    manifest = open_bundle(t2i_drafter_bundle).manifest
+    assert [s.role for s in manifest.provenance.sources] == ["target", "vq", "config", "drafter", "drafter_config"]
+    assert manifest.decoding.method == "lantern"
+    assert manifest.decoding.methods["lantern"].neighbors == 127
+    assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)
+    plain = open_bundle(c2i_bundle).manifest
+    assert (plain.decoding.method, plain.drafter) == ("ar", None)
+    assert (plain.sampling.cfg_scale, plain.sampling.top_k) == (4.0, 0)
+    assert (plain.image_height, plain.condition.classes) == (64, 10)

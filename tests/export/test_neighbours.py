@@ -1,0 +1,63 @@
+"""The neighbour table: exact order, small memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from llamagen_golden import DATA
+
+from lantern_rt.export.neighbours import neighbour_table
+
+
+def codebook() -> np.ndarray:
+    weights = torch.load(DATA / "llamagen-vq/vq_tiny.pt", weights_only=True)["model"]
+    rows: np.ndarray = weights["quantize.embedding.weight"].numpy()
+    return rows
+
+
+def test_the_order_is_that_of_the_published_file() -> None:
+    published = np.load(DATA / "lantern-accept/top_127_indices.npy")
+    table = neighbour_table(codebook())
+    np.testing.assert_array_equal(table.indices, published)
+    assert table.indices.dtype == np.uint8
+    assert table.distances.dtype == np.float32
+
+
+@pytest.mark.parametrize("k", [1, 5, 126, 127, 1000])
+def test_a_shorter_table_is_the_start_of_the_whole_one(k: int) -> None:
+    rows = codebook()
+    whole, part = neighbour_table(rows), neighbour_table(rows, k)
+    assert part.indices.shape == (128, min(k, 127))
+    np.testing.assert_array_equal(part.indices, whole.indices[:, :k])
+    expected = np.linalg.norm(rows[part.indices].astype(np.float64) - rows[:, None], axis=-1)
+    np.testing.assert_allclose(part.distances, expected, rtol=1e-6)
+
+
+def test_equal_rows_are_neighbours_at_distance_zero_in_order_of_index() -> None:
+    table = neighbour_table(np.ones((5, 3), np.float32))
+    assert table.indices[2].tolist() == [0, 1, 3, 4]
+    assert not table.distances.any()
+
+
+@pytest.mark.parametrize(("codes", "dtype"), [(256, np.uint8), (257, np.uint16)])
+def test_indices_take_the_smallest_type_that_holds_them(codes: int, dtype: type) -> None:
+    rows = np.random.default_rng(0).standard_normal((codes, 4))
+    assert neighbour_table(rows, 3).indices.dtype == dtype
+
+
+@pytest.mark.slow
+def test_a_full_codebook_needs_less_than_a_gigabyte() -> None:
+    rows = np.random.default_rng(0).standard_normal((16384, 8), dtype=np.float32)
+    tracemalloc.start()
+    try:
+        table = neighbour_table(rows, 1024)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 30
+    assert table.indices.dtype == np.uint16
+    one = np.argsort(((rows[77].astype(np.float64) - rows) ** 2).sum(1), kind="stable")[1:1025]
+    np.testing.assert_array_equal(table.indices[77], one)

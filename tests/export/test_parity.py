@@ -1,0 +1,141 @@
+"""Written graphs compute what their modules compute, and a graph that does not is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lantern_rt.errors import ParityError
+from lantern_rt.export.decoder import Decoder, DecoderConfig
+from lantern_rt.export.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.graphs import Case, Graph, target_graph, write_graph
+from lantern_rt.export.onnx_ops import Value
+from lantern_rt.export.parity import check_parity
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> DecoderConfig:
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 3))
+    width = heads * 4 * draw(st.integers(1, 4))
+    return DecoderConfig(
+        width=width,
+        layers=draw(st.integers(1, 3)),
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_width=draw(st.integers(1, 40)),
+        vocabulary=draw(st.integers(2, 50)),
+        grid=draw(st.integers(2, 5)),
+        prefix=draw(st.integers(1, 5)),
+        prefix_rotation=draw(st.sampled_from(["zero", "identity"])),
+        input_norm=draw(st.booleans()),
+        final_norm=draw(st.booleans()),
+    )
+
+
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+@few
+@given(config=configs(), seed=st.integers(0, 99))
+def test_a_target_graph_equals_its_module(
+    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    graph = target_graph(Decoder(config).eval(), torch.randn(config.vocabulary, config.width))
+    written = write_graph(graph, tmp_path_factory.mktemp("graph"))
+    assert check_parity(graph, written[0]) < 2e-5
+
+
+@few
+@given(config=configs(), seed=st.integers(0, 99), bias=st.booleans())
+def test_a_drafter_graph_equals_its_module(
+    tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, bias: bool
+) -> None:
+    torch.manual_seed(seed)
+    head = nn.Linear(config.width, config.vocabulary, bias=False)
+    graph = drafter_graph(EagleDrafter(config, head, bias).eval())
+    written = write_graph(graph, tmp_path_factory.mktemp("graph"))
+    assert check_parity(graph, written[0]) < 2e-5
+
+
+SMALL = DecoderConfig(
+    width=32, layers=2, heads=4, kv_heads=2, ffn_width=16, vocabulary=20, grid=3, prefix=2, spare_positions=8
+)
+
+
+def small_target() -> Graph:
+    torch.manual_seed(0)
+    return target_graph(Decoder(SMALL).eval(), torch.randn(20, 32))
+
+
+def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path) -> None:
+    graph = small_target()
+    written = write_graph(graph, tmp_path)
+    with torch.no_grad():
+        dict(graph.module.named_parameters())["decoder.layers.1.attention.qkv.weight"][-1] += 1e-2
+    with pytest.raises(ParityError) as caught:
+        check_parity(graph, written[0])
+    message = str(caught.value)
+    assert all(
+        name in message for name in ("target.onnx", "logits by", "hidden_states by", "new_key_values.1.value by")
+    )
+    assert "new_key_values.0" not in message
+    assert "new_key_values.1.key" not in message
+
+
+def test_a_graph_whose_weights_changed_is_refused(tmp_path: Path) -> None:
+    graph = small_target()
+    path = write_graph(graph, tmp_path)[0]
+    model = onnx.load(path)
+    for weight in model.graph.initializer:
+        if weight.name == "norm.weight":
+            weight.raw_data = (
+                (torch.frombuffer(bytearray(weight.raw_data), dtype=torch.float32) * 1.01).numpy().tobytes()
+            )
+    onnx.save(model, path)
+    with pytest.raises(ParityError, match="hidden_states by"):
+        check_parity(graph, path)
+
+
+def test_a_graph_that_does_not_run_is_refused(tmp_path: Path) -> None:
+    graph = small_target()
+    path = write_graph(graph, tmp_path)[0]
+    model = onnx.load(path)
+    del model.graph.node[3]
+    onnx.save(model, path)
+    with pytest.raises(ParityError, match=r"target\.onnx: does not run in ONNX Runtime on prefill"):
+        check_parity(graph, path)
+
+
+class Frozen(nn.Module):
+    """Takes the number of rows of its example for a constant when traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(x)
+
+
+def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
+    cases = tuple(Case(f"{rows} rows", {"x": torch.ones(rows, 3).numpy()}) for rows in (2, 3))
+    graph = Graph("frozen", Frozen(), (Value("x", ("rows", 3)),), (Value("y", ("rows", 3)),), cases)
+    with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
+        check_parity(graph, write_graph(graph, tmp_path)[0])
+
+
+def test_weights_above_a_megabyte_go_to_one_file_beside_the_graph(tmp_path: Path) -> None:
+    graph = small_target()
+    assert [p.name for p in write_graph(graph, tmp_path)] == ["target.onnx"]
+    config = DecoderConfig(
+        width=128, layers=2, heads=4, kv_heads=2, ffn_width=512, vocabulary=300, grid=3, prefix=2, spare_positions=8
+    )
+    graph = target_graph(Decoder(config).eval(), torch.randn(300, 128))
+    written = write_graph(graph, tmp_path)
+    assert [p.name for p in written] == ["target.onnx", "target.onnx.data"]
+    assert written[0].stat().st_size < 50_000
+    check_parity(graph, written[0])
