@@ -63,7 +63,7 @@ def _read_tree(path: Path) -> StaticTree:
         paths = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TreeError(f"cannot read tree file {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TreeError(f"tree file {path} is not JSON: {error}") from error
     if isinstance(paths, dict):
         paths = paths.get("paths")

@@ -1,0 +1,143 @@
+"""From logits to distributions and draws."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.stats import chisquare
+from toy_engine import naive_distribution
+
+from lantern_rt.errors import EngineError
+from lantern_rt.runtime.sampling import (
+    FilterOrder,
+    Sampling,
+    draw,
+    draw_without_replacement,
+    guide,
+    shape_distribution,
+    softmax,
+)
+
+DATA = Path(__file__).parent.parent / "data"
+ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
+LOGITS = arrays(np.float32, st.integers(1, 12), elements=st.floats(-8, 8, width=16), unique=True)
+
+
+class Fixed:
+    """A generator that always gives the same number."""
+
+    def __init__(self, number: float) -> None:
+        self.number, self.used = number, 0
+
+    def random(self) -> float:
+        self.used += 1
+        return self.number
+
+
+@pytest.mark.parametrize("family", ["llamagen-c2i", "llamagen-t2i"])
+@pytest.mark.parametrize("setting", range(6))
+def test_llamagens_filters_are_reproduced(family: str, setting: int) -> None:
+    golden = np.load(DATA / family / "golden.npz")
+    temperature, top_k, top_p = golden["filter_params"][setting]
+    sampling = Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, filter_order="top-k, top-p")
+    for logits, expected in zip(golden["filter_logits"], golden["filter_probs"][setting], strict=True):
+        np.testing.assert_allclose(shape_distribution(logits, sampling), expected, atol=1e-6)
+
+
+@given(LOGITS, st.floats(0.3, 3), st.integers(0, 14), st.floats(0.05, 1), st.sampled_from(ORDERS))
+def test_filters_agree_with_a_plain_second_opinion(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, order: FilterOrder
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, filter_order=order)
+    expected = naive_distribution(logits.astype(np.float64), sampling)
+    found = shape_distribution(logits, sampling)
+    shares = np.sort(naive_distribution(logits.astype(np.float64), Sampling(temperature=temperature)))[::-1]
+    if np.abs(np.cumsum(shares) - top_p).min() > 1e-5 and order == "top-p, top-k":  # else rounding decides
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert found.sum() == pytest.approx(1)
+    assert found.argmax() == logits.argmax()
+    assert np.count_nonzero(found) <= (top_k or len(logits))
+
+
+def test_the_two_filter_orders_differ() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    first_k = shape_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-k, top-p"))
+    first_p = shape_distribution(logits, Sampling(top_k=2, top_p=0.5, filter_order="top-p, top-k"))
+    np.testing.assert_allclose(first_k, [1, 0, 0, 0], atol=1e-6)  # of 4/7 and 3/7 the first alone passes 0.5
+    np.testing.assert_allclose(first_p, [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+
+
+def test_top_p_always_keeps_the_most_probable_code() -> None:
+    np.testing.assert_array_equal(shape_distribution(np.array([3, 0, 0], np.float32), Sampling(top_p=1e-6)), [1, 0, 0])
+
+
+def test_ties_at_the_top_k_threshold_are_all_kept() -> None:
+    found = shape_distribution(np.array([1, 0, 0, -1], np.float32), Sampling(top_k=2))
+    assert np.count_nonzero(found) == 3
+
+
+def test_greedy_settings_give_the_plain_softmax() -> None:
+    logits = np.array([0.5, 2, -1], np.float32)
+    np.testing.assert_allclose(shape_distribution(logits, Sampling(temperature=0, top_k=1)), softmax(logits))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
+    with pytest.raises(EngineError, match="NaN or infinite"):
+        shape_distribution(np.array([0, bad], np.float32), Sampling())
+
+
+def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
+    rows = np.array([[1, 2], [0, 4]], np.float32)
+    np.testing.assert_allclose(guide(rows, 3), [3, -2])
+    np.testing.assert_array_equal(guide(rows[:1], 3), rows[0])
+    assert not Sampling(cfg_scale=1).guided
+    assert Sampling(cfg_scale=0).guided
+
+
+@given(
+    arrays(np.float64, st.integers(1, 8), elements=st.sampled_from([0.0, 1e-300, 1e-9, 0.1, 1.0])),
+    st.sampled_from([0.0, 1e-17, 0.5, 1 - 2**-53]),
+)
+def test_a_draw_never_gives_a_code_without_probability_and_uses_one_number(weights: np.ndarray, number: float) -> None:
+    if weights.sum() == 0:
+        weights[0] = 1
+    source = Fixed(number)
+    assert weights[draw(weights / weights.sum(), source)] > 0  # type: ignore[arg-type]
+    assert source.used == 1
+
+
+def test_draws_follow_the_distribution() -> None:
+    distribution, rng = np.array([0.5, 0, 0.3, 0.2]), np.random.default_rng(1)
+    counts = np.bincount([draw(distribution, rng) for _ in range(10_000)], minlength=4)
+    kept = distribution > 0
+    assert counts[1] == 0
+    assert chisquare(counts[kept], 10_000 * distribution[kept]).pvalue > 0.001
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_draws_without_replacement_come_in_the_order_of_successive_draws(count: int) -> None:
+    distribution, rng, draws = np.array([0.45, 0.0, 0.3, 0.15, 0.1]), np.random.default_rng(count), 10_000
+    seen = dict.fromkeys(itertools.permutations([0, 2, 3, 4], count), 0)
+    for _ in range(draws):
+        seen[tuple(draw_without_replacement(distribution, count, rng).tolist())] += 1
+    expected = []
+    for order in seen:
+        chance, left = 1.0, 1.0
+        for code in order:
+            chance *= distribution[code] / left
+            left -= distribution[code]
+        expected.append(draws * chance)
+    assert chisquare(list(seen.values()), expected).pvalue > 0.001
+
+
+def test_draws_without_replacement_stop_when_the_codes_run_out() -> None:
+    rng = np.random.default_rng(0)
+    assert sorted(draw_without_replacement(np.array([0, 0.5, 0, 0.5]), 4, rng).tolist()) == [1, 3]
+    assert draw_without_replacement(np.array([0.0, 1.0]), 3, rng).tolist() == [1]

@@ -1,0 +1,233 @@
+"""Tree shapes, filled trees, trees by name and from files, and the published static trees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lantern_rt.errors import TreeError
+from lantern_rt.runtime.published_trees import PUBLISHED, named_tree
+from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree, ancestor_mask
+
+DATA = Path(__file__).parent.parent / "data"
+GOLDEN = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
+OUR_NAMES = {
+    "naive_extend_57": "naive-57",
+    "mc_sim_7b_63": "mc-25",
+    "mc_sim_7b_63_balanced": "balanced-25",
+    "reverse_balanced_25": "reverse-25",
+    "medusa_2_7b_63": "medusa-63",
+    "chain": "chain-5",
+}
+
+
+@st.composite
+def parent_lists(draw: st.DrawFn) -> np.ndarray:
+    """Parents of a random tree whose nodes come in order of creation."""
+    count = draw(st.integers(1, 20))
+    return np.array([-1] + [draw(st.integers(0, node - 1)) for node in range(1, count)], np.int64)
+
+
+@st.composite
+def path_sets(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Paths of a random valid tree, shuffled."""
+    paths: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 20))):
+        parent = draw(st.sampled_from([(), *paths]))
+        rank = sum(len(path) == len(parent) + 1 and path[:-1] == parent for path in paths)
+        paths.append((*parent, rank))
+    return draw(st.permutations(paths))
+
+
+# ---------------------------------------------------------------- the published trees
+
+
+@pytest.mark.parametrize("published", OUR_NAMES)
+def test_a_published_tree_has_its_nodes_masks_depths_and_leaves(published: str) -> None:
+    golden, shape = GOLDEN[published], named_tree(OUR_NAMES[published])
+    assert isinstance(shape, StaticTree)
+    assert [list(path) for path in shape.paths] == golden["paths"]
+    verify = golden["verify"]
+    tree = DraftTree(np.arange(shape.nodes), shape.parents)
+    np.testing.assert_array_equal(tree.ancestors, np.array(verify["tree_mask"], bool))
+    assert tree.depths.tolist() == verify["tree_position_ids"]
+    leaves = [[node for node in row if node >= 0] for row in verify["retrieve_indices"]]
+    assert sorted(leaves) == sorted(tree.path_to(n) for n in range(tree.nodes) if not tree.children[n])
+    ordered = DraftTree(np.arange(shape.nodes), shape.parents, leaf_order=[path[-1] for path in leaves])
+    assert ordered.children == tree.children, "leaf order and node order try siblings alike"
+
+
+@pytest.mark.parametrize("published", OUR_NAMES)
+def test_a_published_tree_names_the_same_earlier_siblings(published: str) -> None:
+    verify, shape = GOLDEN[published]["verify"], named_tree(OUR_NAMES[published])
+    assert isinstance(shape, StaticTree)
+    for path, earlier in zip(verify["retrieve_indices"], verify["b_indices"], strict=True):
+        for node, siblings in zip(path[1:], earlier[1:], strict=True):
+            if node > 0:
+                before = [n for n in shape.children[shape.parents[node]].tolist() if n < node]
+                assert siblings == before
+
+
+@pytest.mark.parametrize("published", OUR_NAMES)
+def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) -> None:
+    """Which of a level's ten candidates per node are drafted on, and what each of those sees."""
+    draft, shape = GOLDEN[published]["draft"], named_tree(OUR_NAMES[published])
+    assert isinstance(shape, StaticTree)
+    levels = [level for level in shape.levels if len(level)]
+    assert len(levels) - 1 == len(draft["tree_indices"])
+    drafted: list[int] = []
+    mask = ancestor_mask(shape.parents)
+    for above, level, indices, sees in zip(levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False):
+        slots = {int(node): slot for slot, node in enumerate(above)}
+        ranks = [shape.paths[node - 1][-1] for node in level]
+        assert indices == [slots[int(shape.parents[n])] * 10 + rank for n, rank in zip(level, ranks, strict=True)]
+        drafted += level.tolist()
+        np.testing.assert_array_equal(mask[np.ix_(level, drafted)], np.array(sees, bool))
+
+
+def test_published_trees_have_the_sizes_in_their_names() -> None:
+    for name, paths in PUBLISHED.items():
+        assert len(paths) == int(name.split("-")[1])
+        assert named_tree(name).nodes == len(paths) + 1
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@given(path_sets())
+def test_a_static_tree_numbers_nodes_by_length_and_path_whatever_order_they_are_given_in(
+    paths: list[tuple[int, ...]],
+) -> None:
+    shape = StaticTree(tuple(paths))
+    assert list(shape.paths) == sorted(paths, key=lambda path: (len(path), path))
+    assert shape.nodes == len(paths) + 1
+    assert shape.depth == max(map(len, paths))
+    for node, path in enumerate(shape.paths, 1):
+        parent = int(shape.parents[node])
+        assert parent < node
+        assert (() if parent == 0 else shape.paths[parent - 1]) == path[:-1]
+        assert shape.children[parent][path[-1]] == node
+
+
+@given(path_sets())
+def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, ...]]) -> None:
+    shape = StaticTree(tuple(paths))
+    assert len(shape.levels) == shape.depth
+    assert sorted(np.concatenate(shape.levels).tolist()) == sorted(set(shape.parents[1:].tolist()))
+    for depth, level in enumerate(shape.levels):
+        assert all((0 if node == 0 else len(shape.paths[node - 1])) == depth for node in level)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ((), "no paths"),
+        (((0,), (0,)), "twice"),
+        (((0,), (1, 0)), "no parent"),
+        (((0, 0),), "no parent"),
+        (((0,), (2,)), "no earlier sibling"),
+        (((1,),), "no earlier sibling"),
+        (((),), "child ranks"),
+        (((-1,),), "child ranks"),
+    ],
+)
+def test_a_malformed_static_tree_is_refused_with_the_reason(paths: Any, message: str) -> None:
+    with pytest.raises(TreeError, match=message):
+        StaticTree(paths)
+
+
+@pytest.mark.parametrize("sizes", [(1, 5, 10), (10, 0, 10), (10, 5, 0), (5, 1, 3), (59, 2, 5)])
+def test_a_dynamic_tree_that_cannot_be_filled_is_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(TreeError, match="dynamic tree"):
+        DynamicTree(*sizes)
+
+
+# ---------------------------------------------------------------- filled trees
+
+
+@given(parent_lists())
+def test_the_ancestor_mask_holds_exactly_the_path_to_every_node(parents: np.ndarray) -> None:
+    tree = DraftTree(np.arange(len(parents)), parents)
+    for node in range(tree.nodes):
+        path = tree.path_to(node)
+        assert np.flatnonzero(tree.ancestors[node]).tolist() == sorted(path)
+        assert tree.depths[node] == len(path) - 1
+        assert all(parents[child] == node for child in tree.children[node])
+    assert sum(map(len, tree.children)) == tree.nodes - 1
+
+
+@given(parent_lists(), st.randoms(use_true_random=False))
+def test_leaf_ranks_are_those_of_the_first_leaf_below_and_order_siblings(parents: np.ndarray, random: Any) -> None:
+    plain = DraftTree(np.arange(len(parents)), parents)
+    leaves = [node for node in range(plain.nodes) if not plain.children[node]]
+    random.shuffle(leaves)
+    tree = DraftTree(np.arange(len(parents)), parents, leaf_order=leaves)
+    for node in range(tree.nodes):
+        below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
+        assert tree.leaf_rank[node] == min(below)
+        assert sorted(tree.children[node]) == plain.children[node]
+        ranks = [int(tree.leaf_rank[child]) for child in tree.children[node]]
+        assert ranks == sorted(ranks)
+
+
+# ---------------------------------------------------------------- names and files
+
+
+def test_names_give_chains_dynamic_trees_and_defaults() -> None:
+    chain = named_tree("chain-3")
+    assert isinstance(chain, StaticTree)
+    assert chain.paths == ((0,), (0, 0), (0, 0, 0))
+    assert named_tree("dynamic-20-4-3") == DynamicTree(20, 4, 3, "dynamic-20-4-3")
+    assert named_tree("dynamic-40") == DynamicTree(40, 5, 10, "dynamic-40")
+
+
+@pytest.mark.parametrize("name", ["", "oak", "chain", "chain-0", "chain--1", "dynamic", "dynamic-1", "dynamic-9-9"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(TreeError):
+        named_tree(name)
+
+
+def test_a_json_file_holds_a_list_of_paths_or_an_object_with_one(tmp_path: Path) -> None:
+    (tmp_path / "oak.json").write_text("[[0, 0], [0], [1]]", encoding="utf-8")
+    (tmp_path / "elm.json").write_text('{"paths": [[0], [1]]}', encoding="utf-8")
+    oak, elm = named_tree(str(tmp_path / "oak.json")), named_tree(str(tmp_path / "elm.json"))
+    assert isinstance(oak, StaticTree)
+    assert isinstance(elm, StaticTree)
+    assert (oak.paths, oak.name) == (((0,), (1,), (0, 0)), "oak")
+    assert elm.paths == ((0,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[0]", "not JSON"),
+        ("3", "must hold a list"),
+        ("[0, 1]", "must hold a list"),
+        ("[[0], [true]]", "must hold a list"),
+        ("[[0], [0.5]]", "must hold a list"),
+        ('{"nodes": 3}', "must hold a list"),
+        (json.dumps([[n] for n in range(513)]), "at most 512"),
+        ("[]", "no paths"),
+        ("[[0], [1, 0]]", r"\[1, 0\] has no parent \[1\]"),
+        ("\ufeff[[0]]", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_tree_file_with_a_mistake_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "tree.json").write_text(text, encoding="utf-8")
+    with pytest.raises(TreeError, match=message):
+        named_tree(str(tmp_path / "tree.json"))
+
+
+def test_a_tree_file_that_is_missing_a_folder_or_binary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder.json").mkdir()
+    for name in ["missing.json", "binary.json", "folder.json"]:
+        with pytest.raises(TreeError, match="tree file"):
+            named_tree(str(tmp_path / name))
