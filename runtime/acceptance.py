@@ -1,7 +1,7 @@
 """Which drafted codes are accepted: exactly, or relaxed by what neighbours in the codebook lend.
 
-One walk down a draft tree per request and step. `Exact` leaves the target's distribution unchanged
-(speculative sampling with siblings). `Relaxed` lets a drafted code x borrow the probability of A, the
+One walk down a draft tree per request and step. Without a `Relaxation` the target's distribution is left
+unchanged (speculative sampling with siblings). With one, a drafted code x borrows the probability of A, the
 longest nearest-first run of its neighbours whose sum stays within a bound: `delta` (LANTERN, ICLR 2025)
 or (lambda_ - 1) p(x) (LANTERN++).
 
@@ -9,9 +9,10 @@ What the relaxation costs is known exactly. With p the target's and q the drafte
 with probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection
 remove x and A from max(p - q, 0): the total variation distance between the step's output and p is then the
 expectation of a'(x) - a(x) over the draft. (Derived here; tests enumerate it.) With q = 1 that is p(A) <=
-delta. Every further sibling adds its own term, weighted by the chance that it is tried. The published code
-removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: it can move the
-output by more than the bound.
+delta. With a real q, lambda_ - 1 bounds it but delta does not, as every code that can be drafted brings a
+loan of its own. Every further sibling adds its own term, weighted by the chance that it is tried, and the
+distance is at most the sum. The published code removes k + 1 neighbours instead of A;
+`residual="neighborhood"` does that, for comparison: it can move the output by more than the bound.
 
 Does not know engines, logits or how the tree was drafted.
 """
@@ -106,7 +107,7 @@ def walk(
             exact = min(1.0, float(p[code]) / draft)
             relaxed = exact if lenders is None else min(1.0, float(p[code] + p[lenders].sum()) / draft)
             tvd += relaxed - exact
-            if uniform <= relaxed:
+            if uniform < relaxed:
                 path.append(child)
                 break
             p, q = _reject(p, q, code, lenders, relaxation)
