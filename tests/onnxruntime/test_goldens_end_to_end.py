@@ -1,0 +1,108 @@
+"""Whole greedy generations of the published LANTERN code on LlamaGen, through the exported graphs.
+
+The published loop commits a step's bonus code with the next step, and stops once it has passed the length.
+It may therefore run one more step than ours, whose codes are all cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_rt import open_bundle
+from lantern_rt.engines.loader import load_engines
+from lantern_rt.runtime.acceptance import Relaxation
+from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
+from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.runtime.tree import DynamicTree
+
+DATA = Path(__file__).parent.parent / "data"
+FOLDER = DATA / "lantern-e2e-llamagen"
+GOLDEN = np.load(FOLDER / "golden.npz")
+TRACES = json.loads((FOLDER / "traces.json").read_text())
+NAMES = list(dict.fromkeys(trace["name"] for trace in TRACES))
+NEIGHBORS = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
+TREES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
+
+
+@pytest.fixture(scope="module")
+def model(t2i_drafter_bundle: Path) -> tuple[Model, list[Prompt]]:
+    bundle = open_bundle(t2i_drafter_bundle)
+    engines = load_engines(bundle)
+    layout = DrafterLayout(position_shift=-1, masks_prefix=False)
+    manifest = bundle.manifest
+    loaded = Model(engines.target, engines.drafter, manifest.codes_per_image, manifest.target.positions, layout)
+    cond, uncond = engines.condition({"caption_embeds": GOLDEN["caption_emb"], "caption_mask": GOLDEN["emb_mask"]})
+    real = GOLDEN["emb_mask"] > 0
+    return loaded, [Prompt(cond[i], uncond[i], real[i]) for i in range(len(real))]
+
+
+def published_method(trace: dict) -> Method:
+    """The method of a trace; relaxed ones with the published residual (greedy decoding has none)."""
+    if trace["kind"] == "base":
+        return Method("ar")
+    shape = named_tree(TREES[trace["tree"]]) if trace["static"] else DynamicTree(59, 5, 10)
+    if not trace["lantern"]:
+        return Method("eagle", shape)
+    bound = {"delta": trace["delta"]} if trace["delta"] <= 1 else {"lambda_": trace["delta"]}
+    return Method("lantern", shape, Relaxation(NEIGHBORS, trace["k"], **bound, residual="neighborhood"))
+
+
+def run(model: Model, prompts: list[Prompt], method: Method) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids and accept lengths of every prompt."""
+    rngs = [np.random.default_rng(i) for i in range(len(prompts))]
+    ids: list[list[int]] = [[] for _ in prompts]
+    lengths: list[list[int]] = [[] for _ in prompts]
+    for step in decode(model, prompts, rngs, Sampling(cfg_scale=4.0, temperature=0.0), method):
+        for part in step.parts:
+            ids[part.request] += part.codes[: part.committed].tolist()
+            if part.acceptance is not None:
+                lengths[part.request].append(len(part.acceptance.path) - 1)
+    return ids, lengths
+
+
+def assert_same_but_for_a_superfluous_step(ours: list[int], published: list[int], codes: int) -> None:
+    assert ours == published[: len(ours)]
+    assert 1 + sum(ours) + len(ours) >= codes  # the prefill's code, and every step's accepted codes and bonus
+    assert len(published) - len(ours) <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_generations_follow_the_published_trace_token_for_token(
+    model: tuple[Model, list[Prompt]], name: str
+) -> None:
+    loaded, prompts = model
+    traces = sorted((trace for trace in TRACES if trace["name"] == name), key=lambda trace: trace["prompt"])
+    ids, lengths = run(loaded, prompts, published_method(traces[0]))
+    assert ids == [trace["ids"] for trace in traces]
+    if name != "ar":
+        for ours, trace in zip(lengths, traces, strict=True):
+            assert_same_but_for_a_superfluous_step(ours, trace["accept_lengths"], trace["max_length"])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ar"])
+def test_drafted_trees_and_accepted_codes_follow_the_published_trace_step_by_step(
+    model: tuple[Model, list[Prompt]], name: str
+) -> None:
+    loaded, prompts = model
+    for trace in (trace for trace in TRACES if trace["name"] == name):
+        rngs = [np.random.default_rng(0)]
+        steps = iter(trace["steps"])
+        trees = iter(trace.get("tree_tokens", []))
+        lengths = []
+        sampling = Sampling(cfg_scale=4.0, temperature=0.0)
+        for step in decode(loaded, [prompts[trace["prompt"]]], rngs, sampling, published_method(trace)):
+            (part,) = step.parts
+            if part.tree is None or part.acceptance is None:
+                continue
+            wanted = next(steps)
+            assert int(part.tree.tokens[0]) == wanted["root"]
+            assert part.codes.tolist() == [*wanted["accepted"], wanted["next_token"]]
+            if not trace["static"]:
+                assert part.tree.tokens.tolist() == next(trees)
+            lengths.append(len(part.acceptance.path) - 1)
+        assert_same_but_for_a_superfluous_step(lengths, trace["accept_lengths"], trace["max_length"])
