@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from llamagen_golden import DATA
+from llamagen_golden import DATA, golden
 from safetensors.torch import save_file
 
 from lantern_rt.errors import CheckpointError
@@ -136,6 +137,7 @@ def test_sizes_come_from_the_weights() -> None:
     assert (found.decoder.config.grid, found.decoder.config.prefix) == (6, 8)
     assert (found.classes, found.caption_width) == (None, 32)
     assert isinstance(found.condition, CaptionCondition)
+    np.testing.assert_array_equal(found.condition.uncond, golden("llamagen-t2i")["uncond_embedding"])
 
 
 def test_the_safetensors_copy_reads_the_same(tmp_path: Path) -> None:
