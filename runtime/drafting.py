@@ -185,13 +185,16 @@ class Drafter:
                         tokens[r, children[: len(codes)]] = codes
                         alive[r, children[: len(codes)]] = True
             inner_before = inner
-        return [_without(DraftTree(tokens[r], shape.parents, proposals[r]), alive[r]) for r in range(requests)]
+        leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
+        trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
+        return [_without(tree, alive[r]) for r, tree in enumerate(trees)]
 
     def _choose(
         self, logits: Floats, count: int, proposals: dict[int, Probabilities], node: int, streams: Streams
     ) -> Ints:
         """Codes of a node's children; sampled ones leave their distribution in `proposals`."""
         if self.sampling.greedy:
+            count = min(count, len(logits))
             first = np.argpartition(-logits, count - 1)[:count]
             ranked: Ints = first[np.argsort(-logits[first], kind="stable")]
             return ranked

@@ -63,6 +63,12 @@ class StaticTree:
         """Children of every node in order of rank."""
         return [np.flatnonzero(self.parents == n) for n in range(self.nodes)]
 
+    @cached_property
+    def leaves(self) -> list[int]:
+        """Nodes without children, depth first: the published order, which settles greedy ties."""
+        inner = set(self.parents.tolist())
+        return sorted((n for n in range(1, self.nodes) if n not in inner), key=lambda n: self.paths[n - 1])
+
     @property
     def nodes(self) -> int:
         """Nodes with the root."""

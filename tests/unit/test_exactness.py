@@ -99,7 +99,7 @@ CASES = {
 def test_eagle_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
     shape, sampling = CASES[case]
     model = make_model(vocabulary=3, codes=3, round_span=4)
-    counts = counted_draws(model, sampling, shape, draws=4_000, seed=11)
+    counts = counted_draws(model, sampling, shape, draws=2_000, seed=11)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
 
 
@@ -140,7 +140,7 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
 
     monkeypatch.setattr(acceptance, "_reject", wrong)
     model, sampling = make_model(vocabulary=3, codes=3), Sampling()
-    counts = counted_draws(model, sampling, BUSHY, draws=4_000, seed=14)
+    counts = counted_draws(model, sampling, BUSHY, draws=2_000, seed=14)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
 
 

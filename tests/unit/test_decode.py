@@ -1,0 +1,362 @@
+"""The decode loop on toy engines that notice every wrong mask, position, hidden state, commit or rollback."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from toy_engine import ToyCache, ToyDrafter, ToyTarget, make_model, make_prompt
+
+from lantern_rt.errors import EngineError
+from lantern_rt.runtime import decode as decode_module
+from lantern_rt.runtime import drafting
+from lantern_rt.runtime.acceptance import Relaxation
+from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
+from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.runtime.tree import DraftTree, StaticTree
+
+VOCABULARY, CODES = 5, 9
+NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
+BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
+METHODS = {
+    "ar": Method("ar"),
+    "eagle, static": Method("eagle", BUSHY),
+    "eagle, chain": Method("eagle", named_tree("chain-2")),
+    "eagle, dynamic": Method("eagle", named_tree("dynamic-8-3-3")),
+    "lantern": Method("lantern", named_tree("dynamic-8-3-3"), Relaxation(NEAR, 3, delta=0.2)),
+    "lantern++": Method("lantern++", BUSHY, Relaxation(NEAR, 3, lambda_=2.0)),
+    "lantern++, published": Method("lantern++", BUSHY, Relaxation(NEAR, 3, lambda_=2.0, residual="neighborhood")),
+}
+SAMPLINGS = {
+    "sampling": Sampling(),
+    "guided, top-k": Sampling(cfg_scale=2.0, temperature=0.8, top_k=4),
+    "guided, top-p": Sampling(cfg_scale=1.5, top_p=0.8, filter_order="top-p, top-k"),
+    "greedy": Sampling(temperature=0),
+    "greedy, guided": Sampling(cfg_scale=3.0, temperature=0),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+
+
+def model(**options: Any) -> Model:
+    return make_model(**({"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4} | options))
+
+
+def prompts(identities: Iterable[int]) -> list[Prompt]:
+    """Prompts with different amounts of padding."""
+    return [make_prompt(i, padding=i % 3) for i in identities]
+
+
+def steps_of(engine: Model, identities: Iterable[int], sampling: Sampling, method: Method, salt: int = 0) -> list[Step]:
+    identities = list(identities)
+    rngs = [np.random.default_rng([i, salt]) for i in identities]
+    return list(decode(engine, prompts(identities), rngs, sampling, method))
+
+
+def codes_of(steps: list[Step], requests: int) -> list[list[int]]:
+    codes: list[list[int]] = [[] for _ in range(requests)]
+    for step in steps:
+        for part in step.parts:
+            codes[part.request] += part.codes[: part.committed].tolist()
+    return codes
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@every_method
+@every_sampling
+def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: Method, sampling: Sampling) -> None:
+    engine, requests = model(), 4
+    steps = steps_of(engine, range(requests), sampling, method)
+    codes = codes_of(steps, requests)
+    assert [len(row) for row in codes] == [CODES] * requests
+    assert all(0 <= code < VOCABULARY for row in codes for code in row)
+    assert [step.statistics is not None for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert [step.done for step in steps] == np.cumsum([sum(p.committed for p in s.parts) for s in steps]).tolist()
+    assert all(step.total == requests * CODES for step in steps)
+
+    statistics = steps[-1].statistics
+    assert statistics is not None
+    assert isinstance(engine.target, ToyTarget)
+    assert isinstance(engine.drafter, ToyDrafter)
+    assert statistics.target_passes == len(engine.target.passes) == len(steps)
+    assert statistics.drafter_passes == len(engine.drafter.passes)
+    taken = [sum(part.request == r for step in steps for part in step.parts) for r in range(requests)]
+    assert sum(statistics.accepted_lengths) == sum(taken) - requests
+    assert statistics.tokens_per_target_pass == pytest.approx(np.mean([CODES / n for n in taken]))
+    drafted = [part for step in steps[1:] for part in step.parts]
+    lengths = np.bincount([len(part.codes) - 1 for part in drafted])
+    assert statistics.accepted_lengths == lengths.tolist()
+    assert statistics.seconds >= statistics.target_seconds + statistics.drafter_seconds
+    assert statistics.host_seconds == pytest.approx(
+        statistics.seconds - statistics.target_seconds - statistics.drafter_seconds
+    )
+    if method.relaxation is None:
+        assert statistics.realised_tvd == 0
+    else:
+        assert statistics.realised_tvd == pytest.approx(
+            sum(part.acceptance.realised_tvd for part in drafted if part.acceptance) / requests
+        )
+
+
+@every_method
+def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: Method) -> None:
+    for step in steps_of(model(), range(3), Sampling(), method)[1:]:
+        for part in step.parts:
+            if method.shape is None:
+                assert (part.tree, part.acceptance) == (None, None)
+                continue
+            assert part.tree is not None
+            assert part.acceptance is not None
+            path = part.acceptance.path
+            assert path[0] == 0
+            assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
+            assert part.codes.tolist() == [*part.tree.tokens[path[1:]], part.acceptance.bonus]
+            assert np.isfinite(part.acceptance.remainder).all()
+            assert part.tree.nodes <= method.shape.nodes
+
+
+@every_method
+@given(order=st.permutations(range(6)), size=st.integers(1, 6))
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_a_batch_gives_every_request_what_it_gets_alone(method: Method, order: list[int], size: int) -> None:
+    for sampling in SAMPLINGS.values():
+        together = codes_of(steps_of(model(), order[:size], sampling, method), size)
+        for identity, codes in zip(order[:size], together, strict=True):
+            assert codes == codes_of(steps_of(model(), [identity], sampling, method), 1)[0]
+
+
+@every_method
+def test_the_seed_alone_decides_and_other_seeds_give_other_codes(method: Method) -> None:
+    one, again, other = (codes_of(steps_of(model(), range(4), Sampling(), method, salt), 4) for salt in (1, 1, 2))
+    assert one == again
+    assert one != other
+
+
+@pytest.mark.parametrize("tree", ["balanced-25", "medusa-63", "chain-1", "chain-4", "dynamic-8-3-3", "dynamic-59"])
+@pytest.mark.parametrize("cfg_scale", [1.0, 2.5])
+def test_greedy_eagle_equals_greedy_ar(tree: str, cfg_scale: float) -> None:
+    sampling, eagle = Sampling(cfg_scale=cfg_scale, temperature=0), Method("eagle", named_tree(tree))
+    plain = codes_of(steps_of(model(vocabulary=12), range(4), sampling, METHODS["ar"]), 4)
+    assert codes_of(steps_of(model(vocabulary=12), range(4), sampling, eagle), 4) == plain
+
+
+@pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
+@every_sampling
+def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
+    """Its q is the target's p at every node, so any slip in contexts, guidance or temperature shows."""
+    shape = named_tree(tree)
+    steps = steps_of(model(agreement=1.0, codes=40), range(3), sampling, Method("eagle", shape))
+    assert all(len(part.codes) == shape.depth + 1 for step in steps[1:] for part in step.parts)
+
+
+def test_a_relaxation_that_lends_nothing_changes_nothing() -> None:
+    shape = named_tree("dynamic-8-3-3")
+    exact = steps_of(model(), range(4), Sampling(), Method("eagle", shape))
+    relaxed = steps_of(model(), range(4), Sampling(), Method("lantern", shape, Relaxation(NEAR, 3, delta=1e-12)))
+    assert codes_of(exact, 4) == codes_of(relaxed, 4)
+
+
+def test_relaxed_acceptance_accepts_more_and_says_what_it_gave_away() -> None:
+    def statistics(method: Method) -> Any:
+        return steps_of(model(codes=60), range(6), Sampling(), method)[-1].statistics
+
+    exact, relaxed = statistics(METHODS["eagle, dynamic"]), statistics(METHODS["lantern"])
+    assert relaxed.tokens_per_target_pass > exact.tokens_per_target_pass
+    assert relaxed.realised_tvd > 0
+
+
+# ---------------------------------------------------------------- edges
+
+
+@every_method
+@pytest.mark.parametrize("sampling", [Sampling(top_k=1), Sampling(top_k=1, cfg_scale=2.0), Sampling(top_p=1e-6)])
+def test_distributions_that_run_out_of_codes_do_no_harm(method: Method, sampling: Sampling) -> None:
+    greedy = Sampling(cfg_scale=sampling.cfg_scale, temperature=0)
+    found = codes_of(steps_of(model(), range(3), sampling, method), 3)
+    if method.relaxation is None:
+        assert found == codes_of(steps_of(model(), range(3), greedy, METHODS["ar"]), 3)
+
+
+@every_sampling
+@pytest.mark.parametrize("tree", ["medusa-63", "dynamic-59"])
+def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sampling: Sampling) -> None:
+    method = Method("eagle", named_tree(tree))
+    steps = steps_of(model(vocabulary=3), range(2), sampling, method)
+    assert [len(codes) for codes in codes_of(steps, 2)] == [CODES] * 2
+    for step in steps[1:]:
+        for part in step.parts:
+            assert part.tree is not None
+            for children in part.tree.children:
+                drafted = part.tree.tokens[children].tolist()
+                assert len(set(drafted)) == len(drafted) <= 3
+
+
+@every_method
+@pytest.mark.parametrize("codes", [1, 2, 3])
+def test_images_of_very_few_codes_are_finished(method: Method, codes: int) -> None:
+    steps = steps_of(model(codes=codes), range(3), Sampling(cfg_scale=2.0), method)
+    assert [len(row) for row in codes_of(steps, 3)] == [codes] * 3
+
+
+@every_method
+@pytest.mark.parametrize("prefix", [1, 2, 8])
+def test_prefixes_of_any_length_work(method: Method, prefix: int) -> None:
+    engine = model(prefix=prefix)
+    given_prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
+    rngs = [np.random.default_rng(i) for i in range(3)]
+    steps = list(decode(engine, given_prompts, rngs, Sampling(cfg_scale=2.0), method))
+    assert [len(row) for row in codes_of(steps, 3)] == [CODES] * 3
+
+
+@every_method
+def test_draft_nodes_past_the_end_of_the_position_table_share_its_last_entry(method: Method) -> None:
+    """3 prefix positions and CODES codes fill the table; nodes deeper than that must not change the image."""
+    roomy, tight = model(), model(positions=3 + CODES)
+    for sampling in [Sampling(temperature=0), Sampling(temperature=0, cfg_scale=2.0)]:
+        if method.relaxation is None:
+            expected = codes_of(steps_of(roomy, range(3), sampling, method), 3)
+            assert codes_of(steps_of(tight, range(3), sampling, method), 3) == expected
+        else:
+            assert [len(c) for c in codes_of(steps_of(tight, range(3), sampling, method), 3)] == [CODES] * 3
+
+
+@pytest.mark.parametrize("masks_prefix", [True, False])
+def test_a_drafter_may_see_padded_prefix_slots_or_not(masks_prefix: bool) -> None:
+    engine = model(layout=DrafterLayout(masks_prefix=masks_prefix, prefix_token=2))
+    steps = steps_of(engine, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
+    assert [len(row) for row in codes_of(steps, 4)] == [CODES] * 4
+
+
+def test_a_cancelled_decode_runs_no_further_pass() -> None:
+    engine = model()
+    running = decode(engine, prompts(range(2)), [np.random.default_rng(i) for i in range(2)], Sampling(), Method("ar"))
+    next(running)
+    next(running)
+    assert isinstance(engine.target, ToyTarget)
+    before = len(engine.target.passes)
+    running.close()  # type: ignore[attr-defined]
+    assert next(running, None) is None
+    assert len(engine.target.passes) == before == 2
+
+
+def test_nothing_runs_before_the_first_step_is_asked_for() -> None:
+    engine = model()
+    decode(engine, prompts([0]), [np.random.default_rng(0)], Sampling(), Method("ar"))
+    assert isinstance(engine.target, ToyTarget)
+    assert engine.target.passes == []
+
+
+def test_finished_requests_leave_the_batch() -> None:
+    engine = model(agreement=0.8)
+    steps_of(engine, range(6), Sampling(cfg_scale=2.0), METHODS["eagle, dynamic"])
+    assert isinstance(engine.target, ToyTarget)
+    rows = [rows for rows, _ in engine.target.passes]
+    assert rows[0] == 12
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < 12
+    assert {nodes for _, nodes in engine.target.passes[1:]} == {8}, "all verification passes have the same nodes"
+
+
+# ---------------------------------------------------------------- the toy notices slips
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def seeing_all_earlier_nodes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DraftTree, "ancestors", property(lambda tree: np.tri(tree.nodes, dtype=bool)))
+
+
+def seeing_no_ancestors(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DraftTree, "ancestors", property(lambda tree: np.eye(tree.nodes, dtype=bool)))
+
+
+def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DraftTree, "depths", property(lambda tree: np.zeros(tree.nodes, np.int64)))
+
+
+def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
+    def mask(lengths: NDArray[np.int64], hidden: object, span: int) -> NDArray[np.bool_]:
+        return np.arange(span) < lengths[:, None]
+
+    patch.setattr(decode_module, "committed_mask", mask)
+
+
+def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
+    right = decode_module.committed_mask
+    patch.setattr(decode_module, "committed_mask", lambda lengths, hidden, span: right(lengths + 1, hidden, span))
+
+
+def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
+    right = decode_module.prefix_mask
+    patch.setattr(decode_module, "prefix_mask", lambda real, nodes: right(np.ones_like(real), nodes))
+
+
+def commits_of_the_wrong_nodes(patch: pytest.MonkeyPatch) -> None:
+    right = ToyCache.append
+
+    def append(cache: ToyCache, fresh: Any, picks: list[NDArray[np.int64]]) -> None:
+        right(cache, fresh, [np.arange(len(pick)) if cache.contiguous else pick for pick in picks])
+
+    patch.setattr(ToyCache, "append", append)
+
+
+def drafts_that_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ToyCache, "truncate", lambda cache, lengths: None)
+
+
+def rows_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    right = ToyCache.keep_rows
+    patch.setattr(ToyCache, "keep_rows", lambda cache, rows: right(cache, rows[::-1]))
+
+
+def hidden_states_of_another_request(patch: pytest.MonkeyPatch) -> None:
+    def draft(drafter: Any, tokens: Any, hidden: list[Any], streams: Any) -> Any:
+        same = [i for i, h in enumerate(hidden) if len(h) == len(hidden[0])]
+        swapped = list(hidden)
+        for i, j in zip(same, same[1:] + same[:1], strict=True):
+            swapped[i] = hidden[j]
+        return right(drafter, tokens, swapped, streams)
+
+    right = drafting.Drafter.draft
+    patch.setattr(drafting.Drafter, "draft", draft)
+
+
+def hidden_states_one_position_late(patch: pytest.MonkeyPatch) -> None:
+    right = drafting.Drafter.draft
+    patch.setattr(
+        drafting.Drafter,
+        "draft",
+        lambda drafter, tokens, hidden, streams: right(drafter, tokens, [np.roll(h, 1, 0) for h in hidden], streams),
+    )
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        seeing_all_earlier_nodes,
+        seeing_no_ancestors,
+        depths_that_are_all_zero,
+        committed_columns_that_count_padding_in,
+        columns_past_the_end_of_a_row,
+        a_prefill_that_shows_padding,
+        commits_of_the_wrong_nodes,
+        drafts_that_are_not_rolled_back,
+        rows_kept_in_another_order,
+        hidden_states_of_another_request,
+        hidden_states_one_position_late,
+    ],
+)
+@pytest.mark.parametrize("method", ["eagle, static", "eagle, dynamic"])
+def test_the_toy_engines_notice(slip: Patch, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip(monkeypatch)
+    with pytest.raises((AssertionError, EngineError)):
+        steps_of(model(codes=20), range(5), Sampling(cfg_scale=1.5), METHODS[method])
