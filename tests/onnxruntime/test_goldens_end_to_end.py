@@ -23,7 +23,7 @@ from lantern_rt.runtime.tree import DynamicTree
 DATA = Path(__file__).parent.parent / "data"
 FOLDER = DATA / "lantern-e2e-llamagen"
 GOLDEN = np.load(FOLDER / "golden.npz")
-TRACES = json.loads((FOLDER / "traces.json").read_text())
+TRACES = json.loads((FOLDER / "steps.json").read_text())
 NAMES = list(dict.fromkeys(trace["name"] for trace in TRACES))
 NEIGHBORS = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
 TREES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
