@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
 from .passes import committed_mask, run_pass
-from .sampling import Probabilities, Sampling, draw_without_replacement, guide, shape_distribution
+from .sampling import Probabilities, Sampling, draw_without_replacement, guide, refuse_damaged, shape_distribution
 from .statistics import Clock
 from .streams import Streams
 from .tree import DraftTree, DynamicTree, StaticTree, TreeShape
@@ -194,6 +194,7 @@ class Drafter:
     ) -> Ints:
         """Codes of a node's children; sampled ones leave their distribution in `proposals`."""
         if self.sampling.greedy:
+            refuse_damaged(logits)
             count = min(count, len(logits))
             first = np.argpartition(-logits, count - 1)[:count]
             ranked: Ints = first[np.argsort(-logits[first], kind="stable")]
@@ -222,6 +223,7 @@ class Drafter:
     def _log_probabilities(self, logits: Floats) -> NDArray[np.float64]:
         """Log-probabilities `[slots, vocabulary]`, after temperature and filters unless greedy."""
         if self.sampling.greedy:
+            refuse_damaged(logits)
             shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
             scores: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
             return scores

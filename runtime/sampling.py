@@ -61,6 +61,12 @@ def softmax(logits: NDArray[Any]) -> Probabilities:
     return probabilities
 
 
+def refuse_damaged(logits: NDArray[Any]) -> None:
+    """EngineError if logits `[..., vocabulary]` hold NaN or positive infinity."""
+    if not np.isfinite(logits.max(-1)).all():
+        raise EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
+
+
 def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Probabilities:
     """Distribution `[vocabulary]` of guided logits `[vocabulary]`; sums to 1.
 
@@ -68,8 +74,7 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
     all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
     EngineError if the logits hold NaN or infinity: damaged weights must not pass for a picture.
     """
-    if not np.isfinite(logits.max()):
-        raise EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
+    refuse_damaged(logits)
     if sampling.greedy:
         return softmax(logits)
     scaled = logits / np.float32(sampling.temperature)

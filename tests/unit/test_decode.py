@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lantern_rt.runtime import decode as decode_module
 from lantern_rt.runtime import drafting
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
+from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import DraftTree, StaticTree
@@ -264,6 +266,26 @@ def test_finished_requests_leave_the_batch() -> None:
     assert rows == sorted(rows, reverse=True)
     assert rows[-1] < 12
     assert {nodes for _, nodes in engine.target.passes[1:]} == {8}, "all verification passes have the same nodes"
+
+
+class Damaged(ToyDrafter):
+    """A drafter whose weights hold NaN."""
+
+    def run(self, batch: Pass, cache: ToyCache) -> PassOutput:
+        output = super().run(batch, cache)
+        output.logits[:] = np.nan
+        return output
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("tree", ["balanced-25", "dynamic-10-3-3"])
+def test_a_drafter_with_damaged_weights_is_an_error(tree: str, temperature: float) -> None:
+    engine = model()
+    damaged = Damaged(**vars(engine.drafter))
+    with pytest.raises(EngineError, match="damaged"):
+        steps_of(
+            replace(engine, drafter=damaged), [0], Sampling(temperature=temperature), Method("e", named_tree(tree))
+        )
 
 
 # ---------------------------------------------------------------- the toy notices slips
