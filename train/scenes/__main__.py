@@ -70,6 +70,17 @@ def bundle(
 
 
 @app.command()
+def restore(
+    bundle: Annotated[str, typer.Option(help="Scenes bundle: a folder or a name.")] = "scenes",
+    work: Work = DEFAULT_WORK,
+) -> None:
+    """Make a work folder from a bundle, to go on training where no checkpoints are left."""
+    from .restore import restore_work
+
+    restore_work(bundle, work)
+
+
+@app.command()
 def evaluate(
     output: Annotated[Path, typer.Argument(help="Folder for the report and contact sheets.")],
     bundle: Annotated[Path, typer.Option(help="Bundle to evaluate.")] = Path("lantern_rt/bundles/scenes"),

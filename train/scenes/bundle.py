@@ -30,12 +30,13 @@ from ...manifest import (
     SamplingDefaults,
     Source,
 )
+from .data import render_pictures
 from .drafter import DRAFTER_CONFIG, load_drafter
 from .model import CONFIG, ScenesTarget
 from .render import SIZE
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS
-from .vq import CODES, GRID, ScenesVQ, load_vq
+from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
 DECODING = DecodingDefaults(
@@ -76,10 +77,22 @@ class PictureDecoder(nn.Module):
         return pictures
 
 
+class PictureEncoder(nn.Module):
+    """Pictures `[images, 3, 128, 128]` -> `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
+
+    def __init__(self, vq: ScenesVQ) -> None:
+        super().__init__()
+        self.vq = vq
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        vectors = self.vq.encoder(images)
+        return self.vq.nearest(vectors).flatten(1), vectors
+
+
 def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callable[[str], None]) -> Path:
     """Write the bundle of a work folder's `vq.pt`, `target.pt` and `drafter.pt`."""
     vq, target, trained = load_vq(work), load_target(work), load_drafter(work)
-    _round(vq.decoder, target)
+    _round(vq, target)
     decoder, code_embeddings = target.fold()
     _round(decoder, trained)
     drafter = EagleDrafter(DRAFTER_CONFIG, decoder.head, bias=True)
@@ -87,6 +100,8 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
     codes = {"codes": generator.integers(CODES, size=(2, GRID * GRID))}
+    pictures = {"images": to_tensor(render_pictures(2, seed=1)).numpy()}
+    picture = Value("images", ("images", 3, SIZE, SIZE))
     rows = ("rows", SLOTS, CONFIG.width)
     graphs = [
         target_graph(decoder, code_embeddings),
@@ -102,8 +117,15 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
             "vq_decoder",
             PictureDecoder(vq),
             (Value("codes", ("images", GRID * GRID), "int64"),),
-            (Value("images", ("images", 3, SIZE, SIZE)),),
+            (picture,),
             (Case("two pictures", codes),),
+        ),
+        Graph(
+            "vq_encoder",
+            PictureEncoder(vq),
+            (picture,),
+            (Value("codes", ("images", GRID * GRID), "int64"), Value("pre_quant", ("images", CODE_DIM, GRID, GRID))),
+            (Case("two pictures", pictures),),
         ),
     ]
     sizes = {

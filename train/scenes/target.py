@@ -92,8 +92,8 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
     """Train (or go on training) for `minutes`.
 
     The learning rate is constant, then falls to zero over the last `cooldown` share. `target-stable.pt`
-    holds the state before that fall, from which a later call goes on; `target.pt` holds the average
-    weights for use. Both are rewritten every four minutes.
+    holds the state before that fall, from which a later call goes on (or from `target.pt` where there is no
+    such file); `target.pt` holds the average weights for use. Both are rewritten every four minutes.
     """
     torch.manual_seed(1)
     vq = load_vq(work)
@@ -110,6 +110,9 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
         muon.load_state_dict(state["muon"])
         adam.load_state_dict(state["adam"])
         seen, spent = state["seen"], state["spent"]
+    elif (work / "target.pt").exists():  # restored from a bundle: weights without the optimisers' state
+        for each in (model, average):
+            each.load_state_dict(load_checkpoint(work / "target.pt")["model"])
     fresh_scenes = draw_scenes(256, FRESH_SEED)
     fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64))
     rng = np.random.default_rng(5)
