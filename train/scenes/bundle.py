@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,7 +129,7 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
             (Case("two pictures", pictures),),
         ),
     ]
-    sizes = {
+    sizes: dict[str, Any] = {
         "width": CONFIG.width,
         "kv_heads": CONFIG.kv_heads,
         "head_width": CONFIG.head_width,
@@ -178,7 +179,7 @@ def _round(*modules: nn.Module) -> None:
 def _tokenizer() -> bytes:
     """The vocabulary in the layout that `lantern_rt.tokenizer` describes."""
     pattern = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
-    content = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -127,7 +127,7 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3) ->
         drafted = guided_logits(predicted[:, SLOTS - 1 :], head)
         loss = -(goal * drafted.log_softmax(-1)).sum(-1).mean() + F.smooth_l1_loss(predicted, wanted)
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimiser.step()
         if now - said > 60:

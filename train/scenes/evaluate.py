@@ -76,5 +76,5 @@ def score(critic: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> di
 
 def contact_sheet(groups: list[NDArray[np.uint8]], columns: int, rows: int = 3) -> Image.Image:
     """Pictures of the groups under each other, the same prompt and seed in one column; `rows` times."""
-    lines = [np.hstack(group[r * columns : (r + 1) * columns]) for r in range(rows) for group in groups]
+    lines = [np.hstack(list(group[r * columns : (r + 1) * columns])) for r in range(rows) for group in groups]
     return Image.fromarray(np.vstack(lines))

@@ -119,7 +119,7 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
         ]
         loss = torch.stack(losses).sum()
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimiser.step()
         step += 1
         if time.monotonic() - said > 30:

@@ -30,6 +30,7 @@ class Muon(torch.optim.Optimizer):
             for shape, weights in stacks.items():
                 updates = []
                 for weight in weights:
+                    assert weight.grad is not None
                     state = self.state[weight]
                     average = state.setdefault("momentum", torch.zeros_like(weight))
                     average.lerp_(weight.grad, 1 - group["momentum"])
@@ -43,7 +44,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
     """Bring the singular values of `[matrices, rows, columns]` near 1."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    x = x / (x.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
     for _ in range(steps):
         gram = x @ x.transpose(1, 2)
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x

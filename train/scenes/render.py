@@ -8,6 +8,7 @@ Does not know captions or models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -44,7 +45,8 @@ SOLID_TINT = {
     "overcast": (0.92, 0.93, 0.95),
 }
 LIGHT = np.array([-0.52, -0.64, 0.57], np.float32)
-LIGHT_HALF = (LIGHT + np.float32((0, 0, 1))) / np.linalg.norm(LIGHT + np.float32((0, 0, 1)))
+VIEWER = np.array([0, 0, 1], np.float32)
+LIGHT_HALF = (LIGHT + VIEWER) / np.linalg.norm(LIGHT + VIEWER)
 
 
 def render(scene: Scene) -> NDArray[np.uint8]:
@@ -81,7 +83,7 @@ def _textures() -> dict[str, Floats]:
         for cells, weight in octaves:
             total += weight * _value_noise(rng, cells)
         total -= total.min()
-        return total / total.max()
+        return np.asarray(total / total.max())
 
     points = rng.random((72, 2)) * TEXTURE
     grid = np.stack(np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE), indexing="ij"), -1)
@@ -103,7 +105,7 @@ def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
     part = (at - low).astype(np.float32)
     part = part * part * (3 - 2 * part)
     rows = lattice[low] * (1 - part)[:, None] + lattice[(low + 1) % cells] * part[:, None]
-    return rows[:, low] * (1 - part) + rows[:, (low + 1) % cells] * part
+    return np.asarray(rows[:, low] * (1 - part) + rows[:, (low + 1) % cells] * part)
 
 
 @lru_cache(maxsize=16)
@@ -117,7 +119,7 @@ def _perspective(horizon: int) -> tuple[Floats, Floats, Floats]:
 
 
 def _sample(texture: Floats, across: Floats, away: Floats) -> Floats:
-    return texture[away.astype(int) % TEXTURE, across.astype(int) % TEXTURE]
+    return np.asarray(texture[away.astype(int) % TEXTURE, across.astype(int) % TEXTURE])
 
 
 def _ground(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
@@ -167,8 +169,7 @@ def _sky(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
     if kind == "clear":
         sky = _blend((0.20, 0.48, 0.88), (0.72, 0.87, 0.98), height)
         cover = np.clip((clouds - 0.55) * 5.0, 0, 1)
-        sky = sky * (1 - cover) + np.float32(0.98) * cover
-        return sky
+        return np.asarray(sky * (1 - cover) + np.float32(0.98) * cover)
     if kind == "sunset":
         sky = _blend((0.36, 0.16, 0.44), (1.0, 0.62, 0.22), height**1.3)
         sky += np.clip((clouds - 0.5) * 1.6, 0, 1) * np.asarray((0.34, 0.02, 0.06), np.float32)
@@ -179,7 +180,7 @@ def _sky(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
         sky[stars[:, 0], stars[:, 1]] += rng.uniform(0.3, 0.9, 26).astype(np.float32)[:, None]
         return _disc(sky, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
     sky = _blend((0.50, 0.53, 0.57), (0.74, 0.76, 0.78), height)
-    return sky + (clouds - 0.5) * np.float32(0.34)
+    return np.asarray(sky + (clouds - 0.5) * np.float32(0.34))
 
 
 def _blend(top: tuple[float, ...], bottom: tuple[float, ...], height: Floats) -> Floats:
@@ -190,7 +191,7 @@ def _blend(top: tuple[float, ...], bottom: tuple[float, ...], height: Floats) ->
 def _disc(sky: Floats, x: float, y: float, radius: float, colour: tuple[float, float, float]) -> Floats:
     rows, columns = np.ogrid[: sky.shape[0], :SIZE]
     cover = np.clip(radius - np.hypot(rows - y, columns - x) + 0.5, 0, 1)[..., None].astype(np.float32)
-    return sky * (1 - cover) + np.asarray(colour, np.float32) * cover
+    return np.asarray(sky * (1 - cover) + np.asarray(colour, np.float32) * cover)
 
 
 # ---------------------------------------------------------------- solids
@@ -279,7 +280,7 @@ def _star(u: Floats, v: Floats, rng: np.random.Generator) -> tuple[Floats, Float
 
 
 def _polyhedron(
-    u: Floats, v: Floats, corners: Floats, faces: list[tuple[int, ...]], yaw: float, pitch: float
+    u: Floats, v: Floats, corners: Floats, faces: Sequence[tuple[int, ...]], yaw: float, pitch: float
 ) -> tuple[Floats, Floats]:
     """Mask and normals of the faces turned to the viewer (+z), after a turn about y and a tilt about x."""
     turn = np.array([[np.cos(yaw), 0, np.sin(yaw)], [0, 1, 0], [-np.sin(yaw), 0, np.cos(yaw)]])

@@ -39,8 +39,8 @@ def shard_codes(work: Path, vq: ScenesVQ, index: int) -> NDArray[np.int16]:
         partial = path.with_suffix(".partial.npy")
         np.save(partial, codes)
         partial.rename(path)
-    codes = np.load(path)
-    return codes
+    stored: NDArray[np.int16] = np.load(path)
+    return stored
 
 
 def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
@@ -142,7 +142,7 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
         loss = (losses * weight).mean()
         muon.zero_grad(set_to_none=True)
         adam.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         muon.step()
         adam.step()

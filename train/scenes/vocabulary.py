@@ -76,9 +76,9 @@ class Scene:
 def sample_scene(rng: np.random.Generator, two_solids: float = 0.22) -> Scene:
     """Draw a scene; with probability `two_solids` it holds two, left and right."""
     if rng.random() < two_solids:
-        spots = (rng.uniform(0.25, 0.29), rng.uniform(0.71, 0.75))
+        spots = [rng.uniform(0.25, 0.29), rng.uniform(0.71, 0.75)]
     else:
-        spots = (float(rng.choice((0.26, 0.5, 0.74)) + rng.uniform(-0.03, 0.03)),)
+        spots = [float(rng.choice((0.26, 0.5, 0.74)) + rng.uniform(-0.03, 0.03))]
     solids = tuple(
         Solid(_pick(rng, SHAPES), _pick(rng, COLOURS), _pick(rng, SIZES), _pick(rng, FINISHES), float(x)) for x in spots
     )

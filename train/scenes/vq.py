@@ -34,7 +34,8 @@ class Residual(nn.Module):
         self.second = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(F.silu(self.first(F.silu(x))))
+        change: Tensor = self.second(F.silu(self.first(F.silu(x))))
+        return x + change
 
 
 class Encoder(nn.Module):
@@ -177,7 +178,7 @@ def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: i
         output = model.decoder(vectors + (quantised - vectors).detach())
         loss = _picture_loss(output, images) + 0.25 * (vectors - quantised).square().sum(1).mean()
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         model.follow(vectors.detach(), codes)
