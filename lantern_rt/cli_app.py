@@ -154,7 +154,7 @@ def export(
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     force: Force = False,
 ) -> None:
-    """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[export]."""
+    """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
     from .cli_tools import export_command
 
     export_command(family, target, vq, output, drafter, model, config, grid, name, force)

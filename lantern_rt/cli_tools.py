@@ -75,7 +75,7 @@ def export_command(
         raise CheckpointError(f"family: found {family!r}, expected {' or '.join(FAMILIES)}")
     if missing := [name for name in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise EngineError(
-            f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[export]'`"
+            f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
     from .export.llamagen import export_llamagen
 

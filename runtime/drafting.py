@@ -14,11 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
 from .passes import committed_mask, run_pass
-from .sampling import Probabilities, Sampling, draw_without_replacement, guide, refuse_damaged, shape_distribution
+from .sampling import (
+    Probabilities,
+    Sampling,
+    draw_without_replacement,
+    guide,
+    log_softmax,
+    refuse_damaged,
+    shape_distribution,
+)
 from .statistics import Clock
 from .streams import Streams
 from .tree import DraftTree, DynamicTree, StaticTree, TreeShape
@@ -220,15 +227,14 @@ class Drafter:
                 growth.add_children(chosen, self._log_probabilities(scores[: len(chosen)]), shape.branch)
         return [growth.prune(shape.nodes) for growth in grown]
 
-    def _log_probabilities(self, logits: Floats) -> NDArray[np.float64]:
+    def _log_probabilities(self, logits: Floats) -> Floats:
         """Log-probabilities `[slots, vocabulary]`, after temperature and filters unless greedy."""
-        if self.sampling.greedy:
+        if not self.sampling.filtered:
             refuse_damaged(logits)
-            shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-            scores: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-            return scores
+            return log_softmax(self.sampling.scale(logits))
         with np.errstate(divide="ignore"):
-            return np.log(np.stack([shape_distribution(row, self.sampling) for row in logits]))
+            scores = np.log(np.stack([shape_distribution(row, self.sampling) for row in logits]))
+        return scores.astype(np.float32)
 
 
 class _Growth:
@@ -239,7 +245,7 @@ class _Growth:
         self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
         self.last_level = np.zeros(1, np.int64)
 
-    def add_children(self, nodes: Ints, log_probabilities: NDArray[np.float64], branch: int) -> None:
+    def add_children(self, nodes: Ints, log_probabilities: Floats, branch: int) -> None:
         """Give each of `nodes` its `branch` most probable children, best first."""
         branch = min(branch, log_probabilities.shape[1])
         first = np.argpartition(-log_probabilities, branch - 1, axis=1)[:, :branch]

@@ -43,6 +43,15 @@ class Sampling:
         """Whether the most probable code is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def filtered(self) -> bool:
+        """Whether some codes are left out: never when greedy."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+
+    def scale(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits over the temperature; as they are when greedy."""
+        return logits if self.temperature in (0.0, 1.0) else logits / np.float32(self.temperature)
+
 
 def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
     """Mix conditional and unconditional logits `[2, ...]` into `[...]`; `[1, ...]` passes through."""
@@ -54,11 +63,18 @@ def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
     return mixed
 
 
-def softmax(logits: NDArray[Any]) -> Probabilities:
-    """Probabilities float64 along the last axis."""
-    shifted = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    probabilities: Probabilities = shifted / shifted.sum(-1, keepdims=True)
-    return probabilities
+def softmax(logits: NDArray[np.float32]) -> Probabilities:
+    """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64."""
+    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
+    weights /= weights.sum(-1, keepdims=True)
+    return weights
+
+
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Log-probabilities float32 of float32 logits, along the last axis."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    scores: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return scores
 
 
 def refuse_damaged(logits: NDArray[Any]) -> None:
@@ -75,9 +91,9 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
     EngineError if the logits hold NaN or infinity: damaged weights must not pass for a picture.
     """
     refuse_damaged(logits)
-    if sampling.greedy:
-        return softmax(logits)
-    scaled = logits / np.float32(sampling.temperature)
+    scaled = sampling.scale(logits)
+    if not sampling.filtered:
+        return softmax(scaled)
     keep = np.arange(len(scaled))
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(keep):
@@ -104,6 +120,8 @@ def draw_without_replacement(distribution: Probabilities, count: int, rng: np.ra
 
     An exponential race: the order of Exp(1) / p is that of successive draws without replacement.
     """
+    if count == 1:
+        return np.array([draw(distribution, rng)], np.int64)
     support = np.flatnonzero(distribution)
     arrival = rng.standard_exponential(len(support)) / distribution[support]
     count = min(count, len(support))
