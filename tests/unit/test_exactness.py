@@ -86,9 +86,9 @@ CASES = {
     "chain-3, guided, temperature 0.7": (named_tree("chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
     "bushy, temperature 1.3, top-k 2": (BUSHY, Sampling(temperature=1.3, top_k=2)),
     "dynamic-10-3-3": (named_tree("dynamic-10-3-3"), Sampling()),
-    "dynamic-6-2-3, guided, temperature 0.6, top-p 0.8": (
+    "dynamic-6-2-3, guided, temperature 1.4, top-p 0.9": (
         named_tree("dynamic-6-2-3"),
-        Sampling(cfg_scale=1.5, temperature=0.6, top_p=0.8),
+        Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
     ),
     "dynamic-8-3-2, temperature 1.6, top-k 2": (named_tree("dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
 }
