@@ -86,11 +86,12 @@ def evaluate(
     bundle: Annotated[Path, typer.Option(help="Bundle to evaluate.")] = Path("lantern_rt/bundles/scenes"),
     work: Work = DEFAULT_WORK,
     count: Annotated[int, typer.Option(help="Prompts.")] = 200,
+    method: Annotated[list[str] | None, typer.Option(help="Only these methods; may be repeated.")] = None,
 ) -> None:
     """Check pictures of unseen prompts with the judge, for every method."""
-    from .evaluate import evaluate_bundle
+    from .evaluate import METHODS, evaluate_bundle
 
-    evaluate_bundle(bundle, work, output, count)
+    evaluate_bundle(bundle, work, output, count, method or METHODS)
 
 
 @app.command()

@@ -6,6 +6,7 @@ Runs the bundle as a user would, through `Pipeline`. Does not know how the model
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,15 @@ def interval(marks: list[bool], draws: int = 2000) -> tuple[float, float, float]
     return share, float(centre - half), float(centre + half)
 
 
-def evaluate_bundle(bundle: Path, work: Path, output: Path, count: int = 200, batch: int = 8) -> dict[str, Any]:
-    """Agreement of every method on `count` prompts; writes `evaluation.json` and sheets into `output`."""
+def evaluate_bundle(
+    bundle: Path, work: Path, output: Path, count: int, methods: Sequence[str] = METHODS, batch: int = 8
+) -> dict[str, Any]:
+    """Agreement of every method on `count` prompts; writes `evaluation.json` and `methods.png` into `output`."""
     pipe, critic = Pipeline.from_bundle(bundle), load_judge(work)
     scenes, prompts = draw_prompts(count)
     report: dict[str, Any] = {"prompts": count, "methods": {}}
     pictures = {}
-    for method in METHODS:
+    for method in methods:
         images, passes, tvd, seconds = [], 0.0, 0.0, 0.0
         for i in range(0, count, batch):
             seeds_from = 1000 + i
