@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,12 +95,12 @@ def test_a_sunset_is_redder_than_a_night_and_grass_is_green(pipe: Pipeline) -> N
     assert green > blue
 
 
-def test_one_image_from_the_command_line_stays_below_400_megabytes() -> None:
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's record of peak memory")
+def test_one_image_takes_less_than_400_megabytes() -> None:
     program = (
-        "import resource, sys\n"
         "from lantern_rt import Pipeline\n"
         "Pipeline.from_bundle('scenes')('a red sphere on sand at night', seed=1)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 400 * 1024
+    assert int(found.stdout.split()[1]) < 400 * 1024  # kilobytes

@@ -328,7 +328,7 @@ def test_export_without_torch_says_what_to_install(
     monkeypatch.setattr(cli_tools.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     code = run_program(["export", "--target", "a.pt", "--vq", "b.pt", "--output", "out"])
     assert code == 2
-    assert "pip install 'lantern-rt[export]'" in capsys.readouterr().err
+    assert "pip install 'lantern-rt[cpu,export]'" in capsys.readouterr().err
 
 
 def test_export_refuses_an_unknown_family(capsys: pytest.CaptureFixture[str]) -> None:
