@@ -95,6 +95,7 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
     vq, target, trained = load_vq(work), load_target(work), load_drafter(work)
     _round(vq, target)
     decoder, code_embeddings = target.fold()
+    code_embeddings = code_embeddings.half().float()
     _round(decoder, trained)
     drafter = EagleDrafter(DRAFTER_CONFIG, decoder.head, bias=True)
     drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers

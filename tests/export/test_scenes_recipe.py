@@ -1,0 +1,150 @@
+"""The recipe of the default bundle: pictures, captions, and that trained modules become the graphs they should."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_rt import open_bundle
+
+torch = pytest.importorskip("torch")
+
+from lantern_rt.export.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
+from lantern_rt.train.scenes.drafter import DRAFTER_CONFIG, ScenesDrafter  # noqa: E402
+from lantern_rt.train.scenes.judge import Verdict, agreement  # noqa: E402
+from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
+from lantern_rt.train.scenes.muon import orthogonalise  # noqa: E402
+from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
+from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
+from lantern_rt.train.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
+from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
+    COLOURS,
+    SHAPES,
+    Scene,
+    Solid,
+    describe,
+    sample_scene,
+    vocabulary,
+)
+
+
+def test_every_caption_fits_the_slots_and_uses_known_words_only() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        caption = describe(sample_scene(rng), rng)
+        assert len(caption.split()) <= SLOTS
+        assert UNKNOWN not in encode_caption(caption)
+        assert set(re.findall("[a-z]+", caption)) <= set(vocabulary())
+
+
+def test_a_complete_caption_names_colour_shape_ground_and_sky() -> None:
+    rng = np.random.default_rng(1)
+    scene = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
+    for _ in range(50):
+        caption = describe(scene, rng, complete=True)
+        assert "green" in caption
+        assert "cone" in caption
+        assert re.search("sand|beach|desert", caption)
+        assert re.search("night|stars", caption)
+
+
+def changed_by(solid: Solid) -> tuple[np.ndarray, np.ndarray]:
+    """A picture with the solid, and which of its pixels above the shadow differ from the empty scene."""
+    picture = render(Scene("clear", "sand", (solid,), 5)) / 255.0
+    empty = render(Scene("clear", "sand", (), 5)) / 255.0
+    changed = np.abs(picture - empty).sum(-1) > 0.15
+    changed[90:] = False
+    return picture, changed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_solid_stands_where_the_scene_puts_it(shape: str) -> None:
+    for x in (0.26, 0.5, 0.74):
+        _, changed = changed_by(Solid(shape, "red", "large", "matte", x))
+        assert abs(np.flatnonzero(changed.any(0)).mean() - x * SIZE) < 12
+
+
+@pytest.mark.parametrize("colour", [colour for colour in COLOURS if colour not in ("white", "black")])
+def test_a_solid_has_the_hue_of_its_name(colour: str) -> None:
+    picture, changed = changed_by(Solid("sphere", colour, "large", "matte", 0.5))
+    seen = _direction(picture[changed].mean(0))
+    assert min(COLOURS, key=lambda name: float(np.abs(seen - _direction(np.array(RGB[name]))).sum())) == colour
+
+
+def _direction(rgb: np.ndarray) -> np.ndarray:
+    return (rgb - rgb.mean()) / (np.linalg.norm(rgb - rgb.mean()) + 0.05)
+
+
+def test_the_same_scene_gives_the_same_picture() -> None:
+    scene = sample_scene(np.random.default_rng(2))
+    assert (render(scene) == render(scene)).all()
+    assert (render(scene) != render(sample_scene(np.random.default_rng(3)))).any()
+
+
+def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> None:
+    torch.manual_seed(0)
+    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(1024, 8), dim=1)).eval()
+    decoder, table = target.fold()
+    caption = torch.from_numpy(encode_caption("a red cube on sand"))[None]
+    codes = torch.randint(1024, (1, 40))
+    with torch.no_grad():
+        whole = target.hidden(target.prefix(caption), codes)
+        config = target.config
+        past = [(torch.zeros(0, 1, 4, config.head_width),) * 2 for _ in range(config.layers)]
+        steps, position = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))], 0
+        for i, embeds in enumerate(steps):
+            nodes = embeds.shape[1]
+            mask = torch.zeros(1, 1, nodes, position + nodes)
+            mask[..., position:] = torch.full((nodes, nodes), -1e9).triu(1)
+            at = torch.arange(position, position + nodes)[None]
+            _, hidden, fresh = decoder(embeds, at, mask, past)
+            past = [tuple(torch.cat(pair) for pair in zip(p, f, strict=True)) for p, f in zip(past, fresh, strict=True)]
+            position += nodes
+            assert (hidden[:, -1] - whole[:, i]).abs().max() < 1e-4
+
+
+def test_the_drafter_graphs_module_is_the_trained_one() -> None:
+    torch.manual_seed(1)
+    trained = ScenesDrafter().eval()
+    drafter = EagleDrafter(DRAFTER_CONFIG, torch.nn.Linear(256, 1024, bias=False), bias=True)
+    drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
+    tokens, hidden = torch.randint(1024, (2, 50)), torch.randn(2, 50, 256)
+    mask = torch.full((50, 50), -1e9).triu(1).expand(2, 1, 50, 50)
+    nothing = [(torch.zeros(0, 2, 4, 64), torch.zeros(0, 2, 4, 64))]
+    with torch.no_grad():
+        _, found, _ = drafter(tokens, hidden, torch.arange(50).expand(2, 50), mask, nothing)
+        assert (found - trained(tokens, hidden)).abs().max() < 1e-4
+
+
+def test_a_work_folder_restored_from_the_bundle_gives_the_same_target_graph(tmp_path: Path) -> None:
+    restore_work("scenes", tmp_path / "work")
+    write_scenes_bundle(tmp_path / "work", tmp_path / "again", force=False, progress=lambda _: None)
+    first, second = open_bundle("scenes").manifest.files, open_bundle(tmp_path / "again").manifest.files
+    for role in ("target", "target.data", "drafter.data", "code_embeddings", "vq_decoder.data", "neighbors"):
+        assert second[role].sha256 == first[role].sha256, role
+
+
+def test_muon_updates_have_singular_values_near_one() -> None:
+    torch.manual_seed(2)
+    for shape in ((3, 64, 96), (2, 96, 64)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+        assert values.min() > 0.5
+        assert values.max() < 1.4
+
+
+def test_agreement_marks_single_solids_and_pairs() -> None:
+    single = Scene("night", "sand", (Solid("cone", "green", "large", "matte", 0.5),), 3)
+    marks = agreement(single, Verdict("night", "snow", {"middle": ("green", "cube")}))
+    assert marks == {"sky": True, "ground": False, "position": True, "colour": True, "shape": False}
+    pair = Scene(
+        "clear",
+        "wood",
+        (Solid("cone", "red", "small", "matte", 0.27), Solid("cube", "blue", "small", "matte", 0.73)),
+        3,
+    )
+    marks = agreement(pair, Verdict("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")}))
+    assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
