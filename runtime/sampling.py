@@ -65,7 +65,7 @@ def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
 
 def softmax(logits: NDArray[np.float32]) -> Probabilities:
     """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64."""
-    weights = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
+    weights: Probabilities = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
     weights /= weights.sum(-1, keepdims=True)
     return weights
 

@@ -40,12 +40,13 @@ from .text import SLOTS, WORD_IDS, WORDS
 from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
+# Chosen on 32 to 48 prompts for at least three codes a target pass; see docs/scenes.md.
 DECODING = DecodingDefaults(
     method="lantern++",
     methods={
         "eagle": MethodDefaults(tree="chain-4"),
-        "lantern": MethodDefaults(tree="chain-5", neighbors=100, delta=0.1),
-        "lantern++": MethodDefaults(tree="chain-5", neighbors=30, lambda_=2.0),
+        "lantern": MethodDefaults(tree="balanced-25", neighbors=30, delta=0.01),
+        "lantern++": MethodDefaults(tree="balanced-25", neighbors=100, lambda_=2.0),
     },
 )
 
