@@ -40,7 +40,7 @@ def interval(marks: list[bool], draws: int = 2000) -> tuple[float, float, float]
 def evaluate_bundle(
     bundle: Path, work: Path, output: Path, count: int, methods: Sequence[str] = METHODS, batch: int = 8
 ) -> dict[str, Any]:
-    """Agreement of every method on `count` prompts; writes `evaluation.json` and `methods.png` into `output`."""
+    """Agreement of every method on `count` prompts; writes `evaluation.json` and `methods.jpg` into `output`."""
     pipe, critic = Pipeline.from_bundle(bundle), load_judge(work)
     scenes, prompts = draw_prompts(count)
     report: dict[str, Any] = {"prompts": count, "methods": {}}
@@ -65,7 +65,7 @@ def evaluate_bundle(
         print(method, json.dumps(report["methods"][method]), flush=True)
     output.mkdir(parents=True, exist_ok=True)
     (output / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
-    contact_sheet(list(pictures.values()), 8).save(output / "methods.png")
+    contact_sheet(list(pictures.values()), 8).save(output / "methods.jpg", quality=90)
     return report
 
 
