@@ -40,7 +40,7 @@ from .text import SLOTS, WORD_IDS, WORDS
 from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
-# Chosen on 32 to 48 prompts for at least three codes a target pass; see docs/scenes.md.
+# Relaxed methods: at least three codes a target pass. docs/scenes.md says what these give, and what they cost.
 DECODING = DecodingDefaults(
     method="lantern++",
     methods={

@@ -101,7 +101,7 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
     matrices = [w for w in model.decoder.parameters() if w.ndim == 2]
     others = [w for w in model.parameters() if not any(w is m for m in matrices)]
     muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    stable, seen, spent = work / "target-stable.pt", 0, 0.0
+    stable, seen = work / "target-stable.pt", 0
     average = copy.deepcopy(model)
     if stable.exists():
         state = load_checkpoint(stable)
@@ -109,7 +109,7 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
         average.load_state_dict(state["average"])
         muon.load_state_dict(state["muon"])
         adam.load_state_dict(state["adam"])
-        seen, spent = state["seen"], state["spent"]
+        seen = state["seen"]
     elif (work / "target.pt").exists():  # restored from a bundle: weights without the optimisers' state
         for each in (model, average):
             each.load_state_dict(load_checkpoint(work / "target.pt")["model"])
@@ -126,7 +126,6 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
             "muon": muon.state_dict(),
             "adam": adam.state_dict(),
             "seen": seen,
-            "spent": spent + time.monotonic() - start,
         }
 
     start = saved = said = time.monotonic()
