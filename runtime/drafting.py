@@ -20,15 +20,16 @@ from .passes import committed_mask, run_pass
 from .sampling import (
     Probabilities,
     Sampling,
+    best_codes,
     draw_without_replacement,
     guide,
-    log_softmax,
-    refuse_damaged,
     shape_distribution,
 )
 from .statistics import Clock
 from .streams import Streams
 from .tree import DraftTree, DynamicTree, StaticTree, TreeShape
+
+MINIMUM_SLOTS = 2  # one-slot passes use another matrix kernel and would not reproduce longer ones
 
 
 @dataclass
@@ -86,84 +87,70 @@ class Drafter:
     def _commit(self, tokens: list[Ints], hidden: list[Floats]) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
         requests, rows = len(tokens), len(hidden)
-        counts = np.array([len(codes) for codes in tokens])
-        slots, width = max(2, int(counts.max())), hidden[0].shape[-1]
+        counts = [len(codes) for codes in tokens] * (rows // requests)
+        slots = max(MINIMUM_SLOTS, *counts)
         codes = np.zeros((rows, slots), np.int64)
-        states = np.zeros((rows, slots, width), np.float32)
-        new = np.zeros((rows, slots, slots), bool)
-        lengths = self.cache.lengths
-        for row in range(rows):
-            count = counts[row % requests]
+        states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
+        for row, count in enumerate(counts):
             codes[row, :count], states[row, :count] = tokens[row % requests], hidden[row]
-            new[row] = np.tri(slots, dtype=bool)
-            prefix = self.hidden_columns.shape[1]
-            if lengths[row] < prefix:  # the prefix itself is being committed
-                new[row, :, :prefix] &= ~self.hidden_columns[row, None, :slots] | np.eye(slots, prefix, dtype=bool)
-        positions = lengths[:, None] + np.arange(slots)
-        output = self._run(codes, states, positions, new, self._past_mask(slots))
-        self.cache.append(output.fresh, [np.arange(counts[row % requests]) for row in range(rows)])
-        last = np.array([counts[row % requests] - 1 for row in range(rows)])
+        lengths, prefix = self.cache.lengths, self.hidden_columns.shape[1]
+        visible, span = self._visible(lengths, slots)
+        visible[:, :, span:] = np.tri(slots, dtype=bool)
+        for row in np.flatnonzero(lengths < prefix):  # the prefix itself is being committed
+            seen = ~self.hidden_columns[row] | np.eye(slots, prefix, dtype=bool)
+            visible[row, :, span : span + prefix] &= seen
+        output = self._run(codes, states, lengths[:, None] + np.arange(slots), visible)
+        kept = {count: np.arange(count) for count in counts}
+        self.cache.append(output.fresh, [kept[count] for count in counts])
+        last = [count - 1 for count in counts]
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, width]
-        logits = [
-            guide(output.logits[[r, r + requests] if rows > requests else [r], counts[r] - 1], self.sampling.cfg_scale)[
-                None
-            ]
-            for r in range(requests)
-        ]
-        return Level(hidden_last, logits)
+        return Level(hidden_last, [self._guided(output, r, requests, last[r]) for r in range(requests)])
 
-    def _past_mask(self, nodes: int) -> Bools:
-        span = self.engine.next_span(self.cache, nodes)
-        return committed_mask(self.cache.lengths, self.hidden_columns, span)
+    def _guided(self, output: PassOutput, request: int, requests: int, first: int, slots: int = 1) -> Floats:
+        """Guided logits `[slots, vocabulary]` of a request, from slot `first` on."""
+        return guide(output.logits[request::requests, first : first + slots], self.sampling.cfg_scale)
 
-    def _run(self, tokens: Ints, hidden: Floats, positions: Ints, new: Bools, past: Bools) -> PassOutput:
-        """One pass; `new [rows, slots, slots]`, `past [rows, span]` or `[rows, slots, span]`."""
-        rows, slots = tokens.shape
-        if past.ndim == 2:
-            past = np.broadcast_to(past[:, None], (rows, slots, past.shape[1]))
-        batch = Pass(
-            positions=np.minimum(positions, self.last_position + self.position_shift),
-            visible=np.concatenate([past, new], -1),
-            tokens=tokens,
-            hidden=hidden,
-        )
+    def _visible(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
+        """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, span + slots]`, and the span."""
+        span = self.engine.next_span(self.cache, slots)
+        visible = np.zeros((len(lengths), slots, span + slots), bool)
+        visible[:, :, :span] = committed_mask(lengths, self.hidden_columns, span)[:, None]
+        return visible, span
+
+    def _run(self, tokens: Ints, hidden: Floats, positions: Ints, visible: Bools) -> PassOutput:
+        last = self.last_position + self.position_shift
+        batch = Pass(positions=np.minimum(positions, last), visible=visible, tokens=tokens, hidden=hidden)
         return run_pass(self.engine, batch, self.cache, self.clock.drafter)
 
     def _expand(
-        self, trees_tokens: list[Ints], parents_slot: list[Ints], depth: int, base: Ints, above: Bools, hidden: Floats
-    ) -> tuple[Floats, list[Floats], Bools]:
+        self, tokens: Ints, parents: Ints, depth: int, base: Ints, above: Bools, level: Level
+    ) -> tuple[Level, Bools]:
         """Run one level of draft nodes and append its slots.
 
-        trees_tokens: per request codes `[slots]`. parents_slot: per request the slot of each node's parent in
-        the previous level, whose `hidden [rows, slots, width]` it reads. above: `[requests, previous, slots
-        so far]`, what each previous slot saw of the draft. Returns hidden, guided logits and the new `above`.
+        tokens: `[requests, slots]`. parents: the slot of each node's parent in the previous `level`, `[requests,
+        slots]`. base: committed slots `[rows]`. above: what each previous slot saw of the draft, `[requests,
+        previous, drafted]`. Returns the new level and its `above`.
         """
-        requests, rows = len(trees_tokens), len(hidden)
-        slots = len(trees_tokens[0])
-        padded = max(2, slots)
-        drafted = above.shape[2]
+        requests, slots = tokens.shape
+        rows, _, width = level.hidden.shape
+        request = np.arange(rows) % requests
+        padded, drafted = max(MINIMUM_SLOTS, slots), above.shape[2]
         codes = np.zeros((rows, padded), np.int64)
-        states = np.zeros((rows, padded, hidden.shape[-1]), np.float32)
+        codes[:, :slots] = tokens[request]
+        states = np.zeros((rows, padded, width), np.float32)
+        states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[request]]
         sees = np.zeros((requests, slots, drafted + slots), bool)
-        for r in range(requests):
-            sees[r, :, :drafted] = above[r, parents_slot[r]]
-            sees[r, :, drafted:] = np.eye(slots, dtype=bool)
-            for row in range(r, rows, requests):
-                codes[row, :slots] = trees_tokens[r]
-                states[row, :slots] = hidden[row, parents_slot[r]]
-        span = self.engine.next_span(self.cache, padded)
-        past = np.repeat(committed_mask(base, self.hidden_columns, span)[:, None], padded, 1)
-        new = np.zeros((rows, padded, padded), bool)
-        new[:, np.arange(padded), np.arange(padded)] = True
-        for row in range(rows):
-            past[row, :slots, base[row] : base[row] + drafted] = sees[row % requests, :, :drafted]
+        sees[:, :, :drafted] = above[np.arange(requests)[:, None], parents]
+        sees[:, :, drafted:] = np.eye(slots, dtype=bool)
+        visible, span = self._visible(base, padded)
+        visible[:, :, span:] = np.eye(padded, dtype=bool)
+        for row, start in enumerate(base.tolist()):
+            visible[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
         positions = np.broadcast_to((base + depth - 1)[:, None], (rows, padded))
-        output = self._run(codes, states, positions, new, past)
+        output = self._run(codes, states, positions, visible)
         self.cache.append(output.fresh, [np.arange(slots)] * rows)
-        logits = [
-            guide(output.logits[r::requests, :slots], self.sampling.cfg_scale) for r in range(requests)
-        ]  # [slots, vocabulary]
-        return output.hidden[:, :slots], logits, sees
+        logits = [self._guided(output, r, requests, 0, slots) for r in range(requests)]
+        return Level(output.hidden[:, :slots], logits), sees
 
     def _draft_static(
         self, shape: StaticTree, roots: Ints, level: Level, base: Ints, streams: Sequence[Streams]
@@ -175,23 +162,17 @@ class Drafter:
         alive[:, 0] = True
         proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
         above = np.zeros((requests, 1, 0), bool)
-        hidden, logits = level.hidden, level.logits
-        inner_before = np.zeros(1, np.int64)
-        for depth, inner in enumerate(shape.levels):
+        for depth, (inner, parents) in enumerate(zip(shape.levels, shape.parent_slots, strict=True)):
             if depth > 0:
-                slot_of = {int(node): slot for slot, node in enumerate(inner_before)}
-                parents = np.array([slot_of[int(shape.parents[node])] for node in inner])
-                hidden, logits, above = self._expand(
-                    [tokens[r, inner] for r in range(requests)], [parents] * requests, depth, base, above, hidden
-                )
+                same = np.broadcast_to(parents, (requests, len(parents)))
+                level, above = self._expand(tokens[:, inner], same, depth, base, above, level)
             for r in range(requests):
-                for slot, node in enumerate(inner):
-                    children = shape.children[int(node)]
+                for slot, node in enumerate(inner.tolist()):
+                    children = shape.children[node]
                     if alive[r, node]:
-                        codes = self._choose(logits[r][slot], len(children), proposals[r], int(node), streams[r])
+                        codes = self._choose(level.logits[r][slot], len(children), proposals[r], node, streams[r])
                         tokens[r, children[: len(codes)]] = codes
                         alive[r, children[: len(codes)]] = True
-            inner_before = inner
         leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
         return [_without(tree, alive[r]) for r, tree in enumerate(trees)]
@@ -201,11 +182,7 @@ class Drafter:
     ) -> Ints:
         """Codes of a node's children; sampled ones leave their distribution in `proposals`."""
         if self.sampling.greedy:
-            refuse_damaged(logits)
-            count = min(count, len(logits))
-            first = np.argpartition(-logits, count - 1)[:count]
-            ranked: Ints = first[np.argsort(-logits[first], kind="stable")]
-            return ranked
+            return best_codes(logits[None], count)[0][0]
         distribution = shape_distribution(logits, self.sampling)
         proposals[node] = distribution
         return draw_without_replacement(distribution, count, streams.draft)
@@ -214,27 +191,26 @@ class Drafter:
         requests = len(roots)
         grown = [_Growth(int(root)) for root in roots]
         above = np.zeros((requests, 1, 0), bool)
-        hidden, logits = level.hidden, level.logits
-        for growth, rows_of_logits in zip(grown, logits, strict=True):
-            growth.add_children(np.zeros(1, np.int64), self._log_probabilities(rows_of_logits), shape.branch)
+        for growth, logits in zip(grown, level.logits, strict=True):
+            growth.add_children(np.zeros(1, np.int64), *self._best_children(logits, shape.branch))
         for depth in range(1, shape.depth):
             slots = [growth.best_of_last_level(shape.branch) for growth in grown]
             width = max(len(chosen) for chosen, _ in slots)
-            codes = [_stretch(growth.token_of(chosen), width) for growth, (chosen, _) in zip(grown, slots, strict=True)]
+            codes = [_stretch(growth.tokens[chosen], width) for growth, (chosen, _) in zip(grown, slots, strict=True)]
             parents = [_stretch(parent, width) for _, parent in slots]
-            hidden, logits, above = self._expand(codes, parents, depth, base, above, hidden)
-            for growth, (chosen, _), scores in zip(grown, slots, logits, strict=True):
-                growth.add_children(chosen, self._log_probabilities(scores[: len(chosen)]), shape.branch)
+            level, above = self._expand(np.stack(codes), np.stack(parents), depth, base, above, level)
+            for growth, (chosen, _), logits in zip(grown, slots, level.logits, strict=True):
+                growth.add_children(chosen, *self._best_children(logits[: len(chosen)], shape.branch))
         return [growth.prune(shape.nodes) for growth in grown]
 
-    def _log_probabilities(self, logits: Floats) -> Floats:
-        """Log-probabilities `[slots, vocabulary]`, after temperature and filters unless greedy."""
+    def _best_children(self, logits: Floats, branch: int) -> tuple[Ints, Floats]:
+        """The `branch` most probable codes after each slot `[slots, vocabulary]` and their log-probabilities."""
         if not self.sampling.filtered:
-            refuse_damaged(logits)
-            return log_softmax(self.sampling.scale(logits))
+            return best_codes(logits, branch, self.sampling.temperature)
         with np.errstate(divide="ignore"):
-            scores = np.log(np.stack([shape_distribution(row, self.sampling) for row in logits]))
-        return scores.astype(np.float32)
+            shaped = np.log(np.stack([shape_distribution(row, self.sampling) for row in logits])).astype(np.float32)
+        codes, _ = best_codes(shaped, branch)
+        return codes, np.take_along_axis(shaped, codes, 1)
 
 
 class _Growth:
@@ -245,13 +221,10 @@ class _Growth:
         self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
         self.last_level = np.zeros(1, np.int64)
 
-    def add_children(self, nodes: Ints, log_probabilities: Floats, branch: int) -> None:
-        """Give each of `nodes` its `branch` most probable children, best first."""
-        branch = min(branch, log_probabilities.shape[1])
-        first = np.argpartition(-log_probabilities, branch - 1, axis=1)[:, :branch]
-        order = np.argsort(-np.take_along_axis(log_probabilities, first, 1), axis=1, kind="stable")
-        codes = np.take_along_axis(first, order, 1)  # [nodes, branch]
-        scores = np.take_along_axis(log_probabilities, codes, 1) + self.scores[nodes][:, None]
+    def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
+        """Give each of `nodes` its children: codes and log-probabilities `[nodes, branch]`, best first."""
+        branch = codes.shape[1]
+        scores = log_probabilities + self.scores[nodes][:, None]
         possible = np.isfinite(scores).ravel()
         start = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
@@ -266,10 +239,6 @@ class _Growth:
         order = np.argsort(-self.scores[self.last_level], kind="stable")[:count]
         chosen = self.last_level[order]
         return chosen, self.slot_of_parent[chosen]
-
-    def token_of(self, nodes: Ints) -> Ints:
-        """Codes of nodes."""
-        return self.tokens[nodes]
 
     def prune(self, count: int) -> DraftTree:
         """Keep the root and the `count` - 1 best nodes, in order of creation."""

@@ -7,7 +7,7 @@ know trees, engines or requests.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from ..errors import EngineError
 
 Probabilities = NDArray[np.float64]
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
+BLOCK = 64  # codes looked at together when the most probable ones are sought
 
 
 @dataclass(frozen=True)
@@ -59,28 +60,66 @@ def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
         only: NDArray[np.float32] = logits[0]
         return only
     cond, uncond = logits
-    mixed: NDArray[np.float32] = uncond + np.float32(cfg_scale) * (cond - uncond)
+    mixed: NDArray[np.float32] = cond - uncond
+    mixed *= np.float32(cfg_scale)
+    mixed += uncond
     return mixed
 
 
 def softmax(logits: NDArray[np.float32]) -> Probabilities:
-    """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64."""
-    weights: Probabilities = np.exp(logits - logits.max(-1, keepdims=True)).astype(np.float64)
-    weights /= weights.sum(-1, keepdims=True)
-    return weights
+    """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64.
+
+    EngineError if the logits hold NaN or infinity: damaged weights must not pass for a picture.
+    """
+    weights = logits - _highest(logits)
+    probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
+    probabilities *= 1 / probabilities.sum(-1, keepdims=True)
+    return probabilities
 
 
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Log-probabilities float32 of float32 logits, along the last axis."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    scores: NDArray[np.float32] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    return scores
+def best_codes(
+    logits: NDArray[np.float32], count: int, temperature: float = 1.0
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The `count` most probable codes of each row of `[rows, vocabulary]`, best first, and their log-probabilities.
+
+    Both `[rows, count]`; fewer where the vocabulary is smaller. Temperature 0 counts as 1. EngineError as `softmax`.
+    """
+    top = _highest(logits)
+    divisor = np.float32(temperature or 1.0)
+    codes = _largest(logits, min(count, logits.shape[-1]))
+    weights = logits - top
+    if divisor != 1:
+        weights /= divisor
+    chosen = np.take_along_axis(weights, codes, -1)
+    scores: NDArray[np.float32] = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
+    return codes, scores
 
 
-def refuse_damaged(logits: NDArray[Any]) -> None:
-    """EngineError if logits `[..., vocabulary]` hold NaN or positive infinity."""
-    if not np.isfinite(logits.max(-1)).all():
+def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Where the `count` largest of each row `[rows, n]` are, largest first.
+
+    Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
+    """
+    rows, length = values.shape
+    blocks = length // BLOCK
+    if blocks * BLOCK == length and blocks >= 4 * count:
+        highest = values.reshape(rows, BLOCK, blocks).max(1)  # block b: b, b + blocks, b + 2 blocks, ...
+        best = np.argpartition(highest, blocks - count, axis=-1)[:, blocks - count :]
+        where = (best[:, None] + blocks * np.arange(BLOCK)[:, None]).reshape(rows, count * BLOCK)
+    else:
+        where = np.broadcast_to(np.arange(length), (rows, length))
+    found = np.take_along_axis(values, where, -1)
+    first = np.argpartition(found, found.shape[-1] - count, axis=-1)[:, -count:]
+    order = np.argsort(-np.take_along_axis(found, first, -1), axis=-1, kind="stable")
+    return np.take_along_axis(where, np.take_along_axis(first, order, -1), -1).astype(np.int64, copy=False)
+
+
+def _highest(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Maxima along the last axis, kept as an axis of one; EngineError if one is NaN or infinite."""
+    top: NDArray[np.float32] = logits.max(-1, keepdims=True)
+    if not np.isfinite(top).all():
         raise EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
+    return top
 
 
 def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Probabilities:
@@ -88,12 +127,12 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
 
     Greedy settings give the plain softmax (the arg-max is what matters). Ties at the top-k threshold are
     all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
-    EngineError if the logits hold NaN or infinity: damaged weights must not pass for a picture.
+    EngineError if the logits hold NaN or infinity.
     """
-    refuse_damaged(logits)
     scaled = sampling.scale(logits)
     if not sampling.filtered:
         return softmax(scaled)
+    _highest(logits)
     keep = np.arange(len(scaled))
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(keep):
@@ -110,20 +149,55 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
 
 def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
     """One code from a distribution `[vocabulary]`; uses exactly one number of the stream."""
-    cumulative = np.cumsum(distribution)
-    code = int(np.searchsorted(cumulative, rng.random() * cumulative[-1], side="right"))
-    return min(code, int(np.flatnonzero(distribution)[-1]))
+    return _Cumulative(distribution).code_at(rng.random())[0]
 
 
 def draw_without_replacement(distribution: Probabilities, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """Up to `count` different codes, in the order of successive draws, fewer if fewer have probability.
 
-    An exponential race: the order of Exp(1) / p is that of successive draws without replacement.
+    Each draw inverts the cumulative distribution with the codes drawn before cut out of it; one number of the
+    stream per code.
     """
-    if count == 1:
-        return np.array([draw(distribution, rng)], np.int64)
-    support = np.flatnonzero(distribution)
-    arrival = rng.standard_exponential(len(support)) / distribution[support]
-    count = min(count, len(support))
-    first = np.argpartition(arrival, count - 1)[:count] if count < len(support) else np.arange(len(support))
-    return support[first[np.argsort(arrival[first])]]
+    cumulative = _Cumulative(distribution)
+    possible = count if count == 1 else min(count, int(np.count_nonzero(distribution)))
+    codes: list[int] = []
+    cuts: list[tuple[float, float]] = []  # where each drawn code begins, and its width
+    for _ in range(possible):
+        share = rng.random()
+        point = share * (cumulative.total - sum(width for _, width in cuts))
+        for start, width in sorted(cuts):
+            if point < start:
+                break
+            point += width
+        code, start = cumulative.code_at(point / cumulative.total)
+        if code in codes:  # rounding at the edge of a cut
+            left = distribution.copy()
+            left[codes] = 0
+            code, start = _Cumulative(left).code_at(share)
+        codes.append(code)
+        cuts.append((start, float(distribution[code])))
+    return np.array(codes, np.int64)
+
+
+class _Cumulative:
+    """The cumulative sum of a distribution, formed only where it is looked at."""
+
+    def __init__(self, distribution: Probabilities) -> None:
+        blocks = len(distribution) // BLOCK if len(distribution) % BLOCK == 0 else 1
+        self.blocked = distribution.reshape(blocks, -1)
+        self.ends = np.cumsum(self.blocked.sum(1))
+        self.total = float(self.ends[-1])
+
+    def code_at(self, share: float) -> tuple[int, float]:
+        """The code at `share` in [0, 1) of the sum, and where it begins; never one of probability 0."""
+        point = share * self.total
+        block = int(np.searchsorted(self.ends, point, side="right"))
+        if block == len(self.ends):  # rounding at the very end
+            block = int(np.flatnonzero(self.blocked.sum(1))[-1])
+        before = float(self.ends[block - 1]) if block else 0.0
+        inside = np.cumsum(self.blocked[block])
+        place = int(np.searchsorted(inside, point - before, side="right"))
+        if place == len(inside) or self.blocked[block, place] == 0:  # rounding at the block's end
+            place = int(np.flatnonzero(self.blocked[block])[-1])
+        start = before + (float(inside[place - 1]) if place else 0.0)
+        return block * self.blocked.shape[1] + place, start

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,14 @@ class StaticTree:
         inner = sorted(set(self.parents[1:].tolist()))
         depth = [0] + [len(path) for path in self.paths]
         return [np.array([n for n in inner if depth[n] == d], np.int64) for d in range(max(depth))]
+
+    @cached_property
+    def parent_slots(self) -> list[Ints]:
+        """For every level, where its nodes' parents stand in the level above; the root's is 0."""
+        slots = [np.zeros(1, np.int64)]
+        for above, level in zip(self.levels, self.levels[1:], strict=False):
+            slots.append(np.searchsorted(above, self.parents[level]))
+        return slots
 
     @cached_property
     def children(self) -> list[Ints]:
@@ -126,42 +134,29 @@ class DraftTree:
         return len(self.tokens)
 
     @cached_property
+    def structure(self) -> TreeStructure:
+        """What follows from `parents` and `leaf_order` alone; trees of one shape share it."""
+        return _structure(self.parents.tobytes(), None if self.leaf_order is None else tuple(self.leaf_order))
+
+    @property
     def depths(self) -> Ints:
         """Depth of every node, int64 `[nodes]`."""
-        depths = np.zeros(self.nodes, np.int64)
-        for node in range(1, self.nodes):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        return self.structure.depths
 
-    @cached_property
+    @property
     def children(self) -> list[list[int]]:
         """Children of every node, in the order of their first leaves if `leaf_order` is given, else in node order."""
-        lists: list[list[int]] = [[] for _ in range(self.nodes)]
-        for node in range(1, self.nodes):
-            lists[self.parents[node]].append(node)
-        if self.leaf_order is not None:
-            for siblings in lists:
-                siblings.sort(key=lambda node: int(self.leaf_rank[node]))
-        return lists
+        return self.structure.children
 
-    @cached_property
+    @property
     def ancestors(self) -> NDArray[np.bool_]:
         """Whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`."""
-        return ancestor_mask(self.parents)
+        return self.structure.ancestors
 
-    @cached_property
+    @property
     def leaf_rank(self) -> Ints:
         """For every node the rank of the first leaf below it, int64 `[nodes]`."""
-        leaves = self.leaf_order
-        if leaves is None:
-            leaves = [node for node in range(self.nodes) if not self.children[node]]
-        rank = np.full(self.nodes, self.nodes, np.int64)
-        for position, leaf in enumerate(leaves):
-            node = int(leaf)
-            while node >= 0:
-                rank[node] = min(rank[node], position)
-                node = int(self.parents[node])
-        return rank
+        return self.structure.leaf_rank
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
@@ -169,6 +164,60 @@ class DraftTree:
         while self.parents[path[-1]] >= 0:
             path.append(int(self.parents[path[-1]]))
         return path[::-1]
+
+
+@dataclass(frozen=True)
+class TreeStructure:
+    """Parents of the nodes, int64 `[nodes]`, and what can be read off them; see `DraftTree` for the fields."""
+
+    parents: Ints
+    leaf_order: tuple[int, ...] | None = None
+
+    @cached_property
+    def depths(self) -> Ints:
+        """Depth of every node, int64 `[nodes]`."""
+        depths = [0]
+        for parent in self.parents[1:].tolist():
+            depths.append(depths[parent] + 1)
+        return np.array(depths, np.int64)
+
+    @cached_property
+    def children(self) -> list[list[int]]:
+        """Children of every node, in the order of their first leaves if `leaf_order` is given, else in node order."""
+        lists: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                lists[parent].append(node)
+        if self.leaf_order is not None:
+            rank = self.leaf_rank.tolist()
+            for siblings in lists:
+                siblings.sort(key=rank.__getitem__)
+        return lists
+
+    @cached_property
+    def ancestors(self) -> NDArray[np.bool_]:
+        """Ancestor-or-self mask, bool `[nodes, nodes]`."""
+        return ancestor_mask(self.parents)
+
+    @cached_property
+    def leaf_rank(self) -> Ints:
+        """For every node the rank of the first leaf below it, int64 `[nodes]`."""
+        parents = self.parents.tolist()
+        leaves = self.leaf_order
+        if leaves is None:
+            leaves = tuple(sorted(set(range(len(parents))) - set(parents)))
+        rank = [len(parents)] * len(parents)
+        for position, leaf in enumerate(leaves):
+            node = int(leaf)
+            while node >= 0 and rank[node] > position:
+                rank[node] = position
+                node = parents[node]
+        return np.array(rank, np.int64)
+
+
+@lru_cache(maxsize=64)
+def _structure(parents: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
+    return TreeStructure(np.frombuffer(parents, np.int64), leaf_order)
 
 
 def ancestor_mask(parents: Ints) -> NDArray[np.bool_]:

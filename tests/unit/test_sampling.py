@@ -17,6 +17,7 @@ from lantern_rt.errors import EngineError
 from lantern_rt.runtime.sampling import (
     FilterOrder,
     Sampling,
+    best_codes,
     draw,
     draw_without_replacement,
     guide,
@@ -141,3 +142,46 @@ def test_draws_without_replacement_stop_when_the_codes_run_out() -> None:
     rng = np.random.default_rng(0)
     assert sorted(draw_without_replacement(np.array([0, 0.5, 0, 0.5]), 4, rng).tolist()) == [1, 3]
     assert draw_without_replacement(np.array([0.0, 1.0]), 3, rng).tolist() == [1]
+
+
+def test_drawing_every_code_without_replacement_uses_one_number_each_and_no_code_twice() -> None:
+    distribution = np.array([0.97, 0.01, 0.0, 0.01, 0.01])
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        assert sorted(draw_without_replacement(distribution, 9, rng)) == [0, 1, 3, 4]
+        again = np.random.default_rng(seed)
+        again.random(4)
+        assert rng.random() == again.random()
+
+
+@pytest.mark.parametrize("vocabulary", [64, 4096, 16384])  # one block, and many
+def test_draws_from_a_large_vocabulary_are_those_of_the_plain_cumulative_sum(vocabulary: int) -> None:
+    weights = np.random.default_rng(0).random(vocabulary) ** 8
+    weights[::3] = 0
+    distribution = weights / weights.sum()
+    cumulative = np.cumsum(distribution)
+    for seed in range(300):
+        number = np.random.default_rng(seed).random()
+        drawn = draw(distribution, np.random.default_rng(seed))
+        assert abs(int(np.searchsorted(cumulative, number, side="right")) - drawn) <= 1
+        assert distribution[drawn] > 0
+
+
+@given(
+    logits=arrays(
+        np.float32, st.tuples(st.integers(1, 3), st.sampled_from([7, 256, 1024])), elements=st.floats(-9, 9, width=16)
+    ),
+    count=st.integers(1, 9),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+)
+def test_the_best_codes_are_those_of_a_full_sort_with_their_log_probabilities(
+    logits: np.ndarray, count: int, temperature: float
+) -> None:
+    codes, scores = best_codes(logits, count, temperature)
+    kept = min(count, logits.shape[1])
+    assert codes.shape == scores.shape == (len(logits), kept)
+    for row, chosen, score in zip(logits, codes, scores, strict=True):
+        assert len(set(chosen.tolist())) == kept
+        np.testing.assert_array_equal(row[chosen], np.sort(row)[::-1][:kept])
+        wanted = np.log(softmax(row / np.float32(temperature or 1)))[chosen]
+        np.testing.assert_allclose(score, wanted, rtol=1e-5, atol=1e-5)

@@ -30,13 +30,14 @@ def target(
     minutes: Minutes = 150,
     threads: Threads = 2,
     cooldown: Annotated[float, typer.Option(help="Share of the time over which the rate falls to zero.")] = 0.3,
-    batch: Annotated[int, typer.Option(help="Scenes a step.")] = 24,
+    batch: Annotated[int, typer.Option(help="Scenes a step.")] = 16,
+    compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile; needs a C++ compiler.")] = False,
 ) -> None:
     """Train the target, or go on with it."""
     from .target import train_target
 
     torch.set_num_threads(threads)
-    train_target(work, minutes, cooldown, batch)
+    train_target(work, minutes, cooldown, batch, compiled=compiled)
 
 
 @app.command()

