@@ -12,16 +12,20 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Work = Annotated[Path, typer.Option(help="Folder of checkpoints and codes; kept between calls.")]
 Minutes = Annotated[float, typer.Option(help="How long to train.")]
 Threads = Annotated[int, typer.Option(help="Processor threads.")]
+Device = Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1.")]
+Batch = Annotated[int, typer.Option(help="Scenes a step.")]
 DEFAULT_WORK = Path("work/scenes")
 
 
 @app.command()
-def vq(work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2) -> None:
+def vq(
+    work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2, batch: Batch = 16, device: Device = "cpu"
+) -> None:
     """Train the VQ tokenizer."""
     from .vq import train_vq
 
     torch.set_num_threads(threads)
-    train_vq(work, minutes)
+    train_vq(work, minutes, batch=batch, device=device)
 
 
 @app.command()
@@ -30,23 +34,26 @@ def target(
     minutes: Minutes = 150,
     threads: Threads = 2,
     cooldown: Annotated[float, typer.Option(help="Share of the time over which the rate falls to zero.")] = 0.3,
-    batch: Annotated[int, typer.Option(help="Scenes a step.")] = 16,
+    batch: Batch = 16,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile; needs a C++ compiler.")] = False,
+    device: Device = "cpu",
 ) -> None:
     """Train the target, or go on with it."""
     from .target import train_target
 
     torch.set_num_threads(threads)
-    train_target(work, minutes, cooldown, batch, compiled=compiled)
+    train_target(work, minutes, cooldown, batch, compiled=compiled, device=device)
 
 
 @app.command()
-def drafter(work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2) -> None:
+def drafter(
+    work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2, batch: Batch = 12, device: Device = "cpu"
+) -> None:
     """Train the drafter on the trained target, or go on with it."""
     from .drafter import train_drafter
 
     torch.set_num_threads(threads)
-    train_drafter(work, minutes)
+    train_drafter(work, minutes, batch, device=device)
 
 
 @app.command()

@@ -61,7 +61,7 @@ def slot_tokens(codes: Tensor) -> Tensor:
 def target_states(target: ScenesTarget, captions: Tensor, codes: Tensor) -> Tensor:
     """Hidden states `[2 * rows, 24 + 256, width]` of prefix and codes: conditional rows, then unconditional."""
     count = len(codes)
-    dropped = torch.arange(2 * count) >= count
+    dropped = torch.arange(2 * count, device=codes.device) >= count
     prefix = target.prefix(captions.repeat(2, 1), dropped)
     inputs = F.embedding(codes.repeat(2, 1), target.code_embedding())
     return target.decoder.full(torch.cat([prefix, inputs], 1))
@@ -88,11 +88,11 @@ def evaluate_drafter(model: ScenesDrafter, target: ScenesTarget, captions: Tenso
     }
 
 
-def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3) -> None:
+def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, device: str = "cpu") -> None:
     """Train (or go on training) for `minutes`; writes `work/drafter.pt` every three minutes."""
     torch.manual_seed(seed)
-    vq, target = load_vq(work), load_target(work)
-    model, path = ScenesDrafter(), work / "drafter.pt"
+    vq, target = load_vq(work).to(device), load_target(work).to(device)
+    model, path = ScenesDrafter().to(device), work / "drafter.pt"
     head = target.code_head().detach()
     seen = 0
     if path.exists():
@@ -105,8 +105,8 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3) ->
     rng = np.random.default_rng(8)
     fresh_captions = torch.from_numpy(
         np.stack([encode_caption(describe(scene, rng, complete=True)) for scene in draw_scenes(64, FRESH_SEED)])
-    )
-    fresh = torch.from_numpy(tokenise(vq, 64, FRESH_SEED).astype(np.int64))
+    ).to(device)
+    fresh = torch.from_numpy(tokenise(vq, 64, FRESH_SEED).astype(np.int64)).to(device)
     start = saved = said = time.monotonic()
     for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen)):  # noqa: B020
         now = time.monotonic()
@@ -114,12 +114,13 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3) ->
         if passed >= 1:
             break
         optimiser.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 40, (1 - passed) / 0.6)
+        captions, codes = captions.to(device), codes.to(device)
         states = target_states(target, captions, codes)
         tokens = slot_tokens(codes).repeat(2, 1)
         given, wanted = states[:, :-1], states[:, 1:]
         with torch.no_grad():
             own = F.pad(model(tokens, given)[:, :-1], (0, 0, 1, 0))  # what slot p - 1 predicted for position p
-            mixed = torch.where(torch.rand(given.shape[:2])[..., None] < 0.35, own, given)
+            mixed = torch.where(torch.rand(given.shape[:2], device=device)[..., None] < 0.35, own, given)
             mixed[:, :SLOTS] = given[:, :SLOTS]
             mixed = mixed + (torch.rand_like(mixed) - 0.5) * 0.2 * given.std()
         predicted = model(tokens, mixed)

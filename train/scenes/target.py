@@ -6,6 +6,7 @@ Does not know the drafter or the bundle.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,9 +52,8 @@ def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
 
 def batches(work: Path, vq: ScenesVQ, batch: int, skip: int) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on."""
-    seen = skip
-    while True:
-        index, turn = divmod(seen // SHARD, PASSES)
+    for done in itertools.count(skip // SHARD):  # whole passes over a shard; one begun before is gone through again
+        index, turn = divmod(done, PASSES)
         codes, scenes = shard_codes(work, vq, index), draw_scenes(SHARD, index + 10_000)
         rng = np.random.default_rng((index, turn))
         order = rng.permutation(SHARD)
@@ -61,8 +61,7 @@ def batches(work: Path, vq: ScenesVQ, batch: int, skip: int) -> Iterator[tuple[T
             chosen = order[i : i + batch]
             captions = np.stack([encode_caption(describe(scenes[j], rng)) for j in chosen])
             captions[(rng.random(captions.shape) < 0.01) & (captions > 0)] = UNKNOWN
-            yield torch.from_numpy(captions), torch.from_numpy(codes[chosen].astype(np.int64)), seen + i + batch
-        seen = (seen // SHARD + 1) * SHARD
+            yield torch.from_numpy(captions), torch.from_numpy(codes[chosen].astype(np.int64)), done * SHARD + i + batch
 
 
 def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
@@ -76,7 +75,7 @@ def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: 
 def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
     """Mean nats per token over fresh scenes: all, sky rows, ground rows, middle rows, without caption."""
     losses = torch.cat([token_losses(model, captions[i : i + 32], codes[i : i + 32]) for i in range(0, len(codes), 32)])
-    blank = torch.ones(32, dtype=torch.bool)
+    blank = torch.ones(32, dtype=torch.bool, device=codes.device)
     without = token_losses(model, captions[:32], codes[:32], blank)
     rows = losses.view(-1, GRID, GRID).mean((0, 2))
     return {
@@ -89,7 +88,13 @@ def evaluate(model: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, 
 
 
 def train_target(
-    work: Path, minutes: float, cooldown: float = 0.3, batch: int = 16, lr: float = 0.02, compiled: bool = False
+    work: Path,
+    minutes: float,
+    cooldown: float = 0.3,
+    batch: int = 16,
+    lr: float = 0.02,
+    compiled: bool = False,
+    device: str = "cpu",
 ) -> None:
     """Train (or go on training) for `minutes`.
 
@@ -100,8 +105,8 @@ def train_target(
     such file); `target.pt` holds the average weights for use. Both are rewritten every four minutes.
     """
     torch.manual_seed(1)
-    vq = load_vq(work)
-    model = ScenesTarget(vq.codebook)
+    vq = load_vq(work).to(device)
+    model = ScenesTarget(vq.codebook.cpu()).to(device)
     matrices = [w for w in model.decoder.parameters() if w.ndim == 2]
     others = [w for w in model.parameters() if not any(w is m for m in matrices)]
     muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
@@ -120,10 +125,10 @@ def train_target(
             each.load_state_dict(state["model"])
         seen = state["seen"]
     fresh_scenes = draw_scenes(256, FRESH_SEED)
-    fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64))
+    fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64)).to(device)
     rng = np.random.default_rng(5)
     fresh_captions = torch.from_numpy(np.stack([encode_caption(describe(s, rng, complete=True)) for s in fresh_scenes]))
-    weight = ROW_WEIGHT.repeat_interleave(GRID)
+    fresh_captions, weight = fresh_captions.to(device), ROW_WEIGHT.repeat_interleave(GRID).to(device)
 
     def snapshot() -> dict[str, Any]:
         return {
@@ -144,7 +149,8 @@ def train_target(
             break
         rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
         muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = lr * rate, 2e-3 * rate
-        losses = losses_of(model, captions, codes, torch.rand(len(codes)) < 0.1)
+        dropped = torch.rand(len(codes), device=device) < 0.1
+        losses = losses_of(model, captions.to(device), codes.to(device), dropped)
         loss = (losses * weight).mean()
         muon.zero_grad(set_to_none=True)
         adam.zero_grad(set_to_none=True)

@@ -111,10 +111,10 @@ class ScenesVQ(nn.Module):
     @torch.no_grad()
     def encode(self, pictures: NDArray[np.uint8], batch: int = 64) -> NDArray[np.int16]:
         """Codes `[images, 256]` of uint8 pictures `[images, 128, 128, 3]`."""
-        parts = [
-            self.nearest(self.encoder(to_tensor(pictures[i : i + batch]))).flatten(1).numpy().astype(np.int16)
-            for i in range(0, len(pictures), batch)
-        ]
+        parts = []
+        for i in range(0, len(pictures), batch):
+            vectors = self.encoder(to_tensor(pictures[i : i + batch]).to(self.codebook.device))
+            parts.append(self.nearest(vectors).flatten(1).cpu().numpy().astype(np.int16))
         return np.concatenate(parts)
 
     @torch.no_grad()
@@ -142,18 +142,18 @@ def to_tensor(pictures: NDArray[np.uint8]) -> Tensor:
 def psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
     """Peak signal-to-noise ratio in dB of decode(encode(pictures))."""
     with torch.no_grad():
-        decoded = model.decode(torch.from_numpy(model.encode(pictures)).long())
+        decoded = model.decode(torch.from_numpy(model.encode(pictures)).long().to(model.codebook.device)).cpu()
     error = ((decoded.clamp(-1, 1) - to_tensor(pictures)) / 2).square().mean()
     return float(-10 * torch.log10(error))
 
 
-def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: int = 6000) -> None:
+def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: int = 6000, device: str = "cpu") -> None:
     """Train (or go on training) for `minutes`; writes `work/vq.pt` every two minutes.
 
     The learning rate falls to zero over the time given, so each call is a complete run.
     """
     torch.manual_seed(seed)
-    model = ScenesVQ().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = ScenesVQ().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     path = work / "vq.pt"
     if path.exists():
         model.load_state_dict(load_checkpoint(path)["model"])
@@ -166,7 +166,7 @@ def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: i
             break
         for group in optimiser.param_groups:
             group["lr"] = 1.5e-3 * min(1, (step + 1) / 50, (1 - passed) / 0.6)
-        images = to_tensor(pictures[chosen])
+        images = to_tensor(pictures[chosen]).to(device)
         vectors = model.encoder(images)
         codes = model.nearest(vectors.detach())
         if step == 0 and not path.exists():  # seat the codebook on real encodings
