@@ -14,12 +14,20 @@ torch = pytest.importorskip("torch")
 
 from lantern_rt.export.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
-from lantern_rt.train.scenes.drafter import DRAFTER_CONFIG, ScenesDrafter  # noqa: E402
+from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
+from lantern_rt.train.scenes.drafter import (  # noqa: E402
+    CFG_SCALE,
+    DRAFTER_CONFIG,
+    ScenesDrafter,
+    guided_logits,
+    target_states,
+)
 from lantern_rt.train.scenes.judge import Verdict, agreement  # noqa: E402
 from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.muon import orthogonalise  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
+from lantern_rt.train.scenes.samples import read_samples, sample_codes, write_samples  # noqa: E402
 from lantern_rt.train.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
 from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
     COLOURS,
@@ -148,3 +156,31 @@ def test_agreement_marks_single_solids_and_pairs() -> None:
     )
     marks = agreement(pair, Verdict("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")}))
     assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
+
+
+def test_the_targets_own_pictures_are_drawn_from_its_guided_distributions() -> None:
+    torch.manual_seed(0)
+    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(1024, 8), dim=1)).eval()
+    captions = torch.randint(1, 60, (2, SLOTS))
+    codes = sample_codes(target, captions, CFG_SCALE, torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        states = target_states(target, captions, codes)[:, SLOTS - 1 : -1]  # each predicts the next code
+        wanted = guided_logits(states, target.code_head()).softmax(-1)
+    generator = torch.Generator().manual_seed(5)
+    again = torch.stack([torch.multinomial(wanted[:, i], 1, generator=generator)[:, 0] for i in range(256)], 1)
+    assert (codes == again).float().mean() > 0.99  # rounding may move a draw
+    assert codes.unique().numel() > 100
+
+
+def test_drawn_pictures_are_kept_and_added_to(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(1024, 8), dim=1))
+    save_checkpoint(tmp_path / "target.pt", {"model": target.state_dict(), "seen": 0})
+    assert read_samples(tmp_path)[1].shape == (0, 256)
+    assert write_samples(tmp_path, 0, CFG_SCALE, batch=2) == 2
+    first = read_samples(tmp_path)[1]
+    assert write_samples(tmp_path, 0, CFG_SCALE, batch=2) == 4
+    captions, codes = read_samples(tmp_path)
+    assert captions.shape == (4, SLOTS)
+    np.testing.assert_array_equal(codes[:2], first)
+    assert (codes[2:] != first).any()

@@ -46,6 +46,22 @@ def target(
 
 
 @app.command()
+def samples(
+    work: Work = DEFAULT_WORK,
+    minutes: Minutes = 10,
+    threads: Threads = 2,
+    batch: Annotated[int, typer.Option(help="Pictures at a time.")] = 64,
+    device: Device = "cpu",
+) -> None:
+    """Let the target draw pictures for the drafter to learn from."""
+    from .drafter import CFG_SCALE
+    from .samples import write_samples
+
+    torch.set_num_threads(threads)
+    write_samples(work, minutes, CFG_SCALE, batch, device)
+
+
+@app.command()
 def drafter(
     work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2, batch: Batch = 12, device: Device = "cpu"
 ) -> None:

@@ -1,5 +1,7 @@
 """Training of the scenes drafter: one EAGLE layer that imitates the guided target.
 
+Every other batch is of pictures that the target drew itself (`samples.py`), where there are any.
+
 Both rows of guidance are run, and the loss compares guided distributions, since those are what drafting
 uses. Part of the hidden states it reads are its own predictions, so that it keeps its head deeper in a
 tree. Does not know decoding or the bundle.
@@ -20,6 +22,7 @@ from ...export.decoder import Decoder
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes
 from .model import CONFIG, ScenesTarget
+from .samples import read_samples
 from .target import FRESH_SEED, batches, load_target, tokenise
 from .text import SLOTS, encode_caption
 from .vocabulary import describe
@@ -102,6 +105,7 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
     else:
         model.embed_tokens.weight.data.copy_(target.code_embedding().detach())
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    own_captions, own_codes = (torch.from_numpy(array) for array in read_samples(work))
     rng = np.random.default_rng(8)
     fresh_captions = torch.from_numpy(
         np.stack([encode_caption(describe(scene, rng, complete=True)) for scene in draw_scenes(64, FRESH_SEED)])
@@ -114,6 +118,9 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
         if passed >= 1:
             break
         optimiser.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 40, (1 - passed) / 0.6)
+        if step % 2 and len(own_codes):
+            chosen = torch.randint(len(own_codes), (batch,))
+            captions, codes = own_captions[chosen], own_codes[chosen]
         captions, codes = captions.to(device), codes.to(device)
         states = target_states(target, captions, codes)
         tokens = slot_tokens(codes).repeat(2, 1)
