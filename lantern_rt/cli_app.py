@@ -65,7 +65,15 @@ def run(
         ),
     ] = None,
     bundle: Annotated[str, typer.Option(help="Bundle folder, or the name of an embedded bundle.")] = "scenes",
-    method: Annotated[str | None, typer.Option(help="ar, eagle, lantern or lantern++. [default: the bundle's]")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="auto, ar, eagle, lantern or lantern++. [default: the bundle's]")
+    ] = None,
+    quality: Annotated[
+        str | None,
+        typer.Option(
+            help="What method auto may give away: strict (nothing), balanced, fast or TVD=x. [default: balanced]"
+        ),
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +133,7 @@ def run(
         delta=delta,
         lambda_=lambda_,
         tree=tree,
+        quality=quality,
     )
     run_command(
         Run(prompt or None, class_id or None, bundle, output, seed, num_images, threads, trace, scale, json, force),
@@ -158,6 +167,37 @@ def export(
     from .cli_tools import export_command
 
     export_command(family, target, vq, output, drafter, model, config, grid, name, force)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  lantern-rt tune scenes
+  lantern-rt tune scenes --quality strict --minutes 2
+  lantern-rt tune bundles/llamagen-b --images 8 --quality TVD=0.1 --json"""
+)
+def tune(
+    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    minutes: Annotated[float, typer.Option(help="How long to measure, about.")] = 5,
+    quality: Annotated[
+        str, typer.Option(help="What may be given away: strict (nothing), balanced, fast, or TVD=x per code.")
+    ] = "balanced",
+    images: Annotated[int, typer.Option(help="Images decoded together, as in later use.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, one prompt a line, to measure with. [default: the bundle's]")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Also write the acceptance rates found, for a bundle to bring along.")
+    ] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
+    from .cli_tune import Tune, tune_command
+
+    tune_command(Tune(bundle, minutes, quality, images, threads, prompts, temperature, rates, json, force))
 
 
 @app.command(

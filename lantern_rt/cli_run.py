@@ -21,8 +21,7 @@ from .errors import OutputError, RequestError
 from .images import enlarge, png_bytes
 from .outputs import check_output, plan_outputs, slug, write_output
 from .pipeline import Pipeline, Request, StreamStep, bundle_tokenizer, check_request
-from .requests import ImageRequest, Options
-from .runtime.statistics import Statistics
+from .requests import ImageRequest, Options, Settings
 from .trace import Trace
 
 MOST_SCALE = 16
@@ -78,13 +77,13 @@ def run_command(run: Run, options: Options) -> None:
     assert last.stats is not None
     for i, path in enumerate(outputs):
         image = enlarge(last.image(i), run.scale)
-        write_output(path, png_bytes(image, _texts(bundle, request, request.images[i])), run.force)
+        write_output(path, png_bytes(image, _texts(bundle, last.settings, request.images[i])), run.force)
     if run.trace and picture:
         write_output(run.trace, trace.npz_bytes(), run.force)
         buffer = BytesIO()
         trace.picture().save(buffer, "PNG")
         write_output(picture, buffer.getvalue(), run.force)
-    print(_summary(last.stats, time.perf_counter() - began), file=sys.stderr)
+    print(_summary(last, time.perf_counter() - began), file=sys.stderr)
     if run.json:
         print(json.dumps(_report(request, last, outputs), allow_nan=False))
     else:
@@ -135,24 +134,27 @@ def _progress() -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _summary(stats: Statistics, seconds: float) -> str:
-    """The line after the work. Speed against plain decoding is left out: it was not measured here."""
+def _summary(last: StreamStep, seconds: float) -> str:
+    """What to say after the work. Speed against plain decoding is known only where `tune` has measured it."""
+    stats = last.stats
+    assert stats is not None
     images = f"{stats.images} image{'s' if stats.images > 1 else ''}"
-    return (
+    line = (
         f"{stats.method}: {stats.tokens_per_target_pass:.2f} tokens per target pass, "
         f"{images} in {seconds:.1f} s ({stats.seconds:.1f} s decoding codes)"
     )
+    return line if last.settings.choice is None else f"{last.settings.choice}\n{line}"
 
 
-def _texts(bundle: Bundle, request: Request, image: ImageRequest) -> dict[str, str]:
+def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
     """Text chunks of a PNG: enough to make it again."""
     what = "prompt" if isinstance(image.label, str) else "class_id"
     return {
         "Software": f"lantern-rt {__version__}",
         what: str(image.label),
         "seed": str(image.seed),
-        "method": request.settings.method,
-        "settings": json.dumps(request.settings.as_dict()),
+        "method": settings.method,
+        "settings": json.dumps(settings.as_dict()),
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,
     }

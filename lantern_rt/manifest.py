@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 FORMAT_VERSION = "1.0"
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Method = Literal["ar", "eagle", "lantern", "lantern++"]
+Method = Literal["auto", "ar", "eagle", "lantern", "lantern++"]
 
 
 class Part(BaseModel):
@@ -111,7 +111,7 @@ class MethodDefaults(Part):
 
 
 class DecodingDefaults(Part):
-    """The method used when none is asked for, and each method's own defaults."""
+    """The method used when none is asked for, and each method's own defaults. `auto` chooses on the host."""
 
     method: Method
     methods: dict[Literal["eagle", "lantern", "lantern++"], MethodDefaults] = Field(default_factory=dict)
@@ -137,8 +137,9 @@ class Manifest(Part):
     """The whole of `bundle.json`.
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
-    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kind `words`; further
-    roles are external data of a graph (`target.data`, ...).
+    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kind `words`; optional are
+    `rates` (acceptance rates for method `auto`) and `prompts` (one a line, to tune with); further roles are
+    external data of a graph (`target.data`, ...).
     """
 
     format_version: str
@@ -170,7 +171,7 @@ class Manifest(Part):
             raise ValueError(f"target vocabulary {self.target.vocabulary} is not codebook_size {self.codebook_size}")
         if self.drafter and self.drafter.width != self.target.width:
             raise ValueError(f"drafter width {self.drafter.width} is not target width {self.target.width}")
-        if self.decoding.method != "ar" and self.drafter is None:
+        if self.decoding.method not in ("ar", "auto") and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         return self
 

@@ -1,19 +1,20 @@
 """From prompts to pictures: the public way to generate.
 
-A `Pipeline` is an opened bundle with its engines. It holds nothing that a request changes, so several
-threads may use one; every call decodes its own batch. Prompts go through the condition graph, and codes
-through the image decoder, one at a time: neither memory nor a single bit of an image depends on the batch.
+A `Pipeline` is an opened bundle with its engines. Requests change nothing in it but what was measured of this
+host, so several threads may use one; every call decodes its own batch. Prompts go through the condition graph,
+and codes through the image decoder, one at a time: neither memory nor a single bit of an image depends on the batch.
 
 Does not know the command line, files to write, or how codes are decoded.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +35,17 @@ from .requests import (
 )
 from .runtime.acceptance import Relaxation
 from .runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
+from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
 from .runtime.statistics import Statistics
 from .tokenizer import WordTokenizer, read_tokenizer
+from .tuning.auto import read_rates
+from .tuning.costs import HostCosts
+from .tuning.store import Choice, Situation
 
 if TYPE_CHECKING:
     from .engines.loader import Engines
+    from .runtime.engine import Engine
 
 Ints = NDArray[np.int64]
 
@@ -76,7 +82,7 @@ class StreamStep:
     new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
     far. accepted: per image the drafted codes that this step accepted. done, total: codes over all images.
     stats: with the last step only; its times include what the caller did between steps. step: the runtime's
-    own record, with trees and paths.
+    own record, with trees and paths. settings: what is used, also where `auto` chose it.
     """
 
     new_codes: list[Ints]
@@ -86,6 +92,7 @@ class StreamStep:
     total: int
     stats: Statistics | None
     step: Step
+    settings: Settings
     _draw: Callable[[Ints], Image]
 
     def image(self, i: int) -> Image:
@@ -104,6 +111,9 @@ class Pipeline:
         self.bundle = bundle
         self._engines = engines
         self._tokenizer = bundle_tokenizer(bundle)
+        self._rates = read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
+        self._probing = threading.Lock()
+        self._probed: dict[int, HostCosts] = {}
 
     @classmethod
     def from_bundle(
@@ -167,6 +177,40 @@ class Pipeline:
         """
         return self._decode(self._check(prompts, class_ids, embeddings, seed, num_images, options))
 
+    def negative_log_likelihoods(
+        self,
+        codes: Sequence[Ints],
+        prompts: str | Sequence[str] | None = None,
+        *,
+        class_ids: int | Sequence[int] | None = None,
+        embeddings: Embeddings | None = None,
+        seed: int | Sequence[int] = 0,
+        num_images: int = 1,
+        **options: Unpack[Options],
+    ) -> list[float]:
+        """Mean nats per code of each image's `codes [cells]` in the target's eyes; takes what made them.
+
+        Guidance and temperature count, filters do not; see `tuning/likelihood.py`.
+        """
+        from .tuning.likelihood import negative_log_likelihood
+
+        request = self._check(prompts, class_ids, embeddings, seed, num_images, options)
+        if len(codes) != len(request.images):
+            raise RequestError(f"codes: found those of {len(codes)} images, expected {len(request.images)}")
+        model, sampling = self._model(request.settings), _sampling(request.settings)
+        prefixes = self._prefixes(request.images)
+        return [negative_log_likelihood(model, p, c, sampling) for p, c in zip(prefixes, codes, strict=True)]
+
+    def decoders(self) -> tuple[Engine, Engine | None]:
+        """The engines of target and drafter, for measuring passes."""
+        return self._engines.target, self._engines.drafter
+
+    def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
+        """What a choice of decoding depends on besides the bundle; see `tuning/store.py`."""
+        greedy = (self.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
+        threads = self._engines.threads.intra_op
+        return Situation(backend="onnxruntime-cpu", threads=threads, images=images, greedy=greedy, quality=quality)
+
     def _check(
         self,
         prompts: str | Sequence[str] | None,
@@ -176,9 +220,46 @@ class Pipeline:
         num_images: int,
         options: Options,
     ) -> Request:
-        return check_request(
+        request = check_request(
             self.bundle.manifest, self._tokenizer, prompts, class_ids, embeddings, seed, num_images, options
         )
+        return request if request.settings.method != "auto" else self._choose(request, options)
+
+    def _choose(self, request: Request, options: Options) -> Request:
+        """The request with the method that suits this host: a stored choice, or one from rates and a probe."""
+        from .tuning.auto import predicted_choice, stored_choice
+        from .tuning.store import read_tuning
+
+        settings, images = request.settings, len(request.images)
+        situation = self.situation(images, settings.temperature, settings.quality or "balanced")
+        found = stored_choice(read_tuning(self.bundle.digest), situation)
+        if found is None:
+            rates, drafter = self._rates, self._engines.drafter
+            if rates is None or drafter is None:
+                missing = "drafter" if drafter is None else "acceptance rates"
+                found = Choice(method="ar"), f"auto: ar, as bundle {self.bundle.manifest.name} has no {missing}"
+            else:
+                found = predicted_choice(rates, self._probe(request, drafter), situation)
+        choice, reason = found
+        kept = {name: value for name, value in options.items() if name not in ("method", "quality")}
+        chosen = cast(Options, kept | choice.parameters())
+        return Request(request.images, replace(resolve_settings(self.bundle.manifest, chosen), choice=reason))
+
+    def _probe(self, request: Request, drafter: Engine) -> HostCosts:
+        """What steps cost here for requests like this one; measured once per number of rows."""
+        from .tuning.auto import PROBE_SECONDS
+        from .tuning.probe import CHAIN, measure_costs, with_overhead
+
+        manifest, settings = self.bundle.manifest, replace(request.settings, method="ar", quality=None)
+        rows = len(request.images) * (2 if _sampling(settings).guided else 1)
+        with self._probing:
+            if rows not in self._probed:
+                shape = named_tree(f"chain-{CHAIN}")
+                drafted = replace(settings, method="eagle", tree=shape.name, shape=shape)
+                plain, chain = (self._decode(Request(request.images, way)) for way in (settings, drafted))
+                costs = measure_costs(manifest, self._engines.target, drafter, rows, PROBE_SECONDS / 2)
+                self._probed[rows] = with_overhead(costs, plain, chain)
+            return self._probed[rows]
 
     def _decode(self, request: Request) -> Generator[StreamStep, None, None]:
         prompts = self._prefixes(request.images)
@@ -193,7 +274,17 @@ class Pipeline:
                 new_codes[part.request] = part.codes[: part.committed]
                 accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
             codes = [np.concatenate([old, new]) if len(new) else old for old, new in zip(codes, new_codes, strict=True)]
-            yield StreamStep(new_codes, codes, accepted, step.done, step.total, step.statistics, step, self._draw)
+            yield StreamStep(
+                new_codes,
+                codes,
+                accepted,
+                step.done,
+                step.total,
+                step.statistics,
+                step,
+                request.settings,
+                self._draw,
+            )
 
     def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
         """Prefix rows of every image; those of one prompt are computed once."""

@@ -44,10 +44,12 @@ _FALLBACK = {
 class Options(TypedDict, total=False):
     """Parameters of a request; what is missing or None comes from the bundle.
 
-    method: `ar`, `eagle`, `lantern` or `lantern++`. cfg_scale: guidance, 1 is off. temperature: 0 is greedy.
-    top_k: 0 is off. top_p: 1 is off. tree: a tree's name, or a .json file of paths. For `lantern` and
-    `lantern++` only: neighbors, how many codes may lend probability; residual, what a rejection removes
-    (`neighborhood` is what the published code does). delta bounds `lantern`, lambda_ bounds `lantern++`.
+    method: `ar`, `eagle`, `lantern`, `lantern++`, or `auto`, which takes what is fastest on this host within
+    `quality` (`strict`, `balanced`, `fast` or `TVD=x`, for `auto` only). cfg_scale: guidance, 1 is off.
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. tree: a tree's name, or a .json file of paths.
+    For `lantern` and `lantern++` only: neighbors, how many codes may lend probability; residual, what a
+    rejection removes (`neighborhood` is what the published code does). delta bounds `lantern`, lambda_ bounds
+    `lantern++`.
     """
 
     method: str | None
@@ -60,11 +62,15 @@ class Options(TypedDict, total=False):
     delta: float | None
     lambda_: float | None
     residual: str | None
+    quality: str | None
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides an image besides prompt, seed and bundle. None: the method has no such thing."""
+    """Everything that decides an image besides prompt, seed and bundle. None: the method has no such thing.
+
+    choice: why `auto` chose this, None where the caller chose. quality: `auto`'s budget, while nothing is chosen.
+    """
 
     method: Method
     cfg_scale: float
@@ -77,6 +83,8 @@ class Settings:
     delta: float | None = None
     lambda_: float | None = None
     residual: Residual | None = None
+    quality: str | None = None
+    choice: str | None = field(default=None, compare=False)
     shape: TreeShape | None = field(default=None, repr=False)
 
     @property
@@ -86,7 +94,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, str | float | int]:
         """What is set, by the names that users give, ready for JSON."""
-        names = [name for name in self.__dataclass_fields__ if name != "shape"]
+        names = [name for name in self.__dataclass_fields__ if name not in ("shape", "choice")]
         values = {name.rstrip("_"): getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -128,6 +136,10 @@ def resolve_settings(manifest: Manifest, options: Options) -> Settings:
         filter_order=defaults.filter_order,
     )
     _refuse_idle(options, method, chosen)
+    if method == "auto":
+        from .tuning.candidates import parse_budget
+
+        return replace(settings, quality=parse_budget(options.get("quality") or "balanced").name)
     return settings if method == "ar" else replace(settings, **_resolve_drafting(manifest, method, options))
 
 
@@ -136,7 +148,7 @@ def _resolve_method(manifest: Manifest, asked: str | None) -> tuple[Method, str]
     method = manifest.decoding.method if asked is None else asked
     if method not in _METHODS:
         raise RequestError(f"method: found {_short(method)}, expected {', '.join(_METHODS[:-1])} or {_METHODS[-1]}")
-    if method != "ar" and manifest.drafter is None:
+    if method not in ("auto", "ar") and manifest.drafter is None:
         raise RequestError(f"method {method}: bundle {manifest.name} has no drafter; use method ar")
     if method in _RELAXED and not manifest.neighbors:
         raise RequestError(f"method {method}: bundle {manifest.name} has no neighbour table; use method ar or eagle")
@@ -149,6 +161,10 @@ def _refuse_idle(options: Options, method: Method, chosen: str) -> None:
     if {"delta", "lambda"} <= given:
         raise RequestError("delta and lambda: two bounds on the same thing, expected one; delta bounds method lantern,"
                            " lambda bounds lantern++")  # fmt: skip
+    if method == "auto" and (own := sorted(given & {"tree", "delta", "lambda", "neighbors", "residual"})):
+        raise RequestError(f"{own[0]}: method {chosen} chooses it; leave {own[0]} out, or name another method")
+    if method != "auto" and "quality" in given:
+        raise RequestError(f"quality: method {chosen} does not choose by it; leave quality out, or use method auto")
     if method == "ar" and "tree" in given:
         raise RequestError(f"tree: method {chosen} drafts nothing; leave tree out, or use another method")
     if method not in _RELAXED and (idle := sorted(given & {"delta", "lambda", "neighbors", "residual"})):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import TreeError
@@ -11,11 +12,12 @@ from .tree import DynamicTree, StaticTree, TreeShape
 
 
 def _grow(*counts: str) -> tuple[tuple[int, ...], ...]:
-    """Paths from child counts: each string lists, level by level, how many children the level's nodes have."""
+    """Paths from child counts: each string lists, level by level, how many children the level's nodes have (hex)."""
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for numbers in counts:
-        level = [(*path, rank) for path, n in zip(level, map(int, numbers.split()), strict=True) for rank in range(n)]
+        counts_of_level = [int(number, 16) for number in numbers.split()]
+        level = [(*path, rank) for path, n in zip(level, counts_of_level, strict=True) for rank in range(n)]
         paths += level
     return tuple(paths)
 
@@ -32,8 +34,8 @@ PUBLISHED = {
     "balanced-25": _grow("3", "3 3 2", "3 2 0 2 2 0 0 0", "3 0 0 0 0 0 0 0 0", "2 0 0"),
     "reverse-25": _grow("3", "2 1 1", "3 2 1 0", "3 2 0 0 0 0", "4 3 0 0 0"),
     "medusa-63": _grow(
-        "10",
-        "10 5 2 2 1 1 1 1 0 0",
+        "a",
+        "a 5 2 2 1 1 1 1 0 0",
         "9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1 0 0 0 0 0 0 0",
         "4 1 1 0 0 0 0 0 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0",
     ),
@@ -43,8 +45,9 @@ PUBLISHED = {
 def named_tree(spec: str) -> TreeShape:
     """The tree that `spec` names.
 
-    A published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or the path of a JSON file
-    holding a list of paths such as [[0], [1], [0, 0]]. Raises TreeError for anything else.
+    A published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, a name that `tree_name` gave,
+    or the path of a JSON file holding a list of paths such as [[0], [1], [0, 0]]. Raises TreeError for
+    anything else.
     """
     if spec in PUBLISHED:
         return StaticTree(PUBLISHED[spec], spec)
@@ -52,10 +55,39 @@ def named_tree(spec: str) -> TreeShape:
         return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)), spec)
     if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", spec):
         return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10), spec)
+    if match := re.fullmatch(r"tree((?:-[0-9a-f]{1,512}){1,20})", spec):
+        try:
+            return StaticTree(_grow(*(" ".join(level) for level in match[1].split("-")[1:])), spec)
+        except ValueError as error:
+            raise TreeError(
+                f"tree {spec!r} does not add up; each level needs one hexadecimal digit per node of the level above"
+            ) from error
     if spec.endswith(".json"):
         return _read_tree(Path(spec))
     names = ", ".join(sorted(PUBLISHED))
-    raise TreeError(f"no tree is called {spec!r}; use {names}, chain-N, dynamic-NODES[-DEPTH-BRANCH] or a .json file")
+    raise TreeError(
+        f"no tree is called {spec!r}; use {names}, chain-N, dynamic-NODES[-DEPTH-BRANCH], tree-LEVELS or a .json file"
+    )
+
+
+def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
+    """A name that holds a tree's whole shape: per level, how many children each node of the level above has.
+
+    `tree-2-10-1` is a root with two children, of which the first has one child, and that one another. Counts are
+    hexadecimal digits, so no node may have more than 15 children.
+    """
+    known = set(paths)
+    level: list[tuple[int, ...]] = [()]
+    name = "tree"
+    while known:
+        children = [[path for path in sorted(known) if path[:-1] == parent] for parent in level]
+        if not any(children):
+            break
+        if max(map(len, children)) > 15:
+            raise TreeError(f"found a node with {max(map(len, children))} children, expected at most 15 for a name")
+        name += "-" + "".join(f"{len(group):x}" for group in children)
+        level = [path for group in children for path in group]
+    return name
 
 
 def _read_tree(path: Path) -> StaticTree:

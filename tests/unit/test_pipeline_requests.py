@@ -77,7 +77,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Checker:
         ({"method": "eagle", "delta": 0.2}, "delta: method eagle accepts exactly"),
         ({"method": "eagle", "neighbors": 3}, "neighbors: method eagle accepts exactly"),
         ({"method": "ar", "tree": "mc-25"}, "tree: method ar drafts nothing"),
-        ({"method": "magic"}, "method: found 'magic', expected ar, eagle, lantern or lantern++"),
+        ({"method": "magic"}, "method: found 'magic', expected auto, ar, eagle, lantern or lantern++"),
         ({"residual": "all"}, "residual: found 'all', expected borrowed or neighborhood"),
         *(({"delta": value}, f"delta: found {value:g}, expected .* between 0 and 1") for value in (0, 1, -0.1, 1.5)),
         *(({"delta": value}, "delta: found .* expected a finite number") for value in (NAN, INF, "0.2", True)),

@@ -37,9 +37,11 @@ from .model import CONFIG, ScenesTarget
 from .render import SIZE
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS
+from .vocabulary import describe, sample_scene
 from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
+PROMPTS_SEED = 930_000
 # Relaxed methods: at least three codes a target pass. docs/scenes.md says what these give, and what they cost.
 DECODING = DecodingDefaults(
     method="lantern++",
@@ -92,7 +94,10 @@ class PictureEncoder(nn.Module):
 
 
 def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callable[[str], None]) -> Path:
-    """Write the bundle of a work folder's `vq.pt`, `target.pt` and `drafter.pt`."""
+    """Write the bundle of a work folder's `vq.pt`, `target.pt` and `drafter.pt`, and `rates.json` where there is one.
+
+    `lantern-rt tune scenes --rates work/scenes/rates.json` measures the rates, with a bundle written before.
+    """
     vq, target, trained = load_vq(work), load_target(work), load_drafter(work)
     _round(vq, target)
     decoder, code_embeddings = target.fold()
@@ -157,13 +162,16 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
             licence="Apache-2.0",
         ),
     }
+    files = {"tokenizer": ("tokenizer.json", _tokenizer()), "prompts": ("prompts.txt", _prompts())}
+    if (work / "rates.json").exists():
+        files["rates"] = ("rates.json", (work / "rates.json").read_bytes())
     return write_bundle(
         output,
         graphs=graphs,
         code_embeddings=code_embeddings.numpy(),
         fields=fields,
         neighbours=neighbour_table(vq.codebook.numpy(), NEIGHBOURS),
-        files={"tokenizer": ("tokenizer.json", _tokenizer())},
+        files=files,
         halve=True,
         force=force,
         progress=progress,
@@ -176,6 +184,12 @@ def _round(*modules: nn.Module) -> None:
         for weight in module.parameters():
             if weight.ndim >= 2:
                 weight.data = weight.data.half().float()
+
+
+def _prompts() -> bytes:
+    """Captions to tune with, one a line, of scenes that nothing else uses."""
+    rng = np.random.default_rng(PROMPTS_SEED)
+    return "".join(f"{describe(sample_scene(rng), rng)}\n" for _ in range(64)).encode()
 
 
 def _tokenizer() -> bytes:

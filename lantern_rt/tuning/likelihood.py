@@ -1,0 +1,57 @@
+"""How probable the target finds codes that were drawn: the quality of a method in the model's own eyes.
+
+Codes that plain decoding drew have some negative log-likelihood on average; a relaxed method that takes less likely
+codes has a higher one. Guidance and temperature count, top-k and top-p do not: what they forbid would be infinite.
+
+Does not know how the codes were drawn, or pictures.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..runtime.decode import Model, Prompt, prefix_mask
+from ..runtime.engine import Pass
+from ..runtime.passes import committed_mask
+from ..runtime.sampling import Sampling, guide, softmax
+
+CHUNK = 64  # codes scored in one pass
+
+
+def negative_log_likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> float:
+    """Mean nats per code of one image's `codes [cells]`, given its prompt and the codes before."""
+    sides = [prompt.cond, prompt.uncond] if sampling.guided else [prompt.cond]
+    rows, prefix = len(sides), len(prompt.real)
+    real = np.stack([prompt.real] * rows)
+    cache = model.target.new_cache(rows, prefix + len(codes))
+    nodes = max(2, prefix)
+    span = model.target.next_span(cache, nodes)
+    visible = np.zeros((rows, nodes, span + nodes), bool)
+    visible[:, :, span:] = prefix_mask(real, nodes)
+    embeds = np.stack([np.concatenate([side, np.repeat(side[-1:], nodes - prefix, 0)]) for side in sides])
+    positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
+    output = model.target.run(Pass(positions=positions, visible=visible, embeds=embeds), cache)
+    cache.append(output.fresh, [np.arange(prefix)] * rows)
+    logits = [output.logits[:, prefix - 1 : prefix]]  # each [rows, codes, vocabulary], predicting the next code
+    for start in range(0, len(codes) - 1, CHUNK):
+        chunk = codes[start : min(start + CHUNK, len(codes) - 1)]
+        count = len(chunk)
+        tokens = np.broadcast_to(np.append(chunk, chunk[-1:]) if count == 1 else chunk, (rows, max(2, count)))
+        nodes = tokens.shape[1]
+        span = model.target.next_span(cache, nodes)
+        visible = np.zeros((rows, nodes, span + nodes), bool)
+        visible[:, :, :span] = committed_mask(cache.lengths, ~real, span)[:, None]
+        visible[:, :, span:] = np.tri(nodes, dtype=bool)
+        positions = np.broadcast_to(prefix + start + np.arange(nodes), (rows, nodes))
+        output = model.target.run(Pass(positions=positions, visible=visible, tokens=tokens), cache)
+        cache.append(output.fresh, [np.arange(count)] * rows)
+        logits.append(output.logits[:, :count])
+    scored = 0
+    total = 0.0
+    for part in logits:
+        probabilities = softmax(sampling.scale(guide(part, sampling.cfg_scale)))  # [codes, vocabulary]
+        chosen = probabilities[np.arange(len(probabilities)), codes[scored : scored + len(probabilities)]]
+        total -= float(np.log(np.maximum(chosen, 1e-300)).sum())
+        scored += len(probabilities)
+    return total / len(codes)

@@ -1,0 +1,303 @@
+"""Tuning: acceptance counted rightly, trees that are best, likelihoods, stored choices, and method auto."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import make_tiny_bundle
+from toy_engine import make_model, make_prompt, next_distribution
+
+from lantern_rt import Pipeline, RequestError
+from lantern_rt.cli import run_program
+from lantern_rt.errors import BundleError, OutputError, TreeError
+from lantern_rt.runtime.decode import Method, decode
+from lantern_rt.runtime.published_trees import named_tree, tree_name
+from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.runtime.tree import StaticTree
+from lantern_rt.tuning.auto import Rates, RatesEntry, predicted_choice, read_rates
+from lantern_rt.tuning.candidates import ladders, parse_budget
+from lantern_rt.tuning.costs import HostCosts, PassCost
+from lantern_rt.tuning.likelihood import negative_log_likelihood
+from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
+from lantern_rt.tuning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
+from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level
+
+SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
+CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free
+DEAR = HostCosts(PassCost((2, 3, 64), (1.0, 2.0, 63.0)), PassCost((2, 64), (1.0, 1.0)), 0.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("tuning") / "tiny")
+
+
+def falling_rates(first: float) -> np.ndarray:
+    rates = np.zeros((DEPTHS, RANKS))
+    rates[:5, :4] = first * 0.6 ** np.arange(4)
+    return rates
+
+
+# ---------------------------------------------------------------- rates
+
+
+def test_rates_foretell_how_many_codes_another_tree_gives() -> None:
+    model, sampling = make_model(vocabulary=6, codes=50, agreement=0.7), Sampling()
+    counts = AcceptanceCounts()
+    for seed in range(40):
+        steps = decode(model, [make_prompt(seed)], [np.random.default_rng(seed)], sampling, Method("eagle", PROBE))
+        for step in steps:
+            for part in step.parts:
+                counts.add(part)
+    for name in ("chain-3", "tree-3-210-110"):
+        tree = named_tree(name)
+        assert isinstance(tree, StaticTree)
+        given = []
+        for seed in range(40, 80):
+            steps = decode(model, [make_prompt(seed)], [np.random.default_rng(seed)], sampling, Method("eagle", tree))
+            given += [len(part.codes) for step in steps for part in step.parts if part.acceptance]
+        assert np.mean(given) == pytest.approx(expected_codes(tree.paths, counts.rates()), abs=0.12)
+
+
+def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
+    counts = AcceptanceCounts()
+    counts.tried[0, :2], counts.accepted[0, :2] = 100, (50, 20)
+    counts.tried[1, 0], counts.accepted[1, 0] = 4, 4
+    rates = counts.rates()
+    assert rates[0, 0] == pytest.approx(0.5, abs=0.01)
+    assert 0.5 < rates[1, 0] < 0.75  # four tries do not outweigh the depth above
+    assert rates[0, 2:].max() == 0
+    assert rates[2:].max() == 0
+
+
+# ---------------------------------------------------------------- trees
+
+
+def test_free_nodes_give_a_large_tree_and_dear_ones_none() -> None:
+    large = best_plan(falling_rates(0.6), CHEAP)
+    assert len(large.paths) > 40
+    assert large.codes == pytest.approx(expected_codes(large.paths, falling_rates(0.6)))
+    none = best_plan(falling_rates(0.6), DEAR)
+    assert (none.paths, none.codes) == ((), 1.0)
+
+
+def test_the_plan_is_the_best_of_all_small_trees() -> None:
+    rates = np.array([[0.7, 0.5, 0.2], [0.5, 0.4, 0.0], [0.4, 0.0, 0.0]])
+    costs = HostCosts(PassCost((2, 4, 8), (1.0, 1.1, 1.5)), PassCost((2, 4), (0.2, 0.25)), 0.05, 0.03)
+    every = [(), *(path for d in (1, 2, 3) for path in itertools.product(range(3), repeat=d))]
+    trees: set[frozenset[tuple[int, ...]]] = {frozenset()}
+    for _ in range(6):  # all trees of up to six drafted nodes
+        trees |= {
+            tree | {path}
+            for tree in trees
+            for path in every[1:]
+            if path not in tree
+            and (len(path) == 1 or path[:-1] in tree)
+            and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
+        }
+
+    def rate(tree: frozenset[tuple[int, ...]]) -> float:
+        paths = tuple(tree)
+        return expected_codes(paths, rates) / costs.seconds(len(paths) + 1, slots_per_level(paths))
+
+    found = best_plan(rates, costs, most_nodes=7)
+    assert found.rate == pytest.approx(max(map(rate, trees)))
+    assert found.rate == pytest.approx(rate(frozenset(found.paths)))
+
+
+@pytest.mark.parametrize("name", ["chain-3", "balanced-25", "naive-57", "medusa-63", "mc-25"])
+def test_a_trees_name_holds_its_whole_shape(name: str) -> None:
+    tree = named_tree(name)
+    assert isinstance(tree, StaticTree)
+    again = named_tree(tree_name(tree.paths))
+    assert isinstance(again, StaticTree)
+    assert again.paths == tree.paths
+
+
+def test_a_tree_name_that_does_not_add_up_is_refused() -> None:
+    with pytest.raises(TreeError, match="'tree-2-1' does not add up; each level needs one hexadecimal digit"):
+        named_tree("tree-2-1")
+    with pytest.raises(TreeError, match="found a node with 16 children, expected at most 15 for a name"):
+        tree_name([(rank,) for rank in range(16)])
+
+
+def test_costs_are_lines_between_what_was_measured() -> None:
+    cost = PassCost((2, 4, 8), (1.0, 1.2, 2.0))
+    assert cost.at(3) == pytest.approx(1.1)
+    assert cost.at(16) == pytest.approx(3.6)
+    assert HostCosts(cost, PassCost((2,), (0.5,)), 0.1, 0.05).seconds(4, [1, 3]) == pytest.approx(0.1 + 1.2 + 1.1)
+
+
+# ---------------------------------------------------------------- quality
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
+def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
+    model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)
+    codes = np.array([0, 3, 1, 1, 4, 2, 0])
+    exact = [
+        -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
+    ]
+    assert negative_log_likelihood(model, prompt, codes, sampling) == pytest.approx(np.mean(exact), abs=1e-5)
+
+
+def test_budgets_are_named_and_others_refused(folder: Path) -> None:
+    manifest = Pipeline.from_bundle(folder, threads=1).bundle.manifest
+    assert [c.method for rung in ladders(manifest, parse_budget("strict")) for c in rung] == ["eagle"]
+    relaxed = [c for rung in ladders(manifest, parse_budget("TVD=0.2")) for c in rung]
+    assert {c.method for c in relaxed} == {"eagle", "lantern", "lantern++"}
+    assert max(c.neighbors or 0 for c in relaxed) <= manifest.neighbors
+    for wrong in ("best", "TVD=2", "TVD", ""):
+        with pytest.raises(RequestError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
+            parse_budget(wrong)
+
+
+# ---------------------------------------------------------------- store and auto
+
+
+def entry(method: Any, images: int = 1, **fields: Any) -> Entry:
+    situation = SITUATION.model_copy(update={"images": images})
+    return Entry(situation=situation, choice=Choice(method=method, **fields), version="0", date="2026-01-02")
+
+
+def test_what_is_stored_is_found_again_for_its_situation_only(own_cache: Path) -> None:
+    tuning = Tuning(bundle_digest="d" * 64).with_entry(entry("ar")).with_entry(entry("eagle", tree="chain-2"))
+    path = write_tuning(tuning.with_entry(entry("ar", images=8)))
+    assert own_cache in path.parents
+    found = read_tuning("d" * 64)
+    assert len(found.entries) == 2  # the second entry took the place of the first
+    assert found.find(SITUATION).choice.tree == "chain-2"  # type: ignore[union-attr]
+    assert found.find(SITUATION.model_copy(update={"images": 6})).choice.method == "ar"  # type: ignore[union-attr]
+    assert found.find(SITUATION.model_copy(update={"threads": 2})) is None
+    path.write_text("{")
+    assert read_tuning("d" * 64).entries == ()
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(OutputError, match="set LANTERN_RT_CACHE to a folder that can"):
+        write_tuning(Tuning(bundle_digest="d"))
+
+
+def test_the_cache_follows_the_systems_custom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LANTERN_RT_CACHE")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "lantern-rt"
+
+
+def rates_entry(method: Any, first: float, **fields: Any) -> RatesEntry:
+    rates = tuple(map(tuple, falling_rates(first)))
+    quality = {"tvd_per_code": 0.0, "nll_ratio": 1.0, "nll_error": 0.0} | fields
+    return RatesEntry(method=method, greedy=False, rates=rates, **quality)
+
+
+def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
+    exact = rates_entry("eagle", 0.5)
+    bold = rates_entry("lantern++", 0.9, neighbors=10, lambda_=5.0, tvd_per_code=0.3)
+    choice, why = predicted_choice(Rates(images=4, entries=(exact, bold)), CHEAP, SITUATION)
+    assert choice.method == "eagle"
+    assert why.startswith(f"auto: eagle, {choice.speed_against_ar:.2f} x ar by a short probe")
+    loose = SITUATION.model_copy(update={"quality": "TVD=0.4"})
+    assert predicted_choice(Rates(images=4, entries=(exact, bold)), CHEAP, loose)[0].lambda_ == 5.0
+    assert predicted_choice(Rates(images=4, entries=(exact, bold)), DEAR, loose)[0].method == "ar"
+    greedy = SITUATION.model_copy(update={"greedy": True})
+    assert predicted_choice(Rates(images=4, entries=(exact, bold)), CHEAP, greedy)[0].method == "ar"
+
+
+def test_a_damaged_rates_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rates.json").write_text("[]")
+    with pytest.raises(BundleError, match=r"found no acceptance rates in it .*make the bundle again"):
+        read_rates(tmp_path / "rates.json")
+
+
+def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    plain = pipe("red sphere", method="auto", seed=3)
+    assert plain.settings.method == "ar"
+    assert plain.settings.choice == "auto: ar, as bundle tiny has no acceptance rates"
+    stored = entry("lantern++", tree="tree-2-10", neighbors=4, lambda_=2.0, speed_against_ar=1.7)
+    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(stored))
+    tuned = pipe("red sphere", method="auto", seed=3)
+    assert tuned.settings.choice == "auto: lantern++, 1.70 x ar here when tuned on 2026-01-02"
+    named = pipe("red sphere", method="lantern++", tree="tree-2-10", neighbors=4, lambda_=2.0, seed=3)
+    np.testing.assert_array_equal(tuned.codes[0], named.codes[0])
+    assert tuned.settings == named.settings
+
+
+def test_auto_probes_the_host_where_the_bundle_has_rates(folder: Path) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    pipe._rates = Rates(images=4, entries=(rates_entry("eagle", 0.9),))
+    result = pipe(["red sphere", "a cube"], method="auto")
+    assert result.settings.choice is not None
+    assert "short probe" in result.settings.choice
+    assert list(pipe._probed) == [4]  # two images, guided
+    assert pipe._probed[4].target.seconds[0] > 0
+
+
+@pytest.mark.parametrize("name", ["tree", "neighbors", "delta", "lambda_", "residual"])
+def test_auto_refuses_what_it_chooses_itself(folder: Path, name: str) -> None:
+    value = {"tree": "chain-2", "neighbors": 3, "delta": 0.1, "lambda_": 2.0, "residual": "borrowed"}[name]
+    with pytest.raises(RequestError, match=f"{name.rstrip('_')}: method auto chooses it; leave"):
+        Pipeline.from_bundle(folder, threads=1)("red sphere", method="auto", **{name: value})  # type: ignore[arg-type]
+
+
+def test_quality_belongs_to_auto(folder: Path) -> None:
+    with pytest.raises(RequestError, match="quality: method ar does not choose by it; leave quality out"):
+        Pipeline.from_bundle(folder, threads=1)("red sphere", method="ar", quality="fast")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("red sphere\n\ngreen cube on sand\n")
+    arguments = ["tune", str(folder), "--minutes", "0.01", "--threads", "1", "--prompts", str(prompts)]
+    rates = tmp_path / "rates.json"
+    assert run_program([*arguments, "--quality", "TVD=0.5", "--json", "--rates", str(rates)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    stored = read_tuning(pipe.bundle.digest).find(SITUATION.model_copy(update={"quality": "TVD=0.5"}))
+    assert stored is not None
+    assert stored.choice.model_dump() == report["choice"]
+    assert Path(report["path"]).is_file()
+    assert {candidate.method for candidate in read_rates(rates).entries} >= {"eagle", "lantern++"}
+    assert pipe("red sphere", method="auto", quality="TVD=0.5").settings.method == report["choice"]["method"]
+    assert run_program(arguments) == 0
+    assert "chosen: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        ([], "bundle tiny has no prompts to measure with; give --prompts FILE"),
+        (["--minutes", "0"], "minutes: found 0, expected a number above 0, up to 1440"),
+        (["--images", "0"], "images: found 0, expected a whole number 1 .. 64"),
+        (["--quality", "nice"], "quality: found 'nice', expected strict, balanced, fast, or TVD=x"),
+        (["--prompts", "nowhere.txt"], "prompts nowhere.txt: cannot be read"),
+    ],
+)
+def test_wrong_use_of_tune_is_one_line(
+    folder: Path, extra: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(["tune", str(folder), *extra]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_bundle_without_a_drafter_cannot_be_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = make_tiny_bundle(tmp_path / "plain", "class", drafter=False, method="ar")
+    assert run_program(["tune", str(plain)]) == 2
+    assert "bundle tiny has no drafter, so there is nothing to tune" in capsys.readouterr().err
