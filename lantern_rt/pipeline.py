@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from .bundle import Bundle, open_bundle
-from .errors import BundleError, RequestError
+from .errors import BundleError, OutputError, RequestError
 from .images import blank, grey_out, to_image
 from .manifest import Manifest
 from .requests import (
@@ -41,7 +42,7 @@ from .runtime.statistics import Statistics
 from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.auto import read_rates
 from .tuning.costs import HostCosts
-from .tuning.store import Choice, Situation
+from .tuning.store import Choice, Probe, Situation, read_tuning, write_tuning
 
 if TYPE_CHECKING:
     from .engines.loader import Engines
@@ -113,7 +114,7 @@ class Pipeline:
         self._tokenizer = bundle_tokenizer(bundle)
         self._rates = read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
         self._probing = threading.Lock()
-        self._probed: dict[int, HostCosts] = {}
+        self._probed: dict[int, Probe] = {}
 
     @classmethod
     def from_bundle(
@@ -228,7 +229,6 @@ class Pipeline:
     def _choose(self, request: Request, options: Options) -> Request:
         """The request with the method that suits this host: a stored choice, or one from rates and a probe."""
         from .tuning.auto import predicted_choice, stored_choice
-        from .tuning.store import read_tuning
 
         settings, images = request.settings, len(request.images)
         situation = self.situation(images, settings.temperature, settings.quality or "balanced")
@@ -239,27 +239,32 @@ class Pipeline:
                 missing = "drafter" if drafter is None else "acceptance rates"
                 found = Choice(method="ar"), f"auto: ar, as bundle {self.bundle.manifest.name} has no {missing}"
             else:
-                found = predicted_choice(rates, self._probe(request, drafter), situation)
+                found = predicted_choice(rates, self._probe(request, drafter, situation), situation)
         choice, reason = found
         kept = {name: value for name, value in options.items() if name not in ("method", "quality")}
         chosen = cast(Options, kept | choice.parameters())
         return Request(request.images, replace(resolve_settings(self.bundle.manifest, chosen), choice=reason))
 
-    def _probe(self, request: Request, drafter: Engine) -> HostCosts:
-        """What steps cost here for requests like this one; measured once per number of rows."""
+    def _probe(self, request: Request, drafter: Engine, situation: Situation) -> HostCosts:
+        """What steps cost here for requests like this one; measured once per host, threads and number of rows."""
         from .tuning.auto import PROBE_SECONDS
         from .tuning.probe import CHAIN, measure_costs, with_overhead
 
         manifest, settings = self.bundle.manifest, replace(request.settings, method="ar", quality=None)
         rows = len(request.images) * (2 if _sampling(settings).guided else 1)
         with self._probing:
-            if rows not in self._probed:
+            tuning = read_tuning(self.bundle.digest)
+            known = self._probed.get(rows) or tuning.probe(situation, rows)
+            if known is None:
                 shape = named_tree(f"chain-{CHAIN}")
                 drafted = replace(settings, method="eagle", tree=shape.name, shape=shape)
                 plain, chain = (self._decode(Request(request.images, way)) for way in (settings, drafted))
                 costs = measure_costs(manifest, self._engines.target, drafter, rows, PROBE_SECONDS / 2)
-                self._probed[rows] = with_overhead(costs, plain, chain)
-            return self._probed[rows]
+                known = Probe.of(situation, rows, with_overhead(costs, plain, chain))
+                with suppress(OutputError):  # where nothing can be kept, every process probes for itself
+                    write_tuning(tuning.model_copy(update={"probes": (*tuning.probes, known)}))
+            self._probed[rows] = known
+            return known.costs()
 
     def _decode(self, request: Request) -> Generator[StreamStep, None, None]:
         prompts = self._prefixes(request.images)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import OutputError
+from .costs import HostCosts, PassCost
 
 Relaxed = Literal["eagle", "lantern", "lantern++"]
 
@@ -66,11 +67,41 @@ class Entry(Part):
     date: str
 
 
+class Probe(Part):
+    """What a short probe found of this host's costs: `costs.HostCosts` as plain numbers."""
+
+    backend: str
+    threads: int
+    rows: int
+    target: tuple[tuple[int, float], ...]
+    drafter: tuple[tuple[int, float], ...]
+    step: float
+    level: float
+
+    @classmethod
+    def of(cls, situation: Situation, rows: int, costs: HostCosts) -> Probe:
+        """The record of `costs`."""
+        target, drafter = (tuple(zip(c.nodes, c.seconds, strict=True)) for c in (costs.target, costs.drafter))
+        where = {"backend": situation.backend, "threads": situation.threads, "rows": rows}
+        return cls(**where, target=target, drafter=drafter, step=costs.step, level=costs.level)
+
+    def costs(self) -> HostCosts:
+        """The costs that were recorded."""
+        curves = [PassCost(*map(tuple, zip(*points, strict=True))) for points in (self.target, self.drafter)]
+        return HostCosts(curves[0], curves[1], self.step, self.level)
+
+
 class Tuning(Part):
     """All that was measured for one bundle on this host."""
 
     bundle_digest: str
     entries: tuple[Entry, ...] = ()
+    probes: tuple[Probe, ...] = ()
+
+    def probe(self, situation: Situation, rows: int) -> Probe | None:
+        """The probe of passes over so many rows."""
+        where = (situation.backend, situation.threads, rows)
+        return next((one for one in self.probes if (one.backend, one.threads, one.rows) == where), None)
 
     def find(self, situation: Situation) -> Entry | None:
         """The entry of a situation; of several batch sizes the nearest one."""
@@ -80,7 +111,7 @@ class Tuning(Part):
     def with_entry(self, entry: Entry) -> Tuning:
         """The same with this entry in place of an older one."""
         others = [other for other in self.entries if other.situation != entry.situation]
-        return Tuning(bundle_digest=self.bundle_digest, entries=(*others, entry))
+        return self.model_copy(update={"entries": (*others, entry)})
 
 
 def cache_folder() -> Path:

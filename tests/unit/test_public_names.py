@@ -64,6 +64,7 @@ def test_parameters_of_a_call_are_these() -> None:
         "delta",
         "lambda_",
         "residual",
+        "quality",
     ]
 
 

@@ -243,8 +243,13 @@ def test_auto_probes_the_host_where_the_bundle_has_rates(folder: Path) -> None:
     result = pipe(["red sphere", "a cube"], method="auto")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
-    assert list(pipe._probed) == [4]  # two images, guided
-    assert pipe._probed[4].target.seconds[0] > 0
+    (probe,) = read_tuning(pipe.bundle.digest).probes
+    assert probe.rows == 4  # two images, guided
+    assert probe.costs().target.seconds[0] > 0
+    again = Pipeline.from_bundle(folder, threads=1)  # another process would find the same
+    again._rates = pipe._rates
+    assert again(["red sphere", "a cube"], method="auto").settings.choice == result.settings.choice
+    assert read_tuning(pipe.bundle.digest).probes == (probe,)
 
 
 @pytest.mark.parametrize("name", ["tree", "neighbors", "delta", "lambda_", "residual"])
