@@ -96,7 +96,7 @@ class Drafter:
         lengths, prefix = self.cache.lengths, self.hidden_columns.shape[1]
         visible, span = self._visible(lengths, slots)
         visible[:, :, span:] = np.tri(slots, dtype=bool)
-        for row in np.flatnonzero(lengths < prefix):  # the prefix itself is being committed
+        for row in np.flatnonzero(lengths < prefix).tolist():  # the prefix itself is being committed
             seen = ~self.hidden_columns[row] | np.eye(slots, prefix, dtype=bool)
             visible[row, :, span : span + prefix] &= seen
         output = self._run(codes, states, lengths[:, None] + np.arange(slots), visible)
@@ -182,7 +182,9 @@ class Drafter:
     ) -> Ints:
         """Codes of a node's children; sampled ones leave their distribution in `proposals`."""
         if self.sampling.greedy:
-            return best_codes(logits[None], count)[0][0]
+            ranked, _ = best_codes(logits[None], count)
+            best: Ints = ranked[0]
+            return best
         distribution = shape_distribution(logits, self.sampling)
         proposals[node] = distribution
         return draw_without_replacement(distribution, count, streams.draft)

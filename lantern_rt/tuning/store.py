@@ -81,9 +81,15 @@ class Probe(Part):
     @classmethod
     def of(cls, situation: Situation, rows: int, costs: HostCosts) -> Probe:
         """The record of `costs`."""
-        target, drafter = (tuple(zip(c.nodes, c.seconds, strict=True)) for c in (costs.target, costs.drafter))
-        where = {"backend": situation.backend, "threads": situation.threads, "rows": rows}
-        return cls(**where, target=target, drafter=drafter, step=costs.step, level=costs.level)
+        return cls(
+            backend=situation.backend,
+            threads=situation.threads,
+            rows=rows,
+            target=tuple(zip(costs.target.nodes, costs.target.seconds, strict=True)),
+            drafter=tuple(zip(costs.drafter.nodes, costs.drafter.seconds, strict=True)),
+            step=costs.step,
+            level=costs.level,
+        )
 
     def costs(self) -> HostCosts:
         """The costs that were recorded."""
