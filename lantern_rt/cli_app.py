@@ -52,6 +52,7 @@ Examples:
   lantern-rt run --prompt "a green cone on snow" --num-images 4 --output cones/ --scale 4
   lantern-rt run --prompt "a blue torus at night" --method lantern --delta 0.3 --neighbors 100
   lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --trace cube.npz
+  lantern-rt run --prompt "a red cone in the snow" --method sjd --window 8
   lantern-rt run --bundle bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json"""
 )
 def run(
@@ -66,7 +67,7 @@ def run(
     ] = None,
     bundle: Annotated[str, typer.Option(help="Bundle folder, or the name of an embedded bundle.")] = "scenes",
     method: Annotated[
-        str | None, typer.Option(help="auto, ar, eagle, lantern or lantern++. [default: the bundle's]")
+        str | None, typer.Option(help="auto, ar, eagle, lantern, lantern++ or sjd. [default: the bundle's]")
     ] = None,
     quality: Annotated[
         str | None,
@@ -99,14 +100,43 @@ def run(
     ] = None,
     delta: Annotated[
         float | None,
-        typer.Option(help="Bound of lantern on what is lent, between 0 and 1. [default: the bundle's]"),
+        typer.Option(
+            help="Bound of lantern on what is lent, between 0 and 1; sjd takes it too. [default: the bundle's]"
+        ),
     ] = None,
     lambda_: Annotated[
-        float | None, typer.Option("--lambda", help="Bound of lantern++, above 1. [default: the bundle's]")
+        float | None,
+        typer.Option("--lambda", help="Bound of lantern++, above 1; sjd takes it too. [default: the bundle's]"),
+    ] = None,
+    omega: Annotated[
+        float | None,
+        typer.Option(help="Accept codes this many times as readily, above 1 (lantern, lantern++, sjd). [default: off]"),
+    ] = None,
+    anneal: Annotated[
+        float | None, typer.Option(help="How much of omega - 1 each further depth keeps, 0 .. 1. [default: 1]")
     ] = None,
     tree: Annotated[
         str | None,
         typer.Option(help="Draft tree: a name such as chain-4 or mc-25, or a .json file. [default: the bundle's]"),
+    ] = None,
+    children: Annotated[
+        str | None, typer.Option(help="Children in a static tree: sampled, or likeliest. [default: sampled]")
+    ] = None,
+    stop: Annotated[
+        float | None,
+        typer.Option(
+            help="Draft no deeper in a static tree once all its paths have less probability, 0 .. 1. [default: off]"
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Codes that sjd drafts ahead, 1 .. 128. [default: the bundle's]")
+    ] = None,
+    redraft: Annotated[
+        str | None, typer.Option(help="How sjd re-drafts: coupled or independent. [default: the bundle's]")
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(help="First draft of a position (sjd): random, left or above. [default: the bundle's]"),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
     trace: Annotated[
@@ -134,6 +164,13 @@ def run(
         lambda_=lambda_,
         tree=tree,
         quality=quality,
+        children=children,
+        stop=stop,
+        window=window,
+        redraft=redraft,
+        start=start,
+        omega=omega,
+        anneal=anneal,
     )
     run_command(
         Run(prompt or None, class_id or None, bundle, output, seed, num_images, threads, trace, scale, json, force),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 FORMAT_VERSION = "1.0"
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Method = Literal["auto", "ar", "eagle", "lantern", "lantern++"]
+Method = Literal["auto", "ar", "eagle", "lantern", "lantern++", "sjd"]
 
 
 class Part(BaseModel):
@@ -110,11 +110,20 @@ class MethodDefaults(Part):
         return self
 
 
+class WindowDefaults(Part):
+    """Decoding defaults of `sjd`, the method without a drafter; see `runtime/jacobi.py`."""
+
+    window: Annotated[int, Field(ge=1, le=128)] = 8
+    redraft: Literal["coupled", "independent"] = "coupled"
+    start: Literal["random", "left", "above"] = "left"
+
+
 class DecodingDefaults(Part):
     """The method used when none is asked for, and each method's own defaults. `auto` chooses on the host."""
 
     method: Method
     methods: dict[Literal["eagle", "lantern", "lantern++"], MethodDefaults] = Field(default_factory=dict)
+    sjd: WindowDefaults | None = None
 
 
 class Source(Part):
@@ -171,7 +180,7 @@ class Manifest(Part):
             raise ValueError(f"target vocabulary {self.target.vocabulary} is not codebook_size {self.codebook_size}")
         if self.drafter and self.drafter.width != self.target.width:
             raise ValueError(f"drafter width {self.drafter.width} is not target width {self.target.width}")
-        if self.decoding.method not in ("ar", "auto") and self.drafter is None:
+        if self.decoding.method not in ("auto", "ar", "sjd") and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         return self
 

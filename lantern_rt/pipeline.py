@@ -36,6 +36,7 @@ from .requests import (
 )
 from .runtime.acceptance import Relaxation
 from .runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
+from .runtime.jacobi import Jacobi
 from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
 from .runtime.statistics import Statistics
@@ -318,15 +319,32 @@ class Pipeline:
 
     def _method(self, settings: Settings) -> Method:
         relaxation = None
-        if settings.neighbors is not None:
+        if settings.relaxed:
             relaxation = Relaxation(
-                self.bundle.neighbors().indices,
-                settings.neighbors,
+                None if settings.neighbors is None else self.bundle.neighbors().indices,
+                settings.neighbors or 0,
                 settings.delta,
                 settings.lambda_,
                 settings.residual or "borrowed",
+                settings.omega or 1.0,
+                1.0 if settings.anneal is None else settings.anneal,
             )
-        return Method(settings.method, settings.shape, relaxation)
+        return Method(
+            settings.method,
+            settings.shape,
+            relaxation,
+            self._jacobi(settings),
+            settings.children or "sampled",
+            settings.stop or 0.0,
+        )
+
+    def _jacobi(self, settings: Settings) -> Jacobi | None:
+        if settings.window is None:
+            return None
+        manifest = self.bundle.manifest
+        assert settings.redraft is not None
+        assert settings.start is not None
+        return Jacobi(settings.window, manifest.grid_columns, manifest.codebook_size, settings.redraft, settings.start)
 
     def _draw(self, codes: Ints) -> Image:
         """The picture of an image's first codes."""

@@ -1,7 +1,6 @@
 """What a request asks for, checked against what a bundle can do, before anything is computed.
 
-Every parameter that is left out (None) comes from the bundle. A parameter that has no effect on the chosen
-method is refused rather than ignored: whoever sets it expects it to do something.
+Every parameter that is left out (None) comes from the bundle. Which of them a method takes is in `methods.py`.
 
 Does not know engines, pictures or files. The prefix rows of an embeddings bundle are laid out here: given
 right-padded, needed left-padded.
@@ -9,47 +8,50 @@ right-padded, needed left-padded.
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict, cast, get_args
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .errors import BundleError, RequestError, TreeError
-from .manifest import Manifest, Method, MethodDefaults
-from .runtime.published_trees import named_tree
+from .checks import brief as _brief
+from .checks import number as _number
+from .checks import short as _short
+from .checks import whole as _whole
+from .errors import RequestError
+from .manifest import Manifest, Method
+from .methods import Residual, check_method, resolve_method
+from .runtime.drafting import Children
+from .runtime.jacobi import Redraft, Start
 from .runtime.sampling import FilterOrder
-from .runtime.tree import StaticTree, TreeShape
+from .runtime.tree import TreeShape
 
-Residual = Literal["borrowed", "neighborhood"]
 Label = str | int | None
 Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
 
 PROMPT_LIMIT = 2000  # characters
 IMAGES_LIMIT = 1024  # in one request
 SEED_LIMIT = 2**63
-_METHODS: tuple[Method, ...] = get_args(Method)
-_RELAXED = ("lantern", "lantern++")
-# Used where a bundle says nothing about a method: small trees, since a CPU pays for every node.
-_FALLBACK = {
-    "eagle": MethodDefaults(tree="chain-3"),
-    "lantern": MethodDefaults(tree="dynamic-8-4-2", neighbors=100, delta=0.2),
-    "lantern++": MethodDefaults(tree="chain-4", neighbors=10, lambda_=2.0),
-}
 
 
 class Options(TypedDict, total=False):
     """Parameters of a request; what is missing or None comes from the bundle.
 
-    method: `ar`, `eagle`, `lantern`, `lantern++`, or `auto`, which takes what is fastest on this host within
+    method: `ar`, `eagle`, `lantern`, `lantern++`, `sjd`, or `auto`, which takes what is fastest on this host within
     `quality` (`strict`, `balanced`, `fast` or `TVD=x`, for `auto` only). cfg_scale: guidance, 1 is off.
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. tree: a tree's name, or a .json file of paths.
-    For `lantern` and `lantern++` only: neighbors, how many codes may lend probability; residual, what a
-    rejection removes (`neighborhood` is what the published code does). delta bounds `lantern`, lambda_ bounds
-    `lantern++`.
+    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
+
+    Methods with a drafter: tree, a tree's name, or a .json file of paths; for static trees children, `sampled`
+    or the `likeliest`, and stop, draft no further once the drafter gives all paths together less probability
+    than this (0 is off). `sjd`: window, how many codes are drafted ahead; redraft, `coupled` or `independent`;
+    start of new positions, `random`, or a copy of the code `left` or `above`.
+
+    Relaxation, for `lantern`, `lantern++` and, if asked for, `sjd`: neighbors, how many codes may lend
+    probability; delta (`lantern`, `sjd`) or lambda_ (`lantern++`, `sjd`) bounds it; residual, what a rejection
+    removes (`neighborhood` is what the published code does); omega, factor above 1 on the chance to accept;
+    anneal, 0 .. 1, how much of omega - 1 each further depth keeps. With omega, neighbors may be 0.
     """
 
     method: str | None
@@ -63,6 +65,13 @@ class Options(TypedDict, total=False):
     lambda_: float | None
     residual: str | None
     quality: str | None
+    children: str | None
+    stop: float | None
+    window: int | None
+    redraft: str | None
+    start: str | None
+    omega: float | None
+    anneal: float | None
 
 
 @dataclass(frozen=True)
@@ -85,12 +94,19 @@ class Settings:
     residual: Residual | None = None
     quality: str | None = None
     choice: str | None = field(default=None, compare=False)
+    children: Children | None = None
+    stop: float | None = None
+    window: int | None = None
+    redraft: Redraft | None = None
+    start: Start | None = None
+    omega: float | None = None
+    anneal: float | None = None
     shape: TreeShape | None = field(default=None, repr=False)
 
     @property
     def relaxed(self) -> bool:
         """Whether acceptance may stray from the target's distribution."""
-        return self.method in _RELAXED
+        return self.neighbors is not None or self.omega is not None
 
     def as_dict(self) -> dict[str, str | float | int]:
         """What is set, by the names that users give, ready for JSON."""
@@ -119,7 +135,7 @@ def resolve_settings(manifest: Manifest, options: Options) -> Settings:
     """The settings of a request; RequestError names the parameter at fault and what to do."""
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
-    method, chosen = _resolve_method(manifest, options.get("method"))
+    method = check_method(manifest, options.get("method"))
     defaults = manifest.sampling
     temperature = _number("temperature", options.get("temperature"), defaults.temperature, 0, 1000)
     if 0 < temperature < 1e-3:
@@ -127,101 +143,15 @@ def resolve_settings(manifest: Manifest, options: Options) -> Settings:
     top_p = _number("top_p", options.get("top_p"), defaults.top_p, 0, 1)
     if top_p == 0:
         raise RequestError("top_p: found 0, expected a number above 0, up to 1 (1 is off)")
-    settings = Settings(
+    return Settings(
         method=method,
         cfg_scale=_number("cfg_scale", options.get("cfg_scale"), defaults.cfg_scale, 0, 1000),
         temperature=temperature,
         top_k=_whole("top_k", options.get("top_k"), defaults.top_k, 0, 2**31),
         top_p=top_p,
         filter_order=defaults.filter_order,
+        **resolve_method(manifest, method, options),
     )
-    _refuse_idle(options, method, chosen)
-    if method == "auto":
-        from .tuning.candidates import parse_budget
-
-        return replace(settings, quality=parse_budget(options.get("quality") or "balanced").name)
-    return settings if method == "ar" else replace(settings, **_resolve_drafting(manifest, method, options))
-
-
-def _resolve_method(manifest: Manifest, asked: str | None) -> tuple[Method, str]:
-    """The method, and how to call it in a message."""
-    method = manifest.decoding.method if asked is None else asked
-    if method not in _METHODS:
-        raise RequestError(f"method: found {_short(method)}, expected {', '.join(_METHODS[:-1])} or {_METHODS[-1]}")
-    if method not in ("auto", "ar") and manifest.drafter is None:
-        raise RequestError(f"method {method}: bundle {manifest.name} has no drafter; use method ar")
-    if method in _RELAXED and not manifest.neighbors:
-        raise RequestError(f"method {method}: bundle {manifest.name} has no neighbour table; use method ar or eagle")
-    return method, f"{method} (the bundle's default)" if asked is None else method
-
-
-def _refuse_idle(options: Options, method: Method, chosen: str) -> None:
-    """Refuse parameters that the method does not look at."""
-    given = {name.rstrip("_") for name, value in options.items() if value is not None}
-    if {"delta", "lambda"} <= given:
-        raise RequestError("delta and lambda: two bounds on the same thing, expected one; delta bounds method lantern,"
-                           " lambda bounds lantern++")  # fmt: skip
-    if method == "auto" and (own := sorted(given & {"tree", "delta", "lambda", "neighbors", "residual"})):
-        raise RequestError(f"{own[0]}: method {chosen} chooses it; leave {own[0]} out, or name another method")
-    if method != "auto" and "quality" in given:
-        raise RequestError(f"quality: method {chosen} does not choose by it; leave quality out, or use method auto")
-    if method == "ar" and "tree" in given:
-        raise RequestError(f"tree: method {chosen} drafts nothing; leave tree out, or use another method")
-    if method not in _RELAXED and (idle := sorted(given & {"delta", "lambda", "neighbors", "residual"})):
-        raise RequestError(
-            f"{idle[0]}: method {chosen} accepts exactly; leave {idle[0]} out, or use method lantern or lantern++"
-        )
-    if method == "lantern" and "lambda" in given:
-        raise RequestError(f"lambda: found method {chosen}, which is bounded by delta; use delta, or method lantern++")
-    if method == "lantern++" and "delta" in given:
-        raise RequestError(f"delta: found method {chosen}, which is bounded by lambda; use lambda, or method lantern")
-
-
-def _resolve_drafting(manifest: Manifest, method: Method, options: Options) -> dict[str, Any]:
-    """The tree of a drafting method, and the bounds of a relaxed one."""
-    defaults = manifest.decoding.methods.get(cast(Any, method), _FALLBACK[method])
-    shape = _resolve_tree(manifest, options.get("tree"), defaults.tree)
-    own: dict[str, Any] = {"tree": shape.name, "shape": shape}
-    if method not in _RELAXED:
-        return own
-    fallback, table = _FALLBACK[method], manifest.neighbors
-    own["neighbors"] = _whole(
-        "neighbors", options.get("neighbors"), min(defaults.neighbors or fallback.neighbors, table), 1, table
-    )
-    if method == "lantern":
-        delta = own["delta"] = _number("delta", options.get("delta"), defaults.delta or 0.2)
-        if not 0 < delta < 1:
-            raise RequestError(f"delta: found {delta:g}, expected a number between 0 and 1, both excluded")
-    else:
-        bound = own["lambda_"] = _number("lambda", options.get("lambda_"), defaults.lambda_ or 2.0)
-        if not 1 < bound <= 1e6:
-            raise RequestError(f"lambda: found {bound:g}, expected a number above 1, up to 1e6")
-    residual = options.get("residual") or "borrowed"
-    if residual not in get_args(Residual):
-        raise RequestError(f"residual: found {_short(residual)}, expected {' or '.join(get_args(Residual))}")
-    own["residual"] = residual
-    return own
-
-
-def _resolve_tree(manifest: Manifest, asked: str | None, default: str) -> TreeShape:
-    if asked is None:
-        try:
-            if default.endswith(".json"):
-                raise TreeError("a bundle names a tree, it cannot point to a file")
-            shape = named_tree(default)
-        except TreeError as error:
-            raise BundleError(f"bundle {manifest.name}: default tree {_short(default)}: {error}") from error
-    else:
-        if not isinstance(asked, str):
-            raise TreeError(f"tree: found {_short(asked)}, expected a name or a .json file")
-        shape = named_tree(asked)
-    if isinstance(shape, StaticTree):
-        widest = max(len(children) for children in shape.children)
-        if widest > manifest.codebook_size:
-            raise TreeError(
-                f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
-            )
-    return shape
 
 
 # ---------------------------------------------------------------- images
@@ -335,32 +265,3 @@ def _seeds(seed: int | Sequence[int], subjects: int, images: int) -> list[int]:
     if len(listed) != subjects:
         raise RequestError(f"seed: found {len(listed)} seeds for {subjects} prompts, expected one number, or one each")
     return [_whole("seed", one, 0, 0, SEED_LIMIT - images) for one in listed]
-
-
-# ---------------------------------------------------------------- numbers
-
-
-def _number(name: str, value: Any, default: float, low: float = -math.inf, high: float = math.inf) -> float:
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RequestError(f"{name}: found {_short(value)}, expected a finite number")
-    number = float(value)
-    if not low <= number <= high:
-        raise RequestError(f"{name}: found {number:g}, expected {low:g} .. {high:g}")
-    return number
-
-
-def _whole(name: str, value: Any, default: int, low: int, high: int) -> int:
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name}: found {_short(value)}, expected a whole number {low} .. {high}")
-    return int(value)
-
-
-def _short(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:120]

@@ -14,6 +14,13 @@ loan of its own. Every further sibling adds its own term, weighted by the chance
 distance is at most the sum. The published code removes k + 1 neighbours instead of A;
 `residual="neighborhood"` does that, for comparison: it can move the output by more than the bound.
 
+Annealed relaxation (Cool-SD, arXiv 2601.09212) multiplies p / q by omega >= 1, less and less down the path:
+a'(x) = min(1, omega_d (p(x) + p(A)) / q(x)) at depth d. Its residual is the exact one, max(p - q, 0) without x
+and A: what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a code, so
+that no other residual brings the output closer to p. The distance is again the expectation of a' - a, and that
+is sum over x of min(q, omega p) - min(q, p) without neighbours: at most 1 - 1 / omega for a sampled draft, and
+at most (omega - 1) p(x) for a certain one. With lambda_ too it is at most 1 - 1 / (omega lambda_).
+
 Does not know engines, logits or how the tree was drafted.
 """
 
@@ -30,6 +37,7 @@ from .sampling import Probabilities, draw
 from .tree import DraftTree
 
 Distribution = Callable[[int], Probabilities]
+_NOBODY = np.zeros(0, np.int64)
 
 
 class Uniforms(Protocol):
@@ -44,20 +52,34 @@ class Uniforms(Protocol):
 class Relaxation:
     """How far acceptance may stray.
 
-    neighbors: table of neighbours, nearest first, self excluded, integers `[vocabulary, k]`; k is how many
-    may lend. delta: bound in (0, 1) on what they lend. lambda_: bound > 1 on (p(x) + lent) / p(x).
-    Exactly one of the two is set. residual: what a rejection removes: `borrowed` (x and A) or
-    `neighborhood` (the published code: k + 1 neighbours, from q where there is one).
+    neighbors: table of neighbours, nearest first, self excluded, integers `[vocabulary, k]`, or None where
+    nobody lends; k is how many may lend. delta: bound in (0, 1) on what they lend. lambda_: bound > 1 on
+    (p(x) + lent) / p(x). Exactly one of the two is set if there are neighbours. residual: what a rejection
+    removes: `borrowed` (x and A) or `neighborhood` (the published code: k + 1 neighbours, from q where there is
+    one). omega: factor >= 1 on the chance to accept the first drafted code; anneal: in [0, 1], the share of
+    omega - 1 that each further depth keeps.
     """
 
-    neighbors: NDArray[np.integer]
-    k: int
+    neighbors: NDArray[np.integer] | None = None
+    k: int = 0
     delta: float | None = None
     lambda_: float | None = None
     residual: Literal["borrowed", "neighborhood"] = "borrowed"
+    omega: float = 1.0
+    anneal: float = 1.0
+
+    def factor(self, depth: int) -> float:
+        """omega_d for a candidate at `depth`, 0 for the children of the root.
+
+        1 + (omega - 1) anneal^d: the paper lets omega fall with depth; that it falls geometrically towards exact
+        acceptance, never below, is the choice made here.
+        """
+        return 1.0 + (self.omega - 1.0) * self.anneal**depth
 
     def lenders(self, p: Probabilities, code: int) -> NDArray[np.integer]:
         """A: the longest nearest-first run of neighbours of `code` whose summed p stays within the bound."""
+        if self.neighbors is None:
+            return _NOBODY
         near = self.neighbors[code, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[code]
         return near[: int(np.searchsorted(np.cumsum(p[near]), bound, side="right"))]
@@ -103,9 +125,11 @@ def walk(
             if draft <= 0:
                 continue
             tried += 1
-            lenders = relaxation.lenders(p, code) if relaxation else None
-            exact = min(1.0, float(p[code]) / draft)
-            relaxed = exact if lenders is None else min(1.0, float(p[code] + p[lenders].sum()) / draft)
+            lenders = _NOBODY if relaxation is None else relaxation.lenders(p, code)
+            exact = relaxed = min(1.0, float(p[code]) / draft)
+            if relaxation is not None:
+                factor = relaxation.factor(len(path) - 1)
+                relaxed = min(1.0, factor * float(p[code] + p[lenders].sum()) / draft)
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
@@ -119,15 +143,16 @@ def _reject(
     p: Probabilities,
     q: Probabilities | None,
     code: int,
-    lenders: NDArray[np.integer] | None,
+    lenders: NDArray[np.integer],
     relaxation: Relaxation | None,
 ) -> tuple[Probabilities, Probabilities | None]:
     """What is left of p after `code` was refused, and q for the next sibling (without `code`)."""
     published = relaxation is not None and relaxation.residual == "neighborhood"
     removed = q
     left = p.copy()
-    if lenders is not None and len(lenders):
+    if len(lenders):
         assert relaxation is not None
+        assert relaxation.neighbors is not None
         if not published:
             left[lenders] = 0
         elif q is None:
@@ -147,6 +172,11 @@ def _reject(
     return left, q
 
 
+def residual_distribution(p: Probabilities, q: Probabilities | None, code: int) -> Probabilities:
+    """What a refused draft leaves: max(p - q, 0) scaled to sum 1; q = None says that `code` was certain."""
+    return _reject(p, q, code, _NOBODY, None)[0]
+
+
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
     """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
     total = weights.sum()
@@ -155,7 +185,7 @@ def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabiliti
 
 
 def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:
-    """The longest path whose every code is the arg-max, or is once its neighbours have lent to it.
+    """The longest path whose every code is the arg-max, or is once its neighbours have lent to it (times omega_d).
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
     """
@@ -179,7 +209,7 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | 
                 open_nodes.append((child, tvd))
             elif relaxation is not None:
                 lent = float(p[relaxation.lenders(p, code)].sum())
-                if p[code] + lent > p[top]:
+                if relaxation.factor(int(tree.depths[node])) * (p[code] + lent) > p[top]:
                     open_nodes.append((child, tvd + 1.0))
     remainder = seen[end] if end in seen else target(end)
     return Acceptance(tree.path_to(end), int(remainder.argmax()), best_tvd, tried, remainder)

@@ -1,5 +1,7 @@
 """The decode loop: draft a tree, verify it in one target pass, accept a path, commit it; repeat.
 
+Drafts come from a drafter, from the target's own previous pass (a window, `jacobi`), or there are none (`ar`).
+
 `decode` is a generator that yields after every step, so progress, streaming and cancelling cost nothing.
 Requests share passes but nothing else: each has its own positions, masks, cache lengths and random
 streams. With guidance every request is two rows, conditional rows first.
@@ -11,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .acceptance import Acceptance, Relaxation, walk, walk_greedy
-from .drafting import Drafter
+from .drafting import Children, Drafter
 from .engine import Bools, Engine, Floats, Ints, Pass, PassOutput
+from .jacobi import Jacobi, Window
 from .passes import committed_mask, run_pass
 from .sampling import Probabilities, Sampling, draw, guide, shape_distribution
 from .statistics import Clock, RequestStatistics, Statistics, summarise
@@ -29,11 +33,24 @@ MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not rep
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method: its name, the draft tree's shape (none for `ar`) and the relaxation, if any."""
+    """A decoding method.
+
+    shape: of the drafter's trees. jacobi: a window instead of a drafter. `ar` has neither. children, stop: how a
+    static tree is drafted, see `drafting.Drafter`.
+    """
 
     name: str
     shape: TreeShape | None = None
     relaxation: Relaxation | None = None
+    jacobi: Jacobi | None = None
+    children: Children = "sampled"
+    stop: float = 0.0
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the largest draft, the root included."""
+        drafts = self.shape or self.jacobi
+        return drafts.nodes if drafts else 1
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class Model:
 class RequestStep:
     """One request's part of a step: the codes it committed, and how.
 
-    tree and path are None for the prefill and for `ar`. codes may run past the image's end in the last
+    tree and acceptance are None for the prefill and for `ar`. codes may run past the image's end in the last
     step; `committed` counts those that belong to it.
     """
 
@@ -99,6 +116,7 @@ class _Request:
 
     index: int
     streams: Streams
+    window: Window | None = None
     codes: list[int] = field(default_factory=list)
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
 
@@ -129,6 +147,9 @@ class _Decoding:
         self.model, self.sampling, self.method = model, sampling, method
         self.clock = Clock()
         self.requests = [_Request(i, open_streams(rng)) for i, rng in enumerate(rngs)]
+        if method.jacobi is not None:
+            for request in self.requests:
+                request.window = Window(method.jacobi, sampling.greedy, request.streams.draft)
         self.active = list(self.requests)
         sides = ["cond", "uncond"] if sampling.guided else ["cond"]
         self.prefix: Floats = np.stack([getattr(prompt, side) for side in sides for prompt in prompts])
@@ -137,9 +158,16 @@ class _Decoding:
         self.drafter: Drafter | None = None
         if method.shape is not None:
             assert model.drafter is not None
-            layout = model.layout
+            assert method.jacobi is None
             self.drafter = Drafter(
-                model.drafter, method.shape, sampling, self.clock, layout.position_shift, model.positions - 1
+                model.drafter,
+                method.shape,
+                sampling,
+                self.clock,
+                model.layout.position_shift,
+                model.positions - 1,
+                children=method.children,
+                stop=method.stop,
             )
 
     def steps(self) -> Iterator[Step]:
@@ -189,17 +217,14 @@ class _Decoding:
         shape = self.method.shape
         if isinstance(shape, DynamicTree):
             return max(shape.nodes, shape.depth * shape.branch) + 2
-        return (shape.nodes if shape else 0) + 2
+        return self.method.nodes + 2
 
     # ------------------------------------------------------------ one step
 
     def _advance(self) -> list[RequestStep]:
-        if self.drafter is not None:
-            streams = [request.streams for request in self.active]
-            trees = self.drafter.draft(self.new_codes, self.new_hidden, streams)
-        else:
-            trees = [_root_only(request.codes[-1]) for request in self.active]
+        trees = self._draft()
         output = self._verify(trees)
+        drafted = self.method.nodes > 1
         parts, picks = [], []
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
             accepted = self._accept(request, tree, output, slot)
@@ -209,8 +234,9 @@ class _Decoding:
             request.statistics.codes_per_step.append(len(codes))
             request.statistics.tried += accepted.tried
             request.statistics.realised_tvd += accepted.realised_tvd
+            if request.window is not None and len(request.codes) < self.model.codes:
+                request.window.advance(len(accepted.path) - 1, partial(self._distribution, output, slot))
             picks.append(np.array(accepted.path, np.int64))
-            drafted = self.drafter is not None
             parts.append(
                 RequestStep(request.index, codes, committed, tree if drafted else None, accepted if drafted else None)
             )
@@ -221,10 +247,23 @@ class _Decoding:
         self._drop_finished()
         return parts
 
+    def _draft(self) -> list[DraftTree]:
+        if self.drafter is not None:
+            streams = [request.streams for request in self.active]
+            return self.drafter.draft(self.new_codes, self.new_hidden, streams)
+        trees = []
+        for request in self.active:
+            if request.window is None:
+                trees.append(_root_only(request.codes[-1]))
+            else:
+                trees.append(request.window.draft(request.codes, self.model.codes - len(request.codes)))
+        return trees
+
     def _verify(self, trees: list[DraftTree]) -> PassOutput:
         """One target pass over all trees, padded to the same number of nodes."""
         rows = len(trees) * self.sides
-        nodes = max(MINIMUM_NODES, self.method.shape.nodes if self.method.shape else 1)
+        largest = max(tree.nodes for tree in trees) if self.method.stop else self.method.nodes
+        nodes = max(MINIMUM_NODES, largest)
         lengths = self.cache.lengths
         span = self.model.target.next_span(self.cache, nodes)
         tokens = np.zeros((rows, nodes), np.int64)
@@ -240,9 +279,7 @@ class _Decoding:
         return self._run(Pass(positions=positions, visible=visible, tokens=tokens))
 
     def _accept(self, request: _Request, tree: DraftTree, output: PassOutput, slot: int) -> Acceptance:
-        def target(node: int) -> Probabilities:
-            return self._distribution(output, slot, node)
-
+        target = partial(self._distribution, output, slot)
         if self.sampling.greedy:
             return walk_greedy(tree, target, self.method.relaxation)
         return walk(tree, target, self.method.relaxation, request.streams.accept, request.streams.residual)

@@ -3,7 +3,14 @@
 A drafter slot p reads code p + 1 and the hidden state of position p, and predicts the hidden state p + 1.
 Slots of committed codes stay in the drafter's cache; slots of draft nodes are dropped after each draft.
 Static trees draw children without replacement from the drafter's distribution (its true q is kept), or
-take the most probable ones when decoding greedily; dynamic trees always take the most probable ones.
+take the most probable ones if asked to, and always when decoding greedily; dynamic trees always take the most
+probable ones.
+
+A static tree may stop early. Before a level's children are drawn, the drafter's own probabilities of the paths to
+that level are summed; below `stop` the request drafts no further level. For a node this is settled by codes
+above and beside it, before its children are drawn, and nothing that was drawn is dropped: the children there are
+come from q, and where there are none the target's own p is drawn from, so the output stays exact. (To drop a
+child because of what it turned out to be would change q.)
 
 Does not know acceptance, or what the target thinks.
 """
@@ -12,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -29,6 +37,7 @@ from .statistics import Clock
 from .streams import Streams
 from .tree import DraftTree, DynamicTree, StaticTree, TreeShape
 
+Children = Literal["sampled", "likeliest"]
 MINIMUM_SLOTS = 2  # one-slot passes use another matrix kernel and would not reproduce longer ones
 
 
@@ -41,7 +50,11 @@ class Level:
 
 
 class Drafter:
-    """Drafts for a batch of requests; rows are all conditional ones, then all unconditional ones."""
+    """Drafts for a batch of requests; rows are all conditional ones, then all unconditional ones.
+
+    children: how a static tree's children are chosen. stop: a static tree drafts no level whose parents' paths have
+    together less probability than this, 0 .. 1; 0 drafts the whole tree.
+    """
 
     def __init__(
         self,
@@ -51,9 +64,12 @@ class Drafter:
         clock: Clock,
         position_shift: int,
         last_position: int,
+        children: Children = "sampled",
+        stop: float = 0.0,
     ) -> None:
         self.engine, self.shape, self.sampling, self.clock = engine, shape, sampling, clock
         self.position_shift, self.last_position = position_shift, last_position
+        self.children, self.stop = children, stop
         self.cache: Cache
         self.hidden_columns: Bools
 
@@ -160,34 +176,42 @@ class Drafter:
         tokens[:, 0] = roots
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose code has been drawn
         alive[:, 0] = True
+        paths = np.zeros((requests, shape.nodes))  # the drafter's probability of the path to each node
+        paths[:, 0] = 1
         proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
         above = np.zeros((requests, 1, 0), bool)
         for depth, (inner, parents) in enumerate(zip(shape.levels, shape.parent_slots, strict=True)):
+            going_on = paths[:, inner].sum(1) >= self.stop
+            if not going_on.any():
+                break
             if depth > 0:
                 same = np.broadcast_to(parents, (requests, len(parents)))
                 level, above = self._expand(tokens[:, inner], same, depth, base, above, level)
-            for r in range(requests):
+            for r in np.flatnonzero(going_on).tolist():
                 for slot, node in enumerate(inner.tolist()):
                     children = shape.children[node]
                     if alive[r, node]:
-                        codes = self._choose(level.logits[r][slot], len(children), proposals[r], node, streams[r])
-                        tokens[r, children[: len(codes)]] = codes
-                        alive[r, children[: len(codes)]] = True
+                        logits = level.logits[r][slot]
+                        codes, chances = self._choose(logits, len(children), proposals[r], node, streams[r])
+                        filled = children[: len(codes)]
+                        tokens[r, filled], alive[r, filled] = codes, True
+                        paths[r, filled] = paths[r, node] * chances
         leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
         return [_without(tree, alive[r]) for r, tree in enumerate(trees)]
 
     def _choose(
         self, logits: Floats, count: int, proposals: dict[int, Probabilities], node: int, streams: Streams
-    ) -> Ints:
-        """Codes of a node's children; sampled ones leave their distribution in `proposals`."""
-        if self.sampling.greedy:
-            ranked, _ = best_codes(logits[None], count)
-            best: Ints = ranked[0]
-            return best
+    ) -> tuple[Ints, Probabilities]:
+        """Codes of a node's children and their probabilities; sampled ones leave their distribution in `proposals`."""
+        if self.sampling.greedy or self.children == "likeliest":
+            codes, scores = self._best_children(logits[None], count)
+            possible = np.isfinite(scores[0])
+            return codes[0, possible], np.exp(scores[0, possible].astype(np.float64))
         distribution = shape_distribution(logits, self.sampling)
         proposals[node] = distribution
-        return draw_without_replacement(distribution, count, streams.draft)
+        codes = draw_without_replacement(distribution, count, streams.draft)
+        return codes, distribution[codes]
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level, base: Ints) -> list[DraftTree]:
         requests = len(roots)

@@ -12,7 +12,7 @@ import pytest
 from lantern_rt import Pipeline
 from lantern_rt.requests import Options
 
-METHODS = ("ar", "eagle", "lantern", "lantern++")
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 SOLIDS = ("red sphere", "blue cube", "green cone", "yellow cylinder", "pink pyramid", "white torus", "black star")
 GROUNDS = ("on grass", "on sand", "in the snow", "on water", "on stone", "on wood")
 SKIES = ("at sunset", "at night", "under a clear sky", "on a cloudy day")
@@ -55,11 +55,21 @@ def test_eight_prompts_together_give_bit_for_bit_the_images_of_the_same_eight_al
         assert alone.images[0].tobytes() == together.images[i].tobytes()
 
 
-def test_greedy_eagle_gives_the_codes_of_greedy_ar(pipe: Pipeline) -> None:
+def test_greedy_eagle_and_sjd_give_the_codes_of_greedy_ar(pipe: Pipeline) -> None:
     texts = prompts(4)
-    assert codes_of(pipe, texts, [0] * 4, method="eagle", temperature=0) == codes_of(
-        pipe, texts, [0] * 4, method="ar", temperature=0
-    )
+    plain = codes_of(pipe, texts, [0] * 4, method="ar", temperature=0)
+    assert codes_of(pipe, texts, [0] * 4, method="eagle", temperature=0) == plain
+    assert codes_of(pipe, texts, [0] * 4, method="sjd", temperature=0) == plain
+
+
+def test_a_tree_that_stops_early_spares_drafter_passes_and_no_batch_changes_an_image(pipe: Pipeline) -> None:
+    options = {"method": "eagle", "tree": "chain-4", "children": "likeliest"}
+    texts, seeds = prompts(3), [5, 6, 7]
+    stopping = pipe(texts, seed=seeds, stop=0.5, **options)  # type: ignore[arg-type]
+    alone = [pipe(text, seed=seed, stop=0.5, **options) for text, seed in zip(texts, seeds, strict=True)]  # type: ignore[arg-type]
+    assert [codes.tolist() for codes in stopping.codes] == [one.codes[0].tolist() for one in alone]
+    whole = pipe(texts[0], seed=5, **options).stats  # type: ignore[arg-type]
+    assert alone[0].stats.drafter_passes / alone[0].stats.target_passes < whole.drafter_passes / whole.target_passes
 
 
 @pytest.mark.slow
@@ -79,8 +89,8 @@ def test_sampled_images_depend_on_the_seed_and_on_nothing_else(pipe: Pipeline) -
 
 
 def test_relaxed_methods_commit_several_codes_a_pass(pipe: Pipeline) -> None:
-    for method in ("lantern", "lantern++"):
-        stats = pipe(prompts(4), seed=3, method=method).stats
+    for options in ({"method": "lantern"}, {"method": "lantern++"}, {"method": "sjd", "lambda_": 2.0}):
+        stats = pipe(prompts(4), seed=3, **options).stats  # type: ignore[arg-type]
         assert stats.tokens_per_target_pass > 1.5
         assert stats.realised_tvd > 0
 

@@ -80,12 +80,15 @@ def distributions(draw: st.DrawFn, size: int) -> Probabilities:
 
 
 @st.composite
-def relaxations(draw: st.DrawFn, size: int, residual: str = "borrowed") -> Relaxation:
+def relaxations(draw: st.DrawFn, size: int, annealed: bool = False) -> Relaxation:
     rows = [draw(st.permutations([c for c in range(size) if c != code])) for code in range(size)]
     k = draw(st.integers(1, size - 1))
+    omega, anneal = (draw(st.floats(1.0, 4.0)), draw(st.floats(0.0, 1.0))) if annealed else (1.0, 1.0)
+    if annealed and draw(st.booleans()):
+        return Relaxation(omega=omega, anneal=anneal)
     if draw(st.booleans()):
-        return Relaxation(np.array(rows), k, delta=draw(st.floats(0.01, 0.99)), residual=residual)  # type: ignore[arg-type]
-    return Relaxation(np.array(rows), k, lambda_=draw(st.floats(1.01, 8.0)), residual=residual)  # type: ignore[arg-type]
+        return Relaxation(np.array(rows), k, delta=draw(st.floats(0.01, 0.99)), omega=omega, anneal=anneal)
+    return Relaxation(np.array(rows), k, lambda_=draw(st.floats(1.01, 8.0)), omega=omega, anneal=anneal)
 
 
 SIZE = 5
@@ -212,6 +215,93 @@ def test_one_sampled_candidate_stays_within_lambda_less_one(
     if rule.lambda_ is not None:
         output, _ = step_output(p, list(orders(q, 1)), q, rule)
         assert tvd(output, p) <= rule.lambda_ - 1 + TOLERANCE
+
+
+# ---------------------------------------------------------------- annealed relaxation
+
+
+@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE, annealed=True))
+def test_with_annealing_too_one_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptance(
+    p: Probabilities, q: Probabilities, rule: Relaxation
+) -> None:
+    output, realised = step_output(p, list(orders(q, 1)), q, rule)
+    gain = 0.0
+    for x in np.flatnonzero(q):
+        lent = p[rule.lenders(p, x)].sum()
+        gain += q[x] * (min(1, rule.omega * (p[x] + lent) / q[x]) - min(1, p[x] / q[x]))
+    assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
+    assert realised == pytest.approx(gain, abs=TOLERANCE)
+
+
+@given(distributions(SIZE), distributions(SIZE), st.floats(1.0, 8.0))
+def test_omega_alone_moves_a_step_by_what_is_drafted_between_p_and_omega_p_at_most_1_less_1_in_omega(
+    p: Probabilities, q: Probabilities, omega: float
+) -> None:
+    output, _ = step_output(p, list(orders(q, 1)), q, Relaxation(omega=omega))
+    assert tvd(output, p) == pytest.approx((np.minimum(q, omega * p) - np.minimum(q, p)).sum(), abs=TOLERANCE)
+    assert tvd(output, p) <= 1 - 1 / omega + TOLERANCE
+
+
+@given(distributions(SIZE), distributions(SIZE), distributions(SIZE), st.floats(1.0, 8.0))
+def test_no_other_residual_brings_an_annealed_step_closer(
+    p: Probabilities, q: Probabilities, other: Probabilities, omega: float
+) -> None:
+    output, _ = step_output(p, list(orders(q, 1)), q, Relaxation(omega=omega))
+    accepted = np.minimum(q, omega * p)
+    assert tvd(output, p) <= tvd(accepted + (1 - accepted.sum()) * other, p) + TOLERANCE
+
+
+@given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE, annealed=True))
+def test_with_annealing_one_fixed_candidate_moves_the_output_by_its_gain(
+    p: Probabilities, x: int, rule: Relaxation
+) -> None:
+    output, realised = step_output(p, [(1.0, (x,))], None, rule)
+    gain = min(1.0, rule.omega * (p[x] + p[rule.lenders(p, x)].sum())) - p[x]
+    assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
+    assert realised == pytest.approx(gain, abs=TOLERANCE)
+
+
+@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE, annealed=True), st.integers(2, 4), st.booleans())
+def test_with_annealing_several_candidates_move_the_output_by_no_more_than_they_realise_together(
+    p: Probabilities, q: Probabilities, rule: Relaxation, siblings: int, fixed: bool
+) -> None:
+    codes = tuple(np.argsort(-q, kind="stable")[:siblings].tolist())
+    drafts = [(1.0, codes)] if fixed else list(orders(q, siblings))
+    output, realised = step_output(p, drafts, None if fixed else q, rule)
+    assert tvd(output, p) <= realised + TOLERANCE
+
+
+@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE, annealed=True))
+def test_omega_and_lambda_together_stay_within_their_product(
+    p: Probabilities, q: Probabilities, rule: Relaxation
+) -> None:
+    if rule.lambda_ is not None:
+        output, _ = step_output(p, list(orders(q, 1)), q, rule)
+        assert tvd(output, p) <= 1 - 1 / (rule.omega * rule.lambda_) + TOLERANCE
+
+
+def test_omega_falls_geometrically_towards_exact_acceptance() -> None:
+    assert [Relaxation(omega=3.0, anneal=0.5).factor(depth) for depth in range(4)] == [3.0, 2.0, 1.5, 1.25]
+    assert [Relaxation(omega=3.0, anneal=0.0).factor(depth) for depth in range(3)] == [3.0, 1.0, 1.0]
+    assert Relaxation(omega=3.0).factor(7) == 3.0
+
+
+def test_deeper_codes_are_accepted_with_their_own_omega() -> None:
+    """p / q is a half at both codes of the chain: omega 1.8 accepts the first nine times in ten, 1.4 seven."""
+    p, q = np.array([0.25, 0.75]), np.array([0.5, 0.5])
+    tree = DraftTree(np.array([0, 0, 0]), np.array([-1, 0, 1]), {0: q, 1: q})
+    lengths = np.zeros(3)
+    for weight, accepted in enumerated(tree, lambda node: p, Relaxation(omega=1.8, anneal=0.5)):
+        lengths[len(accepted.path) - 1] += weight
+    np.testing.assert_allclose(lengths, [0.1, 0.9 * 0.3, 0.9 * 0.7], atol=TOLERANCE)
+
+
+def test_greedy_acceptance_too_takes_a_code_that_omega_lifts_above_the_arg_max() -> None:
+    p = np.array([0.5, 0.3, 0.2])
+    chain = DraftTree(np.array([0, 1, 1]), np.array([-1, 0, 1]))
+    assert walk_greedy(chain, lambda node: p, Relaxation(omega=1.6)).path == [0]
+    lifted = walk_greedy(chain, lambda node: p, Relaxation(omega=1.8, anneal=0.5))
+    assert (lifted.path, lifted.realised_tvd) == ([0, 1], 1.0), "at the second code omega is 1.4"
 
 
 def test_with_sampled_candidates_delta_bounds_each_loan_but_not_the_step() -> None:

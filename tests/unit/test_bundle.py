@@ -137,7 +137,7 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("target.depth", 3, "field `target.depth`: unknown, expected it left out"),
         ("target.vocabulary", 15, "target vocabulary 15 is not codebook_size 16"),
         ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
-        ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'ar'"),
+        ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'auto'"),
         ("decoding.methods.lantern.lambda_", 2.0, "`delta` and `lambda_` are two bounds; set one"),
         ("neighbors", 16, "field `neighbors`: found 16, expected less than codebook_size 16"),
         ("files.target.sha256", "zz", "field `files.target.sha256`: found 'zz'"),

@@ -103,7 +103,9 @@ def test_class_ids_are_named_in_files_and_json(run: Any, class_folder: Path, tmp
         ["--method", "ar", "--temperature", "0"],
         ["--method", "eagle", "--tree", "mc-25", "--top-p", "0.9"],
         ["--method", "lantern", "--delta", "0.3", "--neighbors", "8", "--cfg-scale", "1"],
-        ["--method", "lantern++", "--lambda", "3", "--top-k", "0"],
+        ["--method", "lantern++", "--lambda", "3", "--top-k", "0", "--omega", "2", "--anneal", "0.5"],
+        ["--method", "eagle", "--tree", "chain-2", "--children", "likeliest", "--stop", "0.5"],
+        ["--method", "sjd", "--window", "4", "--redraft", "independent", "--start", "above", "--delta", "0.1"],
     ],
 )
 def test_options_reach_the_pipeline(run: Any, tmp_path: Path, arguments: list[str]) -> None:

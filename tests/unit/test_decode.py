@@ -20,6 +20,7 @@ from lantern_rt.runtime import drafting
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
 from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.jacobi import Jacobi
 from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import DraftTree, StaticTree
@@ -27,6 +28,7 @@ from lantern_rt.runtime.tree import DraftTree, StaticTree
 VOCABULARY, CODES = 5, 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
 BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
+RELAXED = Relaxation(NEAR, 3, lambda_=1.5, omega=1.3, anneal=0.5)
 METHODS = {
     "ar": Method("ar"),
     "eagle, static": Method("eagle", BUSHY),
@@ -35,6 +37,10 @@ METHODS = {
     "lantern": Method("lantern", named_tree("dynamic-8-3-3"), Relaxation(NEAR, 3, delta=0.2)),
     "lantern++": Method("lantern++", BUSHY, Relaxation(NEAR, 3, lambda_=2.0)),
     "lantern++, published": Method("lantern++", BUSHY, Relaxation(NEAR, 3, lambda_=2.0, residual="neighborhood")),
+    "eagle, likeliest": Method("eagle", BUSHY, children="likeliest"),
+    "eagle, stopping": Method("eagle", BUSHY, stop=0.4),
+    "sjd": Method("sjd", jacobi=Jacobi(4, 3, VOCABULARY)),
+    "sjd, relaxed": Method("sjd", None, RELAXED, Jacobi(3, 3, VOCABULARY, "independent", "left")),
 }
 SAMPLINGS = {
     "sampling": Sampling(),
@@ -113,7 +119,7 @@ def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: Met
 def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: Method) -> None:
     for step in steps_of(model(), range(3), Sampling(), method)[1:]:
         for part in step.parts:
-            if method.shape is None:
+            if method.nodes == 1:
                 assert (part.tree, part.acceptance) == (None, None)
                 continue
             assert part.tree is not None
@@ -123,7 +129,7 @@ def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: Method) -> No
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], part.acceptance.bonus]
             assert np.isfinite(part.acceptance.remainder).all()
-            assert part.tree.nodes <= method.shape.nodes
+            assert part.tree.nodes <= method.nodes
 
 
 @every_method

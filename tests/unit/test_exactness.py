@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from toy_engine import Script, joint_distribution, make_model, make_prompt, next
 
 from lantern_rt.runtime import acceptance, decode, drafting
 from lantern_rt.runtime.decode import Method, Model
+from lantern_rt.runtime.jacobi import Jacobi, Window
 from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Probabilities, Sampling, shape_distribution
-from lantern_rt.runtime.tree import StaticTree, TreeShape
+from lantern_rt.runtime.tree import DraftTree, StaticTree
 
 BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
 SLIM = StaticTree(((0,), (1,), (0, 0)), "slim")
@@ -32,12 +34,12 @@ class OneGenerator:
 
 
 def counted_draws(
-    model: Model, sampling: Sampling, shape: TreeShape | None, draws: int, seed: int, batch: int = 2000
+    model: Model, sampling: Sampling, method: Method, draws: int, seed: int, batch: int = 2000
 ) -> NDArray[np.int64]:
     """How often every sequence of codes came out of `decode`, `[vocabulary] * codes`."""
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
     counts = np.zeros((vocabulary,) * model.codes, np.int64)
-    prompt, rng, method = make_prompt(7, padding=1), OneGenerator(seed), Method("eagle", shape)
+    prompt, rng = make_prompt(7, padding=1), OneGenerator(seed)
     for _ in range(draws // batch):
         codes = np.zeros((batch, model.codes), np.int64)
         filled = np.zeros(batch, np.int64)
@@ -81,37 +83,60 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "shape_distribution", remember)
 
 
+def eagle(tree: str, **drafting: Any) -> Method:
+    return Method("eagle", named_tree(tree), **drafting)
+
+
+def sjd(window: int, **drafting: Any) -> Method:
+    return Method("sjd", jacobi=Jacobi(window, 2, 3, **drafting))
+
+
 CASES = {
-    "balanced-25": (named_tree("balanced-25"), Sampling()),
-    "chain-3, guided, temperature 0.7": (named_tree("chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
-    "bushy, temperature 1.3, top-k 2": (BUSHY, Sampling(temperature=1.3, top_k=2)),
-    "dynamic-10-3-3": (named_tree("dynamic-10-3-3"), Sampling()),
+    "balanced-25": (eagle("balanced-25"), Sampling()),
+    "chain-3, guided, temperature 0.7": (eagle("chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
+    "bushy, temperature 1.3, top-k 2": (Method("eagle", BUSHY), Sampling(temperature=1.3, top_k=2)),
+    "dynamic-10-3-3": (eagle("dynamic-10-3-3"), Sampling()),
     "dynamic-6-2-3, guided, temperature 1.4, top-p 0.9": (
-        named_tree("dynamic-6-2-3"),
+        eagle("dynamic-6-2-3"),
         Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
     ),
-    "dynamic-8-3-2, temperature 1.6, top-k 2": (named_tree("dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
+    "dynamic-8-3-2, temperature 1.6, top-k 2": (eagle("dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
+    "bushy, likeliest children": (Method("eagle", BUSHY, children="likeliest"), Sampling()),
+    "chain-3 that stops below 0.4": (eagle("chain-3", stop=0.4), Sampling()),
+    "bushy that stops below 0.8, guided": (Method("eagle", BUSHY, stop=0.8), Sampling(cfg_scale=1.5)),
+    "sjd, coupled": (sjd(3), Sampling()),
+    "sjd, coupled, guided, top-p 0.9, from the left": (sjd(3, start="left"), Sampling(cfg_scale=1.5, top_p=0.9)),
+    "sjd, independent": (sjd(3, redraft="independent"), Sampling()),
+    "sjd, independent, temperature 0.7, from above": (
+        sjd(2, redraft="independent", start="above"),
+        Sampling(temperature=0.7),
+    ),
 }
+
+
+def codes_needed(method: Method) -> int:
+    """A window needs a few passes to show what it does."""
+    return 5 if method.jacobi else 3
 
 
 @pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize("case", CASES)
-def test_eagle_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
-    shape, sampling = CASES[case]
-    model = make_model(vocabulary=3, codes=3, round_span=4)
-    counts = counted_draws(model, sampling, shape, draws=2_000, seed=11)
+def test_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
+    method, sampling = CASES[case]
+    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4)
+    counts = counted_draws(model, sampling, method, draws=2_000, seed=11)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize("case", CASES)
-def test_eagle_draws_have_the_exact_joint_distribution_at_200_000_draws(
+def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
     case: str, record_property: Callable[[str, object], None]
 ) -> None:
-    shape, sampling = CASES[case]
-    model = make_model(vocabulary=3, codes=3, round_span=4)
-    counts = counted_draws(model, sampling, shape, draws=200_000, seed=12)
+    method, sampling = CASES[case]
+    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4)
+    counts = counted_draws(model, sampling, method, draws=200_000, seed=12)
     p = p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling))
     record_property("p_value", p)
     print(f"{case}: p = {p:.4f} at {counts.sum()} draws, {np.count_nonzero(counts)} sequences seen")
@@ -121,7 +146,7 @@ def test_eagle_draws_have_the_exact_joint_distribution_at_200_000_draws(
 @pytest.mark.usefixtures("remembered")
 def test_plain_draws_have_the_exact_joint_distribution() -> None:
     model, sampling = make_model(vocabulary=3, codes=3), Sampling(temperature=0.9)
-    counts = counted_draws(model, sampling, None, draws=4_000, seed=13)
+    counts = counted_draws(model, sampling, Method("ar"), draws=4_000, seed=13)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
 
 
@@ -140,7 +165,33 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
 
     monkeypatch.setattr(acceptance, "_reject", wrong)
     model, sampling = make_model(vocabulary=3, codes=3), Sampling()
-    counts = counted_draws(model, sampling, BUSHY, draws=2_000, seed=14)
+    counts = counted_draws(model, sampling, Method("eagle", BUSHY), draws=2_000, seed=14)
+    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
+
+
+@pytest.mark.usefixtures("remembered")
+def test_the_chi_square_test_catches_drafts_dropped_for_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopping must not look at a child that was drawn: here children of little probability are taken back."""
+    right = drafting.Drafter._draft_static
+
+    def wrong(drafter: drafting.Drafter, *rest: Any) -> list[DraftTree]:
+        kept = []
+        for tree in right(drafter, *rest):
+            dropped = tree.nodes == 2 and tree.proposals[0][tree.tokens[1]] < 0.4
+            kept.append(DraftTree(tree.tokens[:1], tree.parents[:1]) if dropped else tree)
+        return kept
+
+    monkeypatch.setattr(drafting.Drafter, "_draft_static", wrong)
+    model, sampling = make_model(vocabulary=3, codes=3), Sampling()
+    counts = counted_draws(model, sampling, eagle("chain-1"), draws=2_000, seed=15)
+    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
+
+
+@pytest.mark.usefixtures("remembered")
+def test_the_chi_square_test_catches_a_window_that_forgets_what_it_drew_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Window, "_couple", lambda window, code, q, p: code)
+    model, sampling = make_model(vocabulary=3, codes=5), Sampling()
+    counts = counted_draws(model, sampling, sjd(3), draws=4_000, seed=16)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
 
 
@@ -149,22 +200,25 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("tree", "sampling"),
+    ("tree", "drafting_options", "sampling"),
     [
-        ("dynamic-6-3-2", Sampling()),
-        ("dynamic-10-3-3", Sampling(cfg_scale=2.0, temperature=0.8)),
-        ("dynamic-9-4-2", Sampling(temperature=1.4, top_k=2)),
-        ("slim", Sampling()),
-        ("slim", Sampling(cfg_scale=3.0, temperature=1.5, top_p=0.7)),
-        ("slim", Sampling(cfg_scale=0.5, top_k=2)),
-        ("chain-3", Sampling(cfg_scale=1.7, temperature=1.1)),
+        ("dynamic-6-3-2", {}, Sampling()),
+        ("dynamic-10-3-3", {}, Sampling(cfg_scale=2.0, temperature=0.8)),
+        ("dynamic-9-4-2", {}, Sampling(temperature=1.4, top_k=2)),
+        ("slim", {}, Sampling()),
+        ("slim", {}, Sampling(cfg_scale=3.0, temperature=1.5, top_p=0.7)),
+        ("slim", {}, Sampling(cfg_scale=0.5, top_k=2)),
+        ("chain-3", {}, Sampling(cfg_scale=1.7, temperature=1.1)),
+        ("slim", {"children": "likeliest"}, Sampling(cfg_scale=1.5, top_k=2)),
+        ("slim", {"stop": 0.75}, Sampling()),
+        ("chain-3", {"stop": 0.3}, Sampling(temperature=0.8)),
     ],
 )
 def test_the_next_codes_of_one_step_are_exactly_distributed(
-    tree: str, sampling: Sampling, step: int, monkeypatch: pytest.MonkeyPatch
+    tree: str, drafting_options: dict[str, Any], sampling: Sampling, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = make_model(vocabulary=3, codes=12, round_span=4, seed=3), make_prompt(3, padding=1)
-    method = Method("eagle", SLIM if tree == "slim" else named_tree(tree))
+    method = Method("eagle", SLIM if tree == "slim" else named_tree(tree), **drafting_options)
     ahead = 4  # look at so many codes: what one step may commit at most
     found = np.zeros((3,) * ahead)
     total = 0.0

@@ -15,7 +15,7 @@ from tiny_bundle import CAPTION, CELL, PREFIX, make_tiny_bundle
 from lantern_rt import BundleError, EngineError, Pipeline, RequestError, Result
 from lantern_rt.images import GREY
 
-METHODS = ("ar", "eagle", "lantern", "lantern++")
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 PROMPTS = ["red sphere on sand", "a green cube", "red cube on snow"]
 
 
@@ -100,10 +100,21 @@ def test_settings_tell_what_was_used(pipe: Pipeline) -> None:
         "top_p": 1.0,
         "filter_order": "top-k, top-p",
         "tree": "chain-3",
+        "children": "sampled",
         "neighbors": 4,
         "lambda": 3.0,
         "residual": "borrowed",
     }
+    assert (
+        pipe("red", method="sjd", omega=2).settings.as_dict().items()
+        >= {
+            "window": 8,
+            "redraft": "coupled",
+            "start": "left",
+            "omega": 2.0,
+            "anneal": 1.0,
+        }.items()
+    )
 
 
 def test_a_looser_bound_gives_more_tokens_per_pass(pipe: Pipeline) -> None:
@@ -123,7 +134,7 @@ def test_several_threads_share_one_pipeline(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)  # nothing loaded by an earlier request
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda method: pipe(PROMPTS[0], seed=5, method=method), METHODS * 2))
-    for method, first, second in zip(METHODS, results[:4], results[4:], strict=True):
+    for method, first, second in zip(METHODS, results[: len(METHODS)], results[len(METHODS) :], strict=True):
         alone = pipe(PROMPTS[0], seed=5, method=method)
         assert same(first, alone, 0)
         assert same(second, alone, 0)

@@ -12,6 +12,7 @@ from tiny_bundle import CAPTION, CODES, PREFIX, K, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, RequestError, TreeError
 from lantern_rt.bundle import open_bundle
+from lantern_rt.manifest import WindowDefaults
 from lantern_rt.pipeline import bundle_tokenizer, check_request
 from lantern_rt.requests import Options, Settings, resolve_settings
 
@@ -77,7 +78,32 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Checker:
         ({"method": "eagle", "delta": 0.2}, "delta: method eagle accepts exactly"),
         ({"method": "eagle", "neighbors": 3}, "neighbors: method eagle accepts exactly"),
         ({"method": "ar", "tree": "mc-25"}, "tree: method ar drafts nothing"),
-        ({"method": "magic"}, "method: found 'magic', expected auto, ar, eagle, lantern or lantern++"),
+        ({"method": "magic"}, "method: found 'magic', expected auto, ar, eagle, lantern, lantern++ or sjd"),
+        ({"method": "sjd", "tree": "chain-4"}, "tree: method sjd drafts no tree"),
+        ({"method": "sjd", "stop": 0.2}, "stop: method sjd drafts no tree"),
+        ({"method": "sjd", "neighbors": 3}, "neighbors: method sjd lends nothing unless bounded; give delta or lambda"),
+        ({"method": "sjd", "residual": "borrowed"}, "residual: method sjd lends nothing"),
+        ({"method": "sjd", "neighbors": 3, "omega": 2}, "neighbors: method sjd lends nothing"),
+        ({"method": "sjd", "delta": 0.1, "lambda_": 2}, "two bounds"),
+        ({"method": "sjd", "redraft": "sometimes"}, "redraft: found 'sometimes', expected coupled or independent"),
+        ({"method": "sjd", "start": "right"}, "start: found 'right', expected random, left or above"),
+        *(({"method": "sjd", "window": value}, r"window: found .* 1 \.\. 128") for value in (0, 129, 2.0, True, "4")),
+        ({"method": "eagle", "window": 4}, "window: method eagle has no window"),
+        ({"method": "ar", "start": "left"}, "start: method ar drafts nothing"),
+        ({"method": "auto", "window": 4}, "window: method auto chooses it"),
+        ({"method": "auto", "omega": 2}, "omega: method auto chooses it"),
+        ({"method": "ar", "omega": 2}, "omega: method ar accepts exactly"),
+        ({"method": "eagle", "anneal": 0.5}, "anneal: method eagle accepts exactly"),
+        ({"anneal": 0.5}, "anneal: .* omega is not given"),
+        ({"omega": 2, "neighbors": 0, "delta": 0.1}, "delta: found neighbors 0, so nobody lends"),
+        ({"omega": 2, "neighbors": 0, "residual": "borrowed"}, "residual: found neighbors 0"),
+        *(({"omega": value}, "omega: found .* above 1") for value in (1, 0.5, -2, 1e7)),
+        *(({"omega": value}, "omega: found .* expected a finite number") for value in (NAN, INF, "2")),
+        *(({"omega": 2, "anneal": value}, "anneal: found") for value in (-0.1, 1.1, NAN, "1")),
+        ({"children": "sampled"}, "children: tree dynamic-6-3-2 is dynamic"),
+        ({"method": "lantern", "stop": 0.3}, "stop: tree dynamic-6-3-2 is dynamic"),
+        ({"method": "eagle", "children": "all"}, "children: found 'all', expected sampled or likeliest"),
+        *(({"method": "eagle", "stop": value}, "stop: found") for value in (-0.1, 1.1, NAN)),
         ({"residual": "all"}, "residual: found 'all', expected borrowed or neighborhood"),
         *(({"delta": value}, f"delta: found {value:g}, expected .* between 0 and 1") for value in (0, 1, -0.1, 1.5)),
         *(({"delta": value}, "delta: found .* expected a finite number") for value in (NAN, INF, "0.2", True)),
@@ -192,6 +218,47 @@ def test_methods_that_a_bundle_cannot_run_are_refused(plain: Checker) -> None:
         with pytest.raises(RequestError, match="has no drafter; use method ar"):
             plain("red cube", method=method)
     assert plain.settings().method == "ar"
+    with pytest.raises(RequestError, match="has no neighbour table"):
+        plain("red cube", method="sjd", lambda_=2.0)
+
+
+def test_sjd_and_annealing_need_neither_a_drafter_nor_a_neighbour_table(plain: Checker) -> None:
+    settings = plain.settings(method="sjd", omega=1.5, anneal=0.5)
+    assert (settings.neighbors, settings.omega, settings.anneal, settings.relaxed) == (None, 1.5, 0.5, True)
+    result = Pipeline.from_bundle(plain.bundle, threads=1)("red cube", method="sjd", omega=1.5, window=3)
+    assert result.stats.drafter_passes == 0
+    assert result.stats.realised_tvd > 0
+
+
+def test_sjd_is_exact_unless_relaxation_is_asked_for(words: Checker) -> None:
+    exact = words.settings(method="sjd")
+    assert (exact.window, exact.redraft, exact.start, exact.relaxed) == (8, "coupled", "left", False)
+    bounded = words.settings(method="sjd", lambda_=3)
+    assert (bounded.neighbors, bounded.lambda_, bounded.delta, bounded.residual) == (4, 3.0, None, "borrowed")
+    assert words.settings(method="sjd", delta=0.1, neighbors=2).neighbors == 2
+
+
+def test_a_bundle_may_say_how_sjd_drafts(words: Checker) -> None:
+    manifest = words.bundle.manifest
+    told = manifest.model_copy(
+        update={"decoding": manifest.decoding.model_copy(update={"sjd": WindowDefaults(window=3, start="above")})}
+    )
+    settings = resolve_settings(told, {"method": "sjd", "redraft": "independent"})
+    assert (settings.window, settings.redraft, settings.start) == (3, "independent", "above")
+
+
+def test_omega_joins_neighbours_or_stands_alone(words: Checker) -> None:
+    both = words.settings(omega=2)
+    assert (both.neighbors, both.delta, both.omega, both.anneal) == (4, 0.2, 2.0, 1.0)
+    alone = words.settings(method="lantern++", omega=2, anneal=0, neighbors=0)
+    assert (alone.neighbors, alone.lambda_, alone.residual, alone.omega, alone.anneal) == (None, None, None, 2.0, 0.0)
+
+
+def test_a_static_tree_draws_its_children_unless_told_otherwise(words: Checker) -> None:
+    plain = words.settings(method="eagle")
+    assert (plain.children, plain.stop) == ("sampled", None)
+    told = words.settings(method="eagle", children="likeliest", stop=0.3)
+    assert (told.children, told.stop) == ("likeliest", 0.3)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lantern_rt import Pipeline
 from lantern_rt.pipeline import StreamStep
 from lantern_rt.trace import Trace
 
-METHODS = ("ar", "eagle", "lantern", "lantern++")
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 
 
 @pytest.fixture(scope="module")

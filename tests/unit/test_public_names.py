@@ -65,6 +65,13 @@ def test_parameters_of_a_call_are_these() -> None:
         "lambda_",
         "residual",
         "quality",
+        "children",
+        "stop",
+        "window",
+        "redraft",
+        "start",
+        "omega",
+        "anneal",
     ]
 
 

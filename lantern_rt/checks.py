@@ -1,0 +1,51 @@
+"""Checks of single values that a user gives: numbers in range, one of several words. RequestError says what is wrong.
+
+Does not know what the values are for.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import RequestError
+
+
+def number(name: str, value: Any, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+    """A finite number from `low` to `high`, both included; None gives the default."""
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RequestError(f"{name}: found {short(value)}, expected a finite number")
+    checked = float(value)
+    if not low <= checked <= high:
+        raise RequestError(f"{name}: found {checked:g}, expected {low:g} .. {high:g}")
+    return checked
+
+
+def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
+    """A whole number from `low` to `high`, both included; None gives the default."""
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        raise RequestError(f"{name}: found {short(value)}, expected a whole number {low} .. {high}")
+    return int(value)
+
+
+def choice(name: str, value: Any, default: str, known: Sequence[str]) -> str:
+    """One of the `known` words; None gives the default."""
+    value = default if value is None else value
+    if value not in known:
+        raise RequestError(f"{name}: found {short(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
+    return str(value)
+
+
+def short(value: object) -> str:
+    """A value for a message: one line of at most 60 characters."""
+    text = repr(value) if isinstance(value, str) else " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def brief(error: BaseException) -> str:
+    """What an error says, as one line of at most 120 characters."""
+    return " ".join(str(error).split())[:120]
