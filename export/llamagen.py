@@ -49,9 +49,10 @@ def export_llamagen(
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Export an official LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
+    """Export a LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
 
-    `drafter` is a folder in LANTERN's layout. The transformer's heads come from `model` (a published name) or
+    `target` is an official file, or a folder: LANTERN's layout, or shards. `drafter` is a folder in LANTERN's
+    layout. The transformer's heads come from `model` (a published name) or
     `config` (a JSON file of the model's arguments); `grid` is the number of code rows, 16 for 256 pixels.
     """
     say = progress or (lambda _: None)
@@ -68,8 +69,7 @@ def export_llamagen(
     say("sorting neighbours")
     neighbours = neighbour_table(tokenizer.codebook.numpy())
 
-    sources = [("target", target), ("vq", vq)]
-    sources += [] if config is None else [("config", config)]
+    sources = [*transformer.files, ("vq", vq)]
     if drafter is not None and draft is not None:
         sources += [("drafter", draft.weights), ("drafter_config", drafter / "config.json")]
     pixels = sizes.grid * tokenizer.config.scale
