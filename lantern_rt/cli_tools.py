@@ -64,6 +64,7 @@ def export_command(
     vq: Path,
     output: Path,
     drafter: Path | None,
+    text_encoder: Path | None,
     model: str | None,
     config: Path | None,
     grid: int | None,
@@ -77,18 +78,24 @@ def export_command(
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
+    from .export.hub import fetch
     from .export.llamagen import export_llamagen
 
+    files = [fetch(target), fetch(vq)]
+    files += [] if drafter is None else [fetch(drafter)]
+    texts = [] if text_encoder is None else [fetch(text_encoder, ("config.json", "tokenizer.json"))]
     export_llamagen(
-        target,
-        vq,
+        files[0].path,
+        files[1].path,
         output,
-        drafter=drafter,
+        drafter=None if drafter is None else files[2].path,
+        text_encoder=texts[0].path if texts else None,
         model=model,
         config=config,
         grid=grid,
         name=name,
         force=force,
+        origins={found.path: found.origin for found in (*files, *texts) if found.origin},
         progress=lambda line: print(line, file=sys.stderr),
     )
     print(output)
