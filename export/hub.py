@@ -65,7 +65,7 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
     Raises EngineError if `huggingface_hub` is not installed, CheckpointError if the repository, revision or a
     file is not there, or cannot be reached and is not in the cache; the message says what to download by hand.
     """
-    reference = parse_reference(str(place))
+    reference = parse_reference(place.as_posix() if isinstance(place, Path) else place)
     if reference is None:
         return Fetched(Path(place), None)
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -78,9 +78,14 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
     except LanternError:
         raise
     except Exception as error:  # the library's errors and those of its network client share no base class
+        if refusal := _refusal(reference, error):
+            raise CheckpointError(f"{place}: {refusal}") from error
         if (cached := _cached(reference, side_files)) is not None:
             return cached
-        raise CheckpointError(f"{place}: {_reason(reference, error)}; {_by_hand(reference, side_files)}") from error
+        brief = " ".join(str(error).split())[:120] or type(error).__name__
+        raise CheckpointError(
+            f"{place}: the hub cannot be reached ({brief}); try again, {_by_hand(reference, side_files)}"
+        ) from error
 
 
 def _fetch(reference: Reference, side_files: Sequence[str]) -> Fetched:
@@ -137,7 +142,8 @@ def _fetched(reference: Reference, folder: Path) -> Fetched:
     return Fetched(folder / (reference.file or ""), f"{reference.shown}@{folder.name}")
 
 
-def _reason(reference: Reference, error: Exception) -> str:
+def _refusal(reference: Reference, error: Exception) -> str | None:
+    """What the hub answered, as a cure; None if it did not answer."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):
@@ -145,8 +151,8 @@ def _reason(reference: Reference, error: Exception) -> str:
     if isinstance(error, RepositoryNotFoundError):
         return "no such repository, or a private one that needs `hf auth login`; check the name"
     if isinstance(error, RevisionNotFoundError):
-        return f"the repository has no revision {reference.revision}"
-    return f"the hub cannot be reached ({' '.join(str(error).split())[:120] or type(error).__name__})"
+        return f"the repository has no revision {reference.revision}; leave @ out for the newest"
+    return None
 
 
 def _by_hand(reference: Reference, side_files: Sequence[str]) -> str:

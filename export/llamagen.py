@@ -56,10 +56,11 @@ def export_llamagen(
 ) -> Path:
     """Export a LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
 
-    `target` is an official file, or a folder: LANTERN's layout, or shards. `drafter` is a folder in LANTERN's
-    layout. `text_encoder` is flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text
-    embeddings. `origins` tells of files or folders where they were fetched from, for the manifest. The transformer's heads come from `model` (a published name) or
-    `config` (a JSON file of the model's arguments); `grid` is the number of code rows, 16 for 256 pixels.
+    `target` is an official file, or a folder: LANTERN's layout, or shards. The transformer's heads come from `model`
+    (a published name) or `config` (a JSON file of the model's arguments), `grid` is the number of code rows, 16 for
+    256 pixels; a folder in LANTERN's layout tells all of these. `drafter` is a folder in LANTERN's layout.
+    `text_encoder` is flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text
+    embeddings. `origins` tells of files or folders where they were fetched from, for the manifest.
     """
     say = progress or (lambda _: None)
     if grid is not None and not 1 <= grid <= 256:

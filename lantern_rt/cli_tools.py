@@ -19,6 +19,7 @@ from . import __version__
 from .errors import CheckpointError, EngineError
 
 FAMILIES = ("llamagen",)
+_SIDE_FILES = {"text_encoder": ("config.json", "tokenizer.json")}  # fetched with weights, where not config.json alone
 _PACKAGES = ("numpy", "pillow", "pydantic", "rich", "typer", "torch", "onnx")
 
 
@@ -78,24 +79,26 @@ def export_command(
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
+    from .export.bundle_writer import check_output
     from .export.hub import fetch
     from .export.llamagen import export_llamagen
 
-    files = [fetch(target), fetch(vq)]
-    files += [] if drafter is None else [fetch(drafter)]
-    texts = [] if text_encoder is None else [fetch(text_encoder, ("config.json", "tokenizer.json"))]
+    check_output(output, force)  # before anything is fetched
+    given = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
+    found = {role: fetch(place, _SIDE_FILES.get(role, ("config.json",))) for role, place in given.items() if place}
+    paths = {role: fetched.path for role, fetched in found.items()}
     export_llamagen(
-        files[0].path,
-        files[1].path,
+        paths["target"],
+        paths["vq"],
         output,
-        drafter=None if drafter is None else files[2].path,
-        text_encoder=texts[0].path if texts else None,
+        drafter=paths.get("drafter"),
+        text_encoder=paths.get("text_encoder"),
         model=model,
         config=config,
         grid=grid,
         name=name,
         force=force,
-        origins={found.path: found.origin for found in (*files, *texts) if found.origin},
+        origins={fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
         progress=lambda line: print(line, file=sys.stderr),
     )
     print(output)
