@@ -246,6 +246,9 @@ def _infer(checkpoint: _Checkpoint, model: str | None, grid: int | None, frequen
             f"but the weights are of kind {kind}"
         )
 
+    block = checkpoint.integer("block_size")
+    if grid is None and block is None and checkpoint.fields:
+        raise CheckpointError(f"{source}: has no block_size; give --grid (16 for 256 pixels, 32 for 512)")
     heads = _heads(checkpoint, layers, width, model)
     head_width = width // heads
     kv_heads, rest = divmod(joint - width, 2 * head_width)
@@ -266,7 +269,7 @@ def _infer(checkpoint: _Checkpoint, model: str | None, grid: int | None, frequen
         kv_heads=kv_heads,
         ffn_width=ffn_width,
         vocabulary=codes,
-        grid=grid or _grid(path, prefix, frequencies, checkpoint.integer("block_size"), source),
+        grid=grid or _grid(path, prefix, frequencies, block, source),
         prefix=prefix,
         norm_eps=checkpoint.number("norm_eps", 1e-5),
         rope_base=checkpoint.number("rope_base", 10000.0),

@@ -194,6 +194,7 @@ def test_a_missing_projection_is_named(tmp_path: Path) -> None:
         ({"input_type": "c2i"}, "input_type is 'c2i', but the weights are of kind t2i"),
         ({"input_type": "video"}, "input_type is 'video', expected one of c2i, t2i, t2i2"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, expected a positive number"),
+        ({"block_size": None}, "config.json: has no block_size; give --grid (16 for 256 pixels, 32 for 512)"),
         ({"block_size": 35}, "block_size tells of 35 codes, which is no square grid; give --grid"),
     ],
 )
