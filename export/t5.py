@@ -118,7 +118,7 @@ class T5Encoder(nn.Module):
     def distance_bias(self, tokens: int) -> Tensor:
         """What is added to the scores for the tokens' distance, `[1, heads, tokens, tokens]`."""
         buckets = distance_buckets(tokens, self.config.buckets, self.config.max_distance)
-        bias: Tensor = self.bias(buckets).permute(2, 0, 1)[None]
+        bias: Tensor = self.bias(buckets).float().permute(2, 0, 1)[None]
         return bias
 
     def forward(self, token_ids: Tensor, token_mask: Tensor) -> Tensor:

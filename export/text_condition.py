@@ -56,11 +56,12 @@ def _write(condition: TextCondition) -> Ops:
     prefix = len(caption.uncond)
     states, mask = write_encoder(ops, condition.encoder, prefix)
     real = ops.op("Mul", states, ops.op("Unsqueeze", mask, ops.ints(2)))
-    middle = ops.op("Gelu", ops.linear(real, "caption.first", caption.first), approximate="tanh")
-    ops.many("MatMul", middle, ops.weight("caption.second.weight", caption.second.t()), outputs=["prefix_embeds"])
+    first = ops.op("MatMul", real, ops.weight("caption.first", caption.first.t()))
+    active = ops.op("Gelu", first, approximate="tanh")
+    ops.op("MatMul", active, ops.weight("caption.second", caption.second.t()), name="prefix_embeds")
     with torch.no_grad():
-        uncond = ops.weight("uncond", caption.project(caption.uncond))  # [prefix, width]
+        uncond = caption.project(caption.uncond)  # [prefix, width]: the same for every prompt
     rows = ops.op("Shape", "token_ids", start=0, end=1)
-    shape = ops.op("Concat", rows, ops.ints(*caption.uncond.shape[:1], len(caption.second)), axis=0)
-    ops.many("Expand", uncond, shape, outputs=["uncond_embeds"])
+    shape = ops.op("Concat", rows, ops.ints(*uncond.shape), axis=0)
+    ops.op("Expand", ops.weight("uncond", uncond), shape, name="uncond_embeds")
     return ops
