@@ -1,11 +1,12 @@
-"""From LlamaGen's published files to a bundle: transformer, image tokenizer and, if there is one, EAGLE drafter.
+"""From LlamaGen's published files to a bundle: transformer, image tokenizer, EAGLE drafter and text encoder if given.
 
-Does not know file layouts (`llamagen_gpt.py`, `llamagen_vq.py`, `eagle.py`) nor how graphs and bundles are written.
+Does not know file layouts (`llamagen_gpt.py`, `llamagen_vq.py`, `eagle.py`, `text_encoder.py`) nor how
+graphs and bundles are written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from .checkpoints import sha256
 from .decoder import DecoderConfig
 from .eagle import DrafterFiles, drafter_graph, read_drafter
 from .graphs import Arrays, Case, Graph, target_graph
-from .llamagen_gpt import LlamaGen, read_llamagen
+from .llamagen_gpt import CaptionCondition, LlamaGen, read_llamagen
 from .llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder, read_vq
 from .neighbours import neighbour_table
 from .onnx_ops import Value
+from .text_condition import text_condition_graph
+from .text_encoder import read_text_encoder
 
 LICENCE = "unknown (see the checkpoint's source)"
 
@@ -42,17 +45,22 @@ def export_llamagen(
     output: Path,
     *,
     drafter: Path | None = None,
+    text_encoder: Path | None = None,
     model: str | None = None,
     config: Path | None = None,
     grid: int | None = None,
     name: str | None = None,
     force: bool = False,
+    origins: Mapping[Path, str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Export an official LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
+    """Export a LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
 
-    `drafter` is a folder in LANTERN's layout. The transformer's heads come from `model` (a published name) or
-    `config` (a JSON file of the model's arguments); `grid` is the number of code rows, 16 for 256 pixels.
+    `target` is an official file, or a folder: LANTERN's layout, or shards. The transformer's heads come from `model`
+    (a published name) or `config` (a JSON file of the model's arguments), `grid` is the number of code rows, 16 for
+    256 pixels; a folder in LANTERN's layout tells all of these. `drafter` is a folder in LANTERN's layout.
+    `text_encoder` is flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text
+    embeddings. `origins` tells of files or folders where they were fetched from, for the manifest.
     """
     say = progress or (lambda _: None)
     if grid is not None and not 1 <= grid <= 256:
@@ -65,13 +73,22 @@ def export_llamagen(
     if tokenizer.config.codes != sizes.vocabulary:
         raise CheckpointError(f"{vq}: has {tokenizer.config.codes} codes, but the transformer has {sizes.vocabulary}")
     draft = None if drafter is None else read_drafter(drafter, transformer.decoder)
+    condition = transformer.condition
+    text = None
+    if text_encoder is not None:
+        if not isinstance(condition, CaptionCondition):
+            raise CheckpointError(
+                f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
+            )
+        say("reading the text encoder")
+        text = read_text_encoder(text_encoder, condition.first.shape[1])
     say("sorting neighbours")
     neighbours = neighbour_table(tokenizer.codebook.numpy())
 
-    sources = [("target", target), ("vq", vq)]
-    sources += [] if config is None else [("config", config)]
+    sources = [*transformer.files, ("vq", vq)]
     if drafter is not None and draft is not None:
         sources += [("drafter", draft.weights), ("drafter_config", drafter / "config.json")]
+    sources += [] if text is None else text.files
     pixels = sizes.grid * tokenizer.config.scale
     fields: dict[str, Any] = {
         "name": name or output.resolve().name,
@@ -84,10 +101,11 @@ def export_llamagen(
         "target": _decoder_spec(sizes),
         "drafter": None if draft is None else _drafter_spec(draft),
         "condition": ConditionSpec(
-            kind="class" if transformer.classes else "embeddings",
+            kind="class" if transformer.classes else "embeddings" if text is None else "text",
             prefix=sizes.prefix,
             classes=transformer.classes,
-            caption_width=transformer.caption_width,
+            caption_width=transformer.caption_width if text is None else None,
+            cleaning=None if text is None else "llamagen",
         ),
         "sampling": SamplingDefaults(
             cfg_scale=4.0 if transformer.classes else 7.5, top_k=0 if transformer.classes else 1000
@@ -95,19 +113,24 @@ def export_llamagen(
         "decoding": decoding_defaults(draft is not None, neighbours.indices.shape[1]),
         "provenance": Provenance(
             exporter=f"lantern-rt {__version__}",
-            sources=tuple(Source(role=role, name=path.name, sha256=sha256(path)) for role, path in sources),
+            sources=tuple(_source(role, path, origins or {}) for role, path in sources),
             licence=LICENCE,
         ),
     }
     graphs = [target_graph(transformer.decoder, transformer.code_embeddings)]
     graphs += [] if draft is None else [drafter_graph(draft.drafter)]
-    graphs += [condition_graph(transformer), *vq_graphs(tokenizer, sizes.grid)]
+    if text is not None and isinstance(condition, CaptionCondition):
+        graphs += [text_condition_graph(text.encoder, condition)]
+    else:
+        graphs += [condition_graph(transformer)]
+    graphs += vq_graphs(tokenizer, sizes.grid)
     return write_bundle(
         output,
         graphs=graphs,
         code_embeddings=transformer.code_embeddings.numpy(),
         fields=fields,
         neighbours=neighbours,
+        files=None if text is None else {"tokenizer": ("tokenizer.json", text.tokenizer)},
         force=force,
         progress=progress,
     )
@@ -183,6 +206,10 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
 
 def _cases(inputs: list[Arrays]) -> tuple[Case, ...]:
     return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
+
+
+def _source(role: str, path: Path, origins: Mapping[Path, str]) -> Source:
+    return Source(role=role, name=path.name, sha256=sha256(path), origin=origins.get(path, origins.get(path.parent)))
 
 
 def _decoder_spec(sizes: DecoderConfig) -> DecoderSpec:

@@ -1,7 +1,8 @@
-"""Official LlamaGen transformers, class- or text-conditional: checkpoint to decoder, code table and condition.
+"""LlamaGen transformers, class- or text-conditional: checkpoint to decoder, code table and condition.
 
-Sizes come from the weights where these determine them. The number of heads and the grid do not show there:
-they come from a published model's name, a configuration file, or the caller.
+Official files (alone, sharded, or consolidated from FSDP) and folders in LANTERN's layout, which
+`lantern_layout.py` tells in official names. Sizes come from the weights where these determine them. The number of
+heads and the grid do not show there: they come from a published model's name, a configuration file, or the caller.
 
 Does not know graphs, bundles, tokenizers of images or text encoders.
 """
@@ -18,8 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
+from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import Decoder, DecoderConfig
+from .lantern_layout import is_lantern_layout, official_arguments, official_weights
+from .weight_folders import find_weights, read_weight_files
 
 _CLASSES, _CAPTIONS = "cls_embedding.embedding_table.weight", "cls_embedding.uncond_embedding"
 _DEFAULT_GRID = 16  # 256 pixels at 16 pixels per cell
@@ -55,8 +58,6 @@ _LAYER_NAMES = {
 _FOREIGN = {  # a name found in checkpoints of another kind, and what they are
     "quantize.embedding.weight": "a VQ tokenizer; give it as --vq",
     "fc.weight": "an EAGLE drafter; give it as --drafter",
-    "model.cls_embedding.uncond_embedding": "LlamaGen in LANTERN's own layout; give the official file",
-    "model.cls_embedding.embedding_table.weight": "LlamaGen in LANTERN's own layout; give the official file",
     "model.vqmodel.quantize.embedding.weight": "a Chameleon model such as Anole",
     "model.embed_tokens.weight": "a Hugging Face decoder (Llama, Chameleon or alike)",
 }
@@ -93,34 +94,98 @@ class CaptionCondition(nn.Module):
 
 @dataclass(frozen=True)
 class LlamaGen:
-    """A transformer taken apart. `classes` or `caption_width` is set, by what images are conditioned on."""
+    """A transformer taken apart. `classes` or `caption_width` is set, by what images are conditioned on.
+
+    `files`: what it was read from, with roles: `target`, `target_index`, `config`.
+    """
 
     decoder: Decoder
     code_embeddings: Tensor  # [codes, width]
     condition: ClassCondition | CaptionCondition
     classes: int | None
     caption_width: int | None
+    files: tuple[tuple[str, Path], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """Weights and arguments under official names; `names` and `fields` map these to what the files call them."""
+
+    path: Path
+    weights: Weights
+    source: Path
+    arguments: Mapping[str, Any]
+    names: Mapping[str, str]
+    fields: Mapping[str, str]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a matrix that must be there."""
+        shown = self.names.get(name, name)
+        held = {shown: self.weights[name]} if name in self.weights else {}
+        return shape_of(held, shown, 2, self.path)
+
+    def field(self, name: str) -> str:
+        return self.fields.get(name, name)
+
+    def integer(self, name: str) -> int | None:
+        return config_int({self.field(name): self.arguments.get(name)}, self.field(name), self.source)
+
+    def number(self, name: str, default: float) -> float:
+        return config_float({self.field(name): self.arguments.get(name, default)}, self.field(name), 0, self.source)
 
 
 def read_llamagen(
     path: Path, *, model: str | None = None, config: Path | None = None, grid: int | None = None
 ) -> LlamaGen:
-    """Read a transformer; `model` is a published name, `config` a JSON file with the model's arguments."""
-    weights = read_weights(path)
+    """Read a transformer from a file or folder.
+
+    `model` is a published name. `config` is a JSON file with the model's arguments, by default the folder's
+    `config.json`. Raises CheckpointError that names what is missing, unexpected, or contradicts another.
+    """
+    found = find_weights(path)
+    weights = _without_prefix(read_weight_files(found))
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if config is None and beside.is_file() and (path.is_dir() or is_lantern_layout(weights)):
+        config = beside
+    checkpoint = _open(path, weights, config)
+    weights = checkpoint.weights
     weights.pop("condition_embeddings", None)
     frequencies = weights.pop("freqs_cis", None)
     _check_family(weights, path)
-    arguments = {} if config is None else read_config(config)
-    sizes = _infer(weights, path, arguments, config or path, model, grid, frequencies)
+    sizes = _infer(checkpoint, model, grid, frequencies)
     decoder = Decoder(sizes)
     names = {"norm.weight": "norm.weight", "head.weight": "output.weight"}
     for i in range(sizes.layers):
         names |= {f"layers.{i}.{ours}": f"layers.{i}.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
     back = {theirs: ours for ours, theirs in names.items()}
     code_embeddings = weights.pop("tok_embeddings.weight")
-    condition, classes, caption_width = _take_condition(weights, path)
-    fill(decoder, {back.get(name, name): tensor for name, tensor in weights.items()}, path, names)
-    return LlamaGen(decoder, code_embeddings, condition, classes, caption_width)
+    condition, classes, caption_width = _take_condition(checkpoint)
+    shown = {ours: checkpoint.names.get(theirs, theirs) for ours, theirs in names.items()}
+    fill(decoder, {back.get(name, name): tensor for name, tensor in weights.items()}, path, shown)
+    files = [("target_index", found.index)] if found.index else []
+    files += [("target", file) for file in found.files] + ([("config", config)] if config else [])
+    return LlamaGen(decoder, code_embeddings, condition, classes, caption_width, tuple(files))
+
+
+def _without_prefix(weights: Weights) -> Weights:
+    """Weights without what data-parallel training or compiling puts before every name."""
+    for prefix in ("module.", "_orig_mod."):
+        if weights and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+    return weights
+
+
+def _open(path: Path, weights: Weights, config: Path | None) -> _Checkpoint:
+    """The checkpoint in official names, whichever layout it has."""
+    arguments = {} if config is None else read_config(config)
+    source = config or path
+    if not is_lantern_layout(weights):
+        return _Checkpoint(path, weights, source, arguments, {}, {})
+    if config is None:
+        raise CheckpointError(f"{path}: LlamaGen in LANTERN's layout, but no config.json beside it; give its folder")
+    weights, names = official_weights(weights, path)
+    arguments, fields = official_arguments(arguments, source)
+    return _Checkpoint(path, weights, source, arguments, names, fields)
 
 
 def _check_family(weights: Weights, path: Path) -> None:
@@ -128,64 +193,66 @@ def _check_family(weights: Weights, path: Path) -> None:
         return
     for name, kind in _FOREIGN.items():
         if name in weights:
-            raise CheckpointError(f"{path}: found {kind}; expected an official LlamaGen transformer")
+            raise CheckpointError(f"{path}: found {kind}; expected a LlamaGen transformer")
     raise CheckpointError(
         f"{path}: found no class or caption embeddings with tok_embeddings, but {', '.join(sorted(weights)[:3])}; "
-        "expected an official LlamaGen transformer"
+        "expected a LlamaGen transformer"
     )
 
 
-def _take_condition(weights: Weights, path: Path) -> tuple[ClassCondition | CaptionCondition, int | None, int | None]:
+def _take_condition(
+    checkpoint: _Checkpoint,
+) -> tuple[ClassCondition | CaptionCondition, int | None, int | None]:
+    weights = checkpoint.weights
     if _CLASSES in weights:
         table = weights.pop(_CLASSES)
         return ClassCondition(table), len(table) - 1, None
     names = ["cls_embedding.cap_proj.fc1.weight", "cls_embedding.cap_proj.fc2.weight", _CAPTIONS]
     for name in names:
-        shape_of(weights, name, 2, path)
+        checkpoint.shape(name)
     first, second, uncond = (weights.pop(name) for name in names)
     if first.shape[1] != uncond.shape[1] or second.shape[1] != first.shape[0]:
         raise CheckpointError(
-            f"{path}: caption weights {list(first.shape)}, {list(second.shape)} and {list(uncond.shape)} do not fit"
+            f"{checkpoint.path}: caption weights {list(first.shape)}, {list(second.shape)} and {list(uncond.shape)} "
+            "do not fit"
         )
     return CaptionCondition(first, second, uncond), None, uncond.shape[1]
 
 
-def _infer(
-    weights: Weights,
-    path: Path,
-    arguments: Mapping[str, Any],
-    source: Path,
-    model: str | None,
-    grid: int | None,
-    frequencies: Tensor | None,
-) -> DecoderConfig:
-    codes, width = shape_of(weights, "tok_embeddings.weight", 2, path)
+def _infer(checkpoint: _Checkpoint, model: str | None, grid: int | None, frequencies: Tensor | None) -> DecoderConfig:
+    path, source, weights = checkpoint.path, checkpoint.source, checkpoint.weights
+    codes, width = checkpoint.shape("tok_embeddings.weight")
     layers = count_blocks(weights, "layers.")
     if not layers:
-        raise CheckpointError(f"{path}: missing weight layers.0.attention.wqkv.weight")
-    ffn_width = shape_of(weights, "layers.0.feed_forward.w1.weight", 2, path)[0]
-    joint = shape_of(weights, "layers.0.attention.wqkv.weight", 2, path)[0]
+        missing = checkpoint.names.get("norm.weight", "norm.weight").replace("norm.weight", "layers.0")
+        raise CheckpointError(f"{path}: missing weights {missing}.*")
+    ffn_width = checkpoint.shape("layers.0.feed_forward.w1.weight")[0]
+    joint = checkpoint.shape("layers.0.attention.wqkv.weight")[0]
     known = {"dim": width, "n_layer": layers, "vocab_size": codes, "ffn_hidden": ffn_width}
     if _CLASSES in weights:
         prefix, kind = 1, "c2i"
-        known["num_classes"] = shape_of(weights, _CLASSES, 2, path)[0] - 1
+        known["num_classes"] = checkpoint.shape(_CLASSES)[0] - 1
     else:
         kind = "t2i"
-        prefix, known["caption_dim"] = shape_of(weights, _CAPTIONS, 2, path)
+        prefix, known["caption_dim"] = checkpoint.shape(_CAPTIONS)
     known["cls_token_num"] = prefix
-    for name, found in known.items():
-        given = config_int(arguments, name, source)
-        if given is not None and given != found and not (kind == "t2i" and name == "num_classes"):
-            raise CheckpointError(f"{source}: {name} is {given}, but the weights have {found}")
-    if arguments.get("model_type", kind) != kind:
+    for name, count in known.items():
+        given = checkpoint.integer(name)
+        if given not in (None, count) and not (kind == "t2i" and name == "num_classes"):
+            raise CheckpointError(f"{source}: {checkpoint.field(name)} is {given}, but the weights have {count}")
+    if checkpoint.arguments.get("model_type", kind) != kind:
         raise CheckpointError(
-            f"{source}: model_type is {arguments['model_type']!r}, but the weights are of kind {kind}"
+            f"{source}: {checkpoint.field('model_type')} is {checkpoint.arguments['model_type']!r}, "
+            f"but the weights are of kind {kind}"
         )
 
-    heads = _heads(path, layers, width, model, config_int(arguments, "n_head", source), source)
+    block = checkpoint.integer("block_size")
+    if grid is None and block is None and checkpoint.fields:
+        raise CheckpointError(f"{source}: has no block_size; give --grid (16 for 256 pixels, 32 for 512)")
+    heads = _heads(checkpoint, layers, width, model)
     head_width = width // heads
     kv_heads, rest = divmod(joint - width, 2 * head_width)
-    given = config_int(arguments, "n_kv_head", source)
+    given = checkpoint.integer("n_kv_head")
     if rest or kv_heads < 1 or heads % kv_heads or given not in (None, kv_heads):
         raise CheckpointError(
             f"{path}: wqkv has {joint} rows, which {heads} heads of {head_width} and "
@@ -202,14 +269,16 @@ def _infer(
         kv_heads=kv_heads,
         ffn_width=ffn_width,
         vocabulary=codes,
-        grid=grid or _grid(path, prefix, frequencies, config_int(arguments, "block_size", source), source),
+        grid=grid or _grid(path, prefix, frequencies, block, source),
         prefix=prefix,
-        norm_eps=config_float(arguments, "norm_eps", 1e-5, source),
-        rope_base=config_float(arguments, "rope_base", 10000.0, source),
+        norm_eps=checkpoint.number("norm_eps", 1e-5),
+        rope_base=checkpoint.number("rope_base", 10000.0),
     )
 
 
-def _heads(path: Path, layers: int, width: int, model: str | None, given: int | None, source: Path) -> int:
+def _heads(checkpoint: _Checkpoint, layers: int, width: int, model: str | None) -> int:
+    path, source, field = checkpoint.path, checkpoint.source, checkpoint.field("n_head")
+    given = checkpoint.integer("n_head")
     fitting = next((name for name, sizes in MODELS.items() if (sizes.layers, sizes.width) == (layers, width)), None)
     hint = f"; its sizes are those of {fitting}" if fitting else ""
     if model is not None:
@@ -221,15 +290,15 @@ def _heads(path: Path, layers: int, width: int, model: str | None, given: int | 
                 f"{path}: has {layers} layers of width {width}, but {model} has {sizes.layers} of {sizes.width}{hint}"
             )
         if given not in (None, sizes.heads):
-            raise CheckpointError(f"{source}: n_head is {given}, but {model} has {sizes.heads}")
+            raise CheckpointError(f"{source}: {field} is {given}, but {model} has {sizes.heads}")
         return sizes.heads
     if given is None:
         raise CheckpointError(
             f"{path}: the number of heads does not show in the weights; give --model ({', '.join(MODELS)}) or a "
-            f"--config with n_head{hint}"
+            f"--config with {field}{hint}"
         )
     if width % given:
-        raise CheckpointError(f"{source}: n_head is {given}, which does not divide the width {width}")
+        raise CheckpointError(f"{source}: {field} is {given}, which does not divide the width {width}")
     return given
 
 

@@ -184,14 +184,27 @@ Examples:
   lantern-rt export --family llamagen --target c2i_B_256.pt --model GPT-B \\
       --vq vq_ds16_c2i.pt --output bundles/llamagen-b
   lantern-rt export --family llamagen --target t2i_XL_256.pt --model GPT-XL \\
-      --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force"""
+      --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force
+  lantern-rt export --family llamagen --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \\
+      --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text"""
 )
 def export(
-    target: Annotated[Path, typer.Option(help="Checkpoint of the target: .pt or .safetensors.")],
-    vq: Annotated[Path, typer.Option(help="Checkpoint of the VQ model.")],
+    target: Annotated[
+        Path, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
+    ],
+    vq: Annotated[Path, typer.Option(help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision].")],
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
     family: Annotated[str, typer.Option(help="Model family; llamagen is the only one yet.")] = "llamagen",
-    drafter: Annotated[Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout.")] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
+    ] = None,
+    text_encoder: Annotated[
+        Path | None,
+        typer.Option(
+            "--text-encoder",
+            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings.",
+        ),
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Size by name, such as GPT-XL, where the weights do not tell.")
     ] = None,
@@ -203,7 +216,7 @@ def export(
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
     from .cli_tools import export_command
 
-    export_command(family, target, vq, output, drafter, model, config, grid, name, force)
+    export_command(family, target, vq, output, drafter, text_encoder, model, config, grid, name, force)
 
 
 @app.command(

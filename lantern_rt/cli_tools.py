@@ -19,6 +19,7 @@ from . import __version__
 from .errors import CheckpointError, EngineError
 
 FAMILIES = ("llamagen",)
+_SIDE_FILES = {"text_encoder": ("config.json", "tokenizer.json")}  # fetched with weights, where not config.json alone
 _PACKAGES = ("numpy", "pillow", "pydantic", "rich", "typer", "torch", "onnx")
 
 
@@ -64,6 +65,7 @@ def export_command(
     vq: Path,
     output: Path,
     drafter: Path | None,
+    text_encoder: Path | None,
     model: str | None,
     config: Path | None,
     grid: int | None,
@@ -77,18 +79,26 @@ def export_command(
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
+    from .export.bundle_writer import check_output
+    from .export.hub import fetch
     from .export.llamagen import export_llamagen
 
+    check_output(output, force)  # before anything is fetched
+    given = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
+    found = {role: fetch(place, _SIDE_FILES.get(role, ("config.json",))) for role, place in given.items() if place}
+    paths = {role: fetched.path for role, fetched in found.items()}
     export_llamagen(
-        target,
-        vq,
+        paths["target"],
+        paths["vq"],
         output,
-        drafter=drafter,
+        drafter=paths.get("drafter"),
+        text_encoder=paths.get("text_encoder"),
         model=model,
         config=config,
         grid=grid,
         name=name,
         force=force,
+        origins={fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
         progress=lambda line: print(line, file=sys.stderr),
     )
     print(output)

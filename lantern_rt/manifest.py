@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Method = Literal["auto", "ar", "eagle", "lantern", "lantern++", "sjd"]
@@ -67,14 +67,16 @@ class ConditionSpec(Part):
     `class`: input `class_ids [rows]` int64. `words`: a caption of known words, input `token_ids
     [rows, prefix]` int64, padded on the right with id 0. `embeddings`: text embeddings given by the
     caller, inputs `caption_embeds [rows, prefix, caption_width]` (left-padded, padding zeroed) and
-    `caption_mask [rows, prefix]` int64. Outputs, always: `prefix_embeds` and `uncond_embeds`, both
-    `[rows, prefix, width]` float32.
+    `caption_mask [rows, prefix]` int64. `text`: any text, inputs `token_ids` and `token_mask [rows, prefix]`
+    int64, left-padded; `cleaning` says how prompts are cleaned before. Outputs, always: `prefix_embeds` and
+    `uncond_embeds`, both `[rows, prefix, width]` float32.
     """
 
-    kind: Literal["class", "words", "embeddings"]
+    kind: Literal["class", "words", "embeddings", "text"]
     prefix: Count
     classes: Count | None = None
     caption_width: Count | None = None
+    cleaning: Literal["llamagen"] | None = None
 
     @model_validator(mode="after")
     def _sizes_fit_kind(self) -> ConditionSpec:
@@ -82,6 +84,8 @@ class ConditionSpec(Part):
             raise ValueError("`classes` goes with kind `class` and with no other")
         if (self.caption_width is not None) != (self.kind == "embeddings"):
             raise ValueError("`caption_width` goes with kind `embeddings` and with no other")
+        if self.cleaning is not None and self.kind != "text":
+            raise ValueError("`cleaning` goes with kind `text` and with no other")
         return self
 
 
@@ -127,11 +131,12 @@ class DecodingDefaults(Part):
 
 
 class Source(Part):
-    """A checkpoint file this bundle was made from."""
+    """A checkpoint file this bundle was made from; `origin`: the repository and revision it was fetched from."""
 
     role: str
     name: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    origin: str | None = None
 
 
 class Provenance(Part):
@@ -146,9 +151,9 @@ class Manifest(Part):
     """The whole of `bundle.json`.
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
-    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kind `words`; optional are
-    `rates` (acceptance rates for method `auto`) and `prompts` (one a line, to tune with); further roles are
-    external data of a graph (`target.data`, ...).
+    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words` and `text`;
+    optional are `rates` (acceptance rates for method `auto`) and `prompts` (one a line, to tune with); further
+    roles are external data of a graph (`target.data`, ...).
     """
 
     format_version: str
@@ -173,7 +178,7 @@ class Manifest(Part):
         needed = {"target", "vq_decoder", "condition", "code_embeddings"}
         needed |= {"drafter"} if self.drafter else set()
         needed |= {"neighbors"} if self.neighbors else set()
-        needed |= {"tokenizer"} if self.condition.kind == "words" else set()
+        needed |= {"tokenizer"} if self.condition.kind in ("words", "text") else set()
         if missing := sorted(needed - self.files.keys()):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
         if self.target.vocabulary != self.codebook_size:

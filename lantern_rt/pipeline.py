@@ -40,6 +40,7 @@ from .runtime.jacobi import Jacobi
 from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
 from .runtime.statistics import Statistics
+from .text_tokenizer import TextTokenizer, read_text_tokenizer
 from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.auto import read_rates
 from .tuning.costs import HostCosts
@@ -145,8 +146,8 @@ class Pipeline:
     ) -> Result:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
-        What a bundle takes is in its manifest: prompts of known words, class ids, or embeddings, alone or with
-        a mask `(embeddings, mask)`, right-padded, `[tokens, width]` or `[prompts, tokens, width]`. Image i of a
+        What a bundle takes is in its manifest: prompts (of known words, or any text), class ids, or embeddings, alone
+        or with a mask `(embeddings, mask)`, right-padded, `[tokens, width]` or `[prompts, tokens, width]`. Image i of a
         prompt is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt.
         Further parameters are those of `Options`.
         """
@@ -358,7 +359,7 @@ class Pipeline:
 
 def check_request(
     manifest: Manifest,
-    tokenizer: WordTokenizer | None,
+    tokenizer: WordTokenizer | TextTokenizer | None,
     prompts: str | Sequence[str] | None,
     class_ids: int | Sequence[int] | None,
     embeddings: Embeddings | None,
@@ -373,9 +374,12 @@ def check_request(
     return Request(images, settings)
 
 
-def bundle_tokenizer(bundle: Bundle) -> WordTokenizer | None:
-    """The tokenizer of a bundle that takes words."""
-    return read_tokenizer(bundle.path("tokenizer")) if bundle.manifest.condition.kind == "words" else None
+def bundle_tokenizer(bundle: Bundle) -> WordTokenizer | TextTokenizer | None:
+    """The tokenizer of a bundle that takes words or text."""
+    condition = bundle.manifest.condition
+    if condition.kind == "text":
+        return read_text_tokenizer(bundle.path("tokenizer"), condition.cleaning)
+    return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
 
 
 def _sampling(settings: Settings) -> Sampling:

@@ -2,8 +2,8 @@
 
 Every parameter that is left out (None) comes from the bundle. Which of them a method takes is in `methods.py`.
 
-Does not know engines, pictures or files. The prefix rows of an embeddings bundle are laid out here: given
-right-padded, needed left-padded.
+Does not know engines, pictures or files. What a condition graph reads left-padded is laid out here: embeddings
+(given right-padded) and the tokens of a text.
 """
 
 from __future__ import annotations
@@ -166,17 +166,20 @@ def resolve_images(
     seed: int | Sequence[int],
     num_images: int,
 ) -> list[ImageRequest]:
-    """One request per image, prompt by prompt. `encode` turns a prompt into word ids `[prefix]`.
+    """One request per image, prompt by prompt. `encode` turns a prompt into word ids `[prefix]`, or, for
+    kind `text`, into at most so many token ids.
 
     Image i of a prompt gets seed + i; `seed` may also be one number per prompt.
     """
     kind = manifest.condition.kind
-    given = {"words": prompts, "class": class_ids, "embeddings": embeddings}
-    takes = {"words": "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
+    written = "text" if kind == "text" else "words"
+    given = {written: prompts, "class": class_ids, "embeddings": embeddings}
+    takes = {written: "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
     for name, value in given.items():
         if value is not None and name != kind:
+            cure = "; export it with --text-encoder to give prompts" if (name, kind) == ("words", "embeddings") else ""
             raise RequestError(
-                f"found {takes[name]}, expected {takes[kind]}: that is what bundle {manifest.name} takes"
+                f"found {takes[name]}, expected {takes[kind]}: that is what bundle {manifest.name} takes{cure}"
             )
     if given[kind] is None:
         raise RequestError(f"found nothing to draw, expected {takes[kind]}: that is what bundle {manifest.name} takes")
@@ -184,7 +187,7 @@ def resolve_images(
     subjects: list[tuple[Label, dict[str, NDArray[Any]], NDArray[np.bool_]]]
     if prompts is not None:
         assert encode is not None
-        subjects = [(text, {"token_ids": encode(text)[None]}, whole) for text in _prompts(prompts)]
+        subjects = [(text, *_tokens(manifest, encode(text), whole)) for text in _prompts(prompts)]
     elif class_ids is not None:
         subjects = [(i, {"class_ids": np.array([i], np.int64)}, whole) for i in _class_ids(manifest, class_ids)]
     else:
@@ -217,6 +220,18 @@ def _prompts(prompts: str | Sequence[str]) -> list[str]:
         if len(text) > PROMPT_LIMIT:
             raise RequestError(f"prompt: found {len(text):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
     return texts
+
+
+def _tokens(
+    manifest: Manifest, ids: NDArray[np.int64], whole: NDArray[np.bool_]
+) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+    """What the condition graph reads of a prompt's tokens, and which prefix rows are real."""
+    if manifest.condition.kind == "words":
+        return {"token_ids": ids[None]}, whole
+    padding = len(whole) - len(ids)
+    real = np.arange(len(whole)) >= padding
+    laid_out = np.pad(ids, (padding, 0))
+    return {"token_ids": laid_out[None], "token_mask": real[None].astype(np.int64)}, real
 
 
 def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:

@@ -27,6 +27,24 @@ def t2i_drafter_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen")
 
 
+@pytest.fixture(scope="session")
+def lantern_c2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class-conditional LlamaGen from a folder in LANTERN's layout."""
+    return _export(tmp_path_factory, "lantern-llamagen-hf/c2i", None)
+
+
+@pytest.fixture(scope="session")
+def lantern_t2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text-conditional LlamaGen from a folder in LANTERN's layout."""
+    return _export(tmp_path_factory, "lantern-llamagen-hf/t2i", None)
+
+
+@pytest.fixture(scope="session")
+def lantern_fullprefix_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LANTERN's layout with the published prefix (120) and grid (16 x 16), and a drafter."""
+    return _export(tmp_path_factory, "lantern-e2e-llamagen-fullprefix/target", "lantern-drafter-llamagen")
+
+
 def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -> Path:
     for needed in ("torch", "onnx", "onnxruntime", "safetensors"):
         pytest.importorskip(needed)
@@ -36,11 +54,12 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -
 
     torch.set_num_threads(1)
     name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
+    official = (DATA / target).is_file()
     return export_llamagen(
         DATA / target,
         DATA / "llamagen-vq/vq_tiny.pt",
         factory.mktemp("bundles") / name,
         drafter=None if drafter is None else DATA / drafter,
-        config=(DATA / target).with_name("config.json"),
+        config=(DATA / target).with_name("config.json") if official else None,
         name=name,
     )

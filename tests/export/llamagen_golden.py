@@ -51,13 +51,23 @@ class Run:
     def length(self) -> int:
         return self.columns.shape[1]
 
-    def step(self, visible: NDArray[np.bool_] | None = None, columns: Any = True, **inputs: NDArray[Any]) -> Arrays:
-        """Feed new nodes, by default causal ones, and commit them all; `columns` says which can be seen later."""
+    def step(
+        self,
+        visible: NDArray[np.bool_] | None = None,
+        columns: Any = True,
+        positions: NDArray[Any] | None = None,
+        **inputs: NDArray[Any],
+    ) -> Arrays:
+        """Feed new nodes, by default causal ones, and commit them all; `columns` says which can be seen later.
+
+        `positions [nodes]`: by default the nodes follow one another.
+        """
         nodes = next(iter(inputs.values())).shape[1]
         among = np.tril(np.ones((nodes, nodes), bool)) if visible is None else visible
         before = np.broadcast_to(self.columns[:, None], (self.rows, nodes, self.length))
         seen = np.concatenate([before, np.broadcast_to(among, (self.rows, nodes, nodes))], 2)
-        positions = np.broadcast_to(self.length + np.arange(nodes), (self.rows, nodes))
+        places = self.length + np.arange(nodes) if positions is None else positions
+        positions = np.broadcast_to(places, (self.rows, nodes))
         out = self.session.run(
             {
                 **inputs,

@@ -214,7 +214,7 @@ def test_a_missing_layer_is_noticed(tmp_path: Path) -> None:
     ("path", "kind"), [(VQ, "a VQ tokenizer; give it as --vq"), (DRAFTER / "pytorch_model.bin", "an EAGLE drafter")]
 )
 def test_a_checkpoint_of_another_family_is_named(path: Path, kind: str) -> None:
-    with pytest.raises(CheckpointError, match=f"found {kind}.*expected an official LlamaGen transformer"):
+    with pytest.raises(CheckpointError, match=f"found {kind}.*expected a LlamaGen transformer"):
         read_llamagen(path, model="GPT-B")
 
 

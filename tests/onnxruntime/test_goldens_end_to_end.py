@@ -21,23 +21,30 @@ from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import DynamicTree
 
 DATA = Path(__file__).parent.parent / "data"
-FOLDER = DATA / "lantern-e2e-llamagen"
-GOLDEN = np.load(FOLDER / "golden.npz")
-TRACES = json.loads((FOLDER / "steps.json").read_text())
-NAMES = list(dict.fromkeys(trace["name"] for trace in TRACES))
+BUNDLES = {  # recorded runs, the file of their traces, and the bundle they ran on
+    "lantern-e2e-llamagen": ("steps.json", "t2i_drafter_bundle"),
+    "lantern-e2e-llamagen-fullprefix": ("traces.json", "lantern_fullprefix_bundle"),  # prefix 120, grid 16 x 16
+}
+TRACES = {folder: json.loads((DATA / folder / name).read_text()) for folder, (name, _) in BUNDLES.items()}
+NAMES = [(folder, name) for folder in TRACES for name in dict.fromkeys(trace["name"] for trace in TRACES[folder])]
 NEIGHBORS = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
 TREES = {"naive_extend_57": "naive-57", "mc_sim_7b_63": "mc-25"}
 
 
 @pytest.fixture(scope="module")
-def model(t2i_drafter_bundle: Path) -> tuple[Model, list[Prompt]]:
-    bundle = open_bundle(t2i_drafter_bundle)
+def models(request: pytest.FixtureRequest) -> dict[str, tuple[Model, list[Prompt]]]:
+    return {folder: load(request.getfixturevalue(bundle), folder) for folder, (_, bundle) in BUNDLES.items()}
+
+
+def load(folder: Path, golden: str) -> tuple[Model, list[Prompt]]:
+    arrays = np.load(DATA / golden / "golden.npz")
+    bundle = open_bundle(folder)
     engines = load_engines(bundle)
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
     manifest = bundle.manifest
     loaded = Model(engines.target, engines.drafter, manifest.codes_per_image, manifest.target.positions, layout)
-    cond, uncond = engines.condition({"caption_embeds": GOLDEN["caption_emb"], "caption_mask": GOLDEN["emb_mask"]})
-    real = GOLDEN["emb_mask"] > 0
+    cond, uncond = engines.condition({"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]})
+    real = arrays["emb_mask"] > 0
     return loaded, [Prompt(cond[i], uncond[i], real[i]) for i in range(len(real))]
 
 
@@ -52,17 +59,21 @@ def published_method(trace: dict) -> Method:
     return Method("lantern", shape, Relaxation(NEIGHBORS, trace["k"], **bound, residual="neighborhood"))
 
 
-def run(model: Model, prompts: list[Prompt], method: Method) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids and accept lengths of every prompt."""
+def run(model: Model, prompts: list[Prompt], method: Method, codes: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The first `codes` ids of every prompt, and accept lengths of the steps that gave them."""
     rngs = [np.random.default_rng(i) for i in range(len(prompts))]
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
     for step in decode(model, prompts, rngs, Sampling(cfg_scale=4.0, temperature=0.0), method):
         for part in step.parts:
+            if len(ids[part.request]) >= codes:
+                continue
             ids[part.request] += part.codes[: part.committed].tolist()
             if part.acceptance is not None:
                 lengths[part.request].append(len(part.acceptance.path) - 1)
-    return ids, lengths
+        if all(len(done) >= codes for done in ids):
+            break
+    return [done[:codes] for done in ids], lengths
 
 
 def assert_same_up_to_the_last_code(ours: list[int], published: list[int], codes: int) -> None:
@@ -70,29 +81,29 @@ def assert_same_up_to_the_last_code(ours: list[int], published: list[int], codes
     assert 1 + sum(ours) + len(ours) >= codes  # the prefill's code, and every step's accepted codes and bonus
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("folder", "name"), NAMES)
 def test_greedy_generations_follow_the_published_trace_token_for_token(
-    model: tuple[Model, list[Prompt]], name: str
+    models: dict[str, tuple[Model, list[Prompt]]], folder: str, name: str
 ) -> None:
-    loaded, prompts = model
-    traces = sorted((trace for trace in TRACES if trace["name"] == name), key=lambda trace: trace["prompt"])
-    ids, lengths = run(loaded, prompts, published_method(traces[0]))
+    loaded, prompts = models[folder]
+    traces = sorted((trace for trace in TRACES[folder] if trace["name"] == name), key=lambda trace: trace["prompt"])
+    ids, lengths = run(loaded, prompts, published_method(traces[0]), traces[0]["max_length"])
     assert ids == [trace["ids"] for trace in traces]
     if name != "ar":
         for ours, trace in zip(lengths, traces, strict=True):
             assert_same_up_to_the_last_code(ours, trace["accept_lengths"], trace["max_length"])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "ar"])
+@pytest.mark.parametrize(("folder", "name"), [case for case in NAMES if case[1] != "ar"])
 def test_drafted_trees_and_accepted_codes_follow_the_published_trace_step_by_step(
-    model: tuple[Model, list[Prompt]], name: str
+    models: dict[str, tuple[Model, list[Prompt]]], folder: str, name: str
 ) -> None:
-    loaded, prompts = model
-    for trace in (trace for trace in TRACES if trace["name"] == name):
+    loaded, prompts = models[folder]
+    for trace in (trace for trace in TRACES[folder] if trace["name"] == name):
         rngs = [np.random.default_rng(0)]
         steps = iter(trace["steps"])
         trees = iter(trace.get("tree_tokens", []))
-        lengths = []
+        lengths: list[int] = []
         sampling = Sampling(cfg_scale=4.0, temperature=0.0)
         for step in decode(loaded, [prompts[trace["prompt"]]], rngs, sampling, published_method(trace)):
             (part,) = step.parts
@@ -104,4 +115,6 @@ def test_drafted_trees_and_accepted_codes_follow_the_published_trace_step_by_ste
             if not trace["static"]:
                 assert part.tree.tokens.tolist() == next(trees)
             lengths.append(len(part.acceptance.path) - 1)
+            if 1 + sum(lengths) + len(lengths) >= trace["max_length"]:
+                break
         assert_same_up_to_the_last_code(lengths, trace["accept_lengths"], trace["max_length"])

@@ -1,0 +1,138 @@
+"""Cleaning prompts the way the captions were cleaned that LlamaGen's text models were trained on.
+
+The steps are those of LlamaGen's text encoder wrapper, which has them from PixArt and DeepFloyd IF: lower case, no
+links, markup, file names, product codes or CJK characters, one kind of dash and quote. They are applied twice,
+as there. Leaving them out gives the model text unlike any that it has seen.
+
+Does not know tokens or models. Needs `ftfy`, which repairs wrongly decoded text; it is imported when first used.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from html.entities import html5
+from html.parser import HTMLParser
+from urllib.parse import unquote_plus
+
+Step = tuple[re.Pattern[str], str]
+
+_FILE_TYPES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
+_DOMAINS = "com|co|ru|net|org|edu|gov|it"
+_DASHES = (
+    r"\u002d\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0"
+    r"\ufe31\ufe32\ufe58\ufe63\uff0d"
+)
+_SYMBOLS = r"#\u00ae\u2022\u00a9\u2122&@\u00b7\u00ba\u00bd\u00be\u00bf\u00a1\u00a7~()\[\]{}|\\/*"
+
+
+def _link(scheme: str) -> str:
+    """A scheme with its slashes, or a host name with its path; an address with an @ behind it is left."""
+    return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
+
+
+def _steps(*pairs: tuple[str, str]) -> list[Step]:
+    return [(re.compile(pattern), replacement) for pattern, replacement in pairs]
+
+
+_LINKS = _steps(("<person>", "person"), (_link("https?"), ""), (_link("www"), ""))
+_NOISE = _steps(
+    (r"@\w+\b", ""),  # user names
+    (r"[\u31c0-\u9fff]+", ""),  # CJK
+    (f"[{_DASHES}]+", "-"),
+    (r"[`\u00b4\u00ab\u00bb\u201c\u201d\u00a8]", '"'),
+    (r"[\u2018\u2019]", "'"),
+    ("&quot;?", ""),
+    ("&amp", ""),
+    (r"(?:\d{1,3}\.){3}\d{1,3}", " "),  # network addresses
+    (r"\d:\d\d\s+$", ""),  # times at the end
+    (r"\\n", " "),  # a line break that was written out
+    (r"#\d{1,3}\b", ""),
+    (r"#\d{5,}\b", ""),
+    (r"\b\d{6,}\b", ""),
+    (rf"\S+\.(?:{_FILE_TYPES})", ""),  # file names
+    (r"[\"']{2,}", '"'),
+    (r"\.{2,}", " "),
+    (f"[{_SYMBOLS}]+", " "),
+    (r"\s+\.\s+", " "),
+)
+_JOINT = re.compile("[-_]")
+_JOINTS = 3  # more than these, and the words were joined to one name
+_CODES = _steps(
+    (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # product codes
+    (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
+    (r"\b\d+[a-zA-Z]+\d+\b", ""),
+    (r"(?:worldwide\s+)?(?:free\s+)?shipping", ""),
+    (r"(?:free\s)?download(?:\sfree)?", ""),
+    (r"\bclick\b\s(?:for|on)\s\w+", ""),
+    (rf"\b(?:{_FILE_TYPES})(?:\simages?)?", ""),
+    (r"\bpage\s+\d+\b", ""),
+    (r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),
+    (r"\b\d+\.?\d*[x\u0445\u00d7]\d+\.?\d*\b", ""),  # sizes such as 3x4
+    (r"\b\s+:\s+", ": "),
+    (r"(\D[,./])\b", r"\1 "),
+    (r"\s+", " "),
+    (r"^[\"']([\w\W]+)[\"']$", r"\1"),
+    (r"^['_,\-:;]", ""),
+    (r"['_,\-:+]$", ""),
+    (r"^\.\S+$", ""),
+)
+
+
+def clean_caption(text: str) -> str:
+    """The text as the model's captions were cleaned; it may become empty. ImportError if `ftfy` is missing."""
+    from ftfy import fix_text
+
+    return _clean(_clean(text, fix_text), fix_text)
+
+
+def _clean(text: str, repair: Callable[[str], str]) -> str:
+    text = _apply(_LINKS, unquote_plus(text).strip().lower())
+    text = _apply(_NOISE, _without_markup(text))
+    if len(_JOINT.findall(text)) > _JOINTS:
+        text = _JOINT.sub(" ", text)
+    text = html.unescape(html.unescape(repair(text))).strip()
+    return _apply(_CODES, text).strip()
+
+
+def _apply(steps: list[Step], text: str) -> str:
+    for pattern, replacement in steps:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+class _Text(HTMLParser):
+    """Collects the text between tags, without that of scripts, styles and templates."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=False)  # or the text's last entity would count when cut short
+        self.parts: list[str] = []
+        self._unseen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "style", "template"):
+            self._unseen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._unseen and tag == self._unseen[-1]:
+            self._unseen.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen:
+            self.parts.append(data)
+
+    def handle_entityref(self, name: str) -> None:
+        self.handle_data(html5.get(f"{name};", f"&{name}"))
+
+    def handle_charref(self, name: str) -> None:
+        self.handle_data(html.unescape(f"&#{name};"))
+
+
+def _without_markup(text: str) -> str:
+    if "<" not in text and "&" not in text:
+        return text
+    parser = _Text()
+    parser.feed(text)
+    parser.close()
+    return "".join(parser.parts)

@@ -1,0 +1,223 @@
+"""Checkpoints by name, from a stand-in for the hub on this machine; and what is said when there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from llamagen_golden import DATA, manifest
+
+from lantern_rt.errors import CheckpointError, EngineError
+from lantern_rt.export.hub import fetch, parse_reference
+
+pytest.importorskip("huggingface_hub")
+ROOT = Path(__file__).parent.parent.parent
+COMMIT, OLD = "a" * 40, "b" * 40
+INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
+REPOSITORIES: dict[str, dict[str, bytes]] = {
+    "owner/target": {
+        name: (DATA / "lantern-llamagen-hf/c2i" / name).read_bytes() for name in ("config.json", "model.safetensors")
+    }
+    | {"pytorch_model.bin": b"never fetched", "README.md": b"nor this"},
+    "owner/files": {"vq/vq_tiny.pt": (DATA / "llamagen-vq/vq_tiny.pt").read_bytes(), "other.pt": b"not asked for"},
+    "owner/shards": {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors.index.json": json.dumps(INDEX).encode(),
+        "model-1.safetensors": b"one",
+        "model-2.safetensors": b"two",
+    },
+}
+FETCH = """
+import json, sys
+from lantern_rt.errors import LanternError
+from lantern_rt.export.hub import fetch
+for place in sys.argv[1:]:
+    try:
+        found = fetch(place, ("config.json", "tokenizer.json"))
+        files = sorted(p.name for p in (found.path.iterdir() if found.path.is_dir() else [found.path]))
+        print(json.dumps([str(found.path), found.origin, files]))
+    except LanternError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's interface as fetching by name uses."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self.answer_listing("/".join(parts[2:4]), parts[5] if parts[4:5] == ["revision"] else "main")
+        elif parts[2:3] == ["resolve"]:
+            self.answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), body)
+        else:
+            self.send({"error": "unknown"}, 404)
+
+    def answer_listing(self, repository: str, revision: str) -> None:
+        if repository not in REPOSITORIES:
+            self.send({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("main", "v1", COMMIT, OLD):
+            self.send({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
+        else:
+            siblings = [{"rfilename": name} for name in REPOSITORIES[repository]]
+            self.send({"id": repository, "sha": commit_of(revision), "siblings": siblings})
+
+    def answer_file(self, repository: str, revision: str, name: str, body: bool) -> None:
+        content = REPOSITORIES[repository].get(name)
+        if content is None:
+            self.send({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", commit_of(revision))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def send(self, answer: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> None:
+        content = json.dumps(answer).encode()
+        self.send_response(status)
+        for name, value in (
+            {"Content-Type": "application/json", "Content-Length": str(len(content))} | (headers or {})
+        ).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def commit_of(revision: str) -> str:
+    return {"main": COMMIT, "v1": OLD}.get(revision, revision)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def run(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A fresh program: `huggingface_hub` reads its settings when it is imported."""
+    own = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+    }
+    unset = {"HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"}
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | own
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def fetch_all(endpoint: str, home: Path, *places: str) -> list[list[object] | str]:
+    done = run(endpoint, home, "-c", FETCH, *places)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_what_an_exporter_reads_is_fetched_at_one_commit_and_nothing_else(endpoint: str, tmp_path: Path) -> None:
+    places = ["hf:owner/target", "hf:owner/target@v1", "hf:owner/files/vq/vq_tiny.pt", "hf:owner/shards"]
+    found = fetch_all(endpoint, tmp_path, *places)
+    assert [entry[1:] for entry in found] == [
+        [f"hf:owner/target@{COMMIT}", ["config.json", "model.safetensors"]],
+        [f"hf:owner/target@{OLD}", ["config.json", "model.safetensors"]],
+        [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}", ["vq_tiny.pt"]],
+        [f"hf:owner/shards@{COMMIT}", sorted(REPOSITORIES["owner/shards"])],
+    ]
+    assert Path(str(found[0][0]), "model.safetensors").read_bytes() == REPOSITORIES["owner/target"]["model.safetensors"]
+    nobody = "http://127.0.0.1:9"
+    assert fetch_all(nobody, tmp_path, *places) == found, "what was fetched once is found without the hub"
+
+
+def test_what_is_not_there_is_said(endpoint: str, tmp_path: Path) -> None:
+    asked = ["hf:owner/nothing", "hf:owner/target@v9", "hf:owner/files", "hf:owner/files/missing.pt"]
+    assert fetch_all(endpoint, tmp_path, *asked) == [
+        "hf:owner/nothing: no such repository, or a private one that needs `hf auth login`; check the name",
+        "hf:owner/target@v9: the repository has no revision v9; leave @ out for the newest",
+        "hf:owner/files: found no model.safetensors and nothing alike, but other.pt, vq/vq_tiny.pt; "
+        "name one file: hf:owner/files/FILE",
+        "hf:owner/files/missing.pt: no such file; owner/files has other.pt, vq/vq_tiny.pt",
+    ]
+
+
+def test_offline_it_says_what_to_download_by_hand(tmp_path: Path) -> None:
+    folder, file = fetch_all("http://127.0.0.1:9", tmp_path, "hf:owner/shards", "hf:owner/files/other.pt")
+    assert str(folder).startswith("hf:owner/shards: the hub cannot be reached (")
+    assert str(folder).endswith(
+        "; try again, or download config.json, tokenizer.json and the .safetensors files (if it has none, the .bin "
+        "files) with their .index.json of owner/shards by hand into one folder, and give that folder"
+    )
+    assert str(file).endswith("; try again, or download other.pt of owner/files by hand and give its path")
+
+
+def test_the_command_line_exports_from_the_hub_and_pins_the_commit(endpoint: str, tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    arguments = ["--target", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1", "--output", str(output)]
+    done = run(endpoint, tmp_path / "home", "-m", "lantern_rt.cli", "export", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
+        ("target", "model.safetensors", f"hf:owner/target@{COMMIT}"),
+        ("config", "config.json", f"hf:owner/target@{COMMIT}"),
+        ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("hf:a/b", ("a/b", None, None)),
+        ("hf:a/b@v1.0", ("a/b", None, "v1.0")),
+        ("hf:a/b@refs/pr/3", ("a/b", None, "refs/pr/3")),
+        ("hf:a-1/b.c_d/x/y.pt@v1", ("a-1/b.c_d", "x/y.pt", "v1")),
+    ],
+)
+def test_a_reference_has_repository_file_and_revision(text: str, parts: tuple[str | None, ...]) -> None:
+    found = parse_reference(text)
+    assert found is not None
+    assert (found.repository, found.file, found.revision) == parts
+
+
+@pytest.mark.parametrize("text", ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"])
+def test_a_malformed_reference_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"expected hf:owner/name, hf:owner/name/file"):
+        parse_reference(text)
+
+
+def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
+    assert fetch(tmp_path / "x.pt").path == tmp_path / "x.pt"
+    assert fetch("models/x.pt").origin is None
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError) as caught:
+        fetch("hf:owner/files/vq.pt")
+    assert str(caught.value) == (
+        "hf:owner/files/vq.pt: fetching needs huggingface_hub; run `pip install 'lantern-rt[export]'`, "
+        "or download vq.pt of owner/files by hand and give its path"
+    )

@@ -1,0 +1,212 @@
+"""T5 text encoders, and the text condition graph, against `transformers` on small random encoders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.graphs import write_graph
+from lantern_rt.export.llamagen_gpt import CaptionCondition
+from lantern_rt.export.parity import Sessions, check_parity
+from lantern_rt.export.t5 import distance_buckets, read_t5
+from lantern_rt.export.text_condition import text_condition_graph
+
+transformers = pytest.importorskip("transformers")
+SIZES = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_heads": 3,
+    "feed_forward_proj": "gated-gelu",
+}
+
+
+def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
+    """A random encoder (or a whole T5) saved by `transformers`; returns the encoder."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(**(SIZES | sizes))
+    kind = transformers.T5ForConditionalGeneration if whole else transformers.T5EncoderModel
+    model = kind(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # the initial values leave scores and norms all alike
+            weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.4 * torch.randn_like(weight))
+    model.save_pretrained(folder)
+    return transformers.T5EncoderModel.from_pretrained(folder).eval()
+
+
+def caption(prefix: int, caption_width: int, width: int = 16) -> CaptionCondition:
+    torch.manual_seed(1)
+    return CaptionCondition(
+        torch.randn(width, caption_width) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_width)
+    )
+
+
+def published(encoder: Any, caption: CaptionCondition, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """What LlamaGen computes from right-padded ids: encode, roll to the left, zero the padding, project."""
+    with torch.no_grad():
+        states = encoder(input_ids=torch.from_numpy(ids), attention_mask=torch.from_numpy(mask)).last_hidden_state
+        rolled = torch.stack(
+            [torch.roll(row, -int(length), 0) for row, length in zip(states, mask.sum(1), strict=True)]
+        )
+        rows: np.ndarray = caption.project(rolled * torch.from_numpy(mask[:, ::-1].copy())[..., None]).numpy()
+    return rows
+
+
+def left(ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    rolled = np.stack([np.roll(row, -length) for row, length in zip(ids, mask.sum(1), strict=True)])
+    return {"token_ids": rolled, "token_mask": np.ascontiguousarray(mask[:, ::-1])}
+
+
+def prompts(lengths: list[int], prefix: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    mask = (np.arange(prefix) < np.array(lengths)[:, None]).astype(np.int64)
+    return np.random.default_rng(0).integers(1, vocabulary, size=mask.shape) * mask, mask
+
+
+def test_prompts_of_every_length_give_what_transformers_and_llamagen_compute(tmp_path: Path) -> None:
+    """Padding on the left from the start equals padding on the right and rolling: shortest, middle, longest."""
+    encoder = save_t5(tmp_path / "t5")
+    projection = caption(120, 32)
+    graph = text_condition_graph(read_t5(tmp_path / "t5").encoder, projection)
+    path = write_graph(graph, tmp_path)[0]
+    ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
+    out = Sessions(path).run(left(ids, mask))
+    expected = published(encoder, projection, ids, mask)
+    np.testing.assert_allclose(out["prefix_embeds"], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    with torch.no_grad():
+        uncond = projection.project(projection.uncond).numpy()
+    np.testing.assert_allclose(out["uncond_embeds"], np.broadcast_to(uncond, expected.shape), rtol=0, atol=1e-6)
+
+
+few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@few
+@given(
+    heads=st.integers(1, 4),
+    head_width=st.integers(1, 9),
+    width=st.integers(2, 24),
+    layers=st.integers(1, 3),
+    buckets=st.sampled_from([8, 16, 32]),
+    distance=st.integers(20, 200),
+    prefix=st.integers(2, 40),
+)
+def test_encoders_of_any_size_equal_transformers(
+    tmp_path_factory: pytest.TempPathFactory,
+    heads: int,
+    head_width: int,
+    width: int,
+    layers: int,
+    buckets: int,
+    distance: int,
+    prefix: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("t5")
+    encoder = save_t5(
+        folder,
+        num_heads=heads,
+        d_kv=head_width,
+        d_model=width,
+        num_layers=layers,
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=distance,
+    )
+    projection = caption(prefix, width)
+    graph = text_condition_graph(read_t5(folder).encoder, projection)
+    path = write_graph(graph, folder)[0]
+    check_parity(graph, path)
+    ids, mask = prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
+    expected = published(encoder, projection, ids, mask)
+    found = Sessions(path).run(left(ids, mask))["prefix_embeds"]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (16, 20), (8, 500)])
+def test_buckets_of_distances_are_those_of_transformers(buckets: int, distance: int) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    place = torch.arange(300)
+    theirs = T5Attention._relative_position_bucket(place[None] - place[:, None], True, buckets, distance)
+    assert torch.equal(distance_buckets(300, buckets, distance), theirs)
+
+
+def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_path: Path) -> None:
+    save_t5(tmp_path / "one", whole=True)
+    weights = load_file(tmp_path / "one/model.safetensors")
+    two = tmp_path / "two"
+    two.mkdir()
+    shutil.copy(tmp_path / "one/config.json", two)
+    weight_map = {}
+    for i in range(2):
+        part = {name: weights[name] for name in sorted(weights)[i::2]}
+        save_file(part, two / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{i}.safetensors")
+    (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    one, sharded = read_t5(tmp_path / "one"), read_t5(two)
+    assert one.encoder.config == sharded.encoder.config
+    pairs = zip(one.encoder.state_dict().values(), sharded.encoder.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert [role for role, _ in sharded.files] == [
+        "text_encoder_index",
+        "text_encoder",
+        "text_encoder",
+        "text_encoder_config",
+    ]
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_t5(folder)
+    return str(caught.value).replace(str(folder), "FOLDER")
+
+
+def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    save_t5(tmp_path / "t5", feed_forward_proj="relu")
+    assert refusal(tmp_path / "t5") == (
+        "FOLDER/config.json: model_type is 't5' with feed_forward_proj 'relu', expected 't5' with 'gated-gelu', "
+        "such as flan-t5-xl"
+    )
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == "FOLDER: expected the folder of a T5 encoder such as flan-t5-xl, found no config.json"
+
+
+def test_missing_and_unexpected_weights_are_listed_by_the_names_of_the_file(tmp_path: Path) -> None:
+    save_t5(tmp_path / "t5")
+    path = tmp_path / "t5/model.safetensors"
+    weights = load_file(path)
+    weights["encoder.block.1.extra"] = weights.pop("encoder.block.1.layer.0.SelfAttention.o.weight")
+    save_file(weights, path)
+    assert refusal(tmp_path / "t5") == (
+        "FOLDER: the weights do not fit the model; missing: encoder.block.1.layer.0.SelfAttention.o.weight; "
+        "unexpected: encoder.block.1.extra"
+    )
+
+
+def test_a_configuration_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None:
+    save_t5(tmp_path / "t5")
+    path = tmp_path / "t5/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"d_ff": 80}))
+    assert refusal(tmp_path / "t5") == "FOLDER/config.json: d_ff is 80, but the weights have 40"
+
+
+def test_two_tables_of_tokens_must_be_one(tmp_path: Path) -> None:
+    save_t5(tmp_path / "t5")
+    path = tmp_path / "t5/model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"encoder.embed_tokens.weight": weights["shared.weight"].clone()}, path)
+    read_t5(tmp_path / "t5")
+    save_file(weights | {"encoder.embed_tokens.weight": weights["shared.weight"] + 1}, path)
+    assert "shared.weight and encoder.embed_tokens.weight differ" in refusal(tmp_path / "t5")

@@ -1,0 +1,64 @@
+"""A request to a bundle of kind `text`: tokens laid out on the right, and what such a manifest may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundle_folder import make_bundle, read_manifest, write_manifest
+
+from lantern_rt import open_bundle
+from lantern_rt.errors import BundleError
+from lantern_rt.manifest import Manifest
+from lantern_rt.requests import resolve_images
+
+PREFIX = 6
+
+
+def text_manifest(folder: Path, **condition: Any) -> Manifest:
+    fields = read_manifest(make_bundle(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    fields["files"]["tokenizer"] = {"path": "tokenizer.json", "sha256": "0" * 64, "bytes": 0}
+    fields["condition"] = {"kind": "text", "prefix": PREFIX} | condition
+    write_manifest(folder, fields)
+    return open_bundle(folder).manifest
+
+
+def test_tokens_are_laid_out_at_the_end_of_the_prefix_and_the_rest_is_padding(tmp_path: Path) -> None:
+    manifest = text_manifest(tmp_path / "tiny", cleaning="llamagen")
+    ids = {"short": [7, 1], "full": [2, 3, 4, 5, 6, 1]}
+    images = resolve_images(
+        manifest, lambda text: np.array(ids[text], np.int64), ["short", "full"], None, None, seed=0, num_images=1
+    )
+    short, full = images
+    assert short.inputs["token_ids"].tolist() == [[0, 0, 0, 0, 7, 1]]
+    assert short.inputs["token_mask"].tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert short.real.tolist() == [False] * 4 + [True] * 2
+    assert full.inputs["token_ids"].tolist() == [ids["full"]]
+    assert full.real.all()
+    assert all(array.dtype == np.int64 for array in short.inputs.values())
+
+
+def test_a_text_bundle_needs_its_tokenizer(tmp_path: Path) -> None:
+    text_manifest(tmp_path / "tiny")
+    fields = json.loads((tmp_path / "tiny/bundle.json").read_text())
+    del fields["files"]["tokenizer"]
+    write_manifest(tmp_path / "tiny", fields)
+    with pytest.raises(BundleError, match="`files` lacks tokenizer"):
+        open_bundle(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ({"kind": "class", "classes": 10, "cleaning": "llamagen"}, "`cleaning` goes with kind `text`"),
+        ({"caption_width": 32}, "`caption_width` goes with kind `embeddings`"),
+        ({"cleaning": "other"}, "expected 'llamagen'"),
+    ],
+)
+def test_a_condition_that_contradicts_itself_is_refused(tmp_path: Path, condition: dict[str, Any], words: str) -> None:
+    with pytest.raises(BundleError, match=words):
+        text_manifest(tmp_path / "tiny", **condition)
