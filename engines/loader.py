@@ -79,7 +79,7 @@ def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
             Tensor("caption_embeds", ("float32",), (None, condition.prefix, condition.caption_width)),
             Tensor("caption_mask", ("int64",), (None, condition.prefix)),
         ],
-        "text": [Tensor(name, ("int64",), (None, condition.prefix)) for name in ("token_ids", "token_mask")],
+        "text": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "token_mask")],
     }
     rows = (None, condition.prefix, manifest.target.width)
     outputs = [Tensor(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]

@@ -56,7 +56,7 @@ def write_bundle(
             written = write_graph(graph, folder, halve)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), written, strict=False))
             say(f"comparing {graph.role}.onnx with the checkpoint")
-            check_parity(graph, written[0])
+            check_parity(graph, written[0], graph.tolerance)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(code_embeddings, np.float32))
         if neighbours is not None:

@@ -48,6 +48,8 @@ class Graph:
 
     `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). The first
     case is the one a traced module is traced with: give it sizes other than 0 and 1 on the named axes.
+    `tolerance`: how far outputs may lie from the module's, as `check_parity` takes it; more than usual for a deep
+    module that rounding alone moves that far.
     """
 
     role: str
@@ -56,6 +58,7 @@ class Graph:
     outputs: tuple[Value, ...]
     cases: tuple[Case, ...]
     write: Callable[[], Ops] | None = None
+    tolerance: float = 1e-4
 
 
 def write_graph(graph: Graph, folder: Path, halve: bool = False) -> list[Path]:

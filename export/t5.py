@@ -132,13 +132,22 @@ class T5Encoder(nn.Module):
         return states
 
 
-def write_encoder(ops: Ops, encoder: T5Encoder, tokens: int) -> tuple[str, str]:
-    """Ops from `token_ids` and `token_mask [rows, tokens]` to hidden states, and the mask as float."""
+def write_encoder(ops: Ops, encoder: T5Encoder, most: int) -> tuple[str, str]:
+    """Ops from `token_ids` and `token_mask [rows, tokens]` to hidden states, and the mask as float.
+
+    `most`: the largest number of tokens that the graph takes.
+    """
     mask = ops.op("Cast", "token_mask", to=1)
     real = ops.op("Sub", mask, ops.weight("one", torch.tensor(1.0)))
     hidden = ops.op("Mul", real, ops.weight("hidden", torch.tensor(-_HIDDEN)))
     hidden = ops.op("Unsqueeze", hidden, ops.ints(1, 2))  # [rows, 1, 1, tokens]
-    bias = ops.op("Add", ops.weight("distance_bias", encoder.distance_bias(tokens)), hidden)
+    tokens = ops.op("Shape", "token_ids", start=1, end=2)
+    ends = ops.op("Concat", tokens, tokens, axis=0)
+    # Distances are those of fewer tokens in any corner of the table.
+    near = ops.op(
+        "Slice", ops.weight("distance_bias", encoder.distance_bias(most)), ops.ints(0, 0), ends, ops.ints(2, 3)
+    )
+    bias = ops.op("Add", near, hidden)
     x = ops.op("Gather", ops.weight("embed.weight", encoder.embed.weight), "token_ids")
     for i, layer in enumerate(encoder.layers):
         x = _write_layer(ops, x, f"layers.{i}", cast(T5Layer, layer), bias)

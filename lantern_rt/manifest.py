@@ -67,9 +67,9 @@ class ConditionSpec(Part):
     `class`: input `class_ids [rows]` int64. `words`: a caption of known words, input `token_ids
     [rows, prefix]` int64, padded on the right with id 0. `embeddings`: text embeddings given by the
     caller, inputs `caption_embeds [rows, prefix, caption_width]` (left-padded, padding zeroed) and
-    `caption_mask [rows, prefix]` int64. `text`: any text, inputs `token_ids` and `token_mask [rows, prefix]`
-    int64, left-padded; `cleaning` says how prompts are cleaned before. Outputs, always: `prefix_embeds` and
-    `uncond_embeds`, both `[rows, prefix, width]` float32.
+    `caption_mask [rows, prefix]` int64. `text`: any text, inputs `token_ids` and `token_mask [rows, tokens]`
+    int64, tokens up to prefix, left-padded; `cleaning` says how prompts are cleaned before. Outputs,
+    always: `prefix_embeds` and `uncond_embeds`, both `[rows, prefix, width]` float32.
     """
 
     kind: Literal["class", "words", "embeddings", "text"]

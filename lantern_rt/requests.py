@@ -2,8 +2,8 @@
 
 Every parameter that is left out (None) comes from the bundle. Which of them a method takes is in `methods.py`.
 
-Does not know engines, pictures or files. What a condition graph reads left-padded is laid out here: embeddings
-(given right-padded) and the tokens of a text.
+Does not know engines, pictures or files. The prefix rows of an embeddings bundle are laid out here: given
+right-padded, needed left-padded.
 """
 
 from __future__ import annotations
@@ -228,10 +228,8 @@ def _tokens(
     """What the condition graph reads of a prompt's tokens, and which prefix rows are real."""
     if manifest.condition.kind == "words":
         return {"token_ids": ids[None]}, whole
-    padding = len(whole) - len(ids)
-    real = np.arange(len(whole)) >= padding
-    laid_out = np.pad(ids, (padding, 0))
-    return {"token_ids": laid_out[None], "token_mask": real[None].astype(np.int64)}, real
+    real = np.arange(len(whole)) >= len(whole) - len(ids)
+    return {"token_ids": ids[None], "token_mask": np.ones((1, len(ids)), np.int64)}, real
 
 
 def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A request to a bundle of kind `text`: tokens laid out on the right, and what such a manifest may say."""
+"""A request to a bundle of kind `text`: which prefix rows are real, and what such a manifest may say."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def text_manifest(folder: Path, **condition: Any) -> Manifest:
     return open_bundle(folder).manifest
 
 
-def test_tokens_are_laid_out_at_the_end_of_the_prefix_and_the_rest_is_padding(tmp_path: Path) -> None:
+def test_tokens_stand_at_the_end_of_the_prefix_and_the_rest_is_padding(tmp_path: Path) -> None:
     manifest = text_manifest(tmp_path / "tiny", cleaning="llamagen")
     ids = {"short": [7, 1], "full": [2, 3, 4, 5, 6, 1]}
     images = resolve_images(
         manifest, lambda text: np.array(ids[text], np.int64), ["short", "full"], None, None, seed=0, num_images=1
     )
     short, full = images
-    assert short.inputs["token_ids"].tolist() == [[0, 0, 0, 0, 7, 1]]
-    assert short.inputs["token_mask"].tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert short.inputs["token_ids"].tolist() == [[7, 1]]
+    assert short.inputs["token_mask"].tolist() == [[1, 1]]
     assert short.real.tolist() == [False] * 4 + [True] * 2
     assert full.inputs["token_ids"].tolist() == [ids["full"]]
     assert full.real.all()
