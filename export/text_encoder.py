@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, EngineError
 from .checkpoints import config_int, read_config
 from .t5 import T5Encoder, read_t5
 
@@ -27,28 +27,37 @@ class TextEncoder:
 def read_text_encoder(folder: Path, caption_width: int) -> TextEncoder:
     """The encoder in a folder such as flan-t5-xl's, for captions of a width.
 
-    Raises CheckpointError if the encoder has another width, or its tokenizer other tokens.
+    Raises CheckpointError if the encoder has another width, or its tokenizer other tokens; EngineError if
+    `tokenizers` is not installed.
     """
     path = folder / _TOKENIZER
     if not path.is_file():
         cure = "save it there with transformers' AutoTokenizer" if folder.is_dir() else "give the folder of flan-t5-xl"
         raise CheckpointError(f"{folder}: found no {_TOKENIZER}, expected a text encoder's folder with one; {cure}")
+    source = folder / "config.json"
+    arguments = read_config(source) if source.is_file() else {}
+    _check_width(folder, config_int(arguments, "d_model", source), caption_width)  # before gigabytes are read
     files = read_t5(folder)
     config = files.encoder.config
-    if config.width != caption_width:
-        raise CheckpointError(
-            f"{folder}: the text encoder has width {config.width}, but the transformer's captions {caption_width}; "
-            "LlamaGen's text models take flan-t5-xl (2048)"
-        )
+    _check_width(folder, config.width, caption_width)
     tokenizer = path.read_bytes()
-    end = config_int(read_config(folder / "config.json"), "eos_token_id", folder / "config.json") or 1
-    _check_tokenizer(path, tokenizer, config.vocabulary, end)
+    _check_tokenizer(path, tokenizer, config.vocabulary, config_int(arguments, "eos_token_id", source) or 1)
     return TextEncoder(files.encoder, tokenizer, (*files.files, ("text_tokenizer", path)))
 
 
-def _check_tokenizer(path: Path, content: bytes, vocabulary: int, end: int) -> None:
-    from tokenizers import Tokenizer
+def _check_width(folder: Path, width: int | None, caption_width: int) -> None:
+    if width not in (None, caption_width):
+        raise CheckpointError(
+            f"{folder}: the text encoder has width {width}, but the transformer's captions {caption_width}; "
+            "LlamaGen's text models take flan-t5-xl (2048)"
+        )
 
+
+def _check_tokenizer(path: Path, content: bytes, vocabulary: int, end: int) -> None:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise EngineError(f"{path}: needs tokenizers; run `pip install 'lantern-rt[export]'`") from error
     try:
         tokenizer = Tokenizer.from_str(content.decode("utf-8"))
         ids = tokenizer.encode("a").ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,13 @@ def test_a_text_encoder_without_its_tokenizer_is_refused(tmp_path: Path) -> None
     )
     with pytest.raises(CheckpointError, match=r"give the folder of flan-t5-xl"):
         read_text_encoder(tmp_path / "absent", 32)
+
+
+def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert refusal(read_text_encoder, encoder[0], 32) == (
+        f"{encoder[0] / 'tokenizer.json'}: needs tokenizers; run `pip install 'lantern-rt[export]'`"
+    )
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
