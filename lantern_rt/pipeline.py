@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from .bundle import Bundle, open_bundle
+from .caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
 from .errors import BundleError, OutputError, RequestError
 from .images import blank, grey_out, to_image
 from .manifest import Manifest
@@ -40,7 +41,6 @@ from .runtime.jacobi import Jacobi
 from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
 from .runtime.statistics import Statistics
-from .text_tokenizer import TextTokenizer, read_text_tokenizer
 from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.auto import read_rates
 from .tuning.costs import HostCosts
@@ -359,7 +359,7 @@ class Pipeline:
 
 def check_request(
     manifest: Manifest,
-    tokenizer: WordTokenizer | TextTokenizer | None,
+    tokenizer: WordTokenizer | CaptionTokenizer | None,
     prompts: str | Sequence[str] | None,
     class_ids: int | Sequence[int] | None,
     embeddings: Embeddings | None,
@@ -374,11 +374,11 @@ def check_request(
     return Request(images, settings)
 
 
-def bundle_tokenizer(bundle: Bundle) -> WordTokenizer | TextTokenizer | None:
+def bundle_tokenizer(bundle: Bundle) -> WordTokenizer | CaptionTokenizer | None:
     """The tokenizer of a bundle that takes words or text."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
-        return read_text_tokenizer(bundle.path("tokenizer"), condition.cleaning)
+        return read_caption_tokenizer(bundle.path("tokenizer"), condition.cleaning)
     return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
 
 

@@ -24,7 +24,7 @@ _FILE_LIMIT = 1 << 26  # bytes
 
 
 @dataclass(frozen=True)
-class TextTokenizer:
+class CaptionTokenizer:
     """A tokenizer of the `tokenizers` library, with how prompts are cleaned before; None leaves them as they are."""
 
     library: Any
@@ -46,7 +46,7 @@ class TextTokenizer:
         return ids
 
 
-def read_text_tokenizer(path: Path, cleaning: Literal["llamagen"] | None) -> TextTokenizer:
+def read_caption_tokenizer(path: Path, cleaning: Literal["llamagen"] | None) -> CaptionTokenizer:
     """Read a `tokenizer.json`; EngineError if a library is missing, BundleError if the file is no tokenizer."""
     needed = ["tokenizers"] + (["ftfy"] if cleaning else [])
     if missing := [name for name in needed if not _importable(name)]:
@@ -64,7 +64,7 @@ def read_text_tokenizer(path: Path, cleaning: Literal["llamagen"] | None) -> Tex
         raise BundleError(f"{path}: expected a tokenizer, found {brief}; export the bundle again") from error
     library.no_truncation()
     library.no_padding()
-    return TextTokenizer(library, cleaning)
+    return CaptionTokenizer(library, cleaning)
 
 
 def _importable(name: str) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lantern_rt.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
 from lantern_rt.errors import BundleError, EngineError, RequestError
-from lantern_rt.text_tokenizer import TextTokenizer, read_text_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("ftfy")
@@ -18,25 +18,25 @@ END = 1
 
 
 @pytest.fixture
-def tokenizer() -> TextTokenizer:
-    return read_text_tokenizer(FILE, "llamagen")
+def tokenizer() -> CaptionTokenizer:
+    return read_caption_tokenizer(FILE, "llamagen")
 
 
-def test_a_prompt_ends_with_the_end_token(tokenizer: TextTokenizer) -> None:
+def test_a_prompt_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     ids = tokenizer.encode("a red cube", 120)
     assert ids.dtype == np.int64
     assert ids.tolist() == [*tokenizer.library.encode("a red cube", add_special_tokens=False).ids, END]
 
 
-def test_a_long_prompt_is_cut_and_still_ends_with_the_end_token(tokenizer: TextTokenizer) -> None:
+def test_a_long_prompt_is_cut_and_still_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
     whole = tokenizer.encode("a red cube on the snow, " * 20, 1000)
     for slots in (1, 2, 7, 120, len(whole) - 1):
         assert tokenizer.encode("a red cube on the snow, " * 20, slots).tolist() == [*whole[: slots - 1], END]
     assert tokenizer.encode("a red cube on the snow, " * 20, len(whole)).tolist() == whole.tolist()
 
 
-def test_prompts_are_cleaned_only_where_the_bundle_says_so(tokenizer: TextTokenizer) -> None:
-    plain = read_text_tokenizer(FILE, None)
+def test_prompts_are_cleaned_only_where_the_bundle_says_so(tokenizer: CaptionTokenizer) -> None:
+    plain = read_caption_tokenizer(FILE, None)
     assert tokenizer.encode("A RED cube (c)", 120).tolist() == tokenizer.encode("a red cube c", 120).tolist()
     assert plain.encode("A RED cube", 120).tolist() != plain.encode("a red cube", 120).tolist()
 
@@ -46,12 +46,12 @@ def test_settings_stored_in_the_file_do_not_cut_or_pad(tmp_path: Path) -> None:
     stored.enable_truncation(3)
     stored.enable_padding(length=50)
     stored.save(str(tmp_path / "tokenizer.json"))
-    ids = read_text_tokenizer(tmp_path / "tokenizer.json", None).encode("a red cube on the snow", 120)
-    assert ids.tolist() == read_text_tokenizer(FILE, None).encode("a red cube on the snow", 120).tolist()
+    ids = read_caption_tokenizer(tmp_path / "tokenizer.json", None).encode("a red cube on the snow", 120)
+    assert ids.tolist() == read_caption_tokenizer(FILE, None).encode("a red cube on the snow", 120).tolist()
 
 
 @pytest.mark.parametrize("prompt", ["中文", "***", "http://example.com", "   "])
-def test_a_prompt_of_which_nothing_is_left_is_refused(tokenizer: TextTokenizer, prompt: str) -> None:
+def test_a_prompt_of_which_nothing_is_left_is_refused(tokenizer: CaptionTokenizer, prompt: str) -> None:
     with pytest.raises(RequestError) as caught:
         tokenizer.encode(prompt, 120)
     assert str(caught.value) == (
@@ -65,7 +65,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, missing: li
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(EngineError) as caught:
-        read_text_tokenizer(FILE, "llamagen")
+        read_caption_tokenizer(FILE, "llamagen")
     assert str(caught.value) == (
         f"prompts of this bundle need {' and '.join(missing)}; install with `pip install 'lantern-rt[text]'`"
     )
@@ -75,4 +75,4 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, missing: li
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle again"):
-        read_text_tokenizer(tmp_path / "tokenizer.json", None)
+        read_caption_tokenizer(tmp_path / "tokenizer.json", None)
