@@ -28,6 +28,7 @@ from .weight_folders import find_weights, read_weight_files
 
 _HIDDEN = -1e9  # added to the scores of padding; finite, as in the other graphs
 _BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+_SECOND = "encoder.embed_tokens.weight"  # the table of tokens, `shared.weight`, under its second name
 _NAMES = {"embed.weight": "shared.weight", "bias.weight": _BIAS, "norm.weight": "encoder.final_layer_norm.weight"}
 _LAYER_NAMES = {
     "attention_norm.weight": "layer.0.layer_norm.weight",
@@ -196,7 +197,7 @@ def read_t5(folder: Path) -> T5Files:
             "'gated-gelu', such as flan-t5-xl"
         )
     found = find_weights(folder)
-    weights = _tied(read_weight_files(found, lambda name: not name.startswith(("decoder.", "lm_head."))), folder)
+    weights = _tied(read_weight_files(found, _is_of_encoder, (_SECOND,)), folder)
     encoder = T5Encoder(_infer(weights, folder, arguments, config_path))
     shown = dict(_NAMES)
     for i in range(encoder.config.layers):
@@ -208,15 +209,17 @@ def read_t5(folder: Path) -> T5Files:
     return T5Files(encoder, (*files, ("text_encoder_config", config_path)))
 
 
+def _is_of_encoder(name: str) -> bool:
+    return not name.startswith(("decoder.", "lm_head."))
+
+
 def _tied(weights: Weights, folder: Path) -> Weights:
     """The weights with one table of tokens, which older files hold under two names."""
-    second = weights.pop("encoder.embed_tokens.weight", None)
+    second = weights.pop(_SECOND, None)
     if second is None:
         return weights
     if "shared.weight" in weights and not torch.equal(weights["shared.weight"], second):
-        raise CheckpointError(
-            f"{folder}: shared.weight and encoder.embed_tokens.weight differ, expected one table of tokens"
-        )
+        raise CheckpointError(f"{folder}: shared.weight and {_SECOND} differ, expected one table of tokens")
     return {"shared.weight": second} | weights
 
 

@@ -91,16 +91,20 @@ def read_index(path: Path) -> dict[str, list[str]]:
     return shards
 
 
-def read_weight_files(found: WeightFiles, keep: Callable[[str], bool] = lambda name: True) -> Weights:
-    """All weights whose name `keep` accepts, from all files; each must be in exactly the file it belongs to."""
+def read_weight_files(
+    found: WeightFiles, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()
+) -> Weights:
+    """All weights whose name `keep` accepts, from all files; each must be in exactly the file it belongs to.
+
+    `optional`: weights that an index may name though no file holds them, since they are another weight's second
+    name and were dropped when the files were converted.
+    """
     weights: Weights = {}
     for i, path in enumerate(found.files):
-        part = read_weights(path)
+        part = {name: weight for name, weight in read_weights(path).items() if keep(name)}
         if found.named:
-            _compare(path, part.keys(), found.named[i])
+            _compare(path, part.keys(), {name for name in found.named[i] if keep(name)}, optional)
         for name in part:
-            if not keep(name):
-                continue
             if name in weights:
                 raise CheckpointError(
                     f"{found.place}: weight {name} is in {path.name} and in a file before it, expected it once; "
@@ -110,11 +114,10 @@ def read_weight_files(found: WeightFiles, keep: Callable[[str], bool] = lambda n
     return weights
 
 
-def _compare(path: Path, held: Collection[str], named: frozenset[str]) -> None:
+def _compare(path: Path, held: Collection[str], named: set[str], optional: Collection[str]) -> None:
+    missing, unexpected = named - set(held) - set(optional), set(held) - named
     problems = [
-        f"{word}: {listing(names)}"
-        for word, names in (("missing", named - set(held)), ("unexpected", set(held) - named))
-        if names
+        f"{word}: {listing(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
     if problems:
         raise CheckpointError(
