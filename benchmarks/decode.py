@@ -47,7 +47,7 @@ from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.statistics import Statistics
 
 GUIDED_ROWS = 2  # one image with guidance
-METHODS = ("ar", "eagle", "lantern", "lantern++")
+METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++")
 PROMPTS = (
     "a large red sphere left of a small blue cube on grass at sunset",
     "a green cone on snow",
@@ -204,7 +204,7 @@ def measure_bundle(name: str, images: int, threads: int) -> dict[str, Any]:
     pipeline = Pipeline.from_bundle(name, threads=threads)
     load = time.perf_counter() - start
     manifest = pipeline.bundle.manifest
-    methods = [m for m in METHODS if m == "ar" or (manifest.drafter and (m == "eagle" or manifest.neighbors))]
+    methods = [m for m in METHODS if m in ("ar", "sjd") or (manifest.drafter and (m == "eagle" or manifest.neighbors))]
     plural = "s" * (threads > 1)
     print(f"\nBundle {manifest.name}, {manifest.codes_per_image} codes, {images} images, {threads} thread{plural}")
     print(f"  opened, checked and loaded in {load:.2f} s")

@@ -7,7 +7,7 @@ do something. Does not know prompts, sampling, or how the methods work.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from .checks import choice, number, short, whole
 from .errors import BundleError, RequestError, TreeError
@@ -117,7 +117,8 @@ def _tree(manifest: Manifest, method: Method, given: Mapping[str, Any]) -> dict[
 
 
 def _defaults(manifest: Manifest, method: str) -> MethodDefaults:
-    return manifest.decoding.methods.get(method, _FALLBACK[method])  # type: ignore[call-overload, no-any-return]
+    known = cast(Mapping[str, MethodDefaults], manifest.decoding.methods)
+    return known.get(method, _FALLBACK[method])
 
 
 def _resolve_shape(manifest: Manifest, asked: Any, default: str) -> TreeShape:
