@@ -61,6 +61,7 @@ class Backend(Protocol):
 
     name: str
     roles: tuple[str, ...]  # the graphs it builds; ONNX Runtime runs the others from the bundle
+    shaped: bool  # whether engines are made for ranges of shapes
 
     def version(self) -> str:
         """The installed library's version; EngineError with the command that installs it."""
@@ -74,6 +75,10 @@ class Backend(Protocol):
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
     ) -> Built:
         """Write what runs the graph of a role into `folder`."""
+        ...
+
+    def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
+        """The GPUs that engines built with these options run on; none for CPU engines."""
         ...
 
     def driver(self) -> str | None:

@@ -35,11 +35,12 @@ class OrtEngine:
         code_embeddings: Floats | None = None,
         threads: ThreadOptions | None = None,
         provider: str = "cpu",
+        optimised: bool = False,
     ) -> None:
         self.spec = spec
         self._table = code_embeddings
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._graph = GraphSession(path, inputs, outputs, threads, provider)
+        self._graph = GraphSession(path, inputs, outputs, threads, provider, optimised)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         dtypes = self._graph.dtypes
         kinds = {dtypes[tensor.name] for tensor in [*inputs, *outputs] if "key_values." in tensor.name}

@@ -69,7 +69,8 @@ def check_taken(path: Path, provider: Provider, session: Any) -> None:
         return
     if not hasattr(session, "get_provider_graph_assignment_info"):
         raise EngineError(
-            f"{path}: this onnxruntime cannot say which nodes provider {provider.name} takes; update onnxruntime to 1.24"
+            f"{path}: this onnxruntime cannot say which nodes provider {provider.name} takes, expected 1.24 or newer; "
+            f"update {provider.package}"
         )
     left = Counter(
         node.op_type
