@@ -175,7 +175,9 @@ def describe_engines(engines: EngineFolder) -> list[Fact]:
     manifest = engines.manifest
     facts = [Fact("engines", "folder", str(engines.folder))]
     for key, value in manifest.model_dump(mode="json", exclude={"graphs", "settings", "command"}).items():
-        facts.append(Fact("engines", key, (", ".join(value) if isinstance(value, list) else str(value or "")) or "none"))
+        facts.append(
+            Fact("engines", key, (", ".join(value) if isinstance(value, list) else str(value or "")) or "none")
+        )
     facts.append(Fact("engines", "rebuild", engines.rebuild))
     facts += [Fact("settings", key, value) for key, value in manifest.settings.items()]
     for role, graph in manifest.graphs.items():

@@ -44,11 +44,11 @@ def external_locations(path: Path) -> set[str]:
 def float_weights(path: Path) -> int:
     """How many numbers the float weights of an ONNX file's graph hold, wherever they are stored."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        graphs = [extent for number, *extent in _fields(data, 0, len(data)) if number == 7]
+        graphs = [extent for number, *extent in fields(data, 0, len(data)) if number == 7]
         return sum(
             _float_elements(data, low, high)
             for start, end in graphs
-            for number, low, high in _fields(data, start, end)
+            for number, low, high in fields(data, start, end)
             if number == 5
         )
 
@@ -82,7 +82,7 @@ def _walk(data: mmap.mmap) -> set[str]:
     while todo:
         kind, start, end = todo.pop()
         key = value = b""
-        for number, low, high in _fields(data, start, end):
+        for number, low, high in fields(data, start, end):
             if child := _CHILDREN[kind].get(number):
                 todo.append((child, low, high))
                 has_graph |= child == "graph"
@@ -97,7 +97,7 @@ def _walk(data: mmap.mmap) -> set[str]:
     return found
 
 
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Field number and extent of every length-delimited field of the message in `data[at:end]`."""
     while at < end:
         tag, at = _varint(data, at, end)
