@@ -49,6 +49,7 @@ def build_engines(
     backend = find_backend(options.backend)
     backend.check_options(options)
     version = backend.version()
+    capabilities = backend.compute_capabilities(options)
     check_new_folder(output, force, ENGINE_FILE, KIND)
     began = time.perf_counter()
     with folder_or_nothing(output, force, ENGINE_FILE, KIND) as folder:
@@ -72,7 +73,7 @@ def build_engines(
             builder=backend.name,
             builder_version=version,
             processor=processor(),
-            compute_capabilities=backend.compute_capabilities(options),
+            compute_capabilities=capabilities,
             driver=backend.driver(),
             precision=bundle.manifest.target.dtype,
             settings=_settings(options),

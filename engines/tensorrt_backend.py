@@ -58,6 +58,12 @@ class TensorRTBackend:
             raise RequestError(
                 "--hardware-compatible: goes with backend tensorrt; give tensorrt-rtx every --compute-capability"
             )
+        if self.name == "tensorrt-rtx" and options.refit and find_gpu() is None:
+            raise RequestError("--refit: tensorrt-rtx needs a GPU to build plans that can be refitted, found none")
+        if self.name == "tensorrt-rtx" and options.timing_cache is not None:
+            raise RequestError(
+                "--timing-cache: goes with backend tensorrt; tensorrt-rtx times no kernels when it builds"
+            )
 
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
@@ -104,7 +110,9 @@ class TensorRTBackend:
                 f"{path}: {self.name} {library.__version__} does not build this graph: {messages.brief()}; "
                 f"try smaller --max-rows, --max-nodes or --max-past, or another --backend"
             )
-        self._keep_timings(config, options)
+        if options.timing_cache is not None:
+            timings = bytes(memoryview(config.get_timing_cache().serialize()))
+            write_output(options.timing_cache, timings, force=True)
         file = folder / f"{role}.plan"
         with file.open("wb") as stream:
             stream.write(memoryview(plan))
@@ -164,11 +172,6 @@ class TensorRTBackend:
             raise RequestError(f"--{name.replace('_', '-')}: {self.name} {library.__version__} does not have it")
         return flag
 
-    def _keep_timings(self, config: Any, options: BuildOptions) -> None:
-        cache = config.get_timing_cache()
-        if options.timing_cache is not None and cache is not None:
-            write_output(options.timing_cache, bytes(memoryview(cache.serialize())), force=True)
-
     def _parse_failure(self, path: Path, parser: Any, messages: Messages) -> str:
         version = import_library(self.name).__version__
         if not parser.num_errors:
@@ -176,9 +179,10 @@ class TensorRTBackend:
         error = parser.get_error(0)
         place = place_of_node(path, error.node())
         near = f" near `{place}`" if place else ""
+        code = error.code().name.replace("_", " ").lower()
         return (
             f"{path}: {self.name} {version} cannot parse node `{error.node_name()}` ({error.node_operator()}){near}: "
-            f"{' '.join(error.desc().split())[:200]}; update {self.name}, or build with another --backend"
+            f"{code} ({' '.join(error.desc().split())[:200]}); update {self.name}, or build with another --backend"
         )
 
 
