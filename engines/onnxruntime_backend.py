@@ -20,6 +20,7 @@ from ..runtime.engine import Engine, Floats
 from .backends import Built, Function, Progress
 from .engine_folder import EngineFolder, EngineManifest
 from .host import processor
+from .onnxruntime_device import OrtDeviceEngine
 from .onnxruntime_engine import OrtEngine
 from .onnxruntime_session import GraphSession, Tensor, ThreadOptions, import_onnxruntime, save_optimised
 from .profiles import BuildOptions, Profile
@@ -34,7 +35,8 @@ class OrtGraphs:
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target or the drafter as an engine."""
         path, optimised = self._locate(role)
-        return OrtEngine(path, spec, code_embeddings, self._threads, self._provider, optimised)
+        engine = OrtDeviceEngine if self._provider == "cuda" else OrtEngine
+        return engine(path, spec, code_embeddings, self._threads, self._provider, optimised)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph."""

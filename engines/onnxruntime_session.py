@@ -67,16 +67,23 @@ class GraphSession:
         provider: str = "cpu",
         optimised: bool = False,
     ) -> None:
-        self.path = path
-        self._session = _load(path, threads or ThreadOptions(), provider, optimised)
-        self.dtypes = _check(path, "input", self._session.get_inputs(), inputs)
-        self.dtypes |= _check(path, "output", self._session.get_outputs(), outputs)
-        self._outputs = [tensor.name for tensor in outputs]
+        self.path, self.provider = path, provider
+        self.session = _load(path, threads or ThreadOptions(), provider, optimised)
+        self.dtypes = _check(path, "input", self.session.get_inputs(), inputs)
+        self.dtypes |= _check(path, "output", self.session.get_outputs(), outputs)
+        self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared. Contiguous inputs are read in place."""
         try:
-            return list(self._session.run(self._outputs, dict(feeds)))
+            return list(self.session.run(self.output_names, dict(feeds)))
+        except Exception as error:
+            raise EngineError(f"{self.path}: ONNX Runtime failed to run the graph: {_brief(error)}") from error
+
+    def run_bound(self, binding: Any) -> None:
+        """Run on inputs and outputs that were bound before (`session.io_binding()`)."""
+        try:
+            self.session.run_with_iobinding(binding)
         except Exception as error:
             raise EngineError(f"{self.path}: ONNX Runtime failed to run the graph: {_brief(error)}") from error
 
@@ -93,6 +100,18 @@ def save_optimised(path: Path, provider: str, goal: Path) -> list[Path]:
     }
     _load(path, ThreadOptions(intra_op=1), provider, save_to=goal, entries=options)
     return [file for file in (goal, data) if file.is_file()]
+
+
+def load_helper(content: bytes, provider: str) -> Any:
+    """A session of a small graph given as bytes; one thread."""
+    runtime = import_onnxruntime()
+    chosen = find_provider(provider, runtime)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    return runtime.InferenceSession(
+        content, options, providers=[(chosen.execution_provider, chosen.options)], enable_fallback=False
+    )
 
 
 def _load(

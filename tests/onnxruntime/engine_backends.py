@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
+from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
 from lantern_rt.engines.onnxruntime_engine import OrtEngine
 from lantern_rt.engines.onnxruntime_session import ThreadOptions, save_optimised
 from lantern_rt.export.decoder import Decoder, DecoderConfig
@@ -22,7 +23,13 @@ SMALL = DecoderConfig(
     width=32, layers=2, heads=4, kv_heads=2, ffn_width=48, vocabulary=4, grid=2, prefix=3, prefix_rotation="identity"
 )
 ONE = ThreadOptions(intra_op=1)
-BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised")
+BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device")
+
+
+class HostDeviceEngine(OrtDeviceEngine):
+    """The engine that keeps everything on a device, with the host's memory as the device."""
+
+    device = "cpu"
 
 
 class SmallModel:
@@ -52,8 +59,9 @@ class SmallModel:
             paths[role] = self.folder / f"{role}.onnx"
             if optimised:
                 paths[role] = save_optimised(paths[role], "cpu", self.folder / f"{role}.optimised.onnx")[0]
-        target = OrtEngine(paths["target"], self.target_spec, self.table, ONE, optimised=optimised)
-        drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, ONE, optimised=optimised)
+        engine = HostDeviceEngine if backend == "onnxruntime, device" else OrtEngine
+        target = engine(paths["target"], self.target_spec, self.table, ONE, optimised=optimised)
+        drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, optimised=optimised)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
 
     def prompt(self, backend: str, identity: int) -> Prompt:
