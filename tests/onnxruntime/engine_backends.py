@@ -59,9 +59,10 @@ class SmallModel:
             paths[role] = self.folder / f"{role}.onnx"
             if optimised:
                 paths[role] = save_optimised(paths[role], "cpu", self.folder / f"{role}.optimised.onnx")[0]
-        engine = HostDeviceEngine if backend == "onnxruntime, device" else OrtEngine
-        target = engine(paths["target"], self.target_spec, self.table, ONE, optimised=optimised)
-        drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, optimised=optimised)
+        kinds = {"onnxruntime, device": HostDeviceEngine, "onnxruntime, cuda": OrtDeviceEngine}
+        engine, provider = kinds.get(backend, OrtEngine), "cuda" if backend == "onnxruntime, cuda" else "cpu"
+        target = engine(paths["target"], self.target_spec, self.table, ONE, provider, optimised)
+        drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
 
     def prompt(self, backend: str, identity: int) -> Prompt:

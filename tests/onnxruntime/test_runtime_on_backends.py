@@ -11,6 +11,7 @@ import pytest
 from engine_backends import BACKENDS, SMALL, SmallModel
 from scipy.stats import chisquare
 
+from lantern_rt.engines.cuda_driver import find_gpu
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.published_trees import named_tree
@@ -36,8 +37,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel(tmp_path_factory.mktemp("small"))
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=[*BACKENDS, pytest.param("onnxruntime, cuda", marks=pytest.mark.gpu)])
 def backend(request: pytest.FixtureRequest) -> str:
+    if "cuda" in request.param and find_gpu() is None:
+        pytest.skip("needs an NVIDIA GPU and its driver")
     return str(request.param)
 
 
