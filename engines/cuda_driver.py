@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -28,7 +29,7 @@ def find_gpu() -> Gpu | None:
     except OSError:
         return None
     version, device, major, minor = (ctypes.c_int() for _ in range(4))
-    calls = (
+    calls: tuple[Callable[[], int], ...] = (
         lambda: driver.cuInit(0),
         lambda: driver.cuDriverGetVersion(ctypes.byref(version)),
         lambda: driver.cuDeviceGet(ctypes.byref(device), 0),

@@ -20,7 +20,7 @@ from ..runtime.engine import Cache, Floats, Ints, Pass, PassOutput
 from .graph_bytes import Value, model_bytes, node_bytes
 from .kv_cache import Halves, KVCache, round_up
 from .onnxruntime_engine import OrtEngine
-from .onnxruntime_session import Array, load_helper
+from .onnxruntime_session import Array, import_onnxruntime, load_helper
 
 
 class DeviceRows:
@@ -164,9 +164,7 @@ _NUMPY = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 def _to_device(array: Array, device: str) -> Any:
-    from onnxruntime import OrtValue
-
-    return OrtValue.ortvalue_from_numpy(array, device, 0)
+    return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, device, 0)
 
 
 def _host(value: Any) -> NDArray[Any]:

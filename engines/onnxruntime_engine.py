@@ -74,7 +74,7 @@ class OrtEngine:
 
     def check_span(self, batch: Pass, cache: KVCache) -> int:
         """Columns of the past that a pass reads; ValueError if the caller did not ask `next_span`."""
-        span = batch.visible.shape[2] - batch.positions.shape[1]
+        span: int = batch.visible.shape[2] - batch.positions.shape[1]
         if not cache.span() <= span <= round_up(max(1, cache.capacity)):
             raise ValueError(f"a pass over {span} past columns, expected {cache.span()}: `next_span` says how many")
         return span

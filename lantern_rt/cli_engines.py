@@ -55,8 +55,9 @@ def inspect_engines_command(name: str, as_json: bool) -> None:
 def _print_plan(plan: BuildPlan, options: BuildOptions, as_json: bool) -> None:
     total = sum(part.total for part in plan.estimates)
     if as_json:
-        shapes = {role: [shape.model_dump() for shape in shapes] for role, shapes in plan.profiles.items()}
-        print(json.dumps({"estimates": [asdict(part) for part in plan.estimates], "total": total, "profiles": shapes}))
+        profiles = {role: [shape.model_dump() for shape in shapes] for role, shapes in plan.profiles.items()}
+        parts = [asdict(part) for part in plan.estimates]
+        print(json.dumps({"estimates": parts, "total": total, "profiles": profiles}))
         return
     section = f"memory for {options.max_rows} rows and {options.max_nodes} nodes, estimated"
     facts = []
