@@ -36,6 +36,7 @@ class Engines:
         folder: EngineFolder | None = None,
     ) -> None:
         self._bundle = bundle
+        self.backend = _backend_name(provider, folder)
         self.threads = threads or ThreadOptions()
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
@@ -84,6 +85,14 @@ def load_engines(
 ) -> Engines:
     """Load a bundle's target and condition graph now, and the rest when it is needed."""
     return Engines(bundle, threads, provider, folder)
+
+
+def _backend_name(provider: str, folder: EngineFolder | None) -> str:
+    """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`."""
+    if folder is None:
+        return f"onnxruntime-{provider}"
+    manifest = folder.manifest
+    return f"{manifest.backend}-{manifest.provider}" if manifest.provider else manifest.backend
 
 
 def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None) -> Graphs:

@@ -228,8 +228,8 @@ class Pipeline:
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
         """What a choice of decoding depends on besides the bundle; see `tuning/store.py`."""
         greedy = (self.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
-        threads = self._engines.threads.intra_op
-        return Situation(backend="onnxruntime-cpu", threads=threads, images=images, greedy=greedy, quality=quality)
+        backend, threads = self._engines.backend, self._engines.threads.intra_op
+        return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
 
     def _check(
         self,
