@@ -6,7 +6,6 @@ shown.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -64,7 +63,7 @@ def build_engines(
                 for name, entry in bundle.manifest.files.items()
                 if name == role or name.startswith(f"{role}.")
             }
-            files = tuple(_entry(path) for path in built.files)
+            files = tuple(PlanFile.of(path) for path in built.files)
             graphs[role] = BuiltGraph(onnx_sha256=sources, files=files, profiles=shapes, seconds=built.seconds)
         manifest = EngineManifest(
             format_version=FORMAT_VERSION,
@@ -115,9 +114,3 @@ def _command(bundle_name: str, options: BuildOptions) -> tuple[str, ...]:
         if getattr(options, name):
             command.append(f"--{name.replace('_', '-')}")
     return tuple(command)
-
-
-def _entry(path: Path) -> PlanFile:
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return PlanFile(path=path.name, sha256=sha256, bytes=path.stat().st_size)

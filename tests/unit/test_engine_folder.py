@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -201,11 +202,12 @@ def test_engines_for_another_processor_are_refused(bundle: Path, engines: Path) 
 def test_an_altered_engine_is_refused_before_it_is_loaded(
     bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = open_engine_folder(engines).manifest.graphs["target"].files[0].sha256
+    expected = open_engine_folder(engines).manifest.graphs["target"].files[0].blake2b
     (engines / "target.onnx").write_bytes(b"anything")
+    found = hashlib.blake2b(b"anything", digest_size=32).hexdigest()
     monkeypatch.setattr(onnxruntime_backend, "OrtEngine", None)  # loading would be a TypeError
     assert refusal(bundle, engines) == (
-        f"{engines / 'target.onnx'}: found sha256 ee0874170b7f..., expected {expected[:12]}...; engines are code and "
+        f"{engines / 'target.onnx'}: found hash {found[:12]}..., expected {expected[:12]}...; engines are code and "
         f"an altered one is not run, {rebuild(bundle, engines)}"
     )
 
