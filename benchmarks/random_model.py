@@ -67,6 +67,8 @@ LLAMAGEN_B = Shapes(
     bandwidth_bytes=1 << 28,
     images=4,
 )
+LLAMAGEN_XL = replace(LLAMAGEN_B, name="LlamaGen-XL", width=1280, layers=36, heads=20, ffn_width=3584)
+LLAMAGEN_3B = replace(LLAMAGEN_B, name="LlamaGen-3B", width=3200, layers=24, heads=32, ffn_width=8704)
 SMOKE = Shapes(
     name="tiny",
     width=64,

@@ -16,6 +16,8 @@ from typing import Any
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 _CPU = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
+# Instruction sets that decide which kernels and layouts ONNX Runtime uses.
+_INSTRUCTION_SETS = ("avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,17 @@ def conflict_line(distributions: Iterable[str]) -> str:
         f"{names} are both installed and overwrite each other's files, expected one; "
         f"run `pip uninstall -y {' '.join(distributions)}`, then install the one you need"
     )
+
+
+def processor() -> str:
+    """This processor's family and the instruction sets that graphs are rewritten for, such as `x86_64 avx avx2`."""
+    flags: set[str] = set()
+    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
+        name, _, rest = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags.update(rest.split())
+            break
+    return " ".join([platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags)])
 
 
 def usable_cores() -> int:

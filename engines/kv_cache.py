@@ -64,12 +64,7 @@ class KVCache:
 
     def append(self, fresh: list[Halves], picks: list[Ints]) -> None:
         """Append nodes `picks[r]` of `fresh` (tensors `[nodes, rows, kv_heads, head_width]`) to each row r."""
-        rows = len(self.lengths)
-        counts = np.array([len(pick) for pick in picks], np.int64)
-        if len(picks) != rows or (self.lengths + counts > self.capacity).any():
-            raise ValueError(
-                f"{len(picks)} rows of {counts} entries do not fit lengths {self.lengths}, {self.capacity}"
-            )
+        rows, counts = len(self.lengths), self.check_picks(picks)
         if not counts.sum():
             return
         start, pick = int(self.lengths[0]), picks[0]
@@ -86,6 +81,15 @@ class KVCache:
             entry = tensor.shape[2:]
             tensor.reshape(-1, *entry)[target] = new.reshape(-1, *entry)[source]
         self.lengths = self.lengths + counts
+
+    def check_picks(self, picks: list[Ints]) -> Ints:
+        """Nodes to append per row, int64 `[rows]`; ValueError if they do not fit."""
+        counts = np.array([len(pick) for pick in picks], np.int64)
+        if len(picks) != len(self.lengths) or (self.lengths + counts > self.capacity).any():
+            raise ValueError(
+                f"{len(picks)} rows of {counts} entries do not fit lengths {self.lengths}, {self.capacity}"
+            )
+        return counts
 
     def truncate(self, lengths: Ints) -> None:
         """Forget everything past `lengths[r]` in each row r; the columns keep their (finite) numbers."""

@@ -12,34 +12,47 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..bundle import Bundle
+from ..errors import EngineError
 from ..manifest import Manifest
-from ..runtime.engine import Floats, Ints
-from .onnxruntime_engine import OrtEngine
-from .onnxruntime_session import Array, GraphSession, Tensor, ThreadOptions
+from ..runtime.engine import Engine, Floats, Ints
+from .backends import Function, Graphs, find_backend
+from .engine_folder import EngineFolder
+from .onnxruntime_backend import OrtGraphs
+from .onnxruntime_session import Array, Tensor, ThreadOptions
 
 
 class Engines:
-    """Everything a bundle can run. Attributes may be used from several threads."""
+    """Everything a bundle can run, from its own graphs or from an engine folder built of it.
 
-    def __init__(self, bundle: Bundle, threads: ThreadOptions | None = None, provider: str = "cpu") -> None:
-        self._bundle, self._provider = bundle, provider
+    Attributes may be used from several threads. EngineError if the folder's engines are of another bundle,
+    version or host, or altered; all of that is checked before anything is loaded.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        threads: ThreadOptions | None = None,
+        provider: str = "cpu",
+        folder: EngineFolder | None = None,
+    ) -> None:
+        self._bundle = bundle
+        self.backend = _backend_name(provider, folder)
         self.threads = threads or ThreadOptions()
         self._lock = threading.Lock()
-        self._drafter: OrtEngine | None = None
-        self._vq_decoder: GraphSession | None = None
+        self._drafter: Engine | None = None
+        self._vq_decoder: Function | None = None
         manifest = bundle.manifest
-        self.target = OrtEngine(
-            bundle.path("target"), manifest.target, bundle.code_embeddings(), self.threads, provider
-        )
-        self._condition = GraphSession(bundle.path("condition"), *_condition_tensors(manifest), self.threads, provider)
+        self._graphs = _open_graphs(bundle, self.threads, provider, folder)
+        self.target = self._graphs.decoder("target", manifest.target, bundle.code_embeddings())
+        self._condition = self._graphs.function("condition", *_condition_tensors(manifest))
 
     @property
-    def drafter(self) -> OrtEngine | None:
+    def drafter(self) -> Engine | None:
         """The drafter, or None if the bundle has none."""
         spec = self._bundle.manifest.drafter
         with self._lock:
             if self._drafter is None and spec is not None:
-                self._drafter = OrtEngine(self._bundle.path("drafter"), spec, None, self.threads, self._provider)
+                self._drafter = self._graphs.decoder("drafter", spec, None)
             return self._drafter
 
     def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
@@ -54,8 +67,7 @@ class Engines:
                 manifest = self._bundle.manifest
                 codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
                 images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
-                path = self._bundle.path("vq_decoder")
-                self._vq_decoder = GraphSession(path, [codes_in], [images], self.threads, self._provider)
+                self._vq_decoder = self._graphs.function("vq_decoder", [codes_in], [images])
         (decoded,) = self._vq_decoder.run({"codes": np.ascontiguousarray(codes, np.int64)})
         return decoded
 
@@ -65,9 +77,37 @@ class Engines:
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
 
 
-def load_engines(bundle: Bundle, threads: ThreadOptions | None = None, provider: str = "cpu") -> Engines:
-    """The engines of a bundle; threads by default as many as this process has physical cores."""
-    return Engines(bundle, threads, provider)
+def load_engines(
+    bundle: Bundle,
+    threads: ThreadOptions | None = None,
+    provider: str = "cpu",
+    folder: EngineFolder | None = None,
+) -> Engines:
+    """Load a bundle's target and condition graph now, and the rest when it is needed."""
+    return Engines(bundle, threads, provider, folder)
+
+
+def _backend_name(provider: str, folder: EngineFolder | None) -> str:
+    """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`."""
+    if folder is None:
+        return f"onnxruntime-{provider}"
+    manifest = folder.manifest
+    return f"{manifest.backend}-{manifest.provider}" if manifest.provider else manifest.backend
+
+
+def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None) -> Graphs:
+    if folder is None:
+        return OrtGraphs(lambda role: (bundle.path(role), False), threads, provider)
+    backend = find_backend(folder.manifest.backend)
+    folder.check_bundle(bundle)
+    if (version := backend.version()) != folder.manifest.builder_version:
+        raise EngineError(
+            f"{folder.folder}: found engines built by {folder.manifest.builder} {folder.manifest.builder_version}, "
+            f"expected {version}, the one installed; rebuild with `{folder.rebuild}`"
+        )
+    backend.check_host(folder.manifest, str(folder.folder), folder.rebuild)
+    folder.check_files()
+    return backend.open(bundle, folder, threads)
 
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

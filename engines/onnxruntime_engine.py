@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import BundleError
 from ..manifest import DecoderSpec, DrafterSpec
 from ..runtime.engine import Cache, Floats, Pass, PassOutput
-from .kv_cache import KVCache
+from .kv_cache import KVCache, round_up
 from .onnxruntime_session import Array, GraphSession, Tensor, ThreadOptions
 
 _FLOATS = ("float32", "float16")
@@ -35,11 +35,12 @@ class OrtEngine:
         code_embeddings: Floats | None = None,
         threads: ThreadOptions | None = None,
         provider: str = "cpu",
+        optimised: bool = False,
     ) -> None:
         self.spec = spec
         self._table = code_embeddings
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._graph = GraphSession(path, inputs, outputs, threads, provider)
+        self._graph = GraphSession(path, inputs, outputs, threads, provider, optimised)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         dtypes = self._graph.dtypes
         kinds = {dtypes[tensor.name] for tensor in [*inputs, *outputs] if "key_values." in tensor.name}
@@ -63,19 +64,28 @@ class OrtEngine:
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
         own = _own(cache)
-        span = batch.visible.shape[2] - batch.positions.shape[1]
-        if not own.span() <= span <= own.tensors[0].shape[0]:
-            raise ValueError(f"a pass over {span} past columns, expected {own.span()}: `next_span` says how many")
-        feeds = self._rows(batch)
-        feeds["position_ids"] = np.ascontiguousarray(batch.positions, np.int64)
-        hidden = self._mask_dtype(_HIDDEN[self._mask_dtype])
-        feeds["attention_mask"] = np.where(batch.visible, self._mask_dtype(0), hidden)[:, None]
-        feeds.update(zip(self._past, own.past(span), strict=True))
+        feeds = self.node_inputs(batch)
+        feeds.update(zip(self._past, own.past(self.check_span(batch, own)), strict=True))
         start = time.perf_counter()
         logits, features, *fresh = self._graph.run(feeds)
         own.seconds += time.perf_counter() - start
         own.passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), fresh)
+
+    def check_span(self, batch: Pass, cache: KVCache) -> int:
+        """Columns of the past that a pass reads; ValueError if the caller did not ask `next_span`."""
+        span: int = batch.visible.shape[2] - batch.positions.shape[1]
+        if not cache.span() <= span <= round_up(max(1, cache.capacity)):
+            raise ValueError(f"a pass over {span} past columns, expected {cache.span()}: `next_span` says how many")
+        return span
+
+    def node_inputs(self, batch: Pass) -> dict[str, Array]:
+        """The graph's inputs but for the past: what is read for each node, where it is, whom it sees."""
+        inputs = self._rows(batch)
+        inputs["position_ids"] = np.ascontiguousarray(batch.positions, np.int64)
+        hidden = self._mask_dtype(_HIDDEN[self._mask_dtype])
+        inputs["attention_mask"] = np.where(batch.visible, self._mask_dtype(0), hidden)[:, None]
+        return inputs
 
     def _rows(self, batch: Pass) -> dict[str, Array]:
         """What the graph reads for each node: embeddings, or tokens and hidden states."""

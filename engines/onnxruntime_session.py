@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 
 from ..errors import BundleError, EngineError
 from .host import conflict_line, installed_runtimes, usable_cores
+from .providers import check_taken, find_provider
 
 Array = NDArray[Any]
-
-# Backends of ONNX Runtime by the name users give them; each is tried in order.
-PROVIDERS: dict[str, list[str]] = {"cpu": ["CPUExecutionProvider"]}
 
 _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
@@ -54,7 +52,11 @@ class Tensor:
 
 
 class GraphSession:
-    """A loaded graph. `run` may be called from several threads at once."""
+    """A loaded graph. `run` may be called from several threads at once.
+
+    `optimised`: the file is one that `save_optimised` wrote, so nothing is left to rewrite. EngineError if the
+    provider does not take the graph, BundleError if the file is damaged or another graph than expected.
+    """
 
     def __init__(
         self,
@@ -63,36 +65,81 @@ class GraphSession:
         outputs: Sequence[Tensor],
         threads: ThreadOptions | None = None,
         provider: str = "cpu",
+        optimised: bool = False,
     ) -> None:
-        self.path = path
-        self._session = _load(path, threads or ThreadOptions(), provider)
-        self.dtypes = _check(path, "input", self._session.get_inputs(), inputs)
-        self.dtypes |= _check(path, "output", self._session.get_outputs(), outputs)
-        self._outputs = [tensor.name for tensor in outputs]
+        self.path, self.provider = path, provider
+        self.session = _load(path, threads or ThreadOptions(), provider, optimised)
+        self.dtypes = _check(path, "input", self.session.get_inputs(), inputs)
+        self.dtypes |= _check(path, "output", self.session.get_outputs(), outputs)
+        self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared. Contiguous inputs are read in place."""
         try:
-            return list(self._session.run(self._outputs, dict(feeds)))
+            return list(self.session.run(self.output_names, dict(feeds)))
+        except Exception as error:
+            raise EngineError(f"{self.path}: ONNX Runtime failed to run the graph: {_brief(error)}") from error
+
+    def run_bound(self, binding: Any) -> None:
+        """Run on inputs and outputs that were bound before (`session.io_binding()`)."""
+        try:
+            self.session.run_with_iobinding(binding)
         except Exception as error:
             raise EngineError(f"{self.path}: ONNX Runtime failed to run the graph: {_brief(error)}") from error
 
 
-def _load(path: Path, threads: ThreadOptions, provider: str) -> Any:
-    if provider not in PROVIDERS:
-        raise EngineError(f"provider: found {provider!r}, expected one of {', '.join(PROVIDERS)}")
-    runtime = _onnxruntime()
-    missing = [name for name in PROVIDERS[provider] if name not in runtime.get_available_providers()]
-    if missing:
-        raise EngineError(f"provider {provider}: this onnxruntime has no {missing[0]}; run `lantern-rt doctor`")
+def save_optimised(path: Path, provider: str, goal: Path) -> list[Path]:
+    """Write the graph as ONNX Runtime rewrites it for this processor and provider; returns the files written.
+
+    Weights go beside `goal` into `<goal>.data`, from which they are mapped when loaded.
+    """
+    data = goal.with_name(goal.name + ".data")
+    options = {
+        "session.optimized_model_external_initializers_file_name": data.name,
+        "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    }
+    _load(path, ThreadOptions(intra_op=1), provider, save_to=goal, entries=options)
+    return [file for file in (goal, data) if file.is_file()]
+
+
+def load_helper(content: bytes, provider: str) -> Any:
+    """A session of a small graph given as bytes; one thread."""
+    runtime = import_onnxruntime()
+    chosen = find_provider(provider, runtime)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    return runtime.InferenceSession(
+        content, options, providers=[(chosen.execution_provider, chosen.options)], enable_fallback=False
+    )
+
+
+def _load(
+    path: Path,
+    threads: ThreadOptions,
+    provider: str,
+    optimised: bool = False,
+    save_to: Path | None = None,
+    entries: Mapping[str, str] | None = None,
+) -> Any:
+    runtime = import_onnxruntime()
+    chosen = find_provider(provider, runtime)
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads.intra_op
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(threads.spinning)))
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != "cpu")))
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
+    levels = runtime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimised else levels.ORT_ENABLE_ALL
+    if save_to is not None:
+        options.optimized_model_filepath = str(save_to)
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     try:
-        return runtime.InferenceSession(str(path), options, providers=PROVIDERS[provider])
+        session = runtime.InferenceSession(
+            str(path), options, providers=[(chosen.execution_provider, chosen.options)], enable_fallback=False
+        )
     except Exception as error:
         if type(error).__name__ in _DAMAGE:
             raise BundleError(
@@ -101,12 +148,14 @@ def _load(path: Path, threads: ThreadOptions, provider: str) -> Any:
         raise EngineError(
             f"{path}: ONNX Runtime {runtime.__version__} does not take this graph: {_brief(error)}; update onnxruntime"
         ) from error
+    check_taken(path, chosen, session)
+    return session
 
 
 _import_lock = threading.Lock()
 
 
-def _onnxruntime() -> Any:
+def import_onnxruntime() -> Any:
     """The onnxruntime module, or an error that says what to install."""
     with _import_lock:
         try:

@@ -6,18 +6,14 @@ torch modules with their names, and the manifest's fields come from the caller.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OutputError
+from ..folders import check_new_folder, folder_or_nothing
 from ..manifest import FORMAT_VERSION, FileEntry, Manifest
 from .checkpoints import sha256
 from .graphs import Graph, write_graph
@@ -49,7 +45,7 @@ def write_bundle(
     """
     say = progress or (lambda _: None)
     check_output(output, force)
-    with _folder_or_nothing(output, force) as folder:
+    with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths: dict[str, Path] = {}
         for graph in graphs:
             say(f"writing {graph.role}.onnx")
@@ -78,43 +74,7 @@ def write_bundle(
 
 def check_output(output: Path, force: bool) -> None:
     """Refuse a goal that is there already, or that `force` would replace without being a bundle."""
-    if not os.path.lexists(output):
-        if not output.resolve().parent.is_dir():
-            raise OutputError(f"{output}: the folder {output.resolve().parent} does not exist")
-        return
-    if not force:
-        raise OutputError(f"{output}: is there already; choose another name, or --force to replace it")
-    replaceable = output.is_dir() and not output.is_symlink()
-    if not replaceable or (any(output.iterdir()) and not (output / _MANIFEST).is_file()):
-        raise OutputError(f"{output}: is no bundle, so --force does not replace it; choose another name")
-
-
-@contextmanager
-def _folder_or_nothing(output: Path, force: bool) -> Iterator[Path]:
-    """A new folder that becomes `output` when the block ends well, and vanishes otherwise."""
-    output = output.resolve()
-    try:
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    except OSError as error:
-        raise OutputError(f"{output}: cannot be written ({error.strerror})") from error
-    folder, old = work / "new", work / "old"
-    try:
-        folder.mkdir()
-        yield folder
-        check_output(output, force)  # it may have appeared meanwhile
-        if output.is_dir():
-            output.rename(old)
-        try:
-            folder.rename(output)
-        except BaseException:
-            if old.exists():
-                old.rename(output)
-            raise
-    except OSError as error:
-        raise OutputError(f"{output}: cannot be written ({error.strerror or error})") from error
-    finally:
-        with suppress(OSError):
-            shutil.rmtree(work)
+    check_new_folder(output, force, _MANIFEST, "bundle")
 
 
 def _entry(path: Path) -> FileEntry:

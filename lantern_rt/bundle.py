@@ -15,6 +15,7 @@ import math
 import re
 import zipfile
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -117,17 +118,18 @@ def embedded_names() -> list[str]:
     return sorted(file.parent.name for file in EMBEDDED.glob(f"*/{MANIFEST_FILE}"))
 
 
-def open_bundle(path_or_name: str | Path, verify: bool = True) -> Bundle:
+def open_bundle(path_or_name: str | Path, verify: bool = True, unread: Collection[str] = ()) -> Bundle:
     """Open a bundle folder, or an embedded bundle by name, and check it.
 
     A plain word is a name first and a folder second; write `./word` for the folder. `verify` reads every
-    file to compare its sha256; sizes, places and graph references are always checked.
+    file to compare its sha256, but for roles that are `unread` because engines stand for them; sizes, places
+    and graph references are always checked.
     """
     folder = _find(path_or_name)
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
     for role, entry in manifest.files.items():
-        _check_file(folder, role, entry, verify)
+        _check_file(folder, role, entry, verify and role not in unread)
     own = {entry.path for entry in manifest.files.values()}
     for entry in manifest.files.values():
         if entry.path.endswith(".onnx"):

@@ -139,6 +139,12 @@ def run(
         typer.Option(help="First draft of a position (sjd): random, left or above. [default: the bundle's]"),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    engines: Annotated[
+        Path | None, typer.Option(help="Folder made by build-engine from this bundle, to run instead of its graphs.")
+    ] = None,
+    provider: Annotated[
+        str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
+    ] = "cpu",
     trace: Annotated[
         Path | None, typer.Option(help="Write every draft tree to this .npz, and a picture to NAME.trace.png.")
     ] = None,
@@ -173,7 +179,21 @@ def run(
         anneal=anneal,
     )
     run_command(
-        Run(prompt or None, class_id or None, bundle, output, seed, num_images, threads, trace, scale, json, force),
+        Run(
+            prompt or None,
+            class_id or None,
+            bundle,
+            output,
+            seed,
+            num_images,
+            threads,
+            engines,
+            provider,
+            trace,
+            scale,
+            json,
+            force,
+        ),
         options,
     )
 
@@ -220,6 +240,77 @@ def export(
 
 
 @app.command(
+    name="build-engine",
+    epilog="""\b
+Examples:
+  lantern-rt build-engine scenes --backend onnxruntime --output engines/scenes-cpu
+  lantern-rt run --engines engines/scenes-cpu --prompt "a red sphere on sand"
+  lantern-rt build-engine bundles/llamagen-xl --backend tensorrt-rtx --compute-capability SM89 \\
+      --compute-capability SM120 --max-rows 8 --max-nodes 64 --output engines/llamagen-xl-rtx
+  lantern-rt build-engine bundles/llamagen-xl --backend tensorrt --dry-run""",
+)
+def build_engine(
+    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    backend: Annotated[str, typer.Option(help="onnxruntime, tensorrt or tensorrt-rtx.")] = "onnxruntime",
+    output: Annotated[Path | None, typer.Option(help="Engine folder to write; not needed with --dry-run.")] = None,
+    provider: Annotated[str, typer.Option(help="With onnxruntime: cpu, cuda, openvino, coreml or directml.")] = "cpu",
+    max_rows: Annotated[
+        int, typer.Option("--max-rows", help="Sequences per pass; guidance makes two of every image.")
+    ] = 8,
+    max_nodes: Annotated[int, typer.Option("--max-nodes", help="New nodes per pass, at least the tree's.")] = 64,
+    max_past: Annotated[
+        int | None, typer.Option("--max-past", help="Committed columns. [default: prefix, codes and one tree]")
+    ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compute-capability",
+            metavar="SM",
+            help="GPU to build for, such as SM89; may be given several times. [default: this host's]",
+        ),
+    ] = None,
+    optimization_level: Annotated[
+        int | None, typer.Option("--optimization-level", help="How long the builder may search, 0 .. 5.")
+    ] = None,
+    workspace: Annotated[
+        int | None, typer.Option(help="MiB that intermediate results may take. [default: all of the GPU]")
+    ] = None,
+    timing_cache: Annotated[
+        Path | None, typer.Option("--timing-cache", help="File of measured kernel times, read and written.")
+    ] = None,
+    hardware_compatible: Annotated[
+        bool, typer.Option("--hardware-compatible", help="With tensorrt: run on every GPU from Ampere on.")
+    ] = False,
+    weight_streaming: Annotated[
+        bool, typer.Option("--weight-streaming", help="Keep weights in host memory where they do not fit.")
+    ] = False,
+    refit: Annotated[bool, typer.Option("--refit", help="Allow weights to be replaced later.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print memory and shapes, build nothing.")] = False,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
+    from .cli_engines import build_engine_command
+    from .engines.profiles import BuildOptions
+
+    options = BuildOptions(
+        backend=backend,
+        provider=provider,
+        max_rows=max_rows,
+        max_nodes=max_nodes,
+        max_past=max_past,
+        optimization_level=optimization_level,
+        workspace=None if workspace is None else workspace << 20,
+        timing_cache=timing_cache,
+        compute_capabilities=tuple(compute_capability or ()),
+        hardware_compatible=hardware_compatible,
+        weight_streaming=weight_streaming,
+        refit=refit,
+    )
+    build_engine_command(bundle, options, output, dry_run, json, force)
+
+
+@app.command(
     epilog="""\b
 Examples:
   lantern-rt tune scenes
@@ -254,13 +345,16 @@ def tune(
     epilog="""\b
 Examples:
   lantern-rt inspect scenes
-  lantern-rt inspect bundles/llamagen-b --json"""
+  lantern-rt inspect bundles/llamagen-b --json
+  lantern-rt inspect engines/scenes-cpu"""
 )
 def inspect(
-    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    bundle: Annotated[
+        str, typer.Argument(help="Bundle folder, or the name of an embedded bundle, or an engine folder.")
+    ],
     json: Json = False,
 ) -> None:
-    """Check a bundle, hashes included, and print what it says about itself."""
+    """Check a bundle or an engine folder, hashes included, and print what it says about itself."""
     from .cli_tools import inspect_command
 
     inspect_command(bundle, json)

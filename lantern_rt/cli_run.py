@@ -17,6 +17,7 @@ from typing import Any
 
 from . import __version__
 from .bundle import Bundle, open_bundle
+from .engines.engine_folder import open_engine_folder
 from .errors import OutputError, RequestError
 from .images import enlarge, png_bytes
 from .outputs import check_output, plan_outputs, slug, write_output
@@ -50,6 +51,8 @@ class Run:
     seed: int
     num_images: int
     threads: int | None
+    engines: Path | None
+    provider: str
     trace: Path | None
     scale: int
     json: bool
@@ -62,14 +65,15 @@ def run_command(run: Run, options: Options) -> None:
         raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
     if not 1 <= run.scale <= MOST_SCALE:
         raise RequestError(f"scale: found {run.scale}, expected a whole number 1 .. {MOST_SCALE}")
-    bundle = open_bundle(run.bundle)
+    engines = None if run.engines is None else open_engine_folder(run.engines)
+    bundle = open_bundle(run.bundle, unread=engines.replaced() if engines else ())
     request = check_request(
         bundle.manifest, bundle_tokenizer(bundle), run.prompts, run.class_ids, None, run.seed, run.num_images, options
     )
     outputs = plan_outputs(run.output, [_stem(image) for image in request.images], run.force)
     picture = _check_trace(run.trace, outputs, run.force)
 
-    pipeline = Pipeline.from_bundle(bundle, run.threads)
+    pipeline = Pipeline.from_bundle(bundle, run.threads, provider=run.provider, engines=engines)
     began = time.perf_counter()
     trace = Trace(bundle.manifest.grid_rows, bundle.manifest.grid_columns)
     steps = pipeline.stream(run.prompts, class_ids=run.class_ids, seed=run.seed, num_images=run.num_images, **options)

@@ -12,11 +12,15 @@ import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from . import __version__
 from .errors import CheckpointError, EngineError
+
+if TYPE_CHECKING:
+    from .bundle import Fact
 
 FAMILIES = ("llamagen",)
 _SIDE_FILES = {"text_encoder": ("config.json", "tokenizer.json")}  # fetched with weights, where not config.json alone
@@ -24,16 +28,21 @@ _PACKAGES = ("numpy", "pillow", "pydantic", "rich", "typer", "torch", "onnx")
 
 
 def inspect_command(name: str, as_json: bool) -> None:
-    """Print a bundle's manifest."""
-    from .bundle import as_dict, describe, open_bundle
+    """Print what a bundle, or an engine folder, says about itself."""
+    from .bundle import as_dict, describe, embedded_names, open_bundle
+    from .engines.engine_folder import is_engine_folder
+
+    if name not in embedded_names() and is_engine_folder(name):
+        from .cli_engines import inspect_engines_command
+
+        inspect_engines_command(name, as_json)
+        return
 
     bundle = open_bundle(name)
     if as_json:
         print(json.dumps(as_dict(bundle)))
         return
-    for section, facts in groupby(describe(bundle), key=lambda fact: fact.section):
-        print(section)
-        _print_rows((fact.key, fact.value) for fact in facts)
+    print_facts(describe(bundle))
 
 
 def doctor_command(as_json: bool) -> None:
@@ -102,6 +111,13 @@ def export_command(
         progress=lambda line: print(line, file=sys.stderr),
     )
     print(output)
+
+
+def print_facts(facts: Iterable[Fact]) -> None:
+    """Print facts, section by section."""
+    for section, group in groupby(facts, key=lambda fact: fact.section):
+        print(section)
+        _print_rows((fact.key, fact.value) for fact in group)
 
 
 def _print_rows(rows: Iterable[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Which other files an ONNX file reads: a small walk over its protobuf bytes, without the onnx package.
+"""Which other files an ONNX file reads, and how many weights it has: a walk over its bytes, without onnx.
 
 A tensor may keep its numbers in another file, named by the `location` entry of its `external_data`. A
 runtime opens whatever that names, so a bundle is only safe when every such file is one of its own;
@@ -41,6 +41,40 @@ def external_locations(path: Path) -> set[str]:
             return _walk(data)
 
 
+def float_weights(path: Path) -> int:
+    """How many numbers the float weights of an ONNX file's graph hold, wherever they are stored."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        graphs = [extent for number, *extent in fields(data, 0, len(data)) if number == 7]
+        return sum(
+            _float_elements(data, low, high)
+            for start, end in graphs
+            for number, low, high in fields(data, start, end)
+            if number == 5
+        )
+
+
+def _float_elements(data: mmap.mmap, at: int, end: int) -> int:
+    """Elements of the tensor in `data[at:end]`, 0 if its type is not one of float, float16, bfloat16."""
+    elements, kind = 1, 0
+    while at < end:
+        tag, at = _varint(data, at, end)
+        number, wire = tag >> 3, tag & 7
+        if wire == _VARINT:
+            value, at = _varint(data, at, end)
+            elements, kind = (elements * value, kind) if number == 1 else (elements, value if number == 2 else kind)
+        elif wire == _BYTES:
+            size, at = _varint(data, at, end)
+            if number == 1:  # dimensions in one packed field
+                stop, place = at + size, at
+                while place < stop:
+                    value, place = _varint(data, place, stop)
+                    elements *= value
+            at += size
+        else:
+            at += 8 if wire == _FIXED64 else 4
+    return elements if kind in (1, 10, 16) else 0
+
+
 def _walk(data: mmap.mmap) -> set[str]:
     found: set[str] = set()
     has_graph = False
@@ -48,7 +82,7 @@ def _walk(data: mmap.mmap) -> set[str]:
     while todo:
         kind, start, end = todo.pop()
         key = value = b""
-        for number, low, high in _fields(data, start, end):
+        for number, low, high in fields(data, start, end):
             if child := _CHILDREN[kind].get(number):
                 todo.append((child, low, high))
                 has_graph |= child == "graph"
@@ -63,7 +97,7 @@ def _walk(data: mmap.mmap) -> set[str]:
     return found
 
 
-def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Field number and extent of every length-delimited field of the message in `data[at:end]`."""
     while at < end:
         tag, at = _varint(data, at, end)

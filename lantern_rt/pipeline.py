@@ -47,6 +47,7 @@ from .tuning.costs import HostCosts
 from .tuning.store import Choice, Probe, Situation, read_tuning, write_tuning
 
 if TYPE_CHECKING:
+    from .engines.engine_folder import EngineFolder
     from .engines.loader import Engines
     from .runtime.engine import Engine
 
@@ -120,19 +121,35 @@ class Pipeline:
 
     @classmethod
     def from_bundle(
-        cls, bundle: str | Path | Bundle = "scenes", threads: int | None = None, verify: bool = True
+        cls,
+        bundle: str | Path | Bundle = "scenes",
+        threads: int | None = None,
+        verify: bool = True,
+        provider: str = "cpu",
+        engines: str | Path | EngineFolder | None = None,
     ) -> Pipeline:
         """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
 
         threads: for the engines, by default one per physical core. verify: compare every file's hash first.
+        provider: what ONNX Runtime runs the graphs on, `cpu`, `cuda`, `openvino`, `coreml` or `directml`.
+        engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
         """
+        from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import load_engines
         from .engines.onnxruntime_session import ThreadOptions
 
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
             raise RequestError(f"threads: found {threads!r}, expected a whole number from 1")
-        opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify)
-        return cls(opened, load_engines(opened, None if threads is None else ThreadOptions(intra_op=threads)))
+        folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
+        if folder is not None and provider not in ("cpu", folder.manifest.provider):
+            raise RequestError(
+                f"provider: found {provider}, but {folder.folder} was built for "
+                f"{folder.manifest.provider or folder.manifest.backend}; leave the provider out"
+            )
+        unread = folder.replaced() if folder else ()
+        opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
+        options = None if threads is None else ThreadOptions(intra_op=threads)
+        return cls(opened, load_engines(opened, options, provider, folder))
 
     def __call__(
         self,
@@ -211,8 +228,8 @@ class Pipeline:
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
         """What a choice of decoding depends on besides the bundle; see `tuning/store.py`."""
         greedy = (self.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
-        threads = self._engines.threads.intra_op
-        return Situation(backend="onnxruntime-cpu", threads=threads, images=images, greedy=greedy, quality=quality)
+        backend, threads = self._engines.backend, self._engines.threads.intra_op
+        return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
 
     def _check(
         self,

@@ -36,6 +36,17 @@ class Pass:
     hidden: Floats | None = None
 
 
+class Rows(Protocol):
+    """Numbers `[rows, nodes, width]`, perhaps on a device: indexing the first two axes gives float32 arrays.
+
+    A NumPy array is one. Read each row at most once, and only those that are needed.
+    """
+
+    def __getitem__(self, key: Any, /) -> Any:
+        """The rows at `key`, as NumPy would index them, float32 `[..., width]`."""
+        ...
+
+
 @dataclass(frozen=True)
 class PassOutput:
     """Output of one pass: logits float32 `[rows, nodes, vocabulary]`, hidden float32 `[rows, nodes, width]`.
@@ -43,8 +54,8 @@ class PassOutput:
     `fresh` are the new keys and values in a form that the same engine's cache can append.
     """
 
-    logits: Floats
-    hidden: Floats
+    logits: Rows
+    hidden: Rows
     fresh: Any
 
 

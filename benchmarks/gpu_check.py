@@ -1,0 +1,233 @@
+"""Does lantern-rt run on this GPU, and how fast? One command, under ten minutes, no network.
+
+    python benchmarks/gpu_check.py                       # the gpu tests, then the table
+    python benchmarks/gpu_check.py --size XL --precision float16 --json out.json
+    python benchmarks/gpu_check.py --smoke               # tiny shapes in host memory: does the script itself run?
+
+Runs `pytest -m gpu`, then random-weight models of LlamaGen's sizes through ONNX Runtime's CUDA provider:
+milliseconds per pass against nodes and past, beside the time it takes to read the weights once; decode steps, and
+the host's own share of them; memory. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. Times are printed,
+never judged. Sizes that do not fit the GPU's memory are left out, and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from half_graph import halve_graph
+from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, RandomModel, Shapes, build_random_model
+
+from lantern_rt import EngineError, LanternError, __version__
+from lantern_rt.engines.cuda_driver import find_gpu
+from lantern_rt.engines.graph_bytes import model_bytes, node_bytes
+from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
+from lantern_rt.engines.onnxruntime_session import import_onnxruntime, load_helper
+from lantern_rt.runtime.decode import Method, Model, Prompt, decode
+from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.sampling import Sampling
+
+NODES, PASTS, ROWS, REPEATS = (1, 2, 4, 8, 16, 32, 60, 128), (128, 600, 1100), 2, 20
+SIZES = {"B": LLAMAGEN_B, "XL": LLAMAGEN_XL, "3B": LLAMAGEN_3B}
+STEPS = {"ar": Method("ar"), "eagle dynamic-59": Method("eagle", named_tree("dynamic-59"))}
+
+
+class HostEngine(OrtDeviceEngine):
+    """For --smoke: the same code in host memory."""
+
+    device = "cpu"
+
+
+def main() -> None:
+    """Tests, then one model after the other."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, action="append", help="default: every size that fits")
+    parser.add_argument("--precision", choices=("float16", "float32"), action="append", help="default: both")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--smoke", action="store_true")
+    arguments = parser.parse_args()
+    gpu = find_gpu()
+    if gpu is None and not arguments.smoke:
+        raise EngineError("found no NVIDIA GPU and driver, expected one; --smoke runs tiny shapes without")
+    report: dict[str, Any] = {
+        "lantern_rt": __version__,
+        "onnxruntime": import_onnxruntime().__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "device": device_line(),
+        "driver": gpu.driver if gpu else None,
+        "compute_capability": gpu.compute_capability if gpu else None,
+    }
+    print(", ".join(f"{name} {value}" for name, value in report.items() if value), flush=True)
+    if not arguments.smoke:
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+        report["tests"] = subprocess.run(command, cwd=Path(__file__).parent.parent, check=False).returncode
+    provider = "cpu" if arguments.smoke else "cuda"
+    bandwidth = device_bandwidth(provider, 1 << 22 if arguments.smoke else 1 << 28)
+    print(f"reads and writes {bandwidth / 1e9:.0f} GB/s (a copy of device memory)")
+    report["bandwidth"] = bandwidth
+    report["models"] = []
+    for shapes in [SMOKE] if arguments.smoke else [SIZES[name] for name in arguments.size or SIZES]:
+        with tempfile.TemporaryDirectory() as folder:
+            model = build_random_model(shapes, Path(folder))
+            for precision in arguments.precision or ("float16", "float32"):
+                try:
+                    report["models"].append(
+                        measure(shapes, with_precision(model, precision), precision, bandwidth, provider)
+                    )
+                except LanternError as error:
+                    print(f"{shapes.name} {precision}: left out: {error}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def with_precision(model: RandomModel, precision: str) -> RandomModel:
+    """The model's graphs in float16, written beside them; or the model as it is."""
+    if precision == "float32":
+        return model
+    halves = []
+    for path in (model.target, model.drafter):
+        half = path.parent / "half" / path.name
+        half.parent.mkdir(exist_ok=True)
+        halve_graph(path, half)
+        halves.append(half)
+    spec = model.target_spec.model_copy(update={"dtype": "float16"})
+    return replace(
+        model,
+        target=halves[0],
+        drafter=halves[1],
+        target_spec=spec,
+        target_bytes=model.target_bytes // 2,
+        drafter_bytes=model.drafter_bytes // 2,
+    )
+
+
+def measure(shapes: Shapes, model: RandomModel, precision: str, bandwidth: float, provider: str) -> dict[str, Any]:
+    """Print and return one model's table."""
+    engine = OrtDeviceEngine if provider == "cuda" else HostEngine
+    before = used_memory()
+    target = engine(model.target, model.target_spec, model.code_embeddings, provider=provider)
+    bound = 1e3 * model.target_bytes / bandwidth
+    print(f"\n{shapes.name} {precision}, {ROWS} rows; weights read once: {bound:.2f} ms")
+    print("   past  nodes        ms  share of the bound")
+    passes = []
+    for past in shapes.pasts if provider == "cpu" else PASTS:
+        for nodes in shapes.nodes if provider == "cpu" else NODES:
+            ms = pass_ms(target, past, nodes)
+            print(f"{past:7d} {nodes:6d} {ms:9.3f} {bound / ms:19.0%}", flush=True)
+            passes.append({"past": past, "nodes": nodes, "ms": ms, "bound_share": bound / ms})
+    drafter = engine(model.drafter, model.drafter_spec, None, provider=provider)
+    steps = [step_times(shapes, Model(target, drafter, 64, 10_000), name, method) for name, method in steps_of(shapes)]
+    memory = used_memory()
+    used = None if memory is None or before is None else memory - before
+    if used is not None:
+        print(f"  device memory {used / 2**20:.0f} MiB")
+    return {"size": shapes.name, "precision": precision, "passes": passes, "steps": steps, "memory": used}
+
+
+def steps_of(shapes: Shapes) -> list[tuple[str, Method]]:
+    """The decodes to time: all of them, or for tiny shapes a tree that fits."""
+    return (
+        [("ar", Method("ar")), ("eagle chain-3", Method("eagle", named_tree("chain-3")))]
+        if shapes is SMOKE
+        else list(STEPS.items())
+    )
+
+
+def pass_ms(engine: OrtDeviceEngine, past: int, nodes: int) -> float:
+    """Median milliseconds of a pass, and of copying one node's logits back: what waits for the device."""
+    spec, rng = engine.spec, np.random.default_rng(0)
+    cache = engine.new_cache(ROWS, past)
+    cache.lengths = np.full(ROWS, past)  # what the columns hold costs nothing
+    span = engine.next_span(cache, nodes)
+    visible = np.ones((ROWS, nodes, span + nodes), bool)
+    batch = Pass(
+        positions=np.zeros((ROWS, nodes), np.int64),
+        visible=visible,
+        tokens=rng.integers(spec.vocabulary, size=(ROWS, nodes)),
+    )
+    return 1e3 * median_seconds(lambda: engine.run(batch, cache).logits[:, 0])
+
+
+def step_times(shapes: Shapes, model: Model, name: str, method: Method) -> dict[str, Any]:
+    """Milliseconds per decode step, and the host's share, of one guided image."""
+    rng = np.random.default_rng(0)
+    width = model.target.spec.width  # type: ignore[attr-defined]
+    prefix = rng.standard_normal((2, 1, width), np.float32)
+    prompt = Prompt(prefix[0], prefix[1], np.ones(1, bool))
+    positions = model.target.spec.positions  # type: ignore[attr-defined]
+    sampling = Sampling(cfg_scale=4.0, top_k=min(1000, shapes.vocabulary // 2))
+    steps = list(decode(replace(model, positions=positions, codes=shapes.codes), [prompt], [rng], sampling, method))
+    stats = steps[-1].statistics
+    assert stats is not None
+    count = len(steps) - 1
+    found = {"step_ms": 1e3 * stats.seconds / count, "host_ms": 1e3 * stats.host_seconds / count}
+    print(f"  {name}: {found['step_ms']:.2f} ms a step, of them {found['host_ms']:.2f} ms on the host", flush=True)
+    return {"method": name, **found}
+
+
+def device_bandwidth(provider: str, size: int) -> float:
+    """Bytes per second of copying `size` bytes of device memory, reads and writes counted."""
+    runtime = import_onnxruntime()
+    device = "cuda" if provider == "cuda" else "cpu"
+    content = model_bytes(
+        [node_bytes("Neg", ["data"], "copy")], [("data", "float32", ["n"])], [("copy", "float32", ["n"])]
+    )
+    session = load_helper(content, provider)
+    values = [runtime.OrtValue.ortvalue_from_numpy(np.zeros(size // 4, np.float32), device, 0) for _ in range(2)]
+    binding = session.io_binding()
+    binding.bind_ortvalue_input("data", values[0])
+    binding.bind_ortvalue_output("copy", values[1])
+
+    def copy() -> None:
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+
+    return 2 * size / median_seconds(copy)
+
+
+def median_seconds(action: Callable[[], object]) -> float:
+    """Median of repeated runs after two that warm up."""
+    seconds = []
+    for _ in range(REPEATS + 2):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def device_line() -> str | None:
+    """Name and memory of the first GPU."""
+    return query("name,memory.total")
+
+
+def used_memory() -> int | None:
+    """Bytes of device memory in use, by anybody."""
+    text = query("memory.used")
+    return None if text is None else int(text.split()[0]) << 20
+
+
+def query(what: str) -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else None
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LanternError as error:
+        sys.exit(f"gpu_check: {error}")

@@ -1,0 +1,28 @@
+"""A float32 graph as the same graph in float16: inputs, weights and results, but for the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+
+def halve_graph(source: Path, goal: Path) -> None:
+    """Write `goal` and its external data; strongly typed builders take the types from here."""
+    model = onnx.load(source)
+    graph = model.graph
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    for node in graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
+                attribute.i = TensorProto.FLOAT16
+        node.output[:] = ["half_logits" if name == "logits" else name for name in node.output]
+    for value in [*graph.input, *(value for value in graph.output if value.name != "logits")]:
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    graph.node.append(helper.make_node("Cast", ["half_logits"], ["logits"], name="logits.cast", to=TensorProto.FLOAT))
+    onnx.save(model, goal, save_as_external_data=True, location=f"{goal.name}.data", size_threshold=1024)

@@ -1,0 +1,93 @@
+"""How a build is asked for, and the shapes it is made for: prefill, plain decoding, tree verification.
+
+Backends that compile for shapes need their ranges; `profiles` derives them from the bundle and from how many
+rows, nodes and columns the user wants to serve. Does not know any backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from ..errors import RequestError
+from ..manifest import Manifest, Part
+from .kv_cache import SPAN_STEP, round_up
+
+Size = Annotated[int, Field(ge=0, le=1 << 24)]
+Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
+
+
+class Profile(Part):
+    """Ranges of one kind of pass. The attention mask has `past + nodes` columns, sums of the two ranges."""
+
+    name: str
+    rows: Range
+    nodes: Range
+    past: Range
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a user may say about a build; None is the backend's own default.
+
+    max_rows: sequences per pass; guidance makes two of every image. max_nodes: new nodes per pass, at least the
+    tree's. max_past: committed columns, by default the prefix, all codes and one tree. workspace: bytes a builder
+    may use for intermediate results. compute_capabilities: GPUs to build for, such as `SM89`.
+    """
+
+    backend: str
+    provider: str = "cpu"
+    max_rows: int = 8
+    max_nodes: int = 64
+    max_past: int | None = None
+    optimization_level: int | None = None
+    workspace: int | None = None
+    timing_cache: Path | None = None
+    compute_capabilities: tuple[str, ...] = ()
+    hardware_compatible: bool = False
+    weight_streaming: bool = False
+    refit: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("max-rows", self.max_rows, 1, 4096),
+            ("max-nodes", self.max_nodes, 2, 4096),
+            ("max-past", self.max_past, 1, 1 << 20),
+            ("optimization-level", self.optimization_level, 0, 5),
+            ("workspace", self.workspace, 1, 1 << 50),
+        ):
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name}: found {value}, expected {low} .. {high}")
+
+
+def largest_past(manifest: Manifest, options: BuildOptions) -> int:
+    """Columns that a decode of one whole image needs, or as many as asked for; a multiple of the span step.
+
+    RequestError if an image does not fit what was asked for.
+    """
+    needed = manifest.condition.prefix + manifest.codes_per_image
+    if options.max_past is not None and options.max_past < needed:
+        raise RequestError(
+            f"max-past: found {options.max_past}, expected at least {needed}: "
+            f"prefix {manifest.condition.prefix} and {manifest.codes_per_image} codes of one image"
+        )
+    return round_up(options.max_past or needed + options.max_nodes)
+
+
+def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Profile, ...]:
+    """The profiles of a graph: three for a decoder; one for the image decoder, which has rows only."""
+    rows = (1, min(2, options.max_rows), options.max_rows)
+    if role not in ("target", "drafter"):
+        return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
+    prefix = max(2, manifest.condition.prefix)
+    largest = largest_past(manifest, options)
+    past = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)
+    tree = (2, options.max_nodes, options.max_nodes)
+    return (
+        Profile(name="prefill", rows=rows, nodes=(2, prefix, prefix), past=(SPAN_STEP,) * 3),
+        Profile(name="ar", rows=rows, nodes=(2, 2, 2), past=past),
+        Profile(name="tree", rows=rows, nodes=tree, past=past),
+    )

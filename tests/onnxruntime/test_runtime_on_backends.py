@@ -1,0 +1,99 @@
+"""The decode loop keeps its promises on every engine: all codes, exactness, batches that change nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_backends import BACKENDS, SMALL, SmallModel
+from scipy.stats import chisquare
+
+from lantern_rt.engines.cuda_driver import find_gpu
+from lantern_rt.runtime.acceptance import Relaxation
+from lantern_rt.runtime.decode import Method, Model, Prompt, decode
+from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.runtime.tree import StaticTree
+
+CODES = SMALL.grid**2
+NEAR = np.array([[n for n in range(SMALL.vocabulary) if n != code] for code in range(SMALL.vocabulary)])
+BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
+METHODS = {
+    "ar": Method("ar"),
+    "eagle, static": Method("eagle", BUSHY),
+    "eagle, dynamic": Method("eagle", named_tree("dynamic-6-3-2")),
+    "lantern": Method("lantern", named_tree("dynamic-6-3-2"), Relaxation(NEAR, 2, delta=0.2)),
+    "lantern++": Method("lantern++", BUSHY, Relaxation(NEAR, 2, lambda_=2.0)),
+}
+GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module", params=[*BACKENDS, pytest.param("onnxruntime, cuda", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    if "cuda" in request.param and find_gpu() is None:
+        pytest.skip("needs an NVIDIA GPU and its driver")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(small: SmallModel, backend: str) -> Model:
+    return small.on(backend)
+
+
+def codes_of(
+    model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: Method
+) -> list[list[int]]:
+    codes: list[list[int]] = [[] for _ in prompts]
+    for step in decode(model, prompts, [np.random.default_rng(seed) for seed in seeds], sampling, method):
+        for part in step.parts:
+            codes[part.request] += part.codes[: part.committed].tolist()
+    return codes
+
+
+@every_method
+def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
+    small: SmallModel, backend: str, model: Model, method: Method
+) -> None:
+    prompts = [small.prompt(backend, i) for i in range(5)]
+    together = codes_of(model, prompts, range(5), GUIDED, method)
+    assert [len(codes) for codes in together] == [CODES] * 5
+    for i, prompt in enumerate(prompts):
+        assert codes_of(model, [prompt], [i], GUIDED, method) == [together[i]]
+
+
+@pytest.mark.parametrize("tree", [BUSHY, named_tree("dynamic-6-3-2"), named_tree("chain-2")], ids=str)
+def test_greedy_decoding_with_a_tree_gives_the_codes_without(
+    small: SmallModel, backend: str, model: Model, tree: StaticTree
+) -> None:
+    greedy = Sampling(cfg_scale=2.0, temperature=0)
+    prompts = [small.prompt(backend, i) for i in range(8)]
+    plain = codes_of(model, prompts, range(8), greedy, Method("ar"))
+    assert codes_of(model, prompts, range(8), greedy, Method("eagle", tree)) == plain
+
+
+@pytest.mark.parametrize("tree", [BUSHY, named_tree("dynamic-6-3-2")], ids=["static", "dynamic"])
+@pytest.mark.parametrize("backend", ["onnxruntime"], indirect=True)
+def test_drawn_codes_have_the_distribution_that_torch_computes(
+    small: SmallModel, backend: str, model: Model, tree: StaticTree
+) -> None:
+    prompt, draws, batch, length = small.prompt(backend, 3), 1000, 250, 3
+    joint = small.joint(prompt, GUIDED).sum(-1).ravel()
+    counts = np.zeros(len(joint))
+    places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocabulary), repeat=length))}
+    for start in range(0, draws, batch):
+        seeds = range(start, start + batch)
+        for codes in codes_of(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Method("eagle", tree)):
+            counts[places[tuple(codes)]] += 1
+    expected = draws * joint / joint.sum()
+    rare = expected < 8
+    observed = np.append(counts[~rare], counts[rare].sum())
+    assert chisquare(observed, np.append(expected[~rare], expected[rare].sum())).pvalue > 1e-3

@@ -1,0 +1,293 @@
+"""TensorRT backends: what they refuse without a library or GPU, and TensorRT-RTX plans built without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from half_graph import halve_graph
+from onnx import TensorProto, helper, numpy_helper
+
+from lantern_rt.bundle import Bundle, open_bundle
+from lantern_rt.engines import tensorrt_backend
+from lantern_rt.engines.build import build_engines, plan_build
+from lantern_rt.engines.cuda_driver import Gpu, find_gpu
+from lantern_rt.engines.engine_folder import open_engine_folder
+from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.tensorrt_backend import TensorRTBackend, ranges
+from lantern_rt.errors import EngineError, LanternError, OutputError, RequestError
+from lantern_rt.external_data import float_weights
+
+RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
+ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0))
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture
+def library() -> Any:
+    return pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+
+
+@pytest.fixture(scope="module")
+def scenes() -> Bundle:
+    return open_bundle("scenes")
+
+
+@pytest.fixture(scope="module")
+def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scenes bundle for two GPUs."""
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    folder = tmp_path_factory.mktemp("plans") / "scenes"
+    build_engines(scenes, "scenes", RTX, folder, False, silent)
+    return folder
+
+
+def no_gpu() -> None:
+    return None
+
+
+def message(error: type[LanternError], action: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- without a library
+
+
+@pytest.mark.parametrize(("name", "module"), [("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")])
+def test_a_missing_library_comes_with_the_command_that_installs_it(
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert message(EngineError, TensorRTBackend(name).version) == (
+        f"{module} cannot be imported (import of {module} halted; None in sys.modules); "
+        f"install it with `pip install 'lantern-rt[{name}]'`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (replace(RTX, provider="cuda"), "--provider: goes with backend onnxruntime, found tensorrt-rtx"),
+        (
+            replace(RTX, backend="tensorrt"),
+            "--compute-capability: goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host",
+        ),
+        (
+            replace(RTX, hardware_compatible=True),
+            "--hardware-compatible: goes with backend tensorrt; give tensorrt-rtx every --compute-capability",
+        ),
+        (
+            replace(RTX, timing_cache=Path("timings")),
+            "--timing-cache: goes with backend tensorrt; tensorrt-rtx times no kernels when it builds",
+        ),
+    ],
+)
+def test_an_option_of_the_other_library_is_refused(scenes: Bundle, options: BuildOptions, expected: str) -> None:
+    assert message(RequestError, lambda: plan_build(scenes, options)) == expected
+
+
+def test_plans_that_can_be_refitted_need_a_gpu(scenes: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
+    assert message(RequestError, lambda: plan_build(scenes, replace(RTX, refit=True))) == (
+        "--refit: tensorrt-rtx needs a GPU to build plans that can be refitted, found none"
+    )
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89"))
+    plan_build(scenes, replace(RTX, refit=True))
+
+
+def test_a_build_for_this_hosts_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
+    for name, advice in (
+        ("tensorrt-rtx", "give --compute-capability, such as SM89"),
+        ("tensorrt", "build on the host that will run the engines, or with --backend tensorrt-rtx"),
+    ):
+        backend = TensorRTBackend(name)
+        found = message(EngineError, lambda b=backend: b.compute_capabilities(BuildOptions(b.name)))  # type: ignore[misc]
+        assert found == f"{name}: found no NVIDIA GPU and driver to build for; {advice}"
+        assert backend.driver() is None
+
+
+def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM90"))
+    backend = TensorRTBackend("tensorrt")
+    assert backend.compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
+    assert backend.driver() == "13.0"
+    assert TensorRTBackend("tensorrt-rtx").compute_capabilities(RTX) == ("SM89", "SM120")
+
+
+def test_engines_run_only_on_the_gpus_they_were_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    record: Any = SimpleNamespace(compute_capabilities=("SM89", "SM120"), settings={})
+    backend = TensorRTBackend("tensorrt-rtx")
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
+    assert message(EngineError, lambda: backend.check_host(record, "plans", "again")) == (
+        "plans: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines, "
+        "or on a host that has one"
+    )
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM86"))
+    assert message(EngineError, lambda: backend.check_host(record, "plans", "again")) == (
+        "plans: found engines for SM89, SM120, expected SM86, the GPU of this host; rebuild with `again`"
+    )
+    record.settings = {"hardware_compatible": "True"}  # Ampere and later
+    backend.check_host(record, "plans", "again")
+    record.settings = {}
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM120"))
+    backend.check_host(record, "plans", "again")
+
+
+def test_shapes_of_graph_inputs_follow_the_profile() -> None:
+    tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), past=(64, 192, 384))
+    assert ranges("input_embeds", (-1, -1, 256), tree) == ((1, 2, 256), (2, 64, 256), (8, 64, 256))
+    assert ranges("position_ids", (-1, -1), tree) == ((1, 2), (2, 64), (8, 64))
+    assert ranges("attention_mask", (-1, 1, -1, -1), tree) == ((1, 1, 2, 66), (2, 1, 64, 256), (8, 1, 64, 448))
+    past = ((64, 1, 4, 64), (192, 2, 4, 64), (384, 8, 4, 64))
+    assert ranges("past_key_values.0.key", (-1, -1, 4, 64), tree) == past
+    assert ranges("codes", (-1, 256), ONE_ROW) == ((1, 256),) * 3
+
+
+# ---------------------------------------------------------------- ahead of time, without a GPU
+
+
+def test_plans_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, library: Any) -> None:
+    manifest = open_engine_folder(plans).manifest
+    assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", library.__version__)
+    assert manifest.compute_capabilities == ("SM89", "SM120")
+    assert (manifest.precision, manifest.bundle_sha256) == ("float32", scenes.digest)
+    assert manifest.command == (
+        "lantern-rt", "build-engine", "scenes", "--backend", "tensorrt-rtx", "--max-rows", "2", "--max-nodes", "8",
+        "--compute-capability", "SM89", "--compute-capability", "SM120",
+    )  # fmt: skip
+    assert manifest.graphs.keys() == {"target", "drafter", "vq_decoder"}
+    for role, graph in manifest.graphs.items():
+        assert graph.onnx_sha256[role] == scenes.manifest.files[role].sha256
+        assert graph.onnx_sha256[f"{role}.data"] == scenes.manifest.files[f"{role}.data"].sha256
+        (file,) = graph.files
+        assert file.bytes == (plans / f"{role}.plan").stat().st_size
+        assert file.bytes > scenes.manifest.files[f"{role}.data"].bytes  # the weights are in it
+    names = [(p.name, p.rows[2], p.nodes[2], p.past[2]) for p in manifest.graphs["target"].profiles]
+    assert names == [("prefill", 2, 24, 64), ("ar", 2, 2, 320), ("tree", 2, 8, 320)]
+
+
+@pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
+def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bundle) -> None:
+    assert message(EngineError, lambda: load_engines(scenes, folder=open_engine_folder(plans))) == (
+        f"{plans}: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines, "
+        "or on a host that has one"
+    )
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_float16_graph_makes_a_smaller_plan(scenes: Bundle, plans: Path, tmp_path: Path, role: str) -> None:
+    halve_graph(scenes.path(role), tmp_path / f"{role}.onnx")
+    bundle: Any = SimpleNamespace(path=lambda name: tmp_path / f"{name}.onnx")
+    profiles = open_engine_folder(plans).manifest.graphs[role].profiles
+    built = TensorRTBackend("tensorrt-rtx").build(bundle, role, profiles, RTX, tmp_path, silent)
+    saved = (plans / f"{role}.plan").stat().st_size - built.files[0].stat().st_size
+    assert saved > 0.3 * 4 * float_weights(scenes.path(role))  # kernels, which plans also hold, differ too
+
+
+@pytest.mark.usefixtures("library")
+def test_an_unknown_gpu_is_answered_with_the_known_ones(scenes: Bundle, tmp_path: Path) -> None:
+    options = replace(RTX, compute_capabilities=("SM31",))
+    found = message(RequestError, lambda: build_engines(scenes, "scenes", options, tmp_path / "new", False, silent))
+    assert found.startswith("compute-capability: found 'SM31', expected one of SM75, SM80, SM86, SM89, SM120")
+    assert list(tmp_path.iterdir()) == []
+
+
+def bad_graph(path: Path, op: str) -> Any:
+    """A bundle whose graph has an op that TensorRT lacks, behind a product with a named weight."""
+    nodes = [
+        helper.make_node("MatMul", ["codes", "layers.3.ffn.up.weight"], ["up"], name="matmul_1"),
+        helper.make_node(op, ["up"], ["images"], name="strange_2", domain="" if op == "Det" else "elsewhere"),
+    ]
+    inputs = [helper.make_tensor_value_info("codes", TensorProto.FLOAT, ["rows", 4])]
+    outputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, None)]
+    weight = numpy_helper.from_array(np.ones((4, 4), np.float32), "layers.3.ffn.up.weight")
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsewhere", 1)]
+    graph = helper.make_graph(nodes, "bad", inputs, outputs, [weight])
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+    return SimpleNamespace(path=lambda _: path)
+
+
+def test_a_graph_that_cannot_be_parsed_names_its_node_and_module(tmp_path: Path, library: Any) -> None:
+    path = tmp_path / "vq_decoder.onnx"
+    for op in ("Bogus", "Det"):
+        bundle = bad_graph(path, op)
+        backend = TensorRTBackend("tensorrt-rtx")
+        found = message(
+            EngineError,
+            lambda b=bundle, t=backend: t.build(b, "vq_decoder", [ONE_ROW], RTX, tmp_path, silent),  # type: ignore[misc]
+        )
+        start = (
+            f"{path}: tensorrt-rtx {library.__version__} cannot parse node `strange_2` ({op}) "
+            "near `layers.3.ffn.up.weight`: "
+        )
+        assert found.startswith(start)
+        assert found.endswith("; update tensorrt-rtx, or build with another --backend")
+
+
+def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, library: Any) -> None:
+    (tmp_path / "junk.onnx").write_bytes(b"junk")
+    bundle: Any = SimpleNamespace(path=lambda _: tmp_path / "junk.onnx")
+    backend = TensorRTBackend("tensorrt-rtx")
+    found = message(EngineError, lambda: backend.build(bundle, "target", [ONE_ROW], RTX, tmp_path, silent))
+    assert found.startswith(f"{tmp_path / 'junk.onnx'}: tensorrt-rtx {library.__version__} cannot parse ")
+
+
+def test_shapes_that_contradict_the_graph_fail_the_build_in_one_line(
+    scenes: Bundle, tmp_path: Path, library: Any
+) -> None:
+    wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), past=(64, 64, 64))
+    backend = TensorRTBackend("tensorrt-rtx")
+    found = message(EngineError, lambda: backend.build(scenes, "drafter", [wrong], RTX, tmp_path, silent))
+    assert found.startswith(f"{scenes.path('drafter')}: tensorrt-rtx {library.__version__} does not build this graph: ")
+    assert found.endswith("; try smaller --max-rows, --max-nodes or --max-past, or another --backend")
+
+
+@pytest.mark.usefixtures("library")
+def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp_path: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        calls.append((what, done, total))
+        if "optimization" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], RTX, tmp_path, interrupt)
+    assert calls[0][0] == "building vq_decoder: building engine"
+    assert all(0 <= done <= total for _, done, total in calls)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorRT-RTX, which stands in for TensorRT here
+@pytest.mark.usefixtures("library")
+def test_an_unreadable_timing_cache_is_an_error_of_that_file(
+    scenes: Bundle, tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", library)
+    options = BuildOptions("tensorrt", timing_cache=tmp_path)
+    backend = TensorRTBackend("tensorrt")
+    found = message(OutputError, lambda: backend.build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent))
+    assert found == f"{tmp_path}: cannot be read (Is a directory)"
+
+
+@pytest.mark.usefixtures("library")
+def test_builder_settings_are_taken_by_the_builder(scenes: Bundle, tmp_path: Path) -> None:
+    options = replace(RTX, optimization_level=2, workspace=1 << 30, weight_streaming=True)
+    (plan,) = TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent).files
+    assert plan.read_bytes()[:4] == b"vtrt"

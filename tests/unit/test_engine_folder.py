@@ -1,0 +1,340 @@
+"""Engine folders: built from a bundle, run instead of its graphs, and refused with a reason and a cure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import EngineError, OutputError, Pipeline, RequestError, open_bundle
+from lantern_rt.cli import run_program
+from lantern_rt.engines import build as build_module
+from lantern_rt.engines import onnxruntime_backend
+from lantern_rt.engines.build import build_engines, plan_build
+from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
+from lantern_rt.engines.host import processor
+from lantern_rt.engines.profiles import BuildOptions
+from lantern_rt.errors import BundleError
+
+PLAIN = BuildOptions("onnxruntime")
+ROLES = ("target", "drafter", "condition", "vq_decoder")
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("bundle") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def built(bundle: Path) -> Path:
+    folder = bundle.parent / "engines"
+    build_engines(open_bundle(bundle), str(bundle), PLAIN, folder, False, silent)
+    return folder
+
+
+@pytest.fixture
+def engines(built: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil."""
+    return Path(shutil.copytree(built, tmp_path / "engines"))
+
+
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = run_program([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def change(engines: Path, **fields: Any) -> None:
+    """Write other values into `engine.json`."""
+    file = engines / ENGINE_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def rebuild(bundle: Path, engines: Path) -> str:
+    return f"rebuild with `lantern-rt build-engine {bundle} --backend onnxruntime --output {engines} --force`"
+
+
+def refusal(bundle: Path, engines: Path) -> str:
+    with pytest.raises(EngineError) as caught:
+        Pipeline.from_bundle(bundle, threads=1, engines=engines)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- building and running
+
+
+@pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])
+def test_engines_give_bit_for_bit_the_images_of_the_bundle(bundle: Path, built: Path, method: str) -> None:
+    raw = Pipeline.from_bundle(bundle, threads=1)("red cube", seed=3, method=method)
+    run = Pipeline.from_bundle(bundle, threads=1, engines=built)("red cube", seed=3, method=method)
+    assert run.codes[0].tolist() == raw.codes[0].tolist()
+    assert run.images[0].tobytes() == raw.images[0].tobytes()
+
+
+def test_what_was_built_is_recorded(bundle: Path, built: Path) -> None:
+    manifest, opened = open_engine_folder(built).manifest, open_bundle(bundle)
+    listed = [file.path for graph in manifest.graphs.values() for file in graph.files]
+    assert {f"{role}.onnx" for role in ROLES} <= set(listed)
+    assert {path.name for path in built.iterdir()} == {*listed, ENGINE_FILE}
+    assert (manifest.backend, manifest.provider, manifest.precision) == ("onnxruntime", "cpu", "float32")
+    assert (manifest.builder_version, manifest.processor) == (onnxruntime.__version__, processor())
+    assert (manifest.bundle, manifest.bundle_sha256) == ("tiny", opened.digest)
+    assert (manifest.compute_capabilities, manifest.driver) == ((), None)
+    assert manifest.graphs["target"].onnx_sha256 == {"target": opened.manifest.files["target"].sha256}
+    assert manifest.graphs["target"].files[0].bytes == (built / "target.onnx").stat().st_size
+    assert manifest.seconds >= sum(graph.seconds for graph in manifest.graphs.values()) > 0
+
+
+def test_graphs_that_engines_stand_for_are_not_read(bundle: Path, built: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "tiny"))
+    data = bytearray((copy / "target.onnx").read_bytes())
+    data[-1] ^= 1
+    (copy / "target.onnx").write_bytes(data)
+    with pytest.raises(BundleError, match="found sha256"):
+        Pipeline.from_bundle(copy, threads=1)
+    Pipeline.from_bundle(copy, threads=1, engines=built)("red cube")
+
+
+def test_build_run_and_inspect_from_the_command_line(
+    program: Any, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = program("build-engine", bundle, "--output", "fast", "--max-rows", 4)
+    assert (code, out) == (0, "fast\n")
+    assert err.startswith("optimising target\noptimising drafter\n")
+    code, out, _ = program("run", "--bundle", bundle, "--engines", "fast", "--prompt", "red cube", "--output", "a.png")
+    assert (code, out) == (0, "a.png\n")
+    code, out, _ = program("inspect", "fast")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0
+    assert f"builder_version {onnxruntime.__version__}" in lines
+    assert "compute_capabilities none" in lines
+    assert (
+        f"rebuild lantern-rt build-engine {bundle} --backend onnxruntime --max-rows 4 "
+        f"--output {tmp_path / 'fast'} --force"
+    ) in lines
+    code, out, _ = program("inspect", "fast", "--json")
+    assert json.loads(out)["manifest"]["graphs"].keys() == set(ROLES)
+    assert program("build-engine", bundle, "--output", "fast", "--force", "--json")[0] == 0
+
+
+def test_a_dry_run_prints_memory_and_writes_nothing(program: Any, bundle: Path, tmp_path: Path) -> None:
+    code, out, _ = program("build-engine", bundle, "--dry-run", "--json", "--max-nodes", 8, "--max-rows", 4)
+    plan = json.loads(out)
+    parts = {part.pop("role"): part for part in plan["estimates"]}
+    heads, width, past = 2, 4, 64  # 4 prefix rows, 36 codes and 8 nodes, rounded up
+    assert code == 0
+    assert parts["target"]["weights"] == 4 * 8 * 32  # the head is the only float weight
+    assert parts["drafter"]["weights"] == 4 * 2 * 8 * 32  # head and table
+    assert parts["target"]["cache"] == 2 * past * 4 * heads * width * 4
+    assert plan["total"] == sum(sum(part.values()) for part in parts.values())
+    assert program("build-engine", bundle, "--dry-run")[1].startswith(
+        "memory for 8 rows and 64 nodes, estimated\n  target "
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_profiles_cover_prefill_plain_decoding_and_trees(bundle: Path) -> None:
+    options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=32, compute_capabilities=("SM89",))
+    shapes = plan_build(open_bundle(bundle), options).profiles
+    assert [(p.name, p.rows, p.nodes, p.past) for p in shapes["target"]] == [
+        ("prefill", (1, 2, 6), (2, 4, 4), (64, 64, 64)),
+        ("ar", (1, 2, 6), (2, 2, 2), (64, 64, 128)),
+        ("tree", (1, 2, 6), (2, 32, 32), (64, 64, 128)),
+    ]
+    assert shapes["drafter"] == shapes["target"]
+    assert [p.name for p in shapes["vq_decoder"]] == ["rows"]
+
+
+# ---------------------------------------------------------------- refusals when run
+
+
+def test_engines_of_another_bundle_are_refused(bundle: Path, engines: Path) -> None:
+    change(engines, bundle_sha256="0" * 64, bundle="other")
+    digest = open_bundle(bundle).digest
+    assert refusal(bundle, engines) == (
+        f"{engines}: found engines of bundle other 000000000000..., expected tiny {digest[:12]}...; "
+        f"{rebuild(bundle, engines)}"
+    )
+
+
+def test_engines_of_another_graph_are_refused(bundle: Path, engines: Path) -> None:
+    graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
+    graphs["target"]["onnx_sha256"]["target"] = "1" * 64
+    change(engines, graphs=graphs)
+    found = open_bundle(bundle).manifest.files["target"].sha256
+    assert refusal(bundle, engines) == (
+        f"{engines}: engine `target` was built from target 111111111111..., the bundle has {found[:12]}...; "
+        f"{rebuild(bundle, engines)}"
+    )
+
+
+def test_engines_of_another_version_are_refused(bundle: Path, engines: Path) -> None:
+    change(engines, builder_version="1.0.0")
+    assert refusal(bundle, engines) == (
+        f"{engines}: found engines built by onnxruntime 1.0.0, expected {onnxruntime.__version__}, the one installed; "
+        f"{rebuild(bundle, engines)}"
+    )
+
+
+def test_engines_for_another_processor_are_refused(bundle: Path, engines: Path) -> None:
+    change(engines, processor="riscv64 v")
+    assert refusal(bundle, engines) == (
+        f"{engines}: found engines for the processor riscv64 v, expected {processor()}; {rebuild(bundle, engines)}"
+    )
+
+
+def test_an_altered_engine_is_refused_before_it_is_loaded(
+    bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = open_engine_folder(engines).manifest.graphs["target"].files[0].blake2b
+    (engines / "target.onnx").write_bytes(b"anything")
+    found = hashlib.blake2b(b"anything", digest_size=32).hexdigest()
+    monkeypatch.setattr(onnxruntime_backend, "OrtEngine", None)  # loading would be a TypeError
+    assert refusal(bundle, engines) == (
+        f"{engines / 'target.onnx'}: found hash {found[:12]}..., expected {expected[:12]}...; engines are code and "
+        f"an altered one is not run, {rebuild(bundle, engines)}"
+    )
+
+
+def test_a_missing_or_linked_engine_is_refused(bundle: Path, engines: Path, tmp_path: Path) -> None:
+    expected = f"{engines / 'drafter.onnx'}: found no file, expected an engine; {rebuild(bundle, engines)}"
+    (engines / "drafter.onnx").rename(tmp_path / "elsewhere")
+    assert refusal(bundle, engines) == expected
+    (engines / "drafter.onnx").symlink_to(tmp_path / "elsewhere")
+    assert refusal(bundle, engines) == expected
+
+
+@pytest.mark.parametrize("path", ["../target.onnx", "/etc/passwd", ".hidden", "a/b", ""])
+def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, path: str) -> None:
+    graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
+    graphs["target"]["files"][0]["path"] = path
+    change(engines, graphs=graphs)
+    assert refusal(bundle, engines) == (
+        f"{engines / ENGINE_FILE}: field `graphs.target.files.0.path`: String should match pattern "
+        "'^[A-Za-z0-9_][A-Za-z0-9_.-]*$'; build the engines again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "),
+        ("[]", "found engine format None, this lantern-rt reads 1.0; "),
+        ('{"format_version": "2.0"}', "found engine format '2.0', this lantern-rt reads 1.0; "),
+        ('{"format_version": "1.0"}', "field `backend`: Field required; "),
+    ],
+)
+def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str, expected: str) -> None:
+    (engines / ENGINE_FILE).write_text(text)
+    assert refusal(bundle, engines) == f"{engines / ENGINE_FILE}: {expected}build the engines again"
+
+
+def test_a_folder_without_engines_or_a_record_that_is_too_long_is_refused(bundle: Path, tmp_path: Path) -> None:
+    assert refusal(bundle, tmp_path) == (
+        f"{tmp_path}: no engine.json in it; an engine folder is written by `lantern-rt build-engine`"
+    )
+    (tmp_path / ENGINE_FILE).write_text(" " * ((1 << 20) + 1))
+    assert refusal(bundle, tmp_path) == (
+        f"{tmp_path / ENGINE_FILE}: found more than 1,048,576 bytes, expected a short JSON text"
+    )
+    (tmp_path / ENGINE_FILE).unlink()
+    (tmp_path / ENGINE_FILE).mkdir()
+    assert refusal(bundle, tmp_path) == f"{tmp_path / ENGINE_FILE}: cannot be read (Is a directory)"
+
+
+def test_an_unknown_backend_in_the_record_is_refused(bundle: Path, engines: Path) -> None:
+    change(engines, backend="abacus")
+    with pytest.raises(RequestError) as caught:
+        Pipeline.from_bundle(bundle, engines=engines)
+    assert str(caught.value) == "backend: found 'abacus', expected one of onnxruntime, tensorrt, tensorrt-rtx"
+
+
+def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        Pipeline.from_bundle(bundle, engines=built, provider="cuda")
+    assert str(caught.value) == f"provider: found cuda, but {built} was built for cpu; leave the provider out"
+
+
+# ---------------------------------------------------------------- refusals when built
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--backend", "abacus"], "backend: found 'abacus', expected one of onnxruntime, tensorrt, tensorrt-rtx"),
+        (["--max-rows", "0"], "max-rows: found 0, expected 1 .. 4096"),
+        (["--max-nodes", "1"], "max-nodes: found 1, expected 2 .. 4096"),
+        (
+            ["--dry-run", "--max-past", "39"],
+            "max-past: found 39, expected at least 40: prefix 4 and 36 codes of one image",
+        ),
+        (["--optimization-level", "6"], "optimization-level: found 6, expected 0 .. 5"),
+        (["--workspace", "0"], "workspace: found 0, expected 1 .. 1125899906842624"),
+        (["--provider", "abacus"], "provider: found 'abacus', expected one of cpu, cuda, openvino, coreml, directml"),
+        (["--refit"], "--refit: goes with backend tensorrt or tensorrt-rtx, found onnxruntime"),
+        (
+            ["--compute-capability", "SM89"],
+            "--compute-capability: goes with backend tensorrt or tensorrt-rtx, found onnxruntime",
+        ),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
+    program: Any, bundle: Path, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    code, out, err = program("build-engine", bundle, "--output", tmp_path / "new", *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == f"lantern-rt: {expected}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_needs_a_goal(program: Any, bundle: Path) -> None:
+    assert program("build-engine", bundle) == (
+        2,
+        "",
+        "lantern-rt: found no --output, expected a folder to write the engines to (or --dry-run)\n",
+    )
+
+
+def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
+    opened = open_bundle(bundle)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
+    for goal, force, expected in (
+        (engines, False, "is there already; choose another name, or --force to replace it"),
+        (tmp_path / "mine", True, "is no engine folder, so --force does not replace it; choose another name"),
+        (tmp_path / "no" / "where", False, f"the folder {tmp_path / 'no'} does not exist"),
+    ):
+        with pytest.raises(OutputError) as caught:
+            build_engines(opened, "tiny", PLAIN, goal, force, silent)
+        assert str(caught.value) == f"{goal}: {expected}"
+
+
+def test_a_build_that_fails_leaves_nothing_and_keeps_what_was_there(
+    bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_bytes() for path in engines.iterdir()}
+
+    def fail(**fields: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build_module, "EngineManifest", fail)  # after every graph was built
+    with pytest.raises(KeyboardInterrupt):
+        build_engines(open_bundle(bundle), "tiny", PLAIN, engines, True, silent)
+    assert {path.name: path.read_bytes() for path in engines.iterdir()} == before
+    assert [path.name for path in engines.parent.iterdir()] == ["engines"]
