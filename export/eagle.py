@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
 from .decoder import Decoder, DecoderConfig, Layer, rotary_table
-from .decoder_graph import cache_values, node_values, write_layers
+from .decoder_graph import cache_values, node_values, write_head, write_layers
 from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
 from .onnx_ops import Ops, Value
 
@@ -125,7 +125,7 @@ def _write(drafter: EagleDrafter) -> Ops:
     joint = ops.op("Concat", token, "target_hidden", axis=-1)
     x = write_layers(ops, drafter.layers, drafter.turns, ops.linear(joint, "fc", drafter.fc.weight, drafter.fc.bias))
     hidden = ops.op("Identity", x, name="hidden_states")
-    ops.many("MatMul", hidden, ops.weight("head.weight", drafter.head.weight.t()), outputs=["logits"])
+    write_head(ops, hidden, drafter.head)
     return ops
 
 
