@@ -131,7 +131,9 @@ def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, T
     """The token of code 0, the number of codes, and how prompts are laid out."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
-        raise CheckpointError(f"{path}: has no vocabulary_map from names to token ids, expected one that names the codes")
+        raise CheckpointError(
+            f"{path}: has no vocabulary_map from names to token ids, expected one that names the codes"
+        )
     if missing := [name for name in (_START, _END_OF_TURN, _BEGIN_IMAGE) if name not in names]:
         raise CheckpointError(f"{path}: vocabulary_map lacks {', '.join(missing)}")
     tokens = {_code(name): token for name, token in names.items() if re.fullmatch("IMGIMG[A-J]+Z", name)}

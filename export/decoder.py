@@ -117,7 +117,7 @@ class HeadNorm(nn.Module):
         self.eps = 1e-5  # Chameleon's; no configuration names it
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight + self.bias
+        return F.layer_norm(x, self.weight.shape[-1:], eps=self.eps) * self.weight + self.bias
 
 
 class Attention(nn.Module):

@@ -137,7 +137,8 @@ def _check_tokenizer(path: Path, rows: int) -> None:
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
         raise CheckpointError(
-            f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; give the model's own tokenizer"
+            f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; "
+            "give the model's own tokenizer"
         )
 
 

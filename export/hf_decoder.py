@@ -18,6 +18,8 @@ from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, shape_of
 from .decoder import DecoderConfig
 
+_LONGEST_PROMPT = 2048  # tokens; a request's prompt has at most 2000 characters
+
 _NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "attention.out.weight": "self_attn.o_proj.weight",
@@ -38,7 +40,7 @@ def decoder_sizes(
     """Sizes of the decoder whose layers are `<prefix>layers.*`, from its configuration, checked against the weights.
 
     `vocabulary` and `grid` count the codes and their rows. Prompts may fill what the codes leave of
-    `max_position_embeddings`. Raises CheckpointError for what the decoder cannot do.
+    `max_position_embeddings`, up to 2048 tokens. Raises CheckpointError for what the decoder cannot do.
     """
     layer = f"{prefix}layers.0."
     ffn_width, width = shape_of(weights, layer + "mlp.gate_proj.weight", 2, place)
@@ -51,8 +53,10 @@ def decoder_sizes(
         if config_int(config, name, path) not in (None, found):
             raise CheckpointError(f"{path}: {name} is {config[name]}, but the weights have {found}")
     heads = config_int(config, "num_attention_heads", path)
-    if heads is None or width % heads or width // heads % 2:
-        raise CheckpointError(f"{path}: {heads} heads (num_attention_heads) do not fit the width {width}")
+    if heads is None or width % heads or width // heads % 2 or config.get("head_dim") not in (None, width // heads):
+        raise CheckpointError(
+            f"{path}: {heads} heads (num_attention_heads, head_dim) do not fit the width {width}, expected equal parts"
+        )
     kv_heads = config_int(config, "num_key_value_heads", path) or heads
     rows = shape_of(weights, layer + "self_attn.k_proj.weight", 2, place)[0]
     if heads % kv_heads or rows != kv_heads * (width // heads):
@@ -75,7 +79,7 @@ def decoder_sizes(
         ffn_width=ffn_width,
         vocabulary=vocabulary,
         grid=grid,
-        prefix=positions - grid**2,
+        prefix=min(positions - grid**2, _LONGEST_PROMPT),
         norm_eps=config_float(config, "rms_norm_eps", 1e-6, path),
         rope_base=rope_base(config, path),
         rotary="sequence",
@@ -93,9 +97,7 @@ def rope_base(config: Mapping[str, Any], path: Path) -> float:
     return config_float(scaling if "rope_theta" in scaling else config, "rope_theta", 10000.0, path)
 
 
-def rename_layers(
-    weights: Weights, prefix: str, layers: int, width: int, path: Path
-) -> tuple[Weights, dict[str, str]]:
+def rename_layers(weights: Weights, prefix: str, layers: int, width: int, path: Path) -> tuple[Weights, dict[str, str]]:
     """Weights with the layers' and the final norm's under our names, and the map from our names to the file's.
 
     Queries, keys and values become one weight; other names are left as they are. CheckpointError if a layer lacks

@@ -26,6 +26,7 @@ from .onnx_ops import Value
 from .text_condition import text_condition_graph
 from .text_encoder import read_text_encoder
 
+
 def export_llamagen(
     target: Path,
     vq: Path,

@@ -47,7 +47,9 @@ def columns(mask: NDArray[np.uint8], length: int) -> NDArray[np.bool_]:
     return np.tri(length, dtype=bool) & real[:, None] | np.eye(length, dtype=bool)
 
 
-def one_pass(bundle: Path, role: str, positions: NDArray[np.int64], visible: NDArray[np.bool_], **rows: object) -> Arrays:
+def one_pass(
+    bundle: Path, role: str, positions: NDArray[np.int64], visible: NDArray[np.bool_], **rows: object
+) -> Arrays:
     """A pass with positions and masks of its own, on an empty past."""
     spec = getattr(manifest(bundle), role)
     empty = np.zeros((0, len(positions), spec.kv_heads, spec.head_width), np.float32)

@@ -166,9 +166,7 @@ def test_prompts_as_text_give_the_published_codes(pipe: Pipeline, method: str) -
     options: dict[str, Options] = {
         "ar": Options(method="ar"),
         "eagle": Options(method="eagle", tree="dynamic-59-5-10"),
-        "lantern": Options(
-            method="lantern", tree="dynamic-59-5-10", neighbors=40, delta=0.6, residual="neighborhood"
-        ),
+        "lantern": Options(method="lantern", tree="dynamic-59-5-10", neighbors=40, delta=0.6, residual="neighborhood"),
     }
     name = {"ar": "ar", "eagle": "eagle2_dynamic_exact", "lantern": "lantern_k40_d0.6"}[method]
     traces = sorted((trace for trace in TRACES if trace["name"] == name), key=lambda trace: trace["prompt"])
