@@ -140,7 +140,8 @@ def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, T
     first = tokens.get(0, 0)
     if not tokens or tokens != {code: first + code for code in range(len(tokens))}:
         raise CheckpointError(
-            f"{path}: vocabulary_map names {len(tokens)} image tokens (IMGIMG..Z), expected the codes 0, 1, ... in a row"
+            f"{path}: vocabulary_map names {len(tokens)} image tokens (IMGIMG..Z), expected those of the codes "
+            "0, 1, ... one after the other"
         )
     start, end, begin = names[_START], names[_END_OF_TURN], names[_BEGIN_IMAGE]
     return first, len(tokens), TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))

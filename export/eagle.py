@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
-from .decoder import Decoder, DecoderConfig, Layer, rotary_table
+from .decoder import Decoder, DecoderConfig, DeepHead, Layer, rotary_table
 from .decoder_graph import cache_values, node_values, write_head, write_layers
 from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
 from .hf_decoder import rename_layers, rope_base
@@ -32,7 +32,9 @@ class EagleDrafter(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, config: DecoderConfig, head: nn.Linear, bias: bool, tokens: int | None = None) -> None:
+    def __init__(
+        self, config: DecoderConfig, head: nn.Linear | DeepHead, bias: bool, tokens: int | None = None
+    ) -> None:
         """`tokens`: rows of the embedding table, where it holds more than the codes."""
         super().__init__()
         self.config = config
@@ -83,6 +85,8 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
     weights = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".inv_freq")}
     if "fc.weight" not in weights or "embed_tokens.weight" not in weights:
         raise CheckpointError(f"{path}: has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
+    if not isinstance(target.head, nn.Linear):
+        raise CheckpointError(f"{path}: the target's head has a hidden layer; EAGLE drafters borrow a plain one")
     config = _infer(weights, path, config_path, target.config, tokens or target.config.vocabulary)
     head = nn.Linear(config.width, config.vocabulary, bias=False)
     drafter = EagleDrafter(config, head, "fc.bias" in weights, tokens)

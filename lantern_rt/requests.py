@@ -226,6 +226,7 @@ def _token_request(prompt: str, ids: NDArray[np.int64], layout: TokenLayout) -> 
     if layout.uncond is not None:
         uncond = np.array(layout.uncond, np.int64)
     else:
+        assert layout.uncond_fill is not None  # the manifest has one of the two
         uncond = cond.copy()
         uncond[len(layout.before) : len(cond) - len(layout.after)] = layout.uncond_fill
     return ImageRequest(
