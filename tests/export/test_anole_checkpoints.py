@@ -199,7 +199,8 @@ def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target:
         (
             "vocabulary_map",
             {"<s>": 0, "<reserved08706>": 9, "<racm3:break>": 8, "IMGIMGAZ": 4, "IMGIMGCZ": 5},
-            "vocabulary_map names 2 image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... one after the other",
+            "vocabulary_map names 2 image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... "
+            "one after the other",
         ),
     ],
 )
