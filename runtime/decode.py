@@ -22,13 +22,11 @@ from .acceptance import Acceptance, Relaxation, walk, walk_greedy
 from .drafting import Children, Drafter
 from .engine import Bools, Engine, Floats, Ints, Pass, PassOutput
 from .jacobi import Jacobi, Window
-from .passes import committed_mask, run_pass
+from .passes import MINIMUM_NODES, committed_mask, prefill_pass, run_pass, stack_padding
 from .sampling import Probabilities, Sampling, draw, guide, shape_distribution
 from .statistics import Clock, RequestStatistics, Statistics, summarise
 from .streams import Streams, open_streams
 from .tree import DraftTree, DynamicTree, TreeShape
-
-MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ class _Decoding:
         self.active = list(self.requests)
         sides = ["cond", "uncond"] if sampling.guided else ["cond"]
         self.prefix: list[Floats] = [getattr(prompt, side) for side in sides for prompt in prompts]
-        self.hidden_columns = _stack_padding([prompt.padding(side) for side in sides for prompt in prompts])
+        self.hidden_columns = stack_padding([prompt.padding(side) for side in sides for prompt in prompts])
         self.sides = len(sides)
         self.drafter: Drafter | None = None
         if method.shape is not None:
@@ -210,13 +208,7 @@ class _Decoding:
         prefix = int(lengths.max())
         capacity = prefix + self.model.codes + self._most_nodes()
         self.cache = self.model.target.new_cache(rows, capacity)
-        nodes = max(prefix, MINIMUM_NODES)
-        embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in self.prefix])
-        span = self.model.target.next_span(self.cache, nodes)
-        visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, span:] = prefix_mask(~self.hidden_columns, nodes)
-        positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = self._run(Pass(positions=positions, visible=visible, embeds=embeds))
+        output = self._run(prefill_pass(self.model.target, self.cache, self.prefix, self.hidden_columns))
         self.cache.append(output.fresh, [np.arange(length) for length in lengths])
         last = output.logits[np.arange(rows), lengths - 1]  # [rows, vocabulary]
         parts = []
@@ -333,31 +325,6 @@ class _Decoding:
             self.drafter.keep_rows(rows)
             self.new_codes = [self.new_codes[slot] for slot in kept]
             self.new_hidden = [self.new_hidden[row] for row in rows]
-
-
-def _stack_padding(padding: list[Bools]) -> Bools:
-    """Padded columns of rows of different length, bool `[rows, longest]`: past a row's end comes no padding."""
-    stacked = np.zeros((len(padding), max(map(len, padding))), bool)
-    for row, own in enumerate(padding):
-        stacked[row, : len(own)] = own
-    return stacked
-
-
-def prefix_mask(real: Bools, nodes: int) -> Bools:
-    """Who sees whom in the prefill, bool `[rows, nodes, nodes]`, from `real [rows, prefix]`.
-
-    Real rows see the real rows up to themselves. Padded rows see every real row and the padding up to
-    themselves: their own output matters to nobody but LANTERN's LlamaGen drafter, which was trained on it.
-    """
-    rows, prefix = real.shape
-    columns = np.zeros((rows, nodes), bool)
-    columns[:, :prefix] = real
-    causal = np.tri(nodes, dtype=bool)
-    rows_real = np.ones((rows, nodes), bool)
-    rows_real[:, :prefix] = real
-    mask: Bools = np.where(rows_real[:, :, None], causal & columns[:, None], columns[:, None] | causal)
-    mask[:, np.arange(nodes), np.arange(nodes)] = True
-    return mask
 
 
 def _root_only(code: int) -> DraftTree:
