@@ -28,6 +28,7 @@ from .hf_decoder import decoder_sizes, rename_layers
 from .vqgan import read_vqgan
 from .weight_folders import find_weights, read_weight_files
 
+_ARCHITECTURE, _LUMINA = "ChameleonForConditionalGeneration", "mask_image_logits"  # the latter is Lumina-mGPT's
 _START, _END_OF_TURN, _BEGIN_IMAGE = "<s>", "<reserved08706>", "<racm3:break>"
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -109,6 +110,11 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
     config = read_config(config_path)
     if config.get("model_type") != "chameleon":
         raise CheckpointError(f"{config_path}: model_type is {config.get('model_type')!r}, expected 'chameleon'")
+    if config.get("architectures", [_ARCHITECTURE]) != [_ARCHITECTURE] or _LUMINA in config:
+        found_name = _LUMINA if _LUMINA in config else f"architectures {config['architectures']}"
+        raise CheckpointError(
+            f"{config_path}: found {found_name}, expected a {_ARCHITECTURE}; Lumina-mGPT and its kin are not supported"
+        )
     first, codes, layout = _read_vocabulary(config, config_path)
     found = find_weights(folder)
     weights = read_weight_files(found, keep=lambda name: not name.startswith(_VQ_PREFIX))

@@ -180,6 +180,18 @@ def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target:
     ("field", "value", "message"),
     [
         ("model_type", "llama", "model_type is 'llama', expected 'chameleon'"),
+        (
+            "architectures",
+            ["ChameleonXLLMXForConditionalGeneration"],
+            "found architectures ['ChameleonXLLMXForConditionalGeneration'], expected a "
+            "ChameleonForConditionalGeneration; Lumina-mGPT and its kin are not supported",
+        ),
+        (
+            "mask_image_logits",
+            True,
+            "found mask_image_logits, expected a ChameleonForConditionalGeneration; Lumina-mGPT and its kin are not "
+            "supported",
+        ),
         ("hidden_size", 32, "hidden_size is 32, but the weights have 64"),
         (
             "num_attention_heads",
