@@ -69,8 +69,9 @@ def rotary_table(config: DecoderConfig) -> Tensor:
     """
     half = config.head_width // 2
     if config.rotary == "sequence":
-        pair = torch.arange(half, dtype=torch.float64) / half
-        turns = torch.arange(config.positions, dtype=torch.float64)[:, None] * config.rope_base**-pair
+        pair = torch.arange(half, dtype=torch.float64, device="cpu") / half
+        position = torch.arange(config.positions, dtype=torch.float64, device="cpu")
+        turns = position[:, None] * config.rope_base**-pair
         return torch.stack([turns.cos(), turns.sin()], -1).float()  # [positions, half, 2]
     frequencies = config.rope_base ** (-torch.arange(0, half, 2, dtype=torch.float64)[: half // 2] / half)
     cells = torch.arange(config.grid, dtype=torch.float64)

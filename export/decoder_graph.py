@@ -101,8 +101,8 @@ def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale
     square = ops.op("Pow", centred, ops.weight("two", torch.tensor(2.0)))
     variance = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
     deviation = ops.op("Sqrt", ops.op("Add", variance, ops.weight(f"eps_{key.eps}", torch.tensor(key.eps))))
-    weight = ops.weight(prefix + ".weight", torch.cat([query.weight * scale, key.weight]))
-    bias = ops.weight(prefix + ".bias", torch.cat([query.bias * scale, key.bias]))
+    weight = ops.weight(prefix + ".weight", torch.cat([query.weight.float() * scale, key.weight.float()]))
+    bias = ops.weight(prefix + ".bias", torch.cat([query.bias.float() * scale, key.bias.float()]))
     return ops.op("Add", ops.op("Mul", ops.op("Div", centred, deviation), weight), bias)
 
 

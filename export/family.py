@@ -111,7 +111,7 @@ def export_model(
     return write_bundle(
         output,
         graphs=graphs,
-        code_embeddings=model.code_embeddings.numpy(),
+        code_embeddings=model.code_embeddings.float().numpy(),
         fields=fields,
         neighbours=neighbours,
         files={"tokenizer": (_TOKENIZER, model.tokenizer.read_bytes())},

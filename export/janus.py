@@ -118,9 +118,11 @@ def _fold_codes(codes: Tensor, aligner: Weights, folder: Path) -> Tensor:
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if aligner.keys() != wanted:
         raise CheckpointError(f"{folder}: {_ALIGNER} has {sorted(aligner)}, expected {sorted(wanted)}")
+    codes = codes.float()
     with torch.no_grad():
         for i, layer in enumerate(layers):
-            codes = F.linear(F.gelu(codes) if i else codes, aligner[f"{layer}.weight"], aligner[f"{layer}.bias"])
+            weight, bias = (aligner[f"{layer}.{part}"].float() for part in ("weight", "bias"))
+            codes = F.linear(F.gelu(codes) if i else codes, weight, bias)
     return codes
 
 

@@ -270,7 +270,7 @@ def fill_vq(
     """The tokenizer with these weights, which bear LlamaGen's names; `shown` maps them to the file's, for messages."""
     config = replace(_infer(weights, path), unit_decoding=unit_decoding, unit_encoding=unit_encoding)
     vq = LlamaGenVQ(config)
-    named = dict(weights)
+    named = {name: weight.float() for name, weight in weights.items()}  # the whole tokenizer is small
     named["codebook"] = named.pop("quantize.embedding.weight")
     fill(vq, named, path, {**(shown or {}), "codebook": "quantize.embedding.weight"})
     return vq
