@@ -29,7 +29,7 @@ from .vqgan import read_vqgan
 from .weight_folders import find_weights, read_weight_files
 
 _ARCHITECTURE, _LUMINA = "ChameleonForConditionalGeneration", "mask_image_logits"  # the latter is Lumina-mGPT's
-_START, _END_OF_TURN, _BEGIN_IMAGE = "<s>", "<reserved08706>", "<racm3:break>"
+_PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
@@ -45,6 +45,7 @@ class Chameleon:
     layout: TokenLayout
     first_code: int
     files: list[tuple[str, Path]]
+    named_tokens: dict[str, int]
 
     @property
     def code_embeddings(self) -> Tensor:
@@ -98,6 +99,7 @@ def export_anole(
         sources=sources,
         drafter=None if draft is None else draft.drafter,
         code_offset=chameleon.first_code,
+        named_tokens=chameleon.named_tokens,
     )
     return export_model(model, output, name=name, force=force, origins=origins, progress=progress)
 
@@ -130,7 +132,8 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
     decoder = Decoder(sizes)
     fill(decoder, named | {"head.weight": head[first : first + codes]}, folder, shown | {"head.weight": _HEAD})
     files = [("target", path) for path in found.all_files]
-    return Chameleon(decoder, embeddings, layout, first, [*files, ("target_config", config_path)])
+    named_tokens = {name: config["vocabulary_map"][name] for name in _PROMPT_TOKENS}
+    return Chameleon(decoder, embeddings, layout, first, [*files, ("target_config", config_path)], named_tokens)
 
 
 def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, TokenLayout]:
@@ -140,7 +143,7 @@ def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, T
         raise CheckpointError(
             f"{path}: has no vocabulary_map from names to token ids, expected one that names the codes"
         )
-    if missing := [name for name in (_START, _END_OF_TURN, _BEGIN_IMAGE) if name not in names]:
+    if missing := [name for name in _PROMPT_TOKENS if name not in names]:
         raise CheckpointError(f"{path}: vocabulary_map lacks {', '.join(missing)}")
     tokens = {_code(name): token for name, token in names.items() if re.fullmatch("IMGIMG[A-J]+Z", name)}
     first = tokens.get(0, 0)
@@ -149,7 +152,7 @@ def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, T
             f"{path}: vocabulary_map names {len(tokens)} image tokens (IMGIMG..Z), expected those of the codes "
             "0, 1, ... one after the other"
         )
-    start, end, begin = names[_START], names[_END_OF_TURN], names[_BEGIN_IMAGE]
+    start, end, begin = (names[name] for name in _PROMPT_TOKENS)
     return first, len(tokens), TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
 
 

@@ -8,7 +8,8 @@ Does not know any family, nor how graphs and bundles are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ class Model:
     code_embeddings `[codes, width]`: the target's input rows for codes. token_embeddings `[tokens, width]`: those
     for the ids of a prompt. vocabulary: how prompts become ids. tokenizer: a `tokenizer.json` of Hugging Face's
     `tokenizers`. sources: files by role, for the bundle's provenance. code_offset: what is added to a code to
-    give the token id that the drafter reads.
+    give the token id that the drafter reads. named_tokens: ids by name that the tokenizer must have too.
     """
 
     family: str
@@ -62,6 +63,7 @@ class Model:
     sources: list[tuple[str, Path]]
     drafter: EagleDrafter | None = None
     code_offset: int = 0
+    named_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def export_model(
@@ -81,7 +83,7 @@ def export_model(
             f"the VQ tokenizer has {model.vq.config.codes} codes, but the transformer has {sizes.vocabulary}; "
             "give the one that belongs to it"
         )
-    _check_tokenizer(model.tokenizer, len(model.token_embeddings))
+    _check_tokenizer(model.tokenizer, len(model.token_embeddings), model.named_tokens)
     if progress:
         progress("sorting neighbours")
     neighbours = neighbour_table(model.vq.codebook.numpy())
@@ -128,18 +130,20 @@ def find_tokenizer(folder: Path) -> Path:
     return path
 
 
-def _check_tokenizer(path: Path, rows: int) -> None:
-    """Refuse a tokenizer that cannot be read or gives ids that the model does not embed."""
+def _check_tokenizer(path: Path, rows: int, named: Mapping[str, int]) -> None:
+    """Refuse a tokenizer that cannot be read, gives ids that the model does not embed, or other ids than `named`."""
     try:
         tokens = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path}: expected a tokenizer in JSON, found {str(error)[:100]}") from error
+    cure = "give the model's own tokenizer"
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
-        raise CheckpointError(
-            f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; "
-            "give the model's own tokenizer"
-        )
+        raise CheckpointError(f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; {cure}")
+    for name, wanted in named.items():
+        if tokens.get(name) != wanted:
+            found = f"id {tokens[name]}" if name in tokens else "no id"
+            raise CheckpointError(f"{path}: token {name!r} has {found}, but the model's is {wanted}; {cure}")
 
 
 class TokenCondition(nn.Module):

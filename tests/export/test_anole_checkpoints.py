@@ -152,9 +152,21 @@ def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(target: Path, 
     def add_token(tokenizer: dict[str, Any]) -> None:
         tokenizer["model"]["vocab"]["far"] = 176
 
+    def swap_tokens(tokenizer: dict[str, Any]) -> None:
+        vocabulary = tokenizer["model"]["vocab"]
+        del vocabulary["far"]
+        vocabulary["<racm3:break>"], vocabulary["<eoss>"] = 132, 133
+        tokenizer["added_tokens"] = []
+
     change(target / "tokenizer.json", add_token)
     with refused(
         f"{target}/tokenizer.json: token 'far' has id 176, but the model embeds 176 tokens; "
+        "give the model's own tokenizer"
+    ):
+        export_anole(target, VQ, tmp_path / "out")
+    change(target / "tokenizer.json", swap_tokens)
+    with refused(
+        f"{target}/tokenizer.json: token '<racm3:break>' has id 132, but the model's is 133; "
         "give the model's own tokenizer"
     ):
         export_anole(target, VQ, tmp_path / "out")
