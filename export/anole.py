@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..errors import CheckpointError, RequestError
 from ..manifest import SamplingDefaults, TokenLayout
 from .bundle_writer import check_output
 from .checkpoints import fill, read_config, shape_of
 from .decoder import Decoder
-from .eagle import read_drafter
+from .eagle import EagleDrafter, read_drafter
 from .family import Model, export_model, find_tokenizer
 from .hf_decoder import decoder_sizes, rename_layers
 from .vqgan import read_vqgan
@@ -38,19 +39,14 @@ _SAMPLING = SamplingDefaults(cfg_scale=3.0, top_k=2000, filter_order="top-p, top
 
 @dataclass(frozen=True)
 class Chameleon:
-    """A target taken apart. `embeddings [vocabulary, width]` of all tokens; code c is token `first_code` + c."""
+    """A target taken apart. `embeddings [vocabulary, width]` of all tokens; code c is token `codes[c]`."""
 
     decoder: Decoder
     embeddings: Tensor
     layout: TokenLayout
-    first_code: int
+    codes: list[int]
     files: list[tuple[str, Path]]
     named_tokens: dict[str, int]
-
-    @property
-    def code_embeddings(self) -> Tensor:
-        """The codes' rows of the embeddings, `[codes, width]`."""
-        return self.embeddings[self.first_code : self.first_code + self.decoder.config.vocabulary]
 
 
 def export_anole(
@@ -84,13 +80,15 @@ def export_anole(
     chameleon = read_chameleon(target, rows)
     tokens = len(chameleon.embeddings)
     draft = None if drafter is None else read_drafter(drafter, chameleon.decoder, tokens)
+    if draft is not None:
+        arrange_codes(draft.drafter, chameleon.codes)
     sources = [*chameleon.files, ("tokenizer", tokenizer), *(("vq", path) for path in image.files)]
     if drafter is not None and draft is not None:
         sources += [("drafter", draft.weights), ("drafter_config", drafter / "config.json")]
     model = Model(
         family="anole",
         decoder=chameleon.decoder,
-        code_embeddings=chameleon.code_embeddings,
+        code_embeddings=_rows(chameleon.embeddings, chameleon.codes),
         token_embeddings=chameleon.embeddings,
         layout=chameleon.layout,
         tokenizer=tokenizer,
@@ -98,7 +96,7 @@ def export_anole(
         sampling=_SAMPLING,
         sources=sources,
         drafter=None if draft is None else draft.drafter,
-        code_offset=chameleon.first_code,
+        code_offset=min(chameleon.codes),
         named_tokens=chameleon.named_tokens,
     )
     return export_model(model, output, name=name, force=force, origins=origins, progress=progress)
@@ -117,27 +115,44 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
         raise CheckpointError(
             f"{config_path}: found {found_name}, expected a {_ARCHITECTURE}; Lumina-mGPT and its kin are not supported"
         )
-    first, codes, layout = _read_vocabulary(config, config_path)
+    codes, layout = _read_vocabulary(config, config_path)
     found = find_weights(folder)
     weights = read_weight_files(found, keep=lambda name: not name.startswith(_VQ_PREFIX))
     for name in (_EMBEDDINGS, _HEAD):
-        if shape_of(weights, name, 2, folder)[0] < first + codes:
+        if shape_of(weights, name, 2, folder)[0] <= max(codes):
             raise CheckpointError(
                 f"{folder}: {name} has {len(weights[name])} rows, but {config_path.name} has image tokens up to "
-                f"{first + codes - 1}"
+                f"{max(codes)}"
             )
     embeddings, head = weights.pop(_EMBEDDINGS), weights.pop(_HEAD)
-    sizes = decoder_sizes(config, config_path, weights, folder, "model.", codes, grid)
+    sizes = decoder_sizes(config, config_path, weights, folder, "model.", len(codes), grid)
     named, shown = rename_layers(weights, "model.", sizes.layers, sizes.width, folder)
     decoder = Decoder(sizes)
-    fill(decoder, named | {"head.weight": head[first : first + codes]}, folder, shown | {"head.weight": _HEAD})
+    fill(decoder, named | {"head.weight": _rows(head, codes)}, folder, shown | {"head.weight": _HEAD})
     files = [("target", path) for path in found.all_files]
     named_tokens = {name: config["vocabulary_map"][name] for name in _PROMPT_TOKENS}
-    return Chameleon(decoder, embeddings, layout, first, [*files, ("target_config", config_path)], named_tokens)
+    return Chameleon(decoder, embeddings, layout, codes, [*files, ("target_config", config_path)], named_tokens)
 
 
-def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, TokenLayout]:
-    """The token of code 0, the number of codes, and how prompts are laid out."""
+def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:
+    """Put the drafter's embeddings of codes in order: code c at the first code's token + c."""
+    first, table = min(codes), drafter.embed.weight
+    if codes != list(range(first, first + len(codes))):
+        ordered = table.clone()
+        ordered[first : first + len(codes)] = _rows(table, codes)
+        drafter.embed.weight = nn.Parameter(ordered, requires_grad=False)
+
+
+def _rows(table: Tensor, codes: list[int]) -> Tensor:
+    """The rows of codes; a view where they lie in order, as they do in published models."""
+    first = min(codes)
+    if codes == list(range(first, first + len(codes))):
+        return table[first : first + len(codes)]
+    return table[torch.tensor(codes)]
+
+
+def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[list[int], TokenLayout]:
+    """The token of every code, and how prompts are laid out."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
         raise CheckpointError(
@@ -146,14 +161,17 @@ def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[int, int, T
     if missing := [name for name in _PROMPT_TOKENS if name not in names]:
         raise CheckpointError(f"{path}: vocabulary_map lacks {', '.join(missing)}")
     tokens = {_code(name): token for name, token in names.items() if re.fullmatch("IMGIMG[A-J]+Z", name)}
-    first = tokens.get(0, 0)
-    if not tokens or tokens != {code: first + code for code in range(len(tokens))}:
+    ids = sorted(tokens.values())
+    block = len(ids) > 1 and ids == list(range(ids[0], ids[0] + len(ids)))
+    if not block or sorted(tokens) != list(range(len(ids))):
         raise CheckpointError(
             f"{path}: vocabulary_map names {len(tokens)} image tokens (IMGIMG..Z), expected those of the codes "
-            "0, 1, ... one after the other"
+            "0, 1, ... with ids in one block"
         )
     start, end, begin = (names[name] for name in _PROMPT_TOKENS)
-    return first, len(tokens), TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
+    return [tokens[code] for code in range(len(ids))], TokenLayout(
+        before=(start,), after=(end, begin), uncond=(start, begin)
+    )
 
 
 def _code(name: str) -> int:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from lantern_rt.cli import run_program
 from lantern_rt.errors import CheckpointError, LanternError
-from lantern_rt.export.anole import export_anole, read_chameleon
+from lantern_rt.export.anole import arrange_codes, export_anole, read_chameleon
+from lantern_rt.export.eagle import read_drafter
 from lantern_rt.export.vqgan import read_vqgan
 
 TARGET, VQ, DRAFTER = DATA / "anole/target", DATA / "chameleon-vqgan", DATA / "anole/drafter"
@@ -85,8 +86,38 @@ def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(target:
 def test_the_head_keeps_only_the_image_tokens(target: Path) -> None:
     chameleon, weights = read_chameleon(target, 8), load_file(target / "model.safetensors")
     assert torch.equal(chameleon.decoder.head.weight, weights["lm_head.weight"][4:132])
-    assert torch.equal(chameleon.code_embeddings, weights["model.embed_tokens.weight"][4:132])
+    assert chameleon.codes == list(range(4, 132))
+    assert torch.equal(chameleon.embeddings, weights["model.embed_tokens.weight"])
     assert (chameleon.layout.before, chameleon.layout.after, chameleon.layout.uncond) == ((0,), (140, 133), (0, 133))
+
+
+def test_codes_are_told_by_their_names_whatever_the_order_of_their_tokens(target: Path) -> None:
+    plain = read_chameleon(target, 8)
+    drafter = read_drafter(DRAFTER, plain.decoder, 176).drafter
+    moved = torch.arange(176)
+    moved[4:132] = 4 + torch.randperm(128, generator=torch.Generator().manual_seed(0))  # old token -> new token
+
+    def rename(config: dict[str, Any]) -> None:
+        config["vocabulary_map"] = {name: int(moved[token]) for name, token in config["vocabulary_map"].items()}
+
+    def move(table: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(table).index_copy_(0, moved, table)
+
+    change(target / "config.json", rename)
+    reweigh(
+        target / "model.safetensors",
+        lambda weights: weights.update(
+            {name: move(weights[name]) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+        ),
+    )
+    other = read_chameleon(target, 8)
+    assert other.codes == moved[4:132].tolist()
+    assert torch.equal(other.decoder.head.weight, plain.decoder.head.weight)
+    assert torch.equal(other.embeddings[other.codes], plain.embeddings[plain.codes])
+    expected = drafter.embed.weight.clone()
+    drafter.embed.weight = torch.nn.Parameter(move(expected), requires_grad=False)
+    arrange_codes(drafter, other.codes)
+    assert torch.equal(drafter.embed.weight, expected)
 
 
 def test_the_size_of_pictures_comes_from_the_yaml_or_the_caller(vq: Path) -> None:
@@ -224,7 +255,7 @@ def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target:
             "vocabulary_map",
             {"<s>": 0, "<reserved08706>": 9, "<racm3:break>": 8, "IMGIMGAZ": 4, "IMGIMGCZ": 5},
             "vocabulary_map names 2 image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... "
-            "one after the other",
+            "with ids in one block",
         ),
     ],
 )
