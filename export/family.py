@@ -8,7 +8,6 @@ Does not know any family, nor how graphs and bundles are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 

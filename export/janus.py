@@ -50,13 +50,14 @@ def export_janus(
     *,
     name: str | None = None,
     force: bool = False,
+    origins: Mapping[Path, str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Export a Janus folder; returns the bundle's folder."""
+    """Export a Janus folder; returns the bundle's folder. `origins`: where it was fetched from, for the manifest."""
     check_output(output, force)
     if progress:
         progress("reading checkpoint")
-    return export_model(read_janus(target), output, name=name, force=force, progress=progress)
+    return export_model(read_janus(target), output, name=name, force=force, origins=origins, progress=progress)
 
 
 def read_janus(folder: Path) -> Model:

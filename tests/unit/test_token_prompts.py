@@ -16,7 +16,7 @@ from lantern_rt.errors import BundleError, EngineError, RequestError
 from lantern_rt.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.requests import ImageRequest, resolve_images, token_slots
 from lantern_rt.runtime.decode import DrafterLayout, Prompt
-from lantern_rt.text_tokenizer import read_text_tokenizer
+from lantern_rt.template_tokenizer import read_template_tokenizer
 
 ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
 JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), uncond_fill=2)
@@ -114,23 +114,21 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(path: Path) -> None:
-    assert read_text_tokenizer(path).encode("a red cube", 8).tolist() == [1, 2, 3]
-    assert read_text_tokenizer(path, "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
+    assert read_template_tokenizer(path).encode("a red cube", 8).tolist() == [1, 2, 3]
+    assert read_template_tokenizer(path, "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
 
 
 def test_a_prompt_with_too_many_tokens_or_none_is_refused(path: Path) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2; shorten it$"):
-        read_text_tokenizer(path).encode("a red cube", 2)
+        read_template_tokenizer(path).encode("a red cube", 2)
     with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
-        read_text_tokenizer(path).encode("\u3000", 2)
+        read_template_tokenizer(path).encode("\u3000", 2)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(path: Path) -> None:
     path.write_text("{}")
-    with pytest.raises(
-        BundleError, match=r"tokenizer\.json: expected a tokenizer in JSON, found .*; export the bundle"
-    ):
-        read_text_tokenizer(path)
+    with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle"):
+        read_template_tokenizer(path)
 
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +136,4 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monk
     with pytest.raises(
         EngineError, match=r"need the package tokenizers, found none installed; run `pip install 'lantern"
     ):
-        read_text_tokenizer(tmp_path / "tokenizer.json")
+        read_template_tokenizer(tmp_path / "tokenizer.json")
