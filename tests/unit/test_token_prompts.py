@@ -134,6 +134,6 @@ def test_a_file_that_is_no_tokenizer_is_refused(path: Path) -> None:
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
-        EngineError, match=r"need the package tokenizers, found none installed; run `pip install 'lantern"
+        EngineError, match=r"^prompts of this bundle need tokenizers; install with `pip install 'lantern-rt\[text\]'`$"
     ):
         read_template_tokenizer(tmp_path / "tokenizer.json")
