@@ -234,7 +234,7 @@ def measure_bundle(name: str, images: int, threads: int) -> dict[str, Any]:
 def _subject(manifest: Manifest, i: int) -> dict[str, Any]:
     """What image i is conditioned on."""
     condition = manifest.condition
-    if condition.kind == "words":
+    if condition.kind in ("words", "tokens"):
         return {"prompts": PROMPTS[i % len(PROMPTS)]}
     if condition.kind == "class":
         return {"class_ids": i % (condition.classes or 1)}

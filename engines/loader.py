@@ -56,7 +56,7 @@ class Engines:
             return self._drafter
 
     def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Prefix rows `prefix_embeds` and `uncond_embeds`, each float32 `[rows, prefix, width]`."""
+        """Prefix rows `prefix_embeds` and `uncond_embeds`, float32 `[rows, length, width]`, each of its own length."""
         prefix, uncond = self._condition.run(inputs)
         return prefix, uncond
 
@@ -120,7 +120,8 @@ def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
             Tensor("caption_mask", ("int64",), (None, condition.prefix)),
         ],
         "text": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "token_mask")],
+        "tokens": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "uncond_ids")],
     }
-    rows = (None, condition.prefix, manifest.target.width)
+    rows = (None, None if condition.kind == "tokens" else condition.prefix, manifest.target.width)
     outputs = [Tensor(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]
     return inputs[condition.kind], outputs

@@ -20,10 +20,14 @@ from torch import Tensor, nn
 class DecoderConfig:
     """Sizes and conventions of a decoder.
 
-    `prefix_rotation`: rotary rows of the prefix; `zero` makes prefix queries and keys vanish (LlamaGen),
-    `identity` leaves them unturned. `spare_positions`: zero rows after the grid, for draft nodes that
-    lie past the last cell. `input_norm`: whether the first layer normalises its input (an EAGLE drafter
-    of LlamaGen does not). `final_norm`: whether the hidden states are normalised at the end.
+    `rotary`: positions are cells of a `grid` with rows and columns (LlamaGen), or a plain `sequence` (Llama,
+    Chameleon). `pairs`: which numbers of a head turn together, `neighbours` (2i, 2i + 1) or `halves`
+    (i, i + half). `prefix_rotation`: rotary rows of the prefix before a grid; `zero` makes prefix queries and
+    keys vanish (LlamaGen), `identity` leaves them unturned. `spare_positions`: rows after the grid, for draft
+    nodes that lie past the last cell. `input_norm`: whether the first layer normalises its input (an EAGLE
+    drafter of LlamaGen does not). `final_norm`: whether the hidden states are normalised at the end.
+    `query_key_norm`: whether queries and keys are normalised head by head (Chameleon). `head_hidden`: width of
+    a hidden layer in the output head (Janus), 0 for a plain linear one.
     """
 
     width: int
@@ -36,10 +40,14 @@ class DecoderConfig:
     prefix: int
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
+    rotary: Literal["grid", "sequence"] = "grid"
+    pairs: Literal["neighbours", "halves"] = "neighbours"
     prefix_rotation: Literal["zero", "identity"] = "zero"
     spare_positions: int = 64
     input_norm: bool = True
     final_norm: bool = True
+    query_key_norm: bool = False
+    head_hidden: int = 0
 
     @property
     def head_width(self) -> int:
@@ -53,12 +61,18 @@ class DecoderConfig:
 
 
 def rotary_table(config: DecoderConfig) -> Tensor:
-    """Cosines and sines `[positions, head_width / 2, 2]` of the two-dimensional rotary embedding.
+    """Cosines and sines `[positions, head_width / 2, 2]` of the rotary embedding.
 
-    The first half of the pairs turns by the row of the cell, the second half by its column, both with
-    frequencies base^(-2k / (head_width / 2)).
+    On a grid the first half of the pairs turns by the row of the cell, the second half by its column, both with
+    frequencies base^(-2k / (head_width / 2)). In a sequence pair k turns by the position, with frequency
+    base^(-2k / head_width).
     """
     half = config.head_width // 2
+    if config.rotary == "sequence":
+        pair = torch.arange(half, dtype=torch.float64, device="cpu") / half
+        position = torch.arange(config.positions, dtype=torch.float64, device="cpu")
+        turns = position[:, None] * config.rope_base**-pair
+        return torch.stack([turns.cos(), turns.sin()], -1).float()  # [positions, half, 2]
     frequencies = config.rope_base ** (-torch.arange(0, half, 2, dtype=torch.float64)[: half // 2] / half)
     cells = torch.arange(config.grid, dtype=torch.float64)
     turns = cells[:, None] * frequencies  # [grid, pairs / 2]
@@ -72,12 +86,14 @@ def rotary_table(config: DecoderConfig) -> Tensor:
     return table.float()
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Turn neighbouring pairs of `x [rows, nodes, heads, width]` by `turn [rows, nodes, width / 2, 2]`."""
+def rotate(x: Tensor, turn: Tensor, pairs: str = "neighbours") -> Tensor:
+    """Turn pairs of `x [rows, nodes, heads, width]` by `turn [rows, nodes, width / 2, 2]`."""
     rows, nodes, heads, width = x.shape
-    pairs = x.view(rows, nodes, heads, width // 2, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
     cos, sin = turn[:, :, None, :, 0], turn[:, :, None, :, 1]
+    if pairs == "halves":
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    even, odd = x.view(rows, nodes, heads, width // 2, 2).unbind(-1)
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).view(rows, nodes, heads, width)
 
 
@@ -93,12 +109,29 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
+class HeadNorm(nn.Module):
+    """(x - mean) / deviation of every head by itself, then scaled and shifted by weights of that head."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(heads, width)), nn.Parameter(torch.zeros(heads, width))
+        self.eps = 1e-5  # Chameleon's; no configuration names it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape[-1:], eps=self.eps) * self.weight + self.bias
+
+
 class Attention(nn.Module):
     """Grouped-query attention with separate paths for cached decoding and for training."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
+        self.pairs = config.pairs
+        if config.query_key_norm:
+            self.query_norm = HeadNorm(config.heads, config.head_width)
+            self.key_norm = HeadNorm(config.kv_heads, config.head_width)
+        self.normed = config.query_key_norm
         self.qkv = nn.Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_width, bias=False)
         self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
 
@@ -107,8 +140,11 @@ class Attention(nn.Module):
         rows, nodes, _ = x.shape
         sizes = [self.heads * self.head_width, self.kv_heads * self.head_width, self.kv_heads * self.head_width]
         query, key, value = self.qkv(x).split(sizes, -1)
-        query = rotate(query.view(rows, nodes, self.heads, self.head_width), turn)
-        key = rotate(key.view(rows, nodes, self.kv_heads, self.head_width), turn)
+        query = query.view(rows, nodes, self.heads, self.head_width)
+        key = key.view(rows, nodes, self.kv_heads, self.head_width)
+        if self.normed:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, turn, self.pairs), rotate(key, turn, self.pairs)
         return query, key, value.view(rows, nodes, self.kv_heads, self.head_width)
 
     def forward(
@@ -184,6 +220,18 @@ class Layer(nn.Module):
         return mixed
 
 
+class DeepHead(nn.Module):
+    """Hidden states to logits through one hidden layer with GELU, both layers with bias."""
+
+    def __init__(self, width: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, hidden), nn.Linear(hidden, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.second(F.gelu(self.first(x)))
+        return logits
+
+
 class Decoder(nn.Module):
     """A stack of layers with an output head over the image vocabulary."""
 
@@ -194,7 +242,9 @@ class Decoder(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps) if config.final_norm else nn.Identity()
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head: nn.Linear | DeepHead = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.head_hidden:
+            self.head = DeepHead(config.width, config.head_hidden, config.vocabulary)
         self.register_buffer("turns", rotary_table(config), persistent=False)
 
     def forward(

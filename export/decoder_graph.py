@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .decoder import Attention, Decoder, FeedForward, Layer, RMSNorm
+from .decoder import Attention, Decoder, DeepHead, FeedForward, Layer, RMSNorm
 from .onnx_ops import Ops, Value
 
 
@@ -28,7 +28,7 @@ class _Shared:
     """Values that all layers read: the two halves of the rotation, the mask, and how to part past from new."""
 
     cos: str  # [rows, nodes, 1, head_width], each number twice
-    sin: str  # the same, negative at even places
+    sin: str  # the same, negative at the first number of each pair
     swap: str  # [head_width, head_width]: exchanges the two numbers of each pair
     mask: str  # [rows, 1, group * nodes, past + nodes]
     sizes: str  # int64 [2]: past, nodes
@@ -54,14 +54,28 @@ def write_target(decoder: Decoder) -> Ops:
     ops = Ops()
     hidden = write_layers(ops, decoder.layers, decoder.turns, "input_embeds")
     hidden = write_norm(ops, hidden, "norm", decoder.norm, name="hidden_states")
-    ops.many("MatMul", hidden, ops.weight("head.weight", decoder.head.weight.t()), outputs=["logits"])
+    write_head(ops, hidden, decoder.head)
     return ops
+
+
+def write_head(ops: Ops, hidden: str, head: nn.Linear | DeepHead) -> None:
+    """Hidden states to the output `logits`."""
+    if isinstance(head, nn.Linear):
+        ops.many("MatMul", hidden, ops.weight("head.weight", head.weight.t()), outputs=["logits"])
+        return
+    first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
+    root = ops.weight("root_half", torch.tensor(0.5**0.5))
+    # GELU: x / 2 * (1 + erf(x / sqrt(2)))
+    erf = ops.op("Add", ops.op("Erf", ops.op("Mul", first, root)), ops.weight("one", torch.tensor(1.0)))
+    active = ops.op("Mul", ops.op("Mul", first, erf), ops.weight("half", torch.tensor(0.5)))
+    second = ops.linear(active, "head.second", head.second.weight)
+    ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name="logits")
 
 
 def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
     """All layers over `x [rows, nodes, width]`; writes the new keys and values as outputs."""
     stack = [cast(Layer, layer) for layer in layers]
-    shared = _write_shared(ops, turns, stack[0].attention.heads // stack[0].attention.kv_heads)
+    shared = _write_shared(ops, turns, stack[0].attention)
     for i, layer in enumerate(stack):
         normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
         x = ops.op("Add", x, _write_attention(ops, normed, i, layer.attention, shared))
@@ -80,11 +94,26 @@ def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None 
     return ops.op("Mul", ops.op("Div", x, rms), ops.weight(prefix + ".weight", norm.weight), name=name)
 
 
-def _write_shared(ops: Ops, turns: Tensor, group: int) -> _Shared:
+def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
+    """Every head of queries and keys `[rows, nodes, heads + kv_heads, width]` by itself; queries times `scale`."""
+    query, key = attention.query_norm, attention.key_norm
+    centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
+    square = ops.op("Pow", centred, ops.weight("two", torch.tensor(2.0)))
+    variance = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
+    deviation = ops.op("Sqrt", ops.op("Add", variance, ops.weight(f"eps_{key.eps}", torch.tensor(key.eps))))
+    weight = ops.weight(prefix + ".weight", torch.cat([query.weight.float() * scale, key.weight.float()]))
+    bias = ops.weight(prefix + ".bias", torch.cat([query.bias.float() * scale, key.bias.float()]))
+    return ops.op("Add", ops.op("Mul", ops.op("Div", centred, deviation), weight), bias)
+
+
+def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:
     width = 2 * turns.shape[1]
-    sign = torch.tensor([-1.0, 1.0]).repeat(width // 2)
-    pairs = torch.arange(width).view(-1, 2).flip(1).flatten()
-    tables = {"cos": turns[..., 0].repeat_interleave(2, 1), "sin": turns[..., 1].repeat_interleave(2, 1) * sign}
+    halves = attention.pairs == "halves"
+    order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
+    place = order.flatten().argsort()  # where each number stands in `order`
+    pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
+    tables = {"cos": turns[:, place // 2, 0], "sin": turns[:, place // 2, 1] * sign}
+    group = attention.heads // attention.kv_heads
     cos, sin = (
         ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
         for part, table in tables.items()
@@ -101,13 +130,16 @@ def _write_shared(ops: Ops, turns: Tensor, group: int) -> _Shared:
 def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared: _Shared) -> str:
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_width
     scale = torch.ones(heads + 2 * kv_heads, 1, 1)
-    scale[:heads] = width**-0.5  # softmax(q k / sqrt(width)): the root goes into the query weights
+    if not attention.normed:
+        scale[:heads] = width**-0.5  # softmax(q k / sqrt(width)): the root goes into the query weights
     weight = (attention.qkv.weight.view(heads + 2 * kv_heads, width, -1) * scale).flatten(0, 1)
     joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * kv_heads, width)
     at = f"layers.{index}"
     turned, value = ops.many(
         "Split", joint, ops.ints(heads + kv_heads, kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
     )
+    if attention.normed:  # the root goes into the norm
+        turned = _write_head_norms(ops, turned, f"{at}.attention.head_norm", attention, width**-0.5)
     swapped = ops.op("MatMul", turned, shared.swap)
     turned = ops.op("Add", ops.op("Mul", turned, shared.cos), ops.op("Mul", swapped, shared.sin))
     query, key = ops.many("Split", turned, ops.ints(heads, kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)

@@ -1,8 +1,8 @@
-"""EAGLE drafters of LlamaGen in LANTERN's layout: a folder of config.json and weights, and their graph.
+"""EAGLE drafters in LANTERN's layout: a folder of config.json and weights, and their graph.
 
 A drafter is one or more layers of the shared decoder behind a linear map of a token's embedding and the hidden
-state before it. It has its own embedding table, borrows the target's head, and has no final norm. Its rotary
-table starts one row later than the target's: the slot that holds a token sits one position before it.
+state before it. It has its own embedding table, borrows the target's head, and has no final norm. The slot that
+holds a token sits one position before it: a drafter of LlamaGen has a rotary table that starts one row later.
 
 Does not know how drafts are grown or accepted.
 """
@@ -18,20 +18,13 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
-from .decoder import Decoder, DecoderConfig, Layer, rotary_table
-from .decoder_graph import cache_values, node_values, write_layers
+from .decoder import Decoder, DecoderConfig, DeepHead, Layer, rotary_table
+from .decoder_graph import cache_values, node_values, write_head, write_layers
 from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
+from .hf_decoder import rename_layers, rope_base
 from .onnx_ops import Ops, Value
 
 _FILES = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
-_NAMES = {
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "ffn.gate.weight": "mlp.gate_proj.weight",
-    "ffn.up.weight": "mlp.up_proj.weight",
-    "ffn.down.weight": "mlp.down_proj.weight",
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-}
 
 
 class EagleDrafter(nn.Module):
@@ -39,10 +32,13 @@ class EagleDrafter(nn.Module):
 
     turns: Tensor
 
-    def __init__(self, config: DecoderConfig, head: nn.Linear, bias: bool) -> None:
+    def __init__(
+        self, config: DecoderConfig, head: nn.Linear | DeepHead, bias: bool, tokens: int | None = None
+    ) -> None:
+        """`tokens`: rows of the embedding table, where it holds more than the codes."""
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocabulary, config.width)
+        self.embed = nn.Embedding(tokens or config.vocabulary, config.width)
         self.fc = nn.Linear(2 * config.width, config.width, bias=bias)
         self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.layers))
         self.register_buffer("turns", rotary_table(config), persistent=False)
@@ -77,8 +73,11 @@ class DrafterFiles:
     weights: Path
 
 
-def read_drafter(folder: Path, target: Decoder) -> DrafterFiles:
-    """The drafter in a folder, for a target whose head and grid it shares."""
+def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> DrafterFiles:
+    """The drafter in a folder, for a target whose head and grid it shares.
+
+    `tokens`: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
+    """
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     config_path = folder / "config.json"
     if path is None or not config_path.is_file():
@@ -86,9 +85,13 @@ def read_drafter(folder: Path, target: Decoder) -> DrafterFiles:
     weights = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".inv_freq")}
     if "fc.weight" not in weights or "embed_tokens.weight" not in weights:
         raise CheckpointError(f"{path}: has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
-    config = _infer(weights, path, config_path, target.config)
-    drafter = EagleDrafter(config, nn.Linear(config.width, config.vocabulary, bias=False), "fc.bias" in weights)
-    renamed, shown = _rename(weights, config.layers, config.width, path)
+    if not isinstance(target.head, nn.Linear):
+        raise CheckpointError(f"{path}: the target's head has a hidden layer; EAGLE drafters borrow a plain one")
+    config = _infer(weights, path, config_path, target.config, tokens or target.config.vocabulary)
+    head = nn.Linear(config.width, config.vocabulary, bias=False)
+    drafter = EagleDrafter(config, head, "fc.bias" in weights, tokens)
+    renamed, shown = rename_layers(weights, "", config.layers, config.width, path)
+    renamed["embed.weight"], shown["embed.weight"] = renamed.pop("embed_tokens.weight"), "embed_tokens.weight"
     fill(drafter, renamed | {"head.weight": target.head.weight}, path, shown)
     return DrafterFiles(drafter, path)
 
@@ -100,7 +103,7 @@ def drafter_graph(drafter: EagleDrafter) -> Graph:
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
         return {
-            "input_ids": generator.integers(config.vocabulary, size=(rows, nodes)),
+            "input_ids": generator.integers(drafter.embed.num_embeddings, size=(rows, nodes)),
             "target_hidden": generator.standard_normal((rows, nodes, config.width), dtype=np.float32),
         }
 
@@ -125,17 +128,17 @@ def _write(drafter: EagleDrafter) -> Ops:
     joint = ops.op("Concat", token, "target_hidden", axis=-1)
     x = write_layers(ops, drafter.layers, drafter.turns, ops.linear(joint, "fc", drafter.fc.weight, drafter.fc.bias))
     hidden = ops.op("Identity", x, name="hidden_states")
-    ops.many("MatMul", hidden, ops.weight("head.weight", drafter.head.weight.t()), outputs=["logits"])
+    write_head(ops, hidden, drafter.head)
     return ops
 
 
-def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfig) -> DecoderConfig:
+def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfig, tokens: int) -> DecoderConfig:
     arguments = read_config(config_path)
     vocabulary, width = shape_of(weights, "embed_tokens.weight", 2, path)
-    if (vocabulary, width) != (target.vocabulary, target.width):
+    if (vocabulary, width) != (tokens, target.width):
+        kind = "codes" if tokens == target.vocabulary else "tokens"
         raise CheckpointError(
-            f"{path}: the drafter has {vocabulary} codes of width {width}, "
-            f"the target {target.vocabulary} of {target.width}"
+            f"{path}: the drafter has {vocabulary} {kind} of width {width}, the target {tokens} of {target.width}"
         )
     layers = count_blocks(weights, "layers.")
     if not layers:
@@ -164,25 +167,8 @@ def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfi
         ffn_width=known["intermediate_size"],
         prefix=target.prefix - 1,
         norm_eps=config_float(arguments, "rms_norm_eps", 1e-6, config_path),
+        rope_base=target.rope_base if target.rotary == "grid" else rope_base(arguments, config_path),
         input_norm="layers.0.input_layernorm.weight" in weights,
         final_norm=False,
+        query_key_norm="layers.0.self_attn.q_norm.weight" in weights,
     )
-
-
-def _rename(weights: Weights, layers: int, width: int, path: Path) -> tuple[Weights, dict[str, str]]:
-    """Weights under our names, and the map from our names to the file's."""
-    shown = {"embed.weight": "embed_tokens.weight"}
-    for i in range(layers):
-        shown |= {f"layers.{i}.{ours}": f"layers.{i}.{theirs}" for ours, theirs in _NAMES.items()}
-    back = {theirs: ours for ours, theirs in shown.items()}
-    left = dict(weights)
-    renamed: Weights = {}
-    for i in range(layers):
-        parts = [f"layers.{i}.self_attn.{part}_proj.weight" for part in "qkv"]
-        for name in parts:
-            if shape_of(weights, name, 2, path)[1] != width:
-                raise CheckpointError(
-                    f"{path}: weight {name} has shape {list(weights[name].shape)}, expected [.., {width}]"
-                )
-        renamed[f"layers.{i}.attention.qkv.weight"] = torch.cat([left.pop(name) for name in parts])
-    return renamed | {back.get(name, name): tensor for name, tensor in left.items()}, shown

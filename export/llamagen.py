@@ -14,29 +14,17 @@ import numpy as np
 
 from .. import __version__
 from ..errors import CheckpointError, RequestError
-from ..manifest import (
-    ConditionSpec,
-    DecoderSpec,
-    DecodingDefaults,
-    DrafterSpec,
-    MethodDefaults,
-    Provenance,
-    SamplingDefaults,
-    Source,
-)
+from ..manifest import ConditionSpec, DrafterSpec, Provenance, SamplingDefaults
 from .bundle_writer import check_output, write_bundle
-from .checkpoints import sha256
-from .decoder import DecoderConfig
 from .eagle import DrafterFiles, drafter_graph, read_drafter
-from .graphs import Arrays, Case, Graph, target_graph
+from .family import LICENCE, decoder_spec, decoding_defaults, plain_cases, source, vq_graphs
+from .graphs import Arrays, Graph, target_graph
 from .llamagen_gpt import CaptionCondition, LlamaGen, read_llamagen
-from .llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder, read_vq
+from .llamagen_vq import read_vq
 from .neighbours import neighbour_table
 from .onnx_ops import Value
 from .text_condition import text_condition_graph
 from .text_encoder import read_text_encoder
-
-LICENCE = "unknown (see the checkpoint's source)"
 
 
 def export_llamagen(
@@ -98,7 +86,7 @@ def export_llamagen(
         "codebook_size": sizes.vocabulary,
         "image_height": pixels,
         "image_width": pixels,
-        "target": _decoder_spec(sizes),
+        "target": decoder_spec(sizes),
         "drafter": None if draft is None else _drafter_spec(draft),
         "condition": ConditionSpec(
             kind="class" if transformer.classes else "embeddings" if text is None else "text",
@@ -113,7 +101,7 @@ def export_llamagen(
         "decoding": decoding_defaults(draft is not None, neighbours.indices.shape[1]),
         "provenance": Provenance(
             exporter=f"lantern-rt {__version__}",
-            sources=tuple(_source(role, path, origins or {}) for role, path in sources),
+            sources=tuple(source(role, path, origins or {}) for role, path in sources),
             licence=LICENCE,
         ),
     }
@@ -133,20 +121,6 @@ def export_llamagen(
         files=None if text is None else {"tokenizer": ("tokenizer.json", text.tokenizer)},
         force=force,
         progress=progress,
-    )
-
-
-def decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
-    """The papers' settings, as far as the neighbour table reaches; plain decoding without a drafter."""
-    if not drafter:
-        return DecodingDefaults(method="ar")
-    return DecodingDefaults(
-        method="lantern",
-        methods={
-            "eagle": MethodDefaults(tree="dynamic-59"),
-            "lantern": MethodDefaults(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2),
-            "lantern++": MethodDefaults(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0),
-        },
     )
 
 
@@ -173,54 +147,7 @@ def condition_graph(transformer: LlamaGen) -> Graph:
             for rows in (3, 1)
         ]
     outputs = tuple(Value(name, ("rows", sizes.prefix, sizes.width)) for name in ("prefix_embeds", "uncond_embeds"))
-    return Graph("condition", transformer.condition, inputs, outputs, _cases(cases))
-
-
-def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
-    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes."""
-    config = tokenizer.config
-    cells, pixels = grid * grid, grid * config.scale
-    generator = np.random.default_rng(0)
-    codes = [{"codes": generator.integers(config.codes, size=(images, cells))} for images in (2, 1)]
-    image = Value("images", ("images", 3, pixels, pixels))
-    pictures: list[Arrays] = [
-        {"images": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in (2, 1)
-    ]
-    return [
-        Graph(
-            "vq_decoder",
-            VQDecoder(tokenizer, grid),
-            (Value("codes", ("images", cells), "int64"),),
-            (image,),
-            _cases(codes),
-        ),
-        Graph(
-            "vq_encoder",
-            VQEncoder(tokenizer),
-            (image,),
-            (Value("codes", ("images", cells), "int64"), Value("pre_quant", ("images", config.code_width, grid, grid))),
-            _cases(pictures),
-        ),
-    ]
-
-
-def _cases(inputs: list[Arrays]) -> tuple[Case, ...]:
-    return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
-
-
-def _source(role: str, path: Path, origins: Mapping[Path, str]) -> Source:
-    return Source(role=role, name=path.name, sha256=sha256(path), origin=origins.get(path, origins.get(path.parent)))
-
-
-def _decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
-    return DecoderSpec(
-        width=sizes.width,
-        layers=sizes.layers,
-        kv_heads=sizes.kv_heads,
-        head_width=sizes.head_width,
-        vocabulary=sizes.vocabulary,
-        positions=sizes.positions,
-    )
+    return Graph("condition", transformer.condition, inputs, outputs, plain_cases(cases))
 
 
 def _drafter_spec(files: DrafterFiles) -> DrafterSpec:

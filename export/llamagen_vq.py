@@ -2,14 +2,16 @@
 
 A convolutional encoder and decoder around a codebook whose rows are unit vectors at use. Sizes come from the
 weights: width per level from the convolutions, levels and residual blocks from the names. Groups of the norms
-(32) and their eps are constants of the published model.
+(32) and their eps are constants of the published model. Chameleon's and Janus's tokenizers are the same modules
+with other choices (`VQConfig`); `vqgan.py` reads them.
 
 Does not know transformers, prompts or how codes are chosen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +26,12 @@ _GROUPS, _EPS = 32, 1e-6
 
 @dataclass(frozen=True)
 class VQConfig:
-    """Sizes of the tokenizer; widths per level, finest first, and residual blocks per encoder level."""
+    """Sizes of the tokenizer; widths per level as it runs, and residual blocks per encoder level.
+
+    `attention`: whether cells attend to each other at the coarsest level, besides the middle. `unit_decoding`,
+    `unit_encoding`: whether codebook rows are unit vectors when pictures are made from codes, and when the
+    nearest code is looked for (then encoder outputs are too).
+    """
 
     codes: int
     code_width: int
@@ -33,6 +40,9 @@ class VQConfig:
     encoder_widths: tuple[int, ...]
     decoder_widths: tuple[int, ...]
     blocks: int
+    attention: bool = True
+    unit_decoding: bool = True
+    unit_encoding: bool = True
 
     @property
     def scale(self) -> int:
@@ -141,7 +151,7 @@ class _Encoder(nn.Module):
                 widths[i - 1] if i else config.encoder_stem,
                 width,
                 config.blocks,
-                coarsest=i == last,
+                coarsest=i == last and config.attention,
                 resize="downsample" if i < last else None,
             )
             for i, width in enumerate(widths)
@@ -171,7 +181,7 @@ class _Decoder(nn.Module):
                 widths[max(i - 1, 0)],
                 width,
                 config.blocks + 1,
-                coarsest=i == 0,
+                coarsest=i == 0 and config.attention,
                 resize="upsample" if i < last else None,
             )
             for i, width in enumerate(widths)
@@ -208,7 +218,7 @@ class VQDecoder(nn.Module):
     def __init__(self, vq: LlamaGenVQ, grid: int) -> None:
         super().__init__()
         self.post_quant_conv, self.decoder, self.grid = vq.post_quant_conv, vq.decoder, grid
-        self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1))
+        self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook)
 
     def latents(self, codes: Tensor) -> Tensor:
         """Code vectors of the cells `[images, code_width, grid, grid]`."""
@@ -227,13 +237,16 @@ class VQEncoder(nn.Module):
 
     def __init__(self, vq: LlamaGenVQ) -> None:
         super().__init__()
-        self.encoder, self.quant_conv = vq.encoder, vq.quant_conv
-        self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1))
+        self.encoder, self.quant_conv, self.unit = vq.encoder, vq.quant_conv, vq.config.unit_encoding
+        self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if self.unit else vq.codebook)
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         latents = self.quant_conv(self.encoder(image))  # [images, code_width, grid, grid]
-        cells = F.normalize(latents, dim=1).flatten(2).transpose(1, 2)  # [images, cells, code_width]
-        return (cells @ self.vectors.T).argmax(-1), latents
+        cells = F.normalize(latents, dim=1) if self.unit else latents
+        likeness = cells.flatten(2).transpose(1, 2) @ self.vectors.T  # [images, cells, codes]
+        if not self.unit:  # nearest: |cell - code|^2 without the |cell|^2 that all codes share
+            likeness = likeness - self.vectors.square().sum(-1) / 2
+        return likeness.argmax(-1), latents
 
 
 def read_vq(path: Path) -> LlamaGenVQ:
@@ -244,9 +257,22 @@ def read_vq(path: Path) -> LlamaGenVQ:
         raise CheckpointError(
             f"{path}: has no quantize.embedding.weight, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
         )
-    vq = LlamaGenVQ(_infer(weights, path))
-    weights["codebook"] = weights.pop("quantize.embedding.weight")
-    fill(vq, weights, path, {"codebook": "quantize.embedding.weight"})
+    return fill_vq(weights, path)
+
+
+def fill_vq(
+    weights: Weights,
+    path: Path,
+    shown: Mapping[str, str] | None = None,
+    unit_decoding: bool = True,
+    unit_encoding: bool = True,
+) -> LlamaGenVQ:
+    """The tokenizer with these weights, which bear LlamaGen's names; `shown` maps them to the file's, for messages."""
+    config = replace(_infer(weights, path), unit_decoding=unit_decoding, unit_encoding=unit_encoding)
+    vq = LlamaGenVQ(config)
+    named = {name: weight.float() for name, weight in weights.items()}  # the whole tokenizer is small
+    named["codebook"] = named.pop("quantize.embedding.weight")
+    fill(vq, named, path, {**(shown or {}), "codebook": "quantize.embedding.weight"})
     return vq
 
 
@@ -269,4 +295,5 @@ def _infer(weights: Weights, path: Path) -> VQConfig:
         )
     if odd := [w for w in (stem, *widths["encoder"], *widths["decoder"]) if w % _GROUPS]:
         raise CheckpointError(f"{path}: level width {odd[0]} is no multiple of {_GROUPS}, the groups of its norms")
-    return VQConfig(codes, code_width, latent_width, stem, widths["encoder"], widths["decoder"], blocks)
+    attention = f"encoder.conv_blocks.{len(widths['encoder']) - 1}.attn.0.norm.weight" in weights
+    return VQConfig(codes, code_width, latent_width, stem, widths["encoder"], widths["decoder"], blocks, attention)

@@ -47,8 +47,12 @@ class CaptionTokenizer:
 
 
 def read_caption_tokenizer(path: Path, cleaning: Literal["llamagen"] | None) -> CaptionTokenizer:
-    """Read a `tokenizer.json`; EngineError if a library is missing, BundleError if the file is no tokenizer."""
-    needed = ["tokenizers"] + (["ftfy"] if cleaning else [])
+    """Read a `tokenizer.json`; errors as those of `load_tokenizer`."""
+    return CaptionTokenizer(load_tokenizer(path, ["tokenizers"] + (["ftfy"] if cleaning else [])), cleaning)
+
+
+def load_tokenizer(path: Path, needed: list[str]) -> Any:
+    """The library's tokenizer; EngineError if a needed library is missing, BundleError if the file is no tokenizer."""
     if missing := [name for name in needed if not _importable(name)]:
         raise EngineError(
             f"prompts of this bundle need {' and '.join(missing)}; install with `pip install 'lantern-rt[text]'`"
@@ -64,7 +68,7 @@ def read_caption_tokenizer(path: Path, cleaning: Literal["llamagen"] | None) -> 
         raise BundleError(f"{path}: expected a tokenizer, found {brief}; export the bundle again") from error
     library.no_truncation()
     library.no_padding()
-    return CaptionTokenizer(library, cleaning)
+    return library
 
 
 def _importable(name: str) -> bool:

@@ -206,15 +206,24 @@ Examples:
   lantern-rt export --family llamagen --target t2i_XL_256.pt --model GPT-XL \\
       --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force
   lantern-rt export --family llamagen --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \\
-      --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text"""
+      --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text
+  lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan/ \\
+      --drafter anole-drafter/ --output bundles/anole
+  lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus"""
 )
 def export(
     target: Annotated[
         Path, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
     ],
-    vq: Annotated[Path, typer.Option(help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision].")],
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
-    family: Annotated[str, typer.Option(help="Model family; llamagen is the only one yet.")] = "llamagen",
+    vq: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole also a folder with "
+            "vqgan.ckpt and vqgan.yaml."
+        ),
+    ] = None,
+    family: Annotated[str, typer.Option(help="Model family: llamagen, anole or janus.")] = "llamagen",
     drafter: Annotated[
         Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
     ] = None,

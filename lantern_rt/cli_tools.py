@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,8 +22,19 @@ from .errors import CheckpointError, EngineError
 if TYPE_CHECKING:
     from .bundle import Fact
 
-FAMILIES = ("llamagen",)
-_SIDE_FILES = {"text_encoder": ("config.json", "tokenizer.json")}  # fetched with weights, where not config.json alone
+# Which options a family takes besides those that all do.
+_TAKES = {
+    "llamagen": ("vq", "drafter", "text_encoder", "model", "config", "grid"),
+    "anole": ("vq", "drafter", "grid"),
+    "janus": (),
+}
+FAMILIES = tuple(_TAKES)
+# Fetched with weights, where not config.json alone.
+_SIDE_FILES = {
+    "text_encoder": ("config.json", "tokenizer.json"),
+    "anole target": ("config.json", "tokenizer.json"),
+    "janus target": ("config.json", "generation_config.json", "tokenizer.json"),
+}
 _PACKAGES = ("numpy", "pillow", "pydantic", "rich", "typer", "torch", "onnx")
 
 
@@ -71,7 +82,7 @@ def doctor_command(as_json: bool) -> None:
 def export_command(
     family: str,
     target: Path,
-    vq: Path,
+    vq: Path | None,
     output: Path,
     drafter: Path | None,
     text_encoder: Path | None,
@@ -88,28 +99,51 @@ def export_command(
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
+    given = {"vq": vq, "drafter": drafter, "text_encoder": text_encoder, "model": model, "config": config, "grid": grid}
+    if idle := [option for option, value in given.items() if value is not None and option not in _TAKES[family]]:
+        option = idle[0].replace("_", "-")
+        raise CheckpointError(f"--{option}: family {family} does not take it; leave it out")
+    if vq is None and "vq" in _TAKES[family]:
+        raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
     from .export.bundle_writer import check_output
     from .export.hub import fetch
-    from .export.llamagen import export_llamagen
 
     check_output(output, force)  # before anything is fetched
-    given = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
-    found = {role: fetch(place, _SIDE_FILES.get(role, ("config.json",))) for role, place in given.items() if place}
+    places = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
+    found = {
+        role: fetch(place, _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",))))
+        for role, place in places.items()
+        if place
+    }
     paths = {role: fetched.path for role, fetched in found.items()}
-    export_llamagen(
-        paths["target"],
-        paths["vq"],
-        output,
-        drafter=paths.get("drafter"),
-        text_encoder=paths.get("text_encoder"),
-        model=model,
-        config=config,
-        grid=grid,
-        name=name,
-        force=force,
-        origins={fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
-        progress=lambda line: print(line, file=sys.stderr),
-    )
+    common: dict[str, Any] = {
+        "name": name,
+        "force": force,
+        "origins": {fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
+        "progress": lambda line: print(line, file=sys.stderr),
+    }
+    if family == "janus":
+        from .export.janus import export_janus
+
+        export_janus(paths["target"], output, **common)
+    elif family == "anole":
+        from .export.anole import export_anole
+
+        export_anole(paths["target"], paths["vq"], output, drafter=paths.get("drafter"), grid=grid, **common)
+    else:
+        from .export.llamagen import export_llamagen
+
+        export_llamagen(
+            paths["target"],
+            paths["vq"],
+            output,
+            drafter=paths.get("drafter"),
+            text_encoder=paths.get("text_encoder"),
+            model=model,
+            config=config,
+            grid=grid,
+            **common,
+        )
     print(output)
 
 

@@ -48,7 +48,9 @@ class DrafterSpec(Part):
 
     `position_shift` is added to the target position of a slot's *token* to give the slot's position
     (-1: the slot that holds a token at position p sits at p - 1). `masks_prefix`: whether padded prefix
-    slots are hidden from the drafter (LANTERN's LlamaGen drafter sees them).
+    slots are hidden from the drafter (LANTERN's LlamaGen drafter sees them). Prefix slots read `prefix_token`,
+    or the ids of the prompt where the condition is of kind `tokens`. `code_offset`: the token id of code 0,
+    where the drafter embeds a vocabulary of text and codes.
     """
 
     width: Count
@@ -59,6 +61,30 @@ class DrafterSpec(Part):
     position_shift: int = -1
     masks_prefix: bool = True
     prefix_token: int = 0
+    code_offset: Annotated[int, Field(ge=0)] = 0
+
+
+class TokenLayout(Part):
+    """How a prompt becomes the token ids of its two rows, for kind `tokens`.
+
+    The prompt replaces `{prompt}` in `template` and is tokenised without the tokenizer's own special tokens.
+    Conditional row: `before`, the text's ids, `after`. Unconditional row: `uncond`, whatever the prompt; or
+    the conditional row with each of the text's ids replaced by `uncond_fill`.
+    """
+
+    template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
+    before: tuple[int, ...] = ()
+    after: Annotated[tuple[int, ...], Field(min_length=1)]
+    uncond: tuple[int, ...] | None = None
+    uncond_fill: int | None = None
+
+    @model_validator(mode="after")
+    def _one_uncond(self) -> TokenLayout:
+        if (self.uncond is None) == (self.uncond_fill is None):
+            raise ValueError("`uncond` and `uncond_fill` are two ways to lay out one row; set one")
+        if self.uncond is not None and not self.uncond:
+            raise ValueError("`uncond` is empty; expected at least one token id")
+        return self
 
 
 class ConditionSpec(Part):
@@ -70,13 +96,17 @@ class ConditionSpec(Part):
     `caption_mask [rows, prefix]` int64. `text`: any text, inputs `token_ids` and `token_mask [rows, tokens]`
     int64, tokens up to prefix, left-padded; `cleaning` says how prompts are cleaned before. Outputs,
     always: `prefix_embeds` and `uncond_embeds`, both `[rows, prefix, width]` float32.
+
+    `tokens`: free text as token ids of a joint vocabulary, laid out by `layout`; inputs `token_ids [rows, tokens]`
+    and `uncond_ids [rows, uncond_tokens]` int64, of any lengths up to `prefix`. The outputs have these lengths.
     """
 
-    kind: Literal["class", "words", "embeddings", "text"]
+    kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
     classes: Count | None = None
     caption_width: Count | None = None
     cleaning: Literal["llamagen"] | None = None
+    layout: TokenLayout | None = None
 
     @model_validator(mode="after")
     def _sizes_fit_kind(self) -> ConditionSpec:
@@ -86,6 +116,8 @@ class ConditionSpec(Part):
             raise ValueError("`caption_width` goes with kind `embeddings` and with no other")
         if self.cleaning is not None and self.kind != "text":
             raise ValueError("`cleaning` goes with kind `text` and with no other")
+        if (self.layout is not None) != (self.kind == "tokens"):
+            raise ValueError("`layout` goes with kind `tokens` and with no other")
         return self
 
 
@@ -151,7 +183,7 @@ class Manifest(Part):
     """The whole of `bundle.json`.
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
-    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words` and `text`;
+    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words`, `text` and `tokens`;
     optional are `rates` (acceptance rates for method `auto`) and `prompts` (one a line, to tune with); further
     roles are external data of a graph (`target.data`, ...).
     """
@@ -178,7 +210,7 @@ class Manifest(Part):
         needed = {"target", "vq_decoder", "condition", "code_embeddings"}
         needed |= {"drafter"} if self.drafter else set()
         needed |= {"neighbors"} if self.neighbors else set()
-        needed |= {"tokenizer"} if self.condition.kind in ("words", "text") else set()
+        needed |= {"tokenizer"} if self.condition.kind in ("words", "text", "tokens") else set()
         if missing := sorted(needed - self.files.keys()):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
         if self.target.vocabulary != self.codebook_size:

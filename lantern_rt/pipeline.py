@@ -34,6 +34,7 @@ from .requests import (
     Settings,
     resolve_images,
     resolve_settings,
+    token_slots,
 )
 from .runtime.acceptance import Relaxation
 from .runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
@@ -41,6 +42,7 @@ from .runtime.jacobi import Jacobi
 from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
 from .runtime.statistics import Statistics
+from .template_tokenizer import TemplateTokenizer, read_template_tokenizer
 from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.auto import read_rates
 from .tuning.costs import HostCosts
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from .runtime.engine import Engine
 
 Ints = NDArray[np.int64]
+PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,7 @@ class Pipeline:
                     f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "
                     "its weights are damaged, export the bundle again"
                 )
-            prompts.append(Prompt(cond[0], uncond[0], image.real))
+            prompts.append(Prompt(cond[0], uncond[0], image.real, image.uncond_real, image.tokens))
         return prompts
 
     def _model(self, settings: Settings) -> Model:
@@ -332,7 +335,7 @@ class Pipeline:
         layout = DrafterLayout()
         if manifest.drafter is not None:
             spec = manifest.drafter
-            layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token)
+            layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token, spec.code_offset)
         return Model(self._engines.target, drafter, manifest.codes_per_image, manifest.target.positions, layout)
 
     def _method(self, settings: Settings) -> Method:
@@ -376,7 +379,7 @@ class Pipeline:
 
 def check_request(
     manifest: Manifest,
-    tokenizer: WordTokenizer | CaptionTokenizer | None,
+    tokenizer: PromptTokenizer | None,
     prompts: str | Sequence[str] | None,
     class_ids: int | Sequence[int] | None,
     embeddings: Embeddings | None,
@@ -386,16 +389,19 @@ def check_request(
 ) -> Request:
     """Check everything that a caller gave, without loading a graph; RequestError says what is wrong."""
     settings = resolve_settings(manifest, options)
-    encode = None if tokenizer is None else lambda text: tokenizer.encode(text, manifest.condition.prefix)
+    slots = token_slots(manifest.condition)
+    encode = None if tokenizer is None else lambda text: tokenizer.encode(text, slots)
     images = resolve_images(manifest, encode, prompts, class_ids, embeddings, seed, num_images)
     return Request(images, settings)
 
 
-def bundle_tokenizer(bundle: Bundle) -> WordTokenizer | CaptionTokenizer | None:
-    """The tokenizer of a bundle that takes words or text."""
+def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
+    """The tokenizer of a bundle that takes prompts."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
         return read_caption_tokenizer(bundle.path("tokenizer"), condition.cleaning)
+    if condition.layout is not None:
+        return read_template_tokenizer(bundle.path("tokenizer"), condition.layout.template)
     return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
 
 

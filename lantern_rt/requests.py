@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, cast
 
 import numpy as np
@@ -21,7 +21,7 @@ from .checks import number as _number
 from .checks import short as _short
 from .checks import whole as _whole
 from .errors import RequestError
-from .manifest import Manifest, Method
+from .manifest import ConditionSpec, Manifest, Method, TokenLayout
 from .methods import Residual, check_method, resolve_method
 from .runtime.drafting import Children
 from .runtime.jacobi import Redraft, Start
@@ -119,13 +119,16 @@ class Settings:
 class ImageRequest:
     """One image: its label (prompt, class id, or None), its seed, and what the condition graph reads.
 
-    inputs: by name, `[1, ...]`. real: bool `[prefix]`, False on padding.
+    inputs: by name, `[1, ...]`. real: bool `[prefix]`, False on padding. uncond_real: the same of the unconditional
+    row, where it differs. tokens: ids of both rows, where prompts are made of them.
     """
 
     label: Label
     seed: int
     inputs: dict[str, NDArray[Any]]
     real: NDArray[np.bool_]
+    uncond_real: NDArray[np.bool_] | None = None
+    tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
 # ---------------------------------------------------------------- settings
@@ -166,13 +169,13 @@ def resolve_images(
     seed: int | Sequence[int],
     num_images: int,
 ) -> list[ImageRequest]:
-    """One request per image, prompt by prompt. `encode` turns a prompt into word ids `[prefix]`, or, for
-    kind `text`, into at most so many token ids.
+    """One request per image, prompt by prompt. `encode` turns a prompt into ids: of words `[prefix]`, or of tokens,
+    as many as there are.
 
     Image i of a prompt gets seed + i; `seed` may also be one number per prompt.
     """
     kind = manifest.condition.kind
-    written = "text" if kind == "text" else "words"
+    written = kind if kind in ("text", "tokens") else "words"
     given = {written: prompts, "class": class_ids, "embeddings": embeddings}
     takes = {written: "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
     for name, value in given.items():
@@ -184,15 +187,22 @@ def resolve_images(
     if given[kind] is None:
         raise RequestError(f"found nothing to draw, expected {takes[kind]}: that is what bundle {manifest.name} takes")
     whole = np.ones(manifest.condition.prefix, np.bool_)
-    subjects: list[tuple[Label, dict[str, NDArray[Any]], NDArray[np.bool_]]]
+    subjects: list[ImageRequest]
     if prompts is not None:
         assert encode is not None
-        subjects = [(text, *_tokens(manifest, encode(text), whole)) for text in _prompts(prompts)]
+        layout = manifest.condition.layout
+        subjects = [
+            ImageRequest(prompt, 0, *_tokens(manifest, encode(prompt), whole))
+            if layout is None
+            else _token_request(prompt, encode(prompt), layout)
+            for prompt in _prompts(prompts)
+        ]
     elif class_ids is not None:
-        subjects = [(i, {"class_ids": np.array([i], np.int64)}, whole) for i in _class_ids(manifest, class_ids)]
+        ids = _class_ids(manifest, class_ids)
+        subjects = [ImageRequest(i, 0, {"class_ids": np.array([i], np.int64)}, whole) for i in ids]
     else:
         assert embeddings is not None
-        subjects = [(None, inputs, real) for inputs, real in _embeddings(manifest, embeddings)]
+        subjects = [ImageRequest(None, 0, inputs, real) for inputs, real in _embeddings(manifest, embeddings)]
     count = _whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
         raise RequestError(
@@ -200,10 +210,33 @@ def resolve_images(
         )
     seeds = _seeds(seed, len(subjects), count)
     return [
-        ImageRequest(label, first + i, inputs, real)
-        for (label, inputs, real), first in zip(subjects, seeds, strict=True)
-        for i in range(count)
+        replace(subject, seed=first + i) for subject, first in zip(subjects, seeds, strict=True) for i in range(count)
     ]
+
+
+def token_slots(condition: ConditionSpec) -> int:
+    """How many ids a prompt's own text may have."""
+    layout = condition.layout
+    return condition.prefix - (0 if layout is None else len(layout.before) + len(layout.after))
+
+
+def _token_request(prompt: str, ids: NDArray[np.int64], layout: TokenLayout) -> ImageRequest:
+    """Both rows of a prompt of token ids, each as long as it needs to be."""
+    cond = np.array([*layout.before, *ids, *layout.after], np.int64)
+    if layout.uncond is not None:
+        uncond = np.array(layout.uncond, np.int64)
+    else:
+        assert layout.uncond_fill is not None  # the manifest has one of the two
+        uncond = cond.copy()
+        uncond[len(layout.before) : len(cond) - len(layout.after)] = layout.uncond_fill
+    return ImageRequest(
+        prompt,
+        0,
+        {"token_ids": cond[None], "uncond_ids": uncond[None]},
+        np.ones(len(cond), np.bool_),
+        np.ones(len(uncond), np.bool_),
+        (cond, uncond),
+    )
 
 
 def _prompts(prompts: str | Sequence[str]) -> list[str]:

@@ -22,13 +22,11 @@ from .acceptance import Acceptance, Relaxation, walk, walk_greedy
 from .drafting import Children, Drafter
 from .engine import Bools, Engine, Floats, Ints, Pass, PassOutput
 from .jacobi import Jacobi, Window
-from .passes import committed_mask, run_pass
+from .passes import MINIMUM_NODES, committed_mask, prefill_pass, run_pass, stack_padding
 from .sampling import Probabilities, Sampling, draw, guide, shape_distribution
 from .statistics import Clock, RequestStatistics, Statistics, summarise
 from .streams import Streams, open_streams
 from .tree import DraftTree, DynamicTree, TreeShape
-
-MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
 @dataclass(frozen=True)
@@ -60,18 +58,35 @@ class DrafterLayout:
     position_shift: int = -1
     masks_prefix: bool = True
     prefix_token: int = 0
+    code_offset: int = 0
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prefix of one request.
+    """Prefix of one request: its two rows, which may differ in length and in padding.
 
-    cond, uncond: float32 `[prefix, width]`. real: bool `[prefix]`, False on padding, the same for both rows.
+    cond, uncond: float32 `[length, width]`, each of a length of its own. real, uncond_real: bool `[length]`,
+    False on padding; without `uncond_real` the rows are padded alike. A row's positions count its columns,
+    padding included. tokens: int64 `[length]` of either row, what the drafter reads in the prefix; without
+    them it reads the layout's `prefix_token` everywhere.
     """
 
     cond: Floats
     uncond: Floats
     real: NDArray[np.bool_]
+    uncond_real: NDArray[np.bool_] | None = None
+    tokens: tuple[Ints, Ints] | None = None
+
+    def padding(self, side: str) -> Bools:
+        """Which columns of row `cond` or `uncond` are padding, bool `[length]`."""
+        real = self.real if side == "cond" or self.uncond_real is None else self.uncond_real
+        return ~real
+
+    def drafter_tokens(self, side: str, layout: DrafterLayout) -> Ints:
+        """What the drafter's prefix slots of a row read, int64 `[length - 1]`: slot p reads token p + 1."""
+        if self.tokens is None:
+            return np.full(len(getattr(self, side)) - 1, layout.prefix_token, np.int64)
+        return self.tokens[side == "uncond"][1:]
 
 
 @dataclass(frozen=True)
@@ -152,8 +167,8 @@ class _Decoding:
                 request.window = Window(method.jacobi, sampling.greedy, request.streams.draft)
         self.active = list(self.requests)
         sides = ["cond", "uncond"] if sampling.guided else ["cond"]
-        self.prefix: Floats = np.stack([getattr(prompt, side) for side in sides for prompt in prompts])
-        self.real: Bools = np.stack([prompt.real for _ in sides for prompt in prompts])
+        self.prefix: list[Floats] = [getattr(prompt, side) for side in sides for prompt in prompts]
+        self.hidden_columns = stack_padding([prompt.padding(side) for side in sides for prompt in prompts])
         self.sides = len(sides)
         self.drafter: Drafter | None = None
         if method.shape is not None:
@@ -166,9 +181,11 @@ class _Decoding:
                 self.clock,
                 model.layout.position_shift,
                 model.positions - 1,
+                model.layout.code_offset,
                 children=method.children,
                 stop=method.stop,
             )
+            self.drafter_prefix = [prompt.drafter_tokens(side, model.layout) for side in sides for prompt in prompts]
 
     def steps(self) -> Iterator[Step]:
         """The prefill, then steps until every request has its codes."""
@@ -187,29 +204,23 @@ class _Decoding:
     # ------------------------------------------------------------ prefill
 
     def _prefill(self) -> list[RequestStep]:
-        rows, prefix, _ = self.prefix.shape
+        rows, lengths = len(self.prefix), np.array([len(row) for row in self.prefix])
+        prefix = int(lengths.max())
         capacity = prefix + self.model.codes + self._most_nodes()
         self.cache = self.model.target.new_cache(rows, capacity)
-        nodes = max(prefix, MINIMUM_NODES)
-        embeds = np.concatenate([self.prefix, np.repeat(self.prefix[:, -1:], nodes - prefix, 1)], 1)
-        span = self.model.target.next_span(self.cache, nodes)
-        visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, span:] = prefix_mask(self.real, nodes)
-        positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = self._run(Pass(positions=positions, visible=visible, embeds=embeds))
-        self.cache.append(output.fresh, [np.arange(prefix)] * rows)
-        self.hidden_columns: Bools = ~self.real
+        output = self._run(prefill_pass(self.model.target, self.cache, self.prefix, self.hidden_columns))
+        self.cache.append(output.fresh, [np.arange(length) for length in lengths])
+        last = output.logits[np.arange(rows), lengths - 1]  # [rows, vocabulary]
         parts = []
         for slot, request in enumerate(self.active):
-            code = self._choose(self._distribution(output, slot, prefix - 1), request.streams.residual)
+            code = self._choose(self._shape(last[slot :: len(self.active)]), request.streams.residual)
             request.codes.append(code)
             parts.append(RequestStep(request.index, np.array([code]), 1))
         if self.drafter is not None:
-            hidden_columns = self.hidden_columns if self.model.layout.masks_prefix else np.zeros_like(self.real)
-            self.drafter.start(rows, capacity, hidden_columns[:, :-1] if prefix > 1 else hidden_columns[:, :0])
-            padding = np.full(prefix - 1, self.model.layout.prefix_token, np.int64)
-            self.new_codes = [np.append(padding, request.codes[-1]) for request in self.active]
-            self.new_hidden = [output.hidden[row, :prefix] for row in range(rows)]
+            hidden = self.hidden_columns if self.model.layout.masks_prefix else np.zeros_like(self.hidden_columns)
+            self.drafter.start(rows, capacity, hidden[:, :-1], self.drafter_prefix)
+            self.new_codes = [part.codes for part in parts]
+            self.new_hidden = [output.hidden[row, :length] for row, length in enumerate(lengths)]
         self._drop_finished()
         return parts
 
@@ -290,8 +301,11 @@ class _Decoding:
         return run_pass(self.model.target, batch, self.cache, self.clock.target)
 
     def _distribution(self, output: PassOutput, slot: int, node: int) -> Probabilities:
-        logits = guide(output.logits[slot :: len(self.active), node], self.sampling.cfg_scale)
-        return shape_distribution(logits, self.sampling)
+        return self._shape(output.logits[slot :: len(self.active), node])
+
+    def _shape(self, logits: Floats) -> Probabilities:
+        """The distribution behind the logits of a request's rows `[sides, vocabulary]`."""
+        return shape_distribution(guide(logits, self.sampling.cfg_scale), self.sampling)
 
     def _choose(self, distribution: Probabilities, rng: np.random.Generator) -> int:
         return int(distribution.argmax()) if self.sampling.greedy else draw(distribution, rng)
@@ -311,23 +325,6 @@ class _Decoding:
             self.drafter.keep_rows(rows)
             self.new_codes = [self.new_codes[slot] for slot in kept]
             self.new_hidden = [self.new_hidden[row] for row in rows]
-
-
-def prefix_mask(real: Bools, nodes: int) -> Bools:
-    """Who sees whom in the prefill, bool `[rows, nodes, nodes]`, from `real [rows, prefix]`.
-
-    Real rows see the real rows up to themselves. Padded rows see every real row and the padding up to
-    themselves: their own output matters to nobody but LANTERN's LlamaGen drafter, which was trained on it.
-    """
-    rows, prefix = real.shape
-    columns = np.zeros((rows, nodes), bool)
-    columns[:, :prefix] = real
-    causal = np.tri(nodes, dtype=bool)
-    rows_real = np.ones((rows, nodes), bool)
-    rows_real[:, :prefix] = real
-    mask: Bools = np.where(rows_real[:, :, None], causal & columns[:, None], columns[:, None] | causal)
-    mask[:, np.arange(nodes), np.arange(nodes)] = True
-    return mask
 
 
 def _root_only(code: int) -> DraftTree:

@@ -64,23 +64,31 @@ class Drafter:
         clock: Clock,
         position_shift: int,
         last_position: int,
+        code_offset: int = 0,
         children: Children = "sampled",
         stop: float = 0.0,
     ) -> None:
         self.engine, self.shape, self.sampling, self.clock = engine, shape, sampling, clock
-        self.position_shift, self.last_position = position_shift, last_position
+        self.position_shift, self.last_position, self.code_offset = position_shift, last_position, code_offset
         self.children, self.stop = children, stop
         self.cache: Cache
         self.hidden_columns: Bools
+        self.prefix: list[Ints]
 
-    def start(self, rows: int, capacity: int, hidden_columns: Bools) -> None:
-        """Open a cache; `hidden_columns [rows, prefix]` marks prefix slots nobody may see."""
+    def start(self, rows: int, capacity: int, hidden_columns: Bools, prefix: list[Ints] | None = None) -> None:
+        """Open a cache; `hidden_columns [rows, slots]` marks prefix slots nobody may see.
+
+        prefix: per row the token ids that its prefix slots read, before the first code; none if they are
+        given as codes.
+        """
         self.cache, self.hidden_columns = self.engine.new_cache(rows, capacity), hidden_columns
+        self.prefix = prefix or [np.zeros(0, np.int64)] * rows
 
     def keep_rows(self, rows: Ints) -> None:
         """Go on with these rows only."""
         self.cache.keep_rows(rows)
         self.hidden_columns = self.hidden_columns[rows]
+        self.prefix = [self.prefix[row] for row in rows]
 
     def draft(self, tokens: list[Ints], hidden: list[Floats], streams: Sequence[Streams]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request.
@@ -103,28 +111,31 @@ class Drafter:
     def _commit(self, tokens: list[Ints], hidden: list[Floats]) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
         requests, rows = len(tokens), len(hidden)
-        counts = [len(codes) for codes in tokens] * (rows // requests)
+        read = [np.append(self.prefix[row], tokens[row % requests] + self.code_offset) for row in range(rows)]
+        self.prefix = [ids[:0] for ids in self.prefix]
+        counts = [len(ids) for ids in read]
         slots = max(MINIMUM_SLOTS, *counts)
         codes = np.zeros((rows, slots), np.int64)
         states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
-            codes[row, :count], states[row, :count] = tokens[row % requests], hidden[row]
+            codes[row, :count], states[row, :count] = read[row], hidden[row]
         lengths, prefix = self.cache.lengths, self.hidden_columns.shape[1]
         visible, span = self._visible(lengths, slots)
         visible[:, :, span:] = np.tri(slots, dtype=bool)
-        for row in np.flatnonzero(lengths < prefix).tolist():  # the prefix itself is being committed
+        for row in np.flatnonzero(lengths == 0).tolist():  # the prefix itself is being committed
             seen = ~self.hidden_columns[row] | np.eye(slots, prefix, dtype=bool)
             visible[row, :, span : span + prefix] &= seen
         output = self._run(codes, states, lengths[:, None] + np.arange(slots), visible)
         kept = {count: np.arange(count) for count in counts}
         self.cache.append(output.fresh, [kept[count] for count in counts])
-        last = [count - 1 for count in counts]
+        last = np.array(counts) - 1
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, width]
-        return Level(hidden_last, [self._guided(output, r, requests, last[r]) for r in range(requests)])
+        logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocabulary]
+        return Level(hidden_last, [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)])
 
-    def _guided(self, output: PassOutput, request: int, requests: int, first: int, slots: int = 1) -> Floats:
-        """Guided logits `[slots, vocabulary]` of a request, from slot `first` on."""
-        return guide(output.logits[request::requests, first : first + slots], self.sampling.cfg_scale)
+    def _guided(self, output: PassOutput, request: int, requests: int, slots: int) -> Floats:
+        """Guided logits `[slots, vocabulary]` of a request's first slots."""
+        return guide(output.logits[request::requests, :slots], self.sampling.cfg_scale)
 
     def _visible(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, span + slots]`, and the span."""
@@ -152,7 +163,7 @@ class Drafter:
         request = np.arange(rows) % requests
         padded, drafted = max(MINIMUM_SLOTS, slots), above.shape[2]
         codes = np.zeros((rows, padded), np.int64)
-        codes[:, :slots] = tokens[request]
+        codes[:, :slots] = tokens[request] + self.code_offset
         states = np.zeros((rows, padded, width), np.float32)
         states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[request]]
         sees = np.zeros((requests, slots, drafted + slots), bool)
@@ -165,7 +176,7 @@ class Drafter:
         positions = np.broadcast_to((base + depth - 1)[:, None], (rows, padded))
         output = self._run(codes, states, positions, visible)
         self.cache.append(output.fresh, [np.arange(slots)] * rows)
-        logits = [self._guided(output, r, requests, 0, slots) for r in range(requests)]
+        logits = [self._guided(output, r, requests, slots) for r in range(requests)]
         return Level(output.hidden[:, :slots], logits), sees
 
     def _draft_static(

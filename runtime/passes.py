@@ -1,4 +1,4 @@
-"""Small shared pieces of a pass: what committed columns are visible, and the timed call."""
+"""Small shared pieces of a pass: the prefill, what committed columns are visible, and the timed call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import time
 
 import numpy as np
 
-from .engine import Bools, Cache, Engine, Ints, Pass, PassOutput
+from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
 from .statistics import CallClock
+
+MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
 def committed_mask(lengths: Ints, hidden_columns: Bools, span: int) -> Bools:
@@ -28,3 +30,41 @@ def run_pass(engine: Engine, batch: Pass, cache: Cache, clock: CallClock) -> Pas
     clock.calls += 1
     clock.seconds += time.perf_counter() - start
     return output
+
+
+def stack_padding(padding: list[Bools]) -> Bools:
+    """Padded columns of rows of different length, bool `[rows, longest]`: past a row's end comes no padding."""
+    stacked = np.zeros((len(padding), max(map(len, padding))), bool)
+    for row, own in enumerate(padding):
+        stacked[row, : len(own)] = own
+    return stacked
+
+
+def prefix_mask(real: Bools, nodes: int) -> Bools:
+    """Who sees whom in the prefill, bool `[rows, nodes, nodes]`, from `real [rows, prefix]`.
+
+    Real rows see the real rows up to themselves. Padded rows see every real row and the padding up to
+    themselves: their own output matters to nobody but LANTERN's LlamaGen drafter, which was trained on it.
+    """
+    rows, prefix = real.shape
+    columns = np.zeros((rows, nodes), bool)
+    columns[:, :prefix] = real
+    causal = np.tri(nodes, dtype=bool)
+    rows_real = np.ones((rows, nodes), bool)
+    rows_real[:, :prefix] = real
+    mask: Bools = np.where(rows_real[:, :, None], causal & columns[:, None], columns[:, None] | causal)
+    mask[:, np.arange(nodes), np.arange(nodes)] = True
+    return mask
+
+
+def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], hidden_columns: Bools) -> Pass:
+    """A pass over whole prefixes `[length, width]`, each of its own length, on an empty cache.
+
+    `hidden_columns [rows, longest]` marks padding. Rows are stretched to one length by nodes to be dropped.
+    """
+    rows, nodes = len(prefix), max(MINIMUM_NODES, *map(len, prefix))
+    embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in prefix])
+    span = engine.next_span(cache, nodes)
+    visible = np.zeros((rows, nodes, span + nodes), bool)
+    visible[:, :, span:] = prefix_mask(~hidden_columns, nodes)
+    return Pass(positions=np.broadcast_to(np.arange(nodes), (rows, nodes)), visible=visible, embeds=embeds)

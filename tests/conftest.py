@@ -63,3 +63,17 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -
         config=(DATA / target).with_name("config.json") if official else None,
         name=name,
     )
+
+
+@pytest.fixture(scope="session")
+def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chameleon with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens; the tokenizer knows ids by name."""
+    for needed in ("torch", "onnx", "onnxruntime", "safetensors", "tokenizers", "yaml"):
+        pytest.importorskip(needed)
+    import torch
+
+    from lantern_rt.export.anole import export_anole
+
+    torch.set_num_threads(1)
+    output = tmp_path_factory.mktemp("bundles") / "tiny-anole"
+    return export_anole(DATA / "anole/target", DATA / "chameleon-vqgan", output, drafter=DATA / "anole/drafter")

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..runtime.decode import Model, Prompt, prefix_mask
+from ..runtime.decode import Model, Prompt
 from ..runtime.engine import Pass
-from ..runtime.passes import committed_mask
+from ..runtime.passes import committed_mask, prefill_pass, stack_padding
 from ..runtime.sampling import Sampling, guide, softmax
 
 CHUNK = 64  # codes scored in one pass
@@ -21,19 +21,15 @@ CHUNK = 64  # codes scored in one pass
 
 def negative_log_likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> float:
     """Mean nats per code of one image's `codes [cells]`, given its prompt and the codes before."""
-    sides = [prompt.cond, prompt.uncond] if sampling.guided else [prompt.cond]
-    rows, prefix = len(sides), len(prompt.real)
-    real = np.stack([prompt.real] * rows)
-    cache = model.target.new_cache(rows, prefix + len(codes))
-    nodes = max(2, prefix)
-    span = model.target.next_span(cache, nodes)
-    visible = np.zeros((rows, nodes, span + nodes), bool)
-    visible[:, :, span:] = prefix_mask(real, nodes)
-    embeds = np.stack([np.concatenate([side, np.repeat(side[-1:], nodes - prefix, 0)]) for side in sides])
-    positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-    output = model.target.run(Pass(positions=positions, visible=visible, embeds=embeds), cache)
-    cache.append(output.fresh, [np.arange(prefix)] * rows)
-    logits = [output.logits[:, prefix - 1 : prefix]]  # each [rows, codes, vocabulary], predicting the next code
+    sides = ["cond", "uncond"] if sampling.guided else ["cond"]
+    prefix = [getattr(prompt, side) for side in sides]
+    hidden_columns = stack_padding([prompt.padding(side) for side in sides])
+    rows, lengths = len(prefix), np.array([len(row) for row in prefix])
+    cache = model.target.new_cache(rows, int(lengths.max()) + len(codes))
+    output = model.target.run(prefill_pass(model.target, cache, prefix, hidden_columns), cache)
+    cache.append(output.fresh, [np.arange(length) for length in lengths])
+    # each [rows, codes, vocabulary], predicting the next code
+    logits = [output.logits[np.arange(rows), lengths - 1][:, None]]
     for start in range(0, len(codes) - 1, CHUNK):
         chunk = codes[start : min(start + CHUNK, len(codes) - 1)]
         count = len(chunk)
@@ -41,9 +37,9 @@ def negative_log_likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int6
         nodes = tokens.shape[1]
         span = model.target.next_span(cache, nodes)
         visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, :span] = committed_mask(cache.lengths, ~real, span)[:, None]
+        visible[:, :, :span] = committed_mask(cache.lengths, hidden_columns, span)[:, None]
         visible[:, :, span:] = np.tri(nodes, dtype=bool)
-        positions = np.broadcast_to(prefix + start + np.arange(nodes), (rows, nodes))
+        positions = cache.lengths[:, None] + np.arange(nodes)
         output = model.target.run(Pass(positions=positions, visible=visible, tokens=tokens), cache)
         cache.append(output.fresh, [np.arange(count)] * rows)
         logits.append(output.logits[:, :count])

@@ -374,3 +374,23 @@ def test_a_missing_onnxruntime_comes_with_the_command_that_installs_it(
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[cpu\]'"):
         OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE)
+
+
+@pytest.mark.parametrize("length", [2, 7, 24])
+def test_a_longer_prefix_beside_it_does_not_change_a_bit_of_a_short_one(wide: Rig, length: int) -> None:
+    """Prompts of tokens differ in length: the prefill stretches all rows to the longest."""
+
+    def prefill(rows: int, nodes: int) -> list[np.ndarray]:
+        embeds = np.random.default_rng(3).normal(size=(6, 130, WIDE.width)).astype(np.float32)[:rows, :nodes]
+        cache = wide.engine.new_cache(rows, 200)
+        span = wide.engine.next_span(cache, nodes)
+        visible = np.zeros((rows, nodes, span + nodes), bool)
+        visible[:, :, span:] = np.tri(nodes, dtype=bool)
+        positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
+        output = wide.engine.run(Pass(positions=positions, visible=visible, embeds=embeds), cache)
+        return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.fresh)]
+
+    alone = prefill(2, length)
+    for rows, nodes in ((2, length + 1), (6, 61), (4, 130)):
+        for one, other in zip(alone, prefill(rows, nodes), strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -16,7 +16,7 @@ from toy_engine import ToyCache, ToyDrafter, ToyTarget, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime import decode as decode_module
-from lantern_rt.runtime import drafting
+from lantern_rt.runtime import drafting, passes
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
 from lantern_rt.runtime.engine import Pass, PassOutput
@@ -324,8 +324,8 @@ def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
-    right = decode_module.prefix_mask
-    patch.setattr(decode_module, "prefix_mask", lambda real, nodes: right(np.ones_like(real), nodes))
+    right = passes.prefix_mask
+    patch.setattr(passes, "prefix_mask", lambda real, nodes: right(np.ones_like(real), nodes))
 
 
 def commits_of_the_wrong_nodes(patch: pytest.MonkeyPatch) -> None:

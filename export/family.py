@@ -1,0 +1,248 @@
+"""What model families share: from a model taken apart to a bundle.
+
+A family reads its files into a `Model`; `export_model` does the rest. See docs/adding-a-family.md.
+
+Does not know any family, nor how graphs and bundles are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from .. import __version__
+from ..errors import CheckpointError
+from ..manifest import (
+    ConditionSpec,
+    DecoderSpec,
+    DecodingDefaults,
+    DrafterSpec,
+    MethodDefaults,
+    Provenance,
+    SamplingDefaults,
+    Source,
+    TokenLayout,
+)
+from .bundle_writer import check_output, write_bundle
+from .checkpoints import sha256
+from .decoder import Decoder, DecoderConfig
+from .eagle import EagleDrafter, drafter_graph
+from .graphs import Arrays, Case, Graph, target_graph
+from .llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
+from .neighbours import neighbour_table
+from .onnx_ops import Value
+
+LICENCE = "unknown (see the checkpoint's source)"
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model taken apart: all that a bundle of prompts made of tokens needs.
+
+    code_embeddings `[codes, width]`: the target's input rows for codes. token_embeddings `[tokens, width]`: those
+    for the ids of a prompt. vocabulary: how prompts become ids. tokenizer: a `tokenizer.json` of Hugging Face's
+    `tokenizers`. sources: files by role, for the bundle's provenance. code_offset: what is added to a code to
+    give the token id that the drafter reads. named_tokens: ids by name that the tokenizer must have too.
+    """
+
+    family: str
+    decoder: Decoder
+    code_embeddings: Tensor
+    token_embeddings: Tensor
+    layout: TokenLayout
+    tokenizer: Path
+    vq: LlamaGenVQ
+    sampling: SamplingDefaults
+    sources: list[tuple[str, Path]]
+    drafter: EagleDrafter | None = None
+    code_offset: int = 0
+    named_tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+def export_model(
+    model: Model,
+    output: Path,
+    *,
+    name: str | None = None,
+    force: bool = False,
+    origins: Mapping[Path, str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Write the bundle of a model; returns its folder. `origins`: as in `source`."""
+    check_output(output, force)
+    sizes = model.decoder.config
+    if model.vq.config.codes != sizes.vocabulary:
+        raise CheckpointError(
+            f"the VQ tokenizer has {model.vq.config.codes} codes, but the transformer has {sizes.vocabulary}; "
+            "give the one that belongs to it"
+        )
+    _check_tokenizer(model.tokenizer, len(model.token_embeddings), model.named_tokens)
+    if progress:
+        progress("sorting neighbours")
+    neighbours = neighbour_table(model.vq.codebook.numpy())
+    pixels = sizes.grid * model.vq.config.scale
+    fields = {
+        "name": name or output.resolve().name,
+        "family": model.family,
+        "grid_rows": sizes.grid,
+        "grid_columns": sizes.grid,
+        "codebook_size": sizes.vocabulary,
+        "image_height": pixels,
+        "image_width": pixels,
+        "target": decoder_spec(sizes),
+        "drafter": None if model.drafter is None else _drafter_spec(model.drafter.config, model.code_offset),
+        "condition": ConditionSpec(kind="tokens", prefix=sizes.prefix, layout=model.layout),
+        "sampling": model.sampling,
+        "decoding": decoding_defaults(model.drafter is not None, neighbours.indices.shape[1]),
+        "provenance": Provenance(
+            exporter=f"lantern-rt {__version__}",
+            sources=tuple(source(role, path, origins or {}) for role, path in model.sources),
+            licence=LICENCE,
+        ),
+    }
+    graphs = [target_graph(model.decoder, model.code_embeddings)]
+    graphs += [] if model.drafter is None else [drafter_graph(model.drafter)]
+    graphs += [token_graph(model.token_embeddings), *vq_graphs(model.vq, sizes.grid)]
+    return write_bundle(
+        output,
+        graphs=graphs,
+        code_embeddings=model.code_embeddings.float().numpy(),
+        fields=fields,
+        neighbours=neighbours,
+        files={"tokenizer": (_TOKENIZER, model.tokenizer.read_bytes())},
+        force=force,
+        progress=progress,
+    )
+
+
+def find_tokenizer(folder: Path) -> Path:
+    """The `tokenizer.json` of a checkpoint's folder; CheckpointError if there is none."""
+    path = folder / _TOKENIZER
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: has no {_TOKENIZER}; download it into that folder, prompts need it")
+    return path
+
+
+def _check_tokenizer(path: Path, rows: int, named: Mapping[str, int]) -> None:
+    """Refuse a tokenizer that cannot be read, gives ids that the model does not embed, or other ids than `named`."""
+    try:
+        tokens = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path}: expected a tokenizer in JSON, found {str(error)[:100]}") from error
+    cure = "give the model's own tokenizer"
+    name, highest = max(tokens.items(), key=lambda item: item[1])
+    if highest >= rows:
+        raise CheckpointError(f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; {cure}")
+    for name, wanted in named.items():
+        if tokens.get(name) != wanted:
+            found = f"id {tokens[name]}" if name in tokens else "no id"
+            raise CheckpointError(f"{path}: token {name!r} has {found}, but the model's is {wanted}; {cure}")
+
+
+class TokenCondition(nn.Module):
+    """Token ids of both rows of a prompt, `[rows, tokens]` and `[rows, uncond_tokens]`, to their embeddings."""
+
+    def __init__(self, embeddings: Tensor) -> None:
+        super().__init__()
+        self.table = nn.Parameter(embeddings, requires_grad=False)  # [vocabulary, width]
+
+    def forward(self, token_ids: Tensor, uncond_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table[token_ids], self.table[uncond_ids]
+
+
+def token_graph(embeddings: Tensor) -> Graph:
+    """The graph `condition` of kind `tokens`; `embeddings [vocabulary, width]`."""
+    vocabulary, width = embeddings.shape
+    generator = np.random.default_rng(0)
+    axes = {"token_ids": ("rows", "tokens"), "uncond_ids": ("rows", "uncond_tokens")}
+    inputs = tuple(Value(name, shape, "int64") for name, shape in axes.items())
+    outputs = (
+        Value("prefix_embeds", ("rows", "tokens", width)),
+        Value("uncond_embeds", ("rows", "uncond_tokens", width)),
+    )
+    cases: list[Arrays] = [
+        {name: generator.integers(vocabulary, size=(rows, length)) for name, length in zip(axes, lengths, strict=True)}
+        for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
+    ]
+    return Graph("condition", TokenCondition(embeddings), inputs, outputs, plain_cases(cases))
+
+
+def decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
+    """The papers' settings, as far as the neighbour table reaches; plain decoding without a drafter."""
+    if not drafter:
+        return DecodingDefaults(method="ar")
+    return DecodingDefaults(
+        method="lantern",
+        methods={
+            "eagle": MethodDefaults(tree="dynamic-59"),
+            "lantern": MethodDefaults(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2),
+            "lantern++": MethodDefaults(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0),
+        },
+    )
+
+
+def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
+    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes."""
+    config = tokenizer.config
+    cells, pixels = grid * grid, grid * config.scale
+    generator = np.random.default_rng(0)
+    codes = [{"codes": generator.integers(config.codes, size=(images, cells))} for images in (2, 1)]
+    image = Value("images", ("images", 3, pixels, pixels))
+    pictures: list[Arrays] = [
+        {"images": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in (2, 1)
+    ]
+    return [
+        Graph(
+            "vq_decoder",
+            VQDecoder(tokenizer, grid),
+            (Value("codes", ("images", cells), "int64"),),
+            (image,),
+            plain_cases(codes),
+        ),
+        Graph(
+            "vq_encoder",
+            VQEncoder(tokenizer),
+            (image,),
+            (Value("codes", ("images", cells), "int64"), Value("pre_quant", ("images", config.code_width, grid, grid))),
+            plain_cases(pictures),
+        ),
+    ]
+
+
+def source(role: str, path: Path, origins: Mapping[Path, str]) -> Source:
+    """A checkpoint file for the bundle's provenance; `origins` tells of it or its folder where it was fetched from."""
+    return Source(role=role, name=path.name, sha256=sha256(path), origin=origins.get(path, origins.get(path.parent)))
+
+
+def plain_cases(inputs: list[Arrays]) -> tuple[Case, ...]:
+    """Checks of a graph that is no decoder; the first axis of the first input counts rows."""
+    return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
+
+
+def decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
+    """A target's sizes in the manifest."""
+    return DecoderSpec(
+        width=sizes.width,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_width=sizes.head_width,
+        vocabulary=sizes.vocabulary,
+        positions=sizes.positions,
+    )
+
+
+def _drafter_spec(sizes: DecoderConfig, code_offset: int) -> DrafterSpec:
+    return DrafterSpec(
+        width=sizes.width,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        head_width=sizes.head_width,
+        vocabulary=sizes.vocabulary,
+        code_offset=code_offset,
+    )

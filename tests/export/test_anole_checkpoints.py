@@ -1,0 +1,288 @@
+"""Chameleon folders, VQGAN files and drafters that do not fit are named; shards and the command line work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llamagen_golden import DATA
+from safetensors.torch import load_file, save_file
+
+from lantern_rt.cli import run_program
+from lantern_rt.errors import CheckpointError, LanternError
+from lantern_rt.export.anole import arrange_codes, export_anole, read_chameleon
+from lantern_rt.export.eagle import read_drafter
+from lantern_rt.export.vqgan import read_vqgan
+
+TARGET, VQ, DRAFTER = DATA / "anole/target", DATA / "chameleon-vqgan", DATA / "anole/drafter"
+
+
+def refused(message: str, error: type[LanternError] = CheckpointError) -> Any:
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    """A copy of the target that may be damaged."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copyfile(TARGET / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def vq(tmp_path: Path) -> Path:
+    folder = tmp_path / "vq"
+    folder.mkdir()
+    for name in ("vqgan.ckpt", "vqgan.yaml"):
+        shutil.copyfile(VQ / name, folder / name)
+    return folder
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def reweigh(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path)
+
+
+def write_shards(folder: Path, shards: int) -> None:
+    """The folder's weights in several files with an index, as transformers writes them."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    where = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(weights)}
+    for file in set(where.values()):
+        save_file({name: weights[name] for name in weights if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+# ---------------------------------------------------------------- what is read
+
+
+def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(target: Path) -> None:
+    whole = read_chameleon(target, 8)
+    write_shards(target, 3)
+    sharded = read_chameleon(target, 8)
+    for name, weight in whole.decoder.state_dict().items():
+        assert torch.equal(weight, sharded.decoder.state_dict()[name])
+    assert torch.equal(whole.embeddings, sharded.embeddings)
+    names = [path.name for role, path in sharded.files if role == "target"]
+    assert len(names) == 4
+    assert "model.safetensors.index.json" in names
+
+
+def test_the_head_keeps_only_the_image_tokens(target: Path) -> None:
+    chameleon, weights = read_chameleon(target, 8), load_file(target / "model.safetensors")
+    assert torch.equal(chameleon.decoder.head.weight, weights["lm_head.weight"][4:132])
+    assert chameleon.codes == list(range(4, 132))
+    assert torch.equal(chameleon.embeddings, weights["model.embed_tokens.weight"])
+    assert (chameleon.layout.before, chameleon.layout.after, chameleon.layout.uncond) == ((0,), (140, 133), (0, 133))
+
+
+def test_codes_are_told_by_their_names_whatever_the_order_of_their_tokens(target: Path) -> None:
+    plain = read_chameleon(target, 8)
+    drafter = read_drafter(DRAFTER, plain.decoder, 176).drafter
+    moved = torch.arange(176)
+    moved[4:132] = 4 + torch.randperm(128, generator=torch.Generator().manual_seed(0))  # old token -> new token
+
+    def rename(config: dict[str, Any]) -> None:
+        config["vocabulary_map"] = {name: int(moved[token]) for name, token in config["vocabulary_map"].items()}
+
+    def move(table: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(table).index_copy_(0, moved, table)
+
+    change(target / "config.json", rename)
+    reweigh(
+        target / "model.safetensors",
+        lambda weights: weights.update(
+            {name: move(weights[name]) for name in ("lm_head.weight", "model.embed_tokens.weight")}
+        ),
+    )
+    other = read_chameleon(target, 8)
+    assert other.codes == moved[4:132].tolist()
+    assert torch.equal(other.decoder.head.weight, plain.decoder.head.weight)
+    assert torch.equal(other.embeddings[other.codes], plain.embeddings[plain.codes])
+    expected = drafter.embed.weight.clone()
+    drafter.embed.weight = torch.nn.Parameter(move(expected), requires_grad=False)
+    arrange_codes(drafter, other.codes)
+    assert torch.equal(drafter.embed.weight, expected)
+
+
+def test_the_size_of_pictures_comes_from_the_yaml_or_the_caller(vq: Path) -> None:
+    assert read_vqgan(vq).grid == 8
+    assert read_vqgan(vq / "vqgan.ckpt").grid == 8
+    (vq / "vqgan.yaml").unlink()
+    assert read_vqgan(vq).grid is None
+
+
+def test_export_and_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, picture = tmp_path / "anole", tmp_path / "picture.png"
+    command = ["export", "--family", "anole", "--target", str(TARGET), "--vq", str(VQ), "--drafter", str(DRAFTER)]
+    assert run_program([*command, "--grid", "4", "--output", str(bundle)]) == 0
+    assert capsys.readouterr().out == f"{bundle}\n"
+    run = ["run", "--bundle", str(bundle), "--prompt", "tok145 tok146", "--method", "lantern++", "--output"]
+    assert run_program([*run, str(picture), "--json"]) == 0
+    (image,) = json.loads(capsys.readouterr().out)["images"]
+    assert len(image["codes"]) == 16
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert run_program(["run", "--bundle", str(bundle), "--class-id", "3"]) == 2
+    assert "found class ids, expected a prompt: that is what bundle anole takes" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_a_drafter_of_another_vocabulary_is_named(tmp_path: Path) -> None:
+    other = DATA / "lantern-drafter-llamagen"
+    with refused(f"{other}/pytorch_model.bin: the drafter has 128 tokens of width 64, the target 176 of 64"):
+        export_anole(TARGET, VQ, tmp_path / "out", drafter=other)
+
+
+def test_a_vq_of_another_codebook_is_named(vq: Path, tmp_path: Path) -> None:
+    content = torch.load(vq / "vqgan.ckpt", weights_only=True)
+    content["state_dict"]["quantize.embedding.weight"] = torch.zeros(64, 16)
+    torch.save(content, vq / "vqgan.ckpt")
+    with refused(f"{vq}/vqgan.yaml: n_embed is 128, but the weights have 64"):
+        export_anole(TARGET, vq, tmp_path / "out")
+    (vq / "vqgan.yaml").unlink()
+    with refused("the VQ tokenizer has 64 codes, but the transformer has 128; give the one that belongs to it"):
+        export_anole(TARGET, vq, tmp_path / "out", grid=8)
+
+
+def test_a_vq_of_another_family_and_a_missing_size_are_named(vq: Path, tmp_path: Path) -> None:
+    other = DATA / "llamagen-vq/vq_tiny.pt"
+    message = "has no quantize.embedding.weight with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
+    with refused(f"{other}: {message}"):
+        export_anole(TARGET, other, tmp_path / "out")
+    with refused(f"{tmp_path}: expected a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file"):
+        export_anole(TARGET, tmp_path, tmp_path / "out")
+    (vq / "vqgan.yaml").unlink()
+    with refused(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid"):
+        export_anole(TARGET, vq, tmp_path / "out")
+    (vq / "vqgan.yaml").write_text("model: [")
+    with pytest.raises(CheckpointError, match=r"vqgan\.yaml: expected YAML, found while parsing"):
+        read_vqgan(vq)
+    (vq / "vqgan.yaml").write_text("model: {params: {embed_dim: 16}}")
+    with refused(f"{vq}/vqgan.yaml: expected the model's sizes under model.params.ddconfig, found none"):
+        read_vqgan(vq)
+
+
+def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(target: Path, tmp_path: Path) -> None:
+    def add_token(tokenizer: dict[str, Any]) -> None:
+        tokenizer["model"]["vocab"]["far"] = 176
+
+    def swap_tokens(tokenizer: dict[str, Any]) -> None:
+        vocabulary = tokenizer["model"]["vocab"]
+        del vocabulary["far"]
+        vocabulary["<racm3:break>"], vocabulary["<eoss>"] = 132, 133
+        tokenizer["added_tokens"] = []
+
+    change(target / "tokenizer.json", add_token)
+    with refused(
+        f"{target}/tokenizer.json: token 'far' has id 176, but the model embeds 176 tokens; "
+        "give the model's own tokenizer"
+    ):
+        export_anole(target, VQ, tmp_path / "out")
+    change(target / "tokenizer.json", swap_tokens)
+    with refused(
+        f"{target}/tokenizer.json: token '<racm3:break>' has id 132, but the model's is 133; "
+        "give the model's own tokenizer"
+    ):
+        export_anole(target, VQ, tmp_path / "out")
+    (target / "tokenizer.json").unlink()
+    with refused(f"{target}: has no tokenizer.json; download it into that folder, prompts need it"):
+        export_anole(target, VQ, tmp_path / "out")
+
+
+def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target: Path) -> None:
+    def damage(weights: dict[str, torch.Tensor]) -> None:
+        del weights["model.layers.1.self_attn.q_norm.weight"], weights["model.norm.weight"]
+        weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+    reweigh(target / "model.safetensors", damage)
+    with refused(
+        f"{target}: the weights do not fit the model; missing: model.layers.1.self_attn.q_norm.weight, "
+        "model.norm.weight; unexpected: model.layers.0.self_attn.q_proj.bias"
+    ):
+        read_chameleon(target, 8)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model_type", "llama", "model_type is 'llama', expected 'chameleon'"),
+        (
+            "architectures",
+            ["ChameleonXLLMXForConditionalGeneration"],
+            "found architectures ['ChameleonXLLMXForConditionalGeneration'], expected a "
+            "ChameleonForConditionalGeneration; Lumina-mGPT and its kin are not supported",
+        ),
+        (
+            "mask_image_logits",
+            True,
+            "found mask_image_logits, expected a ChameleonForConditionalGeneration; Lumina-mGPT and its kin are not "
+            "supported",
+        ),
+        ("hidden_size", 32, "hidden_size is 32, but the weights have 64"),
+        (
+            "num_attention_heads",
+            5,
+            "5 heads (num_attention_heads, head_dim) do not fit the width 64, expected equal parts",
+        ),
+        (
+            "num_key_value_heads",
+            2,
+            "2 key heads (num_key_value_heads) of 16 numbers do not fit 4 heads and the 64 rows of k_proj",
+        ),
+        ("swin_norm", True, "hidden_act must be silu and swin_norm off; this decoder has nothing else"),
+        ("rope_scaling", {"type": "linear"}, "rotary positions are of type 'linear', expected plain ones (default)"),
+        ("max_position_embeddings", 60, "max_position_embeddings is 60, expected more than the 64 codes of an image"),
+        ("vocabulary_map", None, "has no vocabulary_map from names to token ids, expected one that names the codes"),
+        ("vocabulary_map", {"<s>": 0}, "vocabulary_map lacks <reserved08706>, <racm3:break>"),
+        (
+            "vocabulary_map",
+            {"<s>": 0, "<reserved08706>": 9, "<racm3:break>": 8, "IMGIMGAZ": 4, "IMGIMGCZ": 5},
+            "vocabulary_map names 2 image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... "
+            "with ids in one block",
+        ),
+    ],
+)
+def test_a_configuration_that_this_decoder_cannot_follow_is_named(
+    target: Path, field: str, value: Any, message: str
+) -> None:
+    change(target / "config.json", lambda config: config.update({field: value}))
+    with refused(f"{target}/config.json: {message}"):
+        read_chameleon(target, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--family", "anole", "--vq", "v", "--model", "GPT-B"],
+            "--model: family anole does not take it; leave it out",
+        ),
+        (["--family", "janus", "--vq", "v"], "--vq: family janus does not take it; leave it out"),
+        (
+            ["--family", "anole"],
+            "--vq: found nothing, expected the VQ tokenizer that belongs to the anole target",
+        ),
+    ],
+)
+def test_options_that_a_family_does_not_take_or_needs_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(["export", "--target", "t", "--output", "o", *arguments]) == 2
+    assert message in capsys.readouterr().err

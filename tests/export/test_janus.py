@@ -1,0 +1,163 @@
+"""A family LANTERN never had: Janus, checked against transformers itself on small random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llamagen_golden import Run, guide, manifest
+
+from lantern_rt import Pipeline
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.janus import export_janus
+from lantern_rt.export.parity import Sessions
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = ["a", "red", "cube", "on", "sand", "<|User|>:", "<|Assistant|>:"]
+START, PADDING, BEGIN, GRID, CODES = 1, 2, 3, 4, 96
+
+
+def random_janus() -> Any:
+    """Random everywhere: stock initialisation leaves biases at zero, where a lost one would not show."""
+    torch.manual_seed(0)
+    config = transformers.JanusConfig(
+        text_config=transformers.LlamaConfig(
+            vocab_size=100,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            rope_theta=500.0,
+            rms_norm_eps=1e-5,
+        ),
+        vision_config=transformers.JanusVisionConfig(
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=8,
+            projection_dim=48,
+            num_image_tokens=GRID**2,
+        ),
+        vq_config=transformers.JanusVQVAEConfig(
+            embed_dim=8,
+            num_embeddings=CODES,
+            latent_channels=32,
+            base_channels=32,
+            channel_multiplier=[1, 2, 2, 3],
+            num_res_blocks=1,
+            projection_dim=48,
+            image_token_embed_dim=48,
+        ),
+    )
+    model = transformers.JanusForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 and "vision_model" not in name:
+            weight += 0.1 * torch.randn_like(weight)
+        if "generation_" in name or "language_model" in name:
+            weight *= 3
+    model.generation_config.update(bos_token_id=START, pad_token_id=PADDING, guidance_scale=5.0)
+    model.generation_config.generation_kwargs = {"boi_token_id": BEGIN}
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_janus()
+
+
+@pytest.fixture(scope="module")
+def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model as transformers saves it, in several shards, with a tokenizer of a few words."""
+    place = tmp_path_factory.mktemp("janus") / "tiny"
+    model.save_pretrained(place, max_shard_size="400KB")
+    assert len(list(place.glob("model-*.safetensors"))) > 2
+    vocabulary = {"<unk>": 0} | {word: 10 + i for i, word in enumerate(WORDS)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return place
+
+
+@pytest.fixture(scope="module")
+def bundle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return export_janus(folder, tmp_path_factory.mktemp("bundles") / "janus")
+
+
+def prompt_ids(words: str) -> list[int]:
+    return [START, 15, *(10 + WORDS.index(word) for word in words.split()), 16, BEGIN]
+
+
+def close(found: np.ndarray, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=tolerance, strict=True)
+
+
+def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any, bundle: Path) -> None:
+    ids = torch.tensor([prompt_ids("a red cube"), prompt_ids("sand on cube")])
+    codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
+    embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
+    hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
+    spec = manifest(bundle).target
+    run = Run(bundle / "target.onnx", spec.kv_heads, spec.head_width, spec.layers, 2)
+    condition = Sessions(bundle / "condition.onnx").run({"token_ids": ids.numpy(), "uncond_ids": ids.numpy()})
+    table = np.load(bundle / "code_embeddings.npy")
+    parts = [run.step(input_embeds=condition["prefix_embeds"]), run.step(input_embeds=table[codes.numpy()])]
+    close(np.concatenate([part["hidden_states"] for part in parts], 1), hidden)
+    close(np.concatenate([part["logits"] for part in parts], 1), model.model.generation_head(hidden), 3e-4)
+
+
+def test_codes_become_transformers_pictures_and_pictures_its_codes(model: Any, bundle: Path) -> None:
+    codes = torch.randint(CODES, (2, GRID**2), generator=torch.Generator().manual_seed(2))
+    pictures = Sessions(bundle / "vq_decoder.onnx").run({"codes": codes.numpy()})["images"]
+    close(pictures, model.decode_image_tokens(codes).permute(0, 3, 1, 2))
+    images = torch.rand((2, 3, 32, 32), generator=torch.Generator().manual_seed(3)) * 2 - 1
+    found = Sessions(bundle / "vq_encoder.onnx").run({"images": images.numpy()})["codes"]
+    np.testing.assert_array_equal(found.ravel(), model.model.vqmodel.encode(images).image_tokens.numpy())
+
+
+@pytest.mark.parametrize("words", ["a red cube on sand", "sand"])
+def test_a_greedy_picture_is_the_one_transformers_generates(model: Any, bundle: Path, words: str) -> None:
+    ids = torch.tensor([prompt_ids(words)])
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, use_cache=True
+    )
+    result = Pipeline.from_bundle(bundle, threads=1)(words, temperature=0)
+    assert result.settings.cfg_scale == 5.0
+    assert result.codes[0].tolist() == expected[0].tolist()
+
+
+def test_guided_logits_have_clear_winners_so_that_greedy_pictures_can_be_compared(model: Any) -> None:
+    ids = torch.tensor([prompt_ids("sand"), [START, PADDING, PADDING, PADDING, BEGIN]])
+    hidden = model.model.language_model(inputs_embeds=model.get_input_embeddings()(ids)).last_hidden_state
+    guided = guide(model.model.generation_head(hidden[:, -1:]).numpy(), 5.0)
+    first, second = np.sort(guided.ravel())[::-1][:2]
+    assert first - second > 1e-2
+
+
+def test_what_a_folder_lacks_is_named(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    generation = tmp_path / "generation_config.json"
+    whole = generation.read_text()
+    generation.write_text(json.dumps({"bos_token_id": 1}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: has no pad_token_id, boi_token_id; give the"):
+        export_janus(tmp_path, tmp_path / "out")
+    generation.write_text(whole)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; download it into that folder"):
+        export_janus(tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "chameleon"}))
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type is 'chameleon', expected 'janus'"):
+        export_janus(tmp_path, tmp_path / "out")

@@ -1,0 +1,113 @@
+"""Prefixes whose rows differ in length: what a pass over them looks like, and batches of them in the decode loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
+from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.passes import prefill_pass, stack_padding
+from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.sampling import Sampling
+
+WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
+
+
+@dataclass
+class SumEngine:
+    """Logits follow from the sum of what a node sees, each weighted by its position; values are small whole numbers.
+
+    A key holds an entry's number and position. A drafter reads tokens: prefix ids below `OFFSET`, codes above.
+    """
+
+    reads_tokens: bool = False
+    passes: list[Pass] = field(default_factory=list)
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
+
+    def next_span(self, cache: KVCache, nodes: int) -> int:
+        return cache.span()
+
+    def run(self, batch: Pass, cache: KVCache) -> PassOutput:
+        self.passes.append(batch)
+        rows, nodes = batch.positions.shape
+        number = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
+        new = np.zeros((nodes, rows, 1, WIDTH), np.float32)
+        new[:, :, 0, 0], new[:, :, 0, 1] = number.T, batch.positions.T
+        span = batch.visible.shape[2] - nodes
+        entries = np.concatenate([cache.past(span)[0], new])[:, :, 0]  # [span + nodes, rows, width]
+        weighted = entries[..., 0] * (1 + entries[..., 1])
+        seen = np.einsum("rnc,cr->rn", batch.visible, weighted)
+        logits = np.cos(seen[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
+        hidden = np.repeat(seen[..., None], WIDTH, 2).astype(np.float32)
+        return PassOutput(logits, hidden, [new, new])
+
+
+def prompt(length: int, uncond: int) -> Prompt:
+    rows = [np.full((n, WIDTH), n, np.float32) for n in (length, uncond)]
+    ids = (np.arange(length), np.arange(uncond) + 50)
+    return Prompt(rows[0], rows[1], np.ones(length, bool), np.ones(uncond, bool), ids)
+
+
+def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> Model:
+    return Model(target or SumEngine(), drafter, CODES, 200, DrafterLayout(code_offset=OFFSET))
+
+
+def codes_of(prompts: list[Prompt], method: Method, sampling: Sampling, **engines: Any) -> list[list[int]]:
+    codes: list[list[int]] = [[] for _ in prompts]
+    rngs = [np.random.default_rng(len(p.cond)) for p in prompts]
+    for step in decode(model(**engines), prompts, rngs, sampling, method):
+        for part in step.parts:
+            codes[part.request] += part.codes[: part.committed].tolist()
+    return codes
+
+
+def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> None:
+    engine = SumEngine()
+    rows = [np.full((n, WIDTH), n, np.float32) for n in (4, 2)]
+    hidden = stack_padding([np.array([True, False, False, False]), np.zeros(2, bool)])
+    assert hidden.tolist() == [[True, False, False, False], [False] * 4]
+    batch = prefill_pass(engine, engine.new_cache(2, 10), rows, hidden)
+    assert batch.embeds is not None
+    assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
+    assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
+    among = batch.visible[:, :, -4:]
+    assert among[0].tolist() == [[True] * 4, *[[False] + [j <= i for j in range(1, 4)] for i in range(1, 4)]]
+    assert among[1].tolist() == np.tri(4, dtype=bool).tolist()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
+@pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
+def test_a_batch_of_prompts_of_any_length_gives_each_what_it_gets_alone(sampling: Sampling, tree: str | None) -> None:
+    method = Method("ar") if tree is None else Method("eagle", named_tree(tree))
+    prompts = [prompt(5, 2), prompt(2, 2), prompt(9, 2), prompt(3, 3)]
+    together = codes_of(prompts, method, sampling, drafter=SumEngine(True))
+    assert together == [codes_of([one], method, sampling, drafter=SumEngine(True))[0] for one in prompts]
+    if sampling.greedy:
+        assert together == codes_of(prompts, Method("ar"), sampling)
+
+
+def test_every_row_counts_its_own_positions_and_the_drafter_reads_its_own_tokens() -> None:
+    target, drafter = SumEngine(), SumEngine(True)
+    prompts = [prompt(5, 2)]
+    codes = codes_of(
+        prompts, Method("eagle", named_tree("chain-1")), Sampling(cfg_scale=2.0), target=target, drafter=drafter
+    )
+    assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]
+    first = drafter.passes[0]
+    assert first.tokens is not None
+    assert first.tokens.tolist() == [[1, 2, 3, 4, OFFSET + codes[0][0]], [51, OFFSET + codes[0][0], 0, 0, 0]]
+    assert first.hidden is not None
+    assert not first.hidden[1, 2:].any()
+    assert first.positions[:, 0].tolist() == [0, 0]
+    later = drafter.passes[1]
+    assert later.tokens is not None
+    assert later.tokens.min() >= 0
+    assert (later.tokens[:, 0] >= OFFSET).all()
+    assert later.positions[:, 0].tolist() == [5, 2]

@@ -1,0 +1,139 @@
+"""Prompts as token ids: how both rows are laid out, what is refused, and the tokenizer library where it is needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt.errors import BundleError, EngineError, RequestError
+from lantern_rt.manifest import ConditionSpec, Manifest, TokenLayout
+from lantern_rt.requests import ImageRequest, resolve_images, token_slots
+from lantern_rt.runtime.decode import DrafterLayout, Prompt
+from lantern_rt.template_tokenizer import read_template_tokenizer
+
+ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
+JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), uncond_fill=2)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    folder = make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny")
+    return Manifest.model_validate_json((folder / "bundle.json").read_text())
+
+
+def requests(manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1) -> list[ImageRequest]:
+    condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
+    own = manifest.model_copy(update={"condition": condition})
+    return resolve_images(own, lambda prompt: np.array(ids), "a prompt", None, None, 7, images)
+
+
+def test_the_rows_of_a_prompt_may_differ_in_length(manifest: Manifest) -> None:
+    first, second = requests(manifest, ANOLE, [50, 51, 52], images=2)
+    assert first.inputs["token_ids"].tolist() == [[0, 50, 51, 52, 140, 133]]
+    assert first.inputs["uncond_ids"].tolist() == [[0, 133]]
+    assert (first.real.tolist(), first.uncond_real.tolist()) == ([True] * 6, [True] * 2)
+    assert first.inputs is second.inputs
+    assert (first.seed, second.seed) == (7, 8)
+
+
+def test_an_unconditional_row_may_be_the_prompt_with_its_text_filled_in(manifest: Manifest) -> None:
+    (request,) = requests(manifest, JANUS, [50, 51])
+    assert request.inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
+    assert request.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
+
+
+def test_the_text_may_fill_what_the_layout_leaves() -> None:
+    assert token_slots(ConditionSpec(kind="tokens", prefix=12, layout=ANOLE)) == 9
+    assert token_slots(ConditionSpec(kind="words", prefix=12)) == 12
+
+
+def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
+    rows = np.zeros((6, 4), np.float32)
+    cond, uncond = np.array([0, 50, 51, 52, 140, 133]), np.array([0, 133])
+    prompt = Prompt(rows, rows[:2], np.ones(6, bool), np.ones(2, bool), (cond, uncond))
+    assert prompt.drafter_tokens("cond", DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
+    assert prompt.drafter_tokens("uncond", DrafterLayout()).tolist() == [133]
+    plain = Prompt(rows, rows, np.arange(6) > 1)
+    assert plain.drafter_tokens("uncond", DrafterLayout(prefix_token=3)).tolist() == [3] * 5
+    assert plain.padding("uncond").tolist() == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"after": [1]}, "`uncond` and `uncond_fill` are two ways to lay out one row; set one"),
+        ({"after": [1], "uncond": [1], "uncond_fill": 1}, "`uncond` and `uncond_fill` are two ways"),
+        ({"after": [1], "uncond": []}, "`uncond` is empty; expected at least one token id"),
+        ({"after": [], "uncond": [1]}, "at least 1 item"),
+        ({"after": [1], "uncond": [1], "template": "no place"}, "should match pattern"),
+    ],
+)
+def test_a_layout_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TokenLayout.model_validate_json(json.dumps(fields))
+
+
+def test_a_layout_goes_with_tokens_only() -> None:
+    with pytest.raises(ValidationError, match="`layout` goes with kind `tokens` and with no other"):
+        ConditionSpec(kind="words", prefix=4, layout=ANOLE)
+    with pytest.raises(ValidationError, match="`layout` goes with kind `tokens` and with no other"):
+        ConditionSpec(kind="tokens", prefix=4)
+
+
+# ---------------------------------------------------------------- the tokenizer
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    pytest.importorskip("tokenizers")
+    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"},
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+        },
+        "model": {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "red": 2, "cube": 3, "<?>": 4}, "unk_token": "<?>"},
+    }
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(tokenizer))
+    return file
+
+
+def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(path: Path) -> None:
+    assert read_template_tokenizer(path).encode("a red cube", 8).tolist() == [1, 2, 3]
+    assert read_template_tokenizer(path, "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
+
+
+def test_a_prompt_with_too_many_tokens_or_none_is_refused(path: Path) -> None:
+    with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2; shorten it$"):
+        read_template_tokenizer(path).encode("a red cube", 2)
+    with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
+        read_template_tokenizer(path).encode("\u3000", 2)
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(path: Path) -> None:
+    path.write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle"):
+        read_template_tokenizer(path)
+
+
+def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        EngineError, match=r"^prompts of this bundle need tokenizers; install with `pip install 'lantern-rt\[text\]'`$"
+    ):
+        read_template_tokenizer(tmp_path / "tokenizer.json")
