@@ -20,6 +20,7 @@ from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
 from .decoder import Decoder, DecoderConfig, Layer, rotary_table
 from .decoder_graph import cache_values, node_values, write_layers
+from .deferred import joined, transposed, without_weights
 from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
 from .onnx_ops import Ops, Value
 
@@ -87,7 +88,8 @@ def read_drafter(folder: Path, target: Decoder) -> DrafterFiles:
     if "fc.weight" not in weights or "embed_tokens.weight" not in weights:
         raise CheckpointError(f"{path}: has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
     config = _infer(weights, path, config_path, target.config)
-    drafter = EagleDrafter(config, nn.Linear(config.width, config.vocabulary, bias=False), "fc.bias" in weights)
+    with without_weights():
+        drafter = EagleDrafter(config, nn.Linear(config.width, config.vocabulary, bias=False), "fc.bias" in weights)
     renamed, shown = _rename(weights, config.layers, config.width, path)
     fill(drafter, renamed | {"head.weight": target.head.weight}, path, shown)
     return DrafterFiles(drafter, path)
@@ -125,7 +127,7 @@ def _write(drafter: EagleDrafter) -> Ops:
     joint = ops.op("Concat", token, "target_hidden", axis=-1)
     x = write_layers(ops, drafter.layers, drafter.turns, ops.linear(joint, "fc", drafter.fc.weight, drafter.fc.bias))
     hidden = ops.op("Identity", x, name="hidden_states")
-    ops.many("MatMul", hidden, ops.weight("head.weight", drafter.head.weight.t()), outputs=["logits"])
+    ops.many("MatMul", hidden, ops.weight("head.weight", transposed(drafter.head.weight)), outputs=["logits"])
     return ops
 
 
@@ -184,5 +186,5 @@ def _rename(weights: Weights, layers: int, width: int, path: Path) -> tuple[Weig
                 raise CheckpointError(
                     f"{path}: weight {name} has shape {list(weights[name].shape)}, expected [.., {width}]"
                 )
-        renamed[f"layers.{i}.attention.qkv.weight"] = torch.cat([left.pop(name) for name in parts])
+        renamed[f"layers.{i}.attention.qkv.weight"] = joined([left.pop(name) for name in parts])
     return renamed | {back.get(name, name): tensor for name, tensor in left.items()}, shown

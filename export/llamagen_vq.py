@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .checkpoints import Weights, count_blocks, fill, read_weights, shape_of
+from .deferred import without_weights
 
 _GROUPS, _EPS = 32, 1e-6
 
@@ -244,7 +245,9 @@ def read_vq(path: Path) -> LlamaGenVQ:
         raise CheckpointError(
             f"{path}: has no quantize.embedding.weight, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
         )
-    vq = LlamaGenVQ(_infer(weights, path))
+    weights = {name: tensor.float() for name, tensor in weights.items()}  # the whole tokenizer is small
+    with without_weights():
+        vq = LlamaGenVQ(_infer(weights, path))
     weights["codebook"] = weights.pop("quantize.embedding.weight")
     fill(vq, weights, path, {"codebook": "quantize.embedding.weight"})
     return vq

@@ -9,14 +9,18 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import typer
 
 from . import __version__
+from .cli_verify import export_progress
 from .errors import CheckpointError, EngineError
+from .memory import PeakMemory
 
 FAMILIES = ("llamagen",)
 _SIDE_FILES = {"text_encoder": ("config.json", "tokenizer.json")}  # fetched with weights, where not config.json alone
@@ -71,36 +75,46 @@ def export_command(
     grid: int | None,
     name: str | None,
     force: bool,
+    precision: str = "fp32",
+    drafter_precision: str | None = None,
 ) -> None:
-    """Write a bundle from checkpoints."""
+    """Write a bundle from checkpoints, and say what it took."""
     if family not in FAMILIES:
         raise CheckpointError(f"family: found {family!r}, expected {' or '.join(FAMILIES)}")
     if missing := [name for name in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
-    from .export.bundle_writer import check_output
+    from .export.bundle_writer import check_output, write_bundle
     from .export.hub import fetch
     from .export.llamagen import export_llamagen
+    from .export.precision import read_precisions
 
+    write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision))
     check_output(output, force)  # before anything is fetched
     given = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
     found = {role: fetch(place, _SIDE_FILES.get(role, ("config.json",))) for role, place in given.items() if place}
     paths = {role: fetched.path for role, fetched in found.items()}
-    export_llamagen(
-        paths["target"],
-        paths["vq"],
-        output,
-        drafter=paths.get("drafter"),
-        text_encoder=paths.get("text_encoder"),
-        model=model,
-        config=config,
-        grid=grid,
-        name=name,
-        force=force,
-        origins={fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
-        progress=lambda line: print(line, file=sys.stderr),
-    )
+    start = time.perf_counter()
+    with PeakMemory() as peak, export_progress() as progress:
+        export_llamagen(
+            paths["target"],
+            paths["vq"],
+            output,
+            drafter=paths.get("drafter"),
+            text_encoder=paths.get("text_encoder"),
+            model=model,
+            config=config,
+            grid=grid,
+            name=name,
+            force=force,
+            origins={fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
+            progress=progress,
+            write=write,
+        )
+    size = sum(file.stat().st_size for file in output.iterdir())
+    memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
+    print(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}", file=sys.stderr)
     print(output)
 
 
