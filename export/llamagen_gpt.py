@@ -212,7 +212,7 @@ def _take_condition(
     names = ["cls_embedding.cap_proj.fc1.weight", "cls_embedding.cap_proj.fc2.weight", _CAPTIONS]
     for name in names:
         checkpoint.shape(name)
-    first, second, uncond = (weights.pop(name) for name in names)
+    first, second, uncond = (weights.pop(name).float() for name in names)  # small, and multiplied at export
     if first.shape[1] != uncond.shape[1] or second.shape[1] != first.shape[0]:
         raise CheckpointError(
             f"{checkpoint.path}: caption weights {list(first.shape)}, {list(second.shape)} and {list(uncond.shape)} "

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import RMSNorm
-from .deferred import without_weights
 from .decoder_graph import write_norm
+from .deferred import without_weights
 from .onnx_ops import Ops
 from .weight_folders import find_weights, read_weight_files
 

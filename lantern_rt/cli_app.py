@@ -223,7 +223,18 @@ def export(
     from .cli_tools import export_command
 
     export_command(
-        family, target, vq, output, drafter, text_encoder, model, config, grid, name, force, precision,
+        family,
+        target,
+        vq,
+        output,
+        drafter,
+        text_encoder,
+        model,
+        config,
+        grid,
+        name,
+        force,
+        precision,
         drafter_precision,
     )
 
@@ -273,6 +284,9 @@ def verify(
     ] = None,
     vq: Annotated[Path | None, typer.Option(help="Checkpoint of the VQ model, with --against.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Folder of the drafter, with --against.")] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option("--text-encoder", help="Folder of the text encoder, with --against.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Size by name, as in export.")] = None,
     config: Annotated[Path | None, typer.Option(help="JSON file with sizes, as in export.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the tables to this .html as well.")] = None,
@@ -285,7 +299,7 @@ def verify(
     """
     from .cli_verify import Checkpoints, verify_command
 
-    verify_command(bundle, Checkpoints(against, vq, drafter, model, config), report, json, force)
+    verify_command(bundle, Checkpoints(against, vq, drafter, text_encoder, model, config), report, json, force)
 
 
 @app.command(

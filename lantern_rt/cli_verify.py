@@ -32,6 +32,7 @@ class Checkpoints:
     target: Path | None
     vq: Path | None
     drafter: Path | None
+    text_encoder: Path | None
     model: str | None
     config: Path | None
 
@@ -51,7 +52,7 @@ def verify_command(name: str, given: Checkpoints, report: Path | None, as_json: 
         print(line, file=sys.stderr)
 
     if given.target is None:
-        if given.vq or given.drafter or given.model or given.config:
+        if any((given.vq, given.drafter, given.text_encoder, given.model, given.config)):
             raise CheckpointError("verify: found checkpoint options without --against, expected the target's there")
         result = verify(bundle, progress=say)
     else:
@@ -77,6 +78,9 @@ def _graphs(bundle: Bundle, target: Path, given: Checkpoints) -> list[Graph]:
     if (given.drafter is None) != (manifest.drafter is None):
         wanted = "none: the bundle has none" if given.drafter else "the folder of the bundle's drafter"
         raise CheckpointError(f"--drafter: found {given.drafter or 'nothing'}, expected {wanted}")
+    if (given.text_encoder is None) == (manifest.condition.kind == "text"):
+        wanted = "none: the bundle has none" if given.text_encoder else "the folder of the bundle's text encoder"
+        raise CheckpointError(f"--text-encoder: found {given.text_encoder or 'nothing'}, expected {wanted}")
     from .export.llamagen import export_llamagen
 
     kept: list[Graph] = []
@@ -87,7 +91,7 @@ def _graphs(bundle: Bundle, target: Path, given: Checkpoints) -> list[Graph]:
 
     with tempfile.TemporaryDirectory() as folder:
         config = given.config
-        if config is None and given.model is None:  # the bundle knows what the weights do not tell
+        if config is None and given.model is None and target.is_file():  # the bundle knows what weights do not tell
             config = Path(folder) / "config.json"
             config.write_text(json.dumps({"n_head": manifest.target.width // manifest.target.head_width}))
         export_llamagen(
@@ -95,6 +99,7 @@ def _graphs(bundle: Bundle, target: Path, given: Checkpoints) -> list[Graph]:
             given.vq,
             Path(folder) / "unwritten",
             drafter=given.drafter,
+            text_encoder=given.text_encoder,
             model=given.model,
             config=config,
             grid=manifest.grid_rows,
