@@ -55,7 +55,7 @@ def write_bundle(
     rounding = precisions or Precisions()
     check_output(output, force)
     plans = {graph.role: plan_graph(graph, "lossless" if halve else rounding.of(graph.role)) for graph in graphs}
-    total = sum(plan.bytes for plan in plans.values())
+    total = sum(plan.size for plan in plans.values())
     arrays = [code_embeddings] + ([] if neighbours is None else [neighbours.indices, neighbours.distances])
     _check_space(output, total + sum(array.nbytes for array in arrays))
     tell = _Meter(say, total)

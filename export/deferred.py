@@ -25,12 +25,12 @@ class _Deferred(Tensor):
 
     @staticmethod
     def __new__(cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> _Deferred:
-        tensor = Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype)  # type: ignore[attr-defined]
+        tensor = Tensor._make_wrapper_subclass(cls, list(shape), dtype=dtype)
         tensor.make = make
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return _Deferred(args[0].make, args[0].shape, args[0].dtype)
         return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))

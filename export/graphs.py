@@ -198,7 +198,8 @@ def _hollow(module: nn.Module) -> Iterator[None]:
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
     hollow: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
     for part in module.modules():
-        for own in (part._parameters, part._buffers):
+        both: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for own in both:
             for name, value in own.items():
                 if value is not None and value.is_floating_point() and name not in part._non_persistent_buffers_set:
                     kept.append((own, name, value))

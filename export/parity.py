@@ -38,7 +38,7 @@ def check_parity(graph: Graph, path: Path, tolerance: float = TOLERANCE, plan: G
     """
     worst = 0.0
     wrong: dict[str, tuple[float, str]] = {}
-    large = plan is not None and plan.bytes > LARGE
+    large = plan is not None and plan.size > LARGE
     integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
     # Fused products of integer weights round activations as well: look at the graph without them.
     sessions = Sessions(path, lean=large or integers)
@@ -97,7 +97,8 @@ class _Swap:
 
     def enter(self, *_: Any) -> None:
         for owner, module in self.owners.items():
-            for own in (module._parameters, module._buffers):
+            both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for own in both:
                 for leaf, value in own.items():
                     if value is not None and value.is_floating_point():
                         self.kept.append((own, leaf, value))

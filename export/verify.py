@@ -94,7 +94,7 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether everything is within its limits."""
-        return all(row.passed for row in (*self.tensors, *self.distributions))
+        return all(row.passed for row in self.tensors) and all(row.passed for row in self.distributions)
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -245,12 +245,15 @@ def divergence(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[np.float6
 
 def _differences(found: Arrays, expected: Arrays) -> dict[str, NDArray[np.float64]]:
     """Per tensor the largest absolute and relative difference, as polygraphy measures them, and the scaled one."""
-    from polygraphy.logger import G_LOGGER
+    from polygraphy.logger import G_LOGGER  # type: ignore[import-untyped]
 
     same = sorted(name for name, array in expected.items() if found[name].shape == array.shape and array.size)
     sides = [{name: np.ascontiguousarray(side[name]) for name in same} for side in (expected, found)]
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(all="ignore"):
-        from polygraphy.comparator import IterationResult, SimpleCompareFunc
+        from polygraphy.comparator import (  # type: ignore[import-untyped]
+            IterationResult,
+            SimpleCompareFunc,
+        )
 
         compare = SimpleCompareFunc(check_error_stat="max", infinities_compare_equal=True)
         compared = compare(*(IterationResult(side) for side in sides))

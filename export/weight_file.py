@@ -62,8 +62,8 @@ class GraphFile:
     rule: Rule
 
     @property
-    def bytes(self) -> int:
-        """What the weights will take, as far as their shapes tell."""
+    def size(self) -> int:
+        """Bytes that the weights will take, as far as their shapes tell."""
         return sum(part.bytes for name in self.weights for part in self.parts(name))
 
     def parts(self, name: str) -> list[Part]:
@@ -86,7 +86,7 @@ class GraphFile:
         `written` is told of every so many bytes of weights.
         """
         tell = written or (lambda _: None)
-        external = path.with_name(path.name + ".data") if self.bytes > 1 << 20 else None
+        external = path.with_name(path.name + ".data") if self.size > 1 << 20 else None
         file = external.open("wb") if external else None
         try:
             for name in self.weights:

@@ -96,7 +96,7 @@ def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
 def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precision) -> None:
     graph = stored(torch.bfloat16)
     plan = plan_graph(graph, rule)
-    expected = plan.bytes
+    expected = plan.size
     path = plan.write(tmp_path / "target.onnx")[0]
     assert check_parity(graph, path, plan=plan) < 2e-5
     model = onnx.load(path)
