@@ -250,7 +250,7 @@ def test_transformer_and_tokenizer_must_have_as_many_codes(tmp_path: Path) -> No
 
 def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:
     manifest = open_bundle(t2i_drafter_bundle).manifest
-    assert [s.role for s in manifest.provenance.sources] == ["target", "vq", "config", "drafter", "drafter_config"]
+    assert [s.role for s in manifest.provenance.sources] == ["target", "config", "vq", "drafter", "drafter_config"]
     assert manifest.decoding.method == "lantern"
     assert manifest.decoding.methods["lantern"].neighbors == 127
     assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)
