@@ -72,7 +72,8 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     ops = graph.write()
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
-    return graph_file(ops.model(graph.role, graph.inputs, graph.outputs), ops.weights, own, ops.matrices, rule)
+    matrices = {name for name in ops.matrices if not name.startswith("head.")}  # a head stays float16 at the least
+    return graph_file(ops.model(graph.role, graph.inputs, graph.outputs), ops.weights, own, matrices, rule)
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
