@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, RequestError
 from ..manifest import SamplingDefaults, TokenLayout
-from .bundle_writer import check_output
+from .bundle_writer import check_output, write_bundle
 from .checkpoints import fill, read_config, shape_of
 from .decoder import Decoder
+from .deferred import without_weights
 from .eagle import EagleDrafter, read_drafter
 from .family import Model, export_model, find_tokenizer
 from .hf_decoder import decoder_sizes, rename_layers
@@ -60,12 +61,13 @@ def export_anole(
     force: bool = False,
     origins: Mapping[Path, str] | None = None,
     progress: Callable[[str], None] | None = None,
+    write: Callable[..., Path] = write_bundle,
 ) -> Path:
     """Export a Chameleon folder with its VQGAN; returns the bundle's folder.
 
     `vq`: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt. `drafter`: a folder in LANTERN's layout. `grid`:
     rows of codes, by default those of the VQGAN's own resolution. `origins` tells of files or folders where they were
-    fetched from, for the manifest.
+    fetched from, for the manifest. `write`: as in `export_model`.
     """
     check_output(output, force)
     if grid is not None and not 1 <= grid <= 256:
@@ -99,7 +101,7 @@ def export_anole(
         code_offset=min(chameleon.codes),
         named_tokens=chameleon.named_tokens,
     )
-    return export_model(model, output, name=name, force=force, origins=origins, progress=progress)
+    return export_model(model, output, name=name, force=force, origins=origins, progress=progress, write=write)
 
 
 def read_chameleon(folder: Path, grid: int) -> Chameleon:
@@ -127,7 +129,8 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
     embeddings, head = weights.pop(_EMBEDDINGS), weights.pop(_HEAD)
     sizes = decoder_sizes(config, config_path, weights, folder, "model.", len(codes), grid)
     named, shown = rename_layers(weights, "model.", sizes.layers, sizes.width, folder)
-    decoder = Decoder(sizes)
+    with without_weights():
+        decoder = Decoder(sizes)
     fill(decoder, named | {"head.weight": _rows(head, codes)}, folder, shown | {"head.weight": _HEAD})
     files = [("target", path) for path in found.all_files]
     named_tokens = {name: config["vocabulary_map"][name] for name in _PROMPT_TOKENS}

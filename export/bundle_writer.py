@@ -6,6 +6,7 @@ torch modules with their names, and the manifest's fields come from the caller.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import OutputError
 from ..folders import check_new_folder, folder_or_nothing
 from ..manifest import FORMAT_VERSION, FileEntry, Manifest
+from ..progress import Progress
 from .checkpoints import sha256
-from .graphs import Graph, write_graph
+from .graphs import Graph, plan_graph
 from .neighbours import Neighbours
 from .parity import check_parity
+from .precision import Precisions
 
 _MANIFEST = "bundle.json"
 
@@ -32,27 +36,36 @@ def write_bundle(
     neighbours: Neighbours | None = None,
     files: Mapping[str, tuple[str, bytes]] | None = None,
     halve: bool = False,
+    precisions: Precisions | None = None,
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write a bundle folder and return its path.
+    """Write a bundle folder and return its path. Weights are read, rounded and written one at a time.
 
     `graphs` are written as `<role>.onnx` and compared with their modules. `code_embeddings [codes, width]`
     are the target's input rows for codes. `files` maps further roles to a file name and its content
     (`tokenizer`: `("tokenizer.json", ...)`). `fields` are those of `Manifest` but for `format_version`,
-    `files` and `neighbors`, which are filled in here. `halve`: store weights that float16 holds without loss
-    in that format.
+    `files`, `neighbors` and the decoders' `precision`, which are filled in here. `precisions`: how weights are
+    rounded, by default not at all; `halve`: store weights that float16 holds without loss in that format.
+    `progress` is told of every piece of work, and of bytes if it is a `Progress`.
     """
-    say = progress or (lambda _: None)
+    say = progress or Progress()
+    rounding = precisions or Precisions()
     check_output(output, force)
+    plans = {graph.role: plan_graph(graph, "lossless" if halve else rounding.of(graph.role)) for graph in graphs}
+    total = sum(plan.size for plan in plans.values())
+    arrays = [code_embeddings] + ([] if neighbours is None else [neighbours.indices, neighbours.distances])
+    _check_space(output, total + sum(array.nbytes for array in arrays))
+    tell = _Meter(say, total)
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths: dict[str, Path] = {}
         for graph in graphs:
             say(f"writing {graph.role}.onnx")
-            written = write_graph(graph, folder, halve)
+            plan = plans.pop(graph.role)
+            written = plan.write(folder / f"{graph.role}.onnx", tell.add)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), written, strict=False))
             say(f"comparing {graph.role}.onnx with the checkpoint")
-            check_parity(graph, written[0], graph.tolerance)
+            check_parity(graph, written[0], graph.tolerance, plan=plan)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(code_embeddings, np.float32))
         if neighbours is not None:
@@ -63,7 +76,7 @@ def write_bundle(
             paths[role].write_bytes(content)
         say("hashing")
         manifest = Manifest(
-            **fields,
+            **_with_precision(fields, rounding),
             format_version=FORMAT_VERSION,
             neighbors=0 if neighbours is None else neighbours.indices.shape[1],
             files={role: _entry(path) for role, path in paths.items()},
@@ -75,6 +88,39 @@ def write_bundle(
 def check_output(output: Path, force: bool) -> None:
     """Refuse a goal that is there already, or that `force` would replace without being a bundle."""
     check_new_folder(output, force, _MANIFEST, "bundle")
+
+
+class _Meter:
+    """Counts bytes for a progress report."""
+
+    def __init__(self, report: object, total: int) -> None:
+        self.report = report if isinstance(report, Progress) else Progress()
+        self.done, self.total = 0, total
+
+    def add(self, count: int) -> None:
+        self.done += count
+        self.report.bytes(self.done, self.total)
+
+
+def _check_space(output: Path, needed: int) -> None:
+    """Refuse to start what the disk cannot hold."""
+    free = shutil.disk_usage(output.resolve().parent).free
+    if needed > free:
+        raise OutputError(
+            f"{output}: the bundle takes about {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
+            "free some, choose another place, or a smaller --precision"
+        )
+
+
+def _with_precision(fields: Mapping[str, Any], rounding: Precisions) -> dict[str, Any]:
+    """The manifest's fields with the precision of each decoder."""
+    known = dict(fields)
+    for role in ("target", "drafter"):
+        if isinstance(part := known.get(role), Mapping):
+            known[role] = {**part, "precision": rounding.of(role)}
+        elif part is not None:
+            known[role] = part.model_copy(update={"precision": rounding.of(role)})
+    return known
 
 
 def _entry(path: Path) -> FileEntry:

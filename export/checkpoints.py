@@ -1,5 +1,6 @@
 """Reading checkpoint files safely: tensors only, no code, every weight finite, every key accounted for.
 
+Files are mapped, not copied: a weight is in memory only while it is read, in the type it is stored in.
 Does not know model families: which keys there should be is the caller's business.
 """
 
@@ -29,7 +30,10 @@ _SHOWN = 6  # names listed in a message before the rest is counted
 
 
 def read_weights(path: Path) -> Weights:
-    """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, in float32, checked to be finite."""
+    """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, checked to be finite.
+
+    Tensors keep their type; whoever computes with them converts them (`parity.py`, `weight_file.py`).
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
@@ -43,8 +47,8 @@ def read_weights(path: Path) -> Weights:
     for name, value in content.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: expected a state dict of tensors, found {_kind(value)} under {name!r}")
-        weights[str(name)] = value.detach().float() if value.is_floating_point() else value.detach()
-        if value.is_floating_point() and not bool(torch.isfinite(weights[str(name)]).all()):
+        weights[str(name)] = value.detach()
+        if not _is_finite(value):
             raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
     return weights
 
@@ -107,6 +111,7 @@ def fill(module: nn.Module, weights: Weights, path: Path, names: Mapping[str, st
     """Load weights into a module, strictly; `names` maps the module's names to the checkpoint's, for messages.
 
     Every parameter and buffer of the module must be given with its shape, and nothing else may be given.
+    The module takes the tensors themselves, in their type; `without_weights()` builds it without its own.
     """
     wanted = module.state_dict()
     shown = {name: (names or {}).get(name, name) for name in wanted.keys() | weights.keys()}
@@ -122,7 +127,14 @@ def fill(module: nn.Module, weights: Weights, path: Path, names: Mapping[str, st
     ][:_SHOWN]
     if problems:
         raise CheckpointError(f"{path}: the weights do not fit the model; {'; '.join(problems)}")
-    module.load_state_dict(weights, assign=True)
+    for prefix, part in module.named_modules():
+        for own in (part._parameters, part._buffers):
+            for leaf, old in own.items():
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                if old is not None and name in wanted:  # others are computed by the module itself
+                    weight = weights[name]
+                    own[leaf] = nn.Parameter(weight, requires_grad=False) if own is part._parameters else weight
+    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())), "left without weights"
     module.requires_grad_(False).eval()
 
 
@@ -146,6 +158,14 @@ def _read_safetensors(path: Path) -> Any:
         return load_file(path)
     except (SafetensorError, OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path}: is not a safetensors file, or is cut short ({_line(error)})") from error
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; reads a mapped tensor once and copies nothing."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)  # a NaN anywhere makes both NaN
+    return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
 def _line(error: Exception) -> str:

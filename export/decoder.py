@@ -9,7 +9,7 @@ Does not know checkpoints, prompts, ONNX or how tokens are accepted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -68,18 +68,19 @@ def rotary_table(config: DecoderConfig) -> Tensor:
     base^(-2k / head_width).
     """
     half = config.head_width // 2
+    real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # also in a module built without weights
     if config.rotary == "sequence":
-        pair = torch.arange(half, dtype=torch.float64, device="cpu") / half
-        position = torch.arange(config.positions, dtype=torch.float64, device="cpu")
+        pair = torch.arange(half, **real) / half
+        position = torch.arange(config.positions, **real)
         turns = position[:, None] * config.rope_base**-pair
         return torch.stack([turns.cos(), turns.sin()], -1).float()  # [positions, half, 2]
-    frequencies = config.rope_base ** (-torch.arange(0, half, 2, dtype=torch.float64)[: half // 2] / half)
-    cells = torch.arange(config.grid, dtype=torch.float64)
+    frequencies = config.rope_base ** (-torch.arange(0, half, 2, **real)[: half // 2] / half)
+    cells = torch.arange(config.grid, **real)
     turns = cells[:, None] * frequencies  # [grid, pairs / 2]
     by_row = turns[:, None].expand(config.grid, config.grid, -1)
     by_column = turns[None].expand(config.grid, config.grid, -1)
     angles = torch.cat([by_row, by_column], -1).flatten(0, 1)  # [grid * grid, pairs]
-    table = torch.zeros(config.positions, half, 2, dtype=torch.float64)
+    table = torch.zeros(config.positions, half, 2, **real)
     if config.prefix_rotation == "identity":
         table[: config.prefix, :, 0] = 1
     table[config.prefix : config.prefix + config.grid**2] = torch.stack([angles.cos(), angles.sin()], -1)

@@ -1,9 +1,9 @@
 """The target and drafter graphs, op by op: what `Decoder.forward` computes, in the fewest ops that runtimes fuse.
 
 Written by hand rather than traced because these graphs run hundreds of times an image: reshapes need no shape
-arithmetic, query weights carry the attention scale, and the order of transposes is the one that ONNX Runtime
-folds into its matrix products, so that the past is read where it lies. `parity.py` holds the result against
-the torch module.
+arithmetic, query weights carry the attention scale where it is a power of two, and the order of transposes is the
+one that ONNX Runtime folds into its matrix products, so that the past is read where it lies. `parity.py` holds the
+result against the torch module.
 
 Past tensors may be empty (`past` = 0) as far as ONNX goes, but ONNX Runtime 1.31 divides by zero and dies in
 the fused product on an empty past: an engine on it feeds at least one column and hides it with the mask.
@@ -13,6 +13,7 @@ Does not know checkpoints, prompts or trees.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .decoder import Attention, Decoder, DeepHead, FeedForward, Layer, RMSNorm
+from .deferred import computed, deferred, transposed
 from .onnx_ops import Ops, Value
 
 
@@ -61,7 +63,7 @@ def write_target(decoder: Decoder) -> Ops:
 def write_head(ops: Ops, hidden: str, head: nn.Linear | DeepHead) -> None:
     """Hidden states to the output `logits`."""
     if isinstance(head, nn.Linear):
-        ops.many("MatMul", hidden, ops.weight("head.weight", head.weight.t()), outputs=["logits"])
+        ops.many("MatMul", hidden, ops.weight("head.weight", transposed(head.weight)), outputs=["logits"])
         return
     first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
     root = ops.weight("root_half", torch.tensor(0.5**0.5))
@@ -129,10 +131,10 @@ def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:
 
 def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared: _Shared) -> str:
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_width
-    scale = torch.ones(heads + 2 * kv_heads, 1, 1)
-    if not attention.normed:
-        scale[:heads] = width**-0.5  # softmax(q k / sqrt(width)): the root goes into the query weights
-    weight = (attention.qkv.weight.view(heads + 2 * kv_heads, width, -1) * scale).flatten(0, 1)
+    scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
+    # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
+    folds = not attention.normed and math.log2(scale).is_integer()
+    weight = _scale_rows(attention.qkv.weight, heads * width, scale) if folds else attention.qkv.weight
     joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * kv_heads, width)
     at = f"layers.{index}"
     turned, value = ops.many(
@@ -147,6 +149,8 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
     new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_key_values.{index}.value")
     past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"
 
+    if not folds and not attention.normed:
+        query = ops.op("Mul", query, ops.weight("attention_scale", torch.tensor(scale)))
     query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
     if heads > kv_heads:  # queries of one group share a key head: stack them along the nodes
         query = ops.reshape(query, 0, kv_heads, -1, width)
@@ -164,6 +168,17 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
         together = ops.op("Reshape", together, shape)
     joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
     return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
+
+
+def _scale_rows(weight: Tensor, rows: int, scale: float) -> Tensor:
+    """`weight [out, in]` with its first `rows` rows scaled, deferred."""
+
+    def make() -> Tensor:
+        scaled = computed(weight).to(torch.float32, copy=True)
+        scaled[:rows] *= scale
+        return scaled
+
+    return deferred(make, weight.shape, torch.float32)
 
 
 def _write_ffn(ops: Ops, x: str, prefix: str, ffn: FeedForward) -> str:

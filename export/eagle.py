@@ -20,6 +20,7 @@ from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
 from .decoder import Decoder, DecoderConfig, DeepHead, Layer, rotary_table
 from .decoder_graph import cache_values, node_values, write_head, write_layers
+from .deferred import without_weights
 from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
 from .hf_decoder import rename_layers, rope_base
 from .onnx_ops import Ops, Value
@@ -88,8 +89,9 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
     if not isinstance(target.head, nn.Linear):
         raise CheckpointError(f"{path}: the target's head has a hidden layer; EAGLE drafters borrow a plain one")
     config = _infer(weights, path, config_path, target.config, tokens or target.config.vocabulary)
-    head = nn.Linear(config.width, config.vocabulary, bias=False)
-    drafter = EagleDrafter(config, head, "fc.bias" in weights, tokens)
+    with without_weights():
+        head = nn.Linear(config.width, config.vocabulary, bias=False)
+        drafter = EagleDrafter(config, head, "fc.bias" in weights, tokens)
     renamed, shown = rename_layers(weights, "", config.layers, config.width, path)
     renamed["embed.weight"], shown["embed.weight"] = renamed.pop("embed_tokens.weight"), "embed_tokens.weight"
     fill(drafter, renamed | {"head.weight": target.head.weight}, path, shown)

@@ -73,8 +73,12 @@ def export_model(
     force: bool = False,
     origins: Mapping[Path, str] | None = None,
     progress: Callable[[str], None] | None = None,
+    write: Callable[..., Path] = write_bundle,
 ) -> Path:
-    """Write the bundle of a model; returns its folder. `origins`: as in `source`."""
+    """Write the bundle of a model; returns its folder. `origins`: as in `source`.
+
+    `write` takes the bundle's parts as `write_bundle` does; give a partial one for other precisions.
+    """
     check_output(output, force)
     sizes = model.decoder.config
     if model.vq.config.codes != sizes.vocabulary:
@@ -109,7 +113,7 @@ def export_model(
     graphs = [target_graph(model.decoder, model.code_embeddings)]
     graphs += [] if model.drafter is None else [drafter_graph(model.drafter)]
     graphs += [token_graph(model.token_embeddings), *vq_graphs(model.vq, sizes.grid)]
-    return write_bundle(
+    return write(
         output,
         graphs=graphs,
         code_embeddings=model.code_embeddings.float().numpy(),
@@ -153,7 +157,7 @@ class TokenCondition(nn.Module):
         self.table = nn.Parameter(embeddings, requires_grad=False)  # [vocabulary, width]
 
     def forward(self, token_ids: Tensor, uncond_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.table[token_ids], self.table[uncond_ids]
+        return self.table[token_ids].float(), self.table[uncond_ids].float()
 
 
 def token_graph(embeddings: Tensor) -> Graph:

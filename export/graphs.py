@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,10 @@ from torch import Tensor, nn
 
 from .decoder import Decoder
 from .decoder_graph import cache_values, node_values, write_target
-from .onnx_ops import IR_VERSION, OPSET, Ops, Value, halve_weights, save_model, take_weights
+from .deferred import computed, deferred
+from .onnx_ops import IR_VERSION, OPSET, Ops, Value
+from .precision import Rule
+from .weight_file import GraphFile, graph_file
 
 HIDDEN = -1e9
 
@@ -49,7 +54,8 @@ class Graph:
     """One graph of a bundle.
 
     `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). The first
-    case is the one a traced module is traced with: give it sizes other than 0 and 1 on the named axes.
+    case is the one a traced module is traced with: give it sizes other than 0 and 1 on the named axes. Large
+    graphs are compared on the first and the last case only.
     `tolerance`: how far outputs may lie from the module's, as `check_parity` takes it; more than usual for a deep
     module that rounding alone moves that far.
     """
@@ -63,27 +69,21 @@ class Graph:
     tolerance: float = 1e-4
 
 
-def write_graph(graph: Graph, folder: Path, halve: bool = False) -> list[Path]:
-    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights.
-
-    `halve`: store weights that float16 holds without loss in that format.
-    """
+def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
+    """Describe a graph's files without writing them; no weight is read for it."""
     if graph.write is None:
-        model = _trace(graph)
-        weights = take_weights(model)
-    else:
-        ops = graph.write()
-        model, weights = ops.model(graph.role, graph.inputs, graph.outputs), ops.weights
-    if halve:
-        weights = halve_weights(model, weights)
-    return save_model(model, weights, folder / f"{graph.role}.onnx")
+        model, weights = _trace(graph)
+        return graph_file(model, weights, set(weights), set(), rule)
+    ops = graph.write()
+    names = graph.module.state_dict().keys()
+    own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
+    matrices = {name for name in ops.matrices if not name.startswith("head.")}  # a head stays float16 at the least
+    return graph_file(ops.model(graph.role, graph.inputs, graph.outputs), ops.weights, own, matrices, rule)
 
 
-def run_module(graph: Graph, inputs: Arrays) -> list[NDArray[Any]]:
-    """The module's outputs for a case, as arrays in the order of `graph.outputs`."""
-    with torch.no_grad():
-        result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
-    return [tensor.numpy() for tensor in ((result,) if isinstance(result, Tensor) else result)]
+def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
+    """Write `<role>.onnx`, and `<role>.onnx.data` if it has more than a megabyte of weights."""
+    return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
 
 
 def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
@@ -93,7 +93,7 @@ def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
-        return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].numpy()}
+        return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
     return Graph(
         role="target",
@@ -156,18 +156,20 @@ def decoder_cases(
     yield case("prefill", 2, [0, 0], causal)
     yield case("one node", 2, [prefix + 3] * 2, np.ones((1, 1), bool))
     yield case("tree", 2, [prefix + 2] * 2, tree)
-    yield case("rows of different length", 2, [prefix, prefix + 4], tree)
     yield case("three rows, causal", 3, [prefix + 1, 1, prefix], causal)
+    yield case("rows of different length", 2, [prefix, prefix + 4], tree)
 
 
-def _trace(graph: Graph) -> onnx.ModelProto:
+def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
+    """The graph of a module, and its weights by name: the module's own tensors, not copies."""
     example = tuple(torch.from_numpy(graph.cases[0].inputs[value.name]) for value in graph.inputs)
     axes = {
         value.name: {i: axis for i, axis in enumerate(value.axes) if isinstance(axis, str)}
         for value in (*graph.inputs, *graph.outputs)
     }
+    own = graph.module.state_dict()
     buffer = io.BytesIO()
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), _hollow(graph.module):
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
         torch.onnx.export(
             graph.module,
@@ -177,13 +179,68 @@ def _trace(graph: Graph) -> onnx.ModelProto:
             output_names=[value.name for value in graph.outputs],
             dynamic_axes=axes,
             opset_version=OPSET,
+            export_params=False,
+            do_constant_folding=False,  # it would need the weights; runtimes do it when they load
             dynamo=False,
         )
     model = onnx.load_from_string(buffer.getvalue())
     model.ir_version, model.producer_name, model.producer_version = IR_VERSION, "lantern-rt", ""
     model.graph.name = graph.role
+    inputs = {value.name for value in graph.inputs}
+    weights = {entry.name: own[entry.name] for entry in model.graph.input if entry.name not in inputs}
     for entries, values in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
         del entries[:]  # as declared: the tracer guesses output sizes from the example
         entries.extend(value.proto() for value in values)
     del model.graph.value_info[:]
-    return model
+    _fold_transposes(model, weights)
+    return model, weights
+
+
+@contextmanager
+def _hollow(module: nn.Module) -> Iterator[None]:
+    """The module with float32 weights of the right shapes that take no memory: enough to trace it.
+
+    Each holds a number of its own: the exporter takes equal weights for one.
+    """
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    hollow: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
+    for part in module.modules():
+        both: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for own in both:
+            for name, value in own.items():
+                if value is not None and value.is_floating_point() and name not in part._non_persistent_buffers_set:
+                    kept.append((own, name, value))
+                    empty = hollow.setdefault(id(value), torch.tensor(1e-6 * len(kept)).expand(value.shape))
+                    own[name] = nn.Parameter(empty, requires_grad=False) if own is part._parameters else empty
+    try:
+        yield
+    finally:
+        for own, name, value in kept:
+            own[name] = value
+
+
+def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None:
+    """Store a weight transposed where the graph only ever transposes it; drop weights' second names."""
+    names: dict[str, str] = {}  # second name -> weight
+    uses = Counter(name for node in model.graph.node for name in node.input)
+    kept = []
+    for node in model.graph.node:
+        source = names.get(node.input[0], node.input[0]) if node.input else ""
+        if source in weights and node.op_type == "Identity":
+            names[node.output[0]] = source
+            uses[source] += uses[node.output[0]] - 1
+        elif source in weights and node.op_type == "Transpose" and uses[source] == 1:
+            (axes,) = (tuple(attribute.ints) for attribute in node.attribute)
+            names[node.output[0]] = source
+            weights[source] = _permuted(weights[source], axes)
+        else:
+            kept.append(node)
+    for node in kept:
+        for i, name in enumerate(node.input):
+            node.input[i] = names.get(name, name)
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+
+
+def _permuted(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return deferred(lambda: computed(weight).permute(axes), [weight.shape[axis] for axis in axes], weight.dtype)

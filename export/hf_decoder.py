@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, shape_of
 from .decoder import DecoderConfig
+from .deferred import joined
 
 _LONGEST_PROMPT = 2048  # tokens; a request's prompt has at most 2000 characters
 
@@ -116,5 +115,5 @@ def rename_layers(weights: Weights, prefix: str, layers: int, width: int, path: 
                 raise CheckpointError(
                     f"{path}: weight {name} has shape {list(weights[name].shape)}, expected [.., {width}]"
                 )
-        renamed[f"layers.{i}.attention.qkv.weight"] = torch.cat([left.pop(name) for name in parts])
+        renamed[f"layers.{i}.attention.qkv.weight"] = joined([left.pop(name) for name in parts])
     return renamed | {back.get(name, name): tensor for name, tensor in left.items()}, shown

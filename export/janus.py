@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..manifest import SamplingDefaults, TokenLayout
-from .bundle_writer import check_output
+from .bundle_writer import check_output, write_bundle
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import Decoder
+from .deferred import without_weights
 from .family import Model, export_model, find_tokenizer
 from .hf_decoder import decoder_sizes, rename_layers
 from .llamagen_vq import fill_vq
@@ -52,12 +53,14 @@ def export_janus(
     force: bool = False,
     origins: Mapping[Path, str] | None = None,
     progress: Callable[[str], None] | None = None,
+    write: Callable[..., Path] = write_bundle,
 ) -> Path:
-    """Export a Janus folder; returns the bundle's folder. `origins`: where it was fetched from, for the manifest."""
+    """Export a Janus folder; returns the bundle's folder. `origins` and `write`: as in `export_model`."""
     check_output(output, force)
     if progress:
         progress("reading checkpoint")
-    return export_model(read_janus(target), output, name=name, force=force, origins=origins, progress=progress)
+    model = read_janus(target)
+    return export_model(model, output, name=name, force=force, origins=origins, progress=progress, write=write)
 
 
 def read_janus(folder: Path) -> Model:
@@ -83,7 +86,8 @@ def read_janus(folder: Path) -> Model:
     text_embeddings = weights.pop(_TEXT)
     named, shown = rename_layers(weights, _LANGUAGE, sizes.layers, sizes.width, folder)
     back = {theirs: ours for ours, theirs in _HEAD_NAMES.items()}
-    decoder = Decoder(sizes)
+    with without_weights():
+        decoder = Decoder(sizes)
     fill(decoder, {back.get(weight, weight): tensor for weight, tensor in named.items()}, folder, shown | _HEAD_NAMES)
     tokenizer = find_tokenizer(folder)
     sources = [("target", file) for file in found.all_files]

@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import CheckpointError
 from .checkpoints import Weights, count_blocks, shape_of
+from .deferred import joined
 
 MARKS = ("model.cls_embedding.uncond_embedding", "model.cls_embedding.embedding_table.weight")
 
@@ -74,7 +73,7 @@ def official_weights(weights: Weights, path: Path) -> tuple[Weights, dict[str, s
         if len(widths) > 1:
             shapes = ", ".join(str(list(weights[name].shape)) for name in parts)
             raise CheckpointError(f"{path}: {at}.self_attn has projections {shapes}, expected them of one width")
-        official[f"layers.{i}.attention.wqkv.weight"] = torch.cat([left.pop(name) for name in parts])
+        official[f"layers.{i}.attention.wqkv.weight"] = joined([left.pop(name) for name in parts])
     back = {theirs: ours for ours, theirs in shown.items()}
     # Written by some versions beside the weights; it follows from the configuration.
     left = {name: tensor for name, tensor in left.items() if not name.endswith(".rotary_emb.inv_freq")}

@@ -41,6 +41,7 @@ def export_llamagen(
     force: bool = False,
     origins: Mapping[Path, str] | None = None,
     progress: Callable[[str], None] | None = None,
+    write: Callable[..., Path] = write_bundle,
 ) -> Path:
     """Export a LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
 
@@ -49,6 +50,7 @@ def export_llamagen(
     256 pixels; a folder in LANTERN's layout tells all of these. `drafter` is a folder in LANTERN's layout.
     `text_encoder` is flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text
     embeddings. `origins` tells of files or folders where they were fetched from, for the manifest.
+    `write` takes the bundle's parts as `write_bundle` does; give a partial one for other precisions.
     """
     say = progress or (lambda _: None)
     if grid is not None and not 1 <= grid <= 256:
@@ -112,7 +114,7 @@ def export_llamagen(
     else:
         graphs += [condition_graph(transformer)]
     graphs += vq_graphs(tokenizer, sizes.grid)
-    return write_bundle(
+    return write(
         output,
         graphs=graphs,
         code_embeddings=transformer.code_embeddings.numpy(),

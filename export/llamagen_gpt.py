@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import Decoder, DecoderConfig
+from .deferred import without_weights
 from .lantern_layout import is_lantern_layout, official_arguments, official_weights
 from .weight_folders import find_weights, read_weight_files
 
@@ -153,12 +154,13 @@ def read_llamagen(
     frequencies = weights.pop("freqs_cis", None)
     _check_family(weights, path)
     sizes = _infer(checkpoint, model, grid, frequencies)
-    decoder = Decoder(sizes)
+    with without_weights():
+        decoder = Decoder(sizes)
     names = {"norm.weight": "norm.weight", "head.weight": "output.weight"}
     for i in range(sizes.layers):
         names |= {f"layers.{i}.{ours}": f"layers.{i}.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
     back = {theirs: ours for ours, theirs in names.items()}
-    code_embeddings = weights.pop("tok_embeddings.weight")
+    code_embeddings = weights.pop("tok_embeddings.weight").float()
     condition, classes, caption_width = _take_condition(checkpoint)
     shown = {ours: checkpoint.names.get(theirs, theirs) for ours, theirs in names.items()}
     fill(decoder, {back.get(name, name): tensor for name, tensor in weights.items()}, path, shown)
@@ -210,7 +212,7 @@ def _take_condition(
     names = ["cls_embedding.cap_proj.fc1.weight", "cls_embedding.cap_proj.fc2.weight", _CAPTIONS]
     for name in names:
         checkpoint.shape(name)
-    first, second, uncond = (weights.pop(name) for name in names)
+    first, second, uncond = (weights.pop(name).float() for name in names)  # small, and multiplied at export
     if first.shape[1] != uncond.shape[1] or second.shape[1] != first.shape[0]:
         raise CheckpointError(
             f"{checkpoint.path}: caption weights {list(first.shape)}, {list(second.shape)} and {list(uncond.shape)} "

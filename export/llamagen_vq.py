@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from .checkpoints import Weights, count_blocks, fill, read_weights, shape_of
+from .deferred import without_weights
 
 _GROUPS, _EPS = 32, 1e-6
 
@@ -269,7 +270,8 @@ def fill_vq(
 ) -> LlamaGenVQ:
     """The tokenizer with these weights, which bear LlamaGen's names; `shown` maps them to the file's, for messages."""
     config = replace(_infer(weights, path), unit_decoding=unit_decoding, unit_encoding=unit_encoding)
-    vq = LlamaGenVQ(config)
+    with without_weights():
+        vq = LlamaGenVQ(config)
     named = {name: weight.float() for name, weight in weights.items()}  # the whole tokenizer is small
     named["codebook"] = named.pop("quantize.embedding.weight")
     fill(vq, named, path, {**(shown or {}), "codebook": "quantize.embedding.weight"})

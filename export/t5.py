@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import RMSNorm
 from .decoder_graph import write_norm
+from .deferred import without_weights
 from .onnx_ops import Ops
 from .weight_folders import find_weights, read_weight_files
 
@@ -198,7 +199,8 @@ def read_t5(folder: Path) -> T5Files:
         )
     found = find_weights(folder)
     weights = _tied(read_weight_files(found, _is_of_encoder, (_SECOND,)), folder)
-    encoder = T5Encoder(_infer(weights, folder, arguments, config_path))
+    with without_weights():
+        encoder = T5Encoder(_infer(weights, folder, arguments, config_path))
     shown = dict(_NAMES)
     for i in range(encoder.config.layers):
         shown |= {f"layers.{i}.{ours}": f"encoder.block.{i}.{theirs}" for ours, theirs in _LAYER_NAMES.items()}

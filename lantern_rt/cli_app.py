@@ -240,12 +240,32 @@ def export(
     config: Annotated[Path | None, typer.Option(help="JSON file with sizes that the weights do not tell.")] = None,
     grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where the weights do not tell.")] = None,
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
+    precision: Annotated[
+        str, typer.Option(help="How weights are stored: fp32, fp16, bf16-safe, int8-weights or int4-weights.")
+    ] = "fp32",
+    drafter_precision: Annotated[
+        str | None, typer.Option("--drafter-precision", help="The same for the drafter. [default: --precision]")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
     from .cli_tools import export_command
 
-    export_command(family, target, vq, output, drafter, text_encoder, model, config, grid, name, force)
+    export_command(
+        family,
+        target,
+        vq,
+        output,
+        drafter,
+        text_encoder,
+        model,
+        config,
+        grid,
+        name,
+        force,
+        precision,
+        drafter_precision,
+    )
 
 
 @app.command(
@@ -348,6 +368,38 @@ def tune(
     from .cli_tune import Tune, tune_command
 
     tune_command(Tune(bundle, minutes, quality, images, threads, prompts, temperature, rates, json, force))
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  lantern-rt verify scenes
+  lantern-rt verify bundles/llamagen-b --against c2i_B_256.pt --vq vq_ds16_c2i.pt --report b.html"""
+)
+def verify(
+    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(help="The target's checkpoint. Without it, ONNX's reference evaluator on small inputs."),
+    ] = None,
+    vq: Annotated[Path | None, typer.Option(help="Checkpoint of the VQ model, with --against.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Folder of the drafter, with --against.")] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option("--text-encoder", help="Folder of the text encoder, with --against.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Size by name, as in export.")] = None,
+    config: Annotated[Path | None, typer.Option(help="JSON file with sizes, as in export.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the tables to this .html as well.")] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
+
+    Needs lantern-rt[cpu,export].
+    """
+    from .cli_verify import Checkpoints, verify_command
+
+    verify_command(bundle, Checkpoints(against, vq, drafter, text_encoder, model, config), report, json, force)
 
 
 @app.command(

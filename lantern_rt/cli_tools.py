@@ -9,7 +9,9 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from . import __version__
+from .cli_verify import export_progress
 from .errors import CheckpointError, EngineError
+from .memory import PeakMemory
 
 if TYPE_CHECKING:
     from .bundle import Fact
@@ -91,8 +95,10 @@ def export_command(
     grid: int | None,
     name: str | None,
     force: bool,
+    precision: str = "fp32",
+    drafter_precision: str | None = None,
 ) -> None:
-    """Write a bundle from checkpoints."""
+    """Write a bundle from checkpoints, and say what it took."""
     if family not in FAMILIES:
         raise CheckpointError(f"family: found {family!r}, expected {' or '.join(FAMILIES)}")
     if missing := [name for name in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
@@ -105,9 +111,11 @@ def export_command(
         raise CheckpointError(f"--{option}: family {family} does not take it; leave it out")
     if vq is None and "vq" in _TAKES[family]:
         raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
-    from .export.bundle_writer import check_output
+    from .export.bundle_writer import check_output, write_bundle
     from .export.hub import fetch
+    from .export.precision import read_precisions
 
+    write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision))
     check_output(output, force)  # before anything is fetched
     places = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
     found = {
@@ -120,8 +128,28 @@ def export_command(
         "name": name,
         "force": force,
         "origins": {fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
-        "progress": lambda line: print(line, file=sys.stderr),
+        "write": write,
     }
+    start = time.perf_counter()
+    with PeakMemory() as peak, export_progress() as progress:
+        common["progress"] = progress
+        _export(family, paths, output, model, config, grid, common)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
+    print(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}", file=sys.stderr)
+    print(output)
+
+
+def _export(
+    family: str,
+    paths: Mapping[str, Path],
+    output: Path,
+    model: str | None,
+    config: Path | None,
+    grid: int | None,
+    common: Mapping[str, Any],
+) -> None:
+    """Hand over to a family's exporter."""
     if family == "janus":
         from .export.janus import export_janus
 
@@ -144,7 +172,6 @@ def export_command(
             grid=grid,
             **common,
         )
-    print(output)
 
 
 def print_facts(facts: Iterable[Fact]) -> None:

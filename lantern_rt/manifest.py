@@ -14,6 +14,7 @@ FORMAT_VERSION = "1.1"
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Method = Literal["auto", "ar", "eagle", "lantern", "lantern++", "sjd"]
+Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
 
 
 class Part(BaseModel):
@@ -31,7 +32,10 @@ class FileEntry(Part):
 
 
 class DecoderSpec(Part):
-    """Sizes of a decoder graph. Cache tensors are `[past, rows, kv_heads, head_width]`."""
+    """Sizes of a decoder graph. Cache tensors are `[past, rows, kv_heads, head_width]`.
+
+    `precision` is that of the stored weights, `dtype` that of the cache.
+    """
 
     width: Count
     layers: Count
@@ -41,6 +45,7 @@ class DecoderSpec(Part):
     positions: Count
     dtype: Literal["float32", "float16"] = "float32"
     cache_layout: Literal["past-first"] = "past-first"
+    precision: Precision = "fp32"
 
 
 class DrafterSpec(Part):
@@ -62,6 +67,7 @@ class DrafterSpec(Part):
     masks_prefix: bool = True
     prefix_token: int = 0
     code_offset: Annotated[int, Field(ge=0)] = 0
+    precision: Precision = "fp32"
 
 
 class TokenLayout(Part):

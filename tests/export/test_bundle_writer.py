@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from lantern_rt.export.graphs import Case, Graph, target_graph
 from lantern_rt.export.llamagen import export_llamagen
 from lantern_rt.export.neighbours import neighbour_table
 from lantern_rt.export.onnx_ops import Value
+from lantern_rt.export.precision import Precisions
+from lantern_rt.progress import Progress
 
 CONFIG = DecoderConfig(width=8, layers=1, heads=2, kv_heads=2, ffn_width=8, vocabulary=16, grid=2, prefix=1)
 C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
@@ -150,6 +153,45 @@ def test_nothing_half_written_stays_after_a_failure(
     with pytest.raises(type(error)):
         write_bundle(tmp_path / "toy", **parts())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_in_the_middle_of_a_weight_leaves_nothing(tmp_path: Path) -> None:
+    class Stops(Progress):
+        def bytes(self, done: int, total: int) -> None:
+            if done > total // 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(tmp_path / "toy", **parts(), progress=Stops())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_counts_every_byte_of_the_weights(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Counts(Progress):
+        def bytes(self, done: int, total: int) -> None:
+            seen.append((done, total))
+
+    write_bundle(tmp_path / "toy", **parts(), progress=Counts())
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
+    with pytest.raises(OutputError, match=r"takes about 0\.00 GB, but the disk has 0\.00 GB free; free some"):
+        write_bundle(tmp_path / "toy", **parts())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_precisions_are_recorded_in_the_manifest(tmp_path: Path) -> None:
+    goal = write_bundle(tmp_path / "toy", **parts(), precisions=Precisions("int8-weights"))
+    assert open_bundle(goal).manifest.target.precision == "int8-weights"
+    assert open_bundle(write_bundle(tmp_path / "plain", **parts())).manifest.target.precision == "fp32"
 
 
 def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,14 @@ def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | N
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_floating_types_become_float32(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_file({"a": torch.ones(2, dtype=dtype)}, tmp_path / "a.safetensors")
-    assert read_weights(tmp_path / "a.safetensors")["a"].dtype is torch.float32
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt"])
+def test_weights_keep_the_type_they_are_stored_in(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    weights = {"a": torch.ones(2, dtype=dtype)}
+    if name.endswith(".pt"):
+        torch.save(weights, tmp_path / name)
+    else:
+        save_file(weights, tmp_path / name)
+    assert read_weights(tmp_path / name)["a"].dtype is dtype
 
 
 def test_training_arguments_beside_the_weights_do_no_harm(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""How weights are rounded, and that graphs compute with exactly the rounded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+from test_streaming import stored
+
+from lantern_rt.errors import CheckpointError, ParityError, RequestError
+from lantern_rt.export.graphs import plan_graph
+from lantern_rt.export.parity import Sessions, check_parity
+from lantern_rt.export.precision import block_size, pieces, quantise, read_precisions, rounded, settle, storage
+from lantern_rt.manifest import Precision
+
+PRECISIONS = get_args(Precision)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("int4", 7)])
+def test_integers_are_off_by_at_most_half_a_step_of_their_block(kind: str, steps: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(128, 6) * torch.logspace(-3, 3, 128)[:, None]
+    integers, scales = quantise(weight, kind)  # type: ignore[arg-type]
+    size = block_size(kind, 128)  # type: ignore[arg-type]
+    assert size is not None
+    assert integers.abs().max() == steps
+    assert scales.shape == (128 // size, 6)
+    error = (integers * scales.repeat_interleave(size, 0) - weight).abs()
+    assert (error <= scales.repeat_interleave(size, 0) * 0.5001).all()
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
+    integers, scales = quantise(torch.zeros(32, 2), "int4")
+    assert not integers.any()
+    assert not scales.any()
+    assert not rounded(torch.zeros(2, 32), "int4", matrix=True).any()
+
+
+def test_pieces_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lantern_rt.export.precision._PIECE", 40)
+    weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
+    assert [len(piece) for piece in pieces(weight)] == [5] * 19 + [1]
+    assert [len(piece) for piece in pieces(weight, 32)] == [32] * 3
+    assert torch.equal(torch.cat(list(pieces(weight))), weight.float())
+    assert torch.equal(next(pieces(torch.tensor(3.0))), torch.tensor(3.0))
+
+
+def test_only_matrices_of_layers_become_integers() -> None:
+    matrix = torch.zeros(64, 8)
+    assert storage(matrix, True, "int8-weights") == "int8"
+    assert storage(matrix[:40], True, "int8-weights") == "float16"  # no block divides 40
+    assert storage(matrix, False, "int4-weights") == "float16"
+    assert storage(matrix[0], False, "int4-weights") == "float32"
+    assert storage(matrix, True, "fp32") == "float32"
+
+
+def test_only_weights_of_the_checkpoint_are_rounded() -> None:
+    plan = plan_graph(stored(torch.float32), "int4-weights")
+    kinds = {kind: {name for name, found in plan.storages.items() if found == kind} for kind in plan.storages.values()}
+    assert kinds["float16"] == {"head.weight"}
+    assert len(kinds["int4"]) == 5 * 3  # five matrices in each of three layers
+    assert {"rotary.cos", "rotary.sin", "rotary.swap", "norm.weight"} <= kinds["float32"]
+
+
+@pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
+def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Tensor) -> None:
+    assert settle("w", weight, "float16", "bf16-safe") == "float32"
+    assert settle("w", weight, "float16", "int8-weights") == "float32"
+    assert settle("w", torch.randn(9, 9), "float16", "fp16") == "float16"
+    assert settle("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
+    with pytest.raises(CheckpointError, match=r"weight w: .* do not fit float16; export with precision bf16-safe"):
+        settle("w", weight, "float16", "fp16")
+
+
+def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RequestError, match="--precision: found 'int8', expected one of fp32, fp16, bf16-safe, int8-"):
+        read_precisions("int8")
+    with pytest.raises(RequestError, match="--drafter-precision: found 'half'"):
+        read_precisions("fp32", "half")
+    chosen = read_precisions("int8-weights", "int4-weights")
+    assert [chosen.of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
+        "int8-weights",
+        "int4-weights",
+        "bf16-safe",
+        "fp32",
+    ]
+    assert read_precisions("fp16").of("drafter") == "fp16"
+
+
+@pytest.mark.parametrize("rule", PRECISIONS)
+def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precision) -> None:
+    graph = stored(torch.bfloat16)
+    plan = plan_graph(graph, rule)
+    expected = plan.size
+    path = plan.write(tmp_path / "target.onnx")[0]
+    assert check_parity(graph, path, plan=plan) < 2e-5
+    model = onnx.load(path)
+    types = {tensor.data_type for tensor in model.graph.initializer}
+    assert (TensorProto.INT8 in types, TensorProto.INT4 in types) == (rule == "int8-weights", rule == "int4-weights")
+    assert model.opset_import[0].version == (21 if "int" in rule else 20)
+    onnx.checker.check_model(model)
+    sizes = sum(part.bytes for name in plan.weights for part in plan.parts(name))
+    assert sizes == expected
+
+
+@pytest.mark.parametrize("rule", ["fp16", "int8-weights"])
+def test_a_rounded_graph_that_differs_is_still_refused(tmp_path: Path, rule: Precision) -> None:
+    graph = stored(torch.float32)
+    plan = plan_graph(graph, rule)
+    path = plan.write(tmp_path / "target.onnx")[0]
+    with torch.no_grad():
+        dict(graph.module.named_parameters())["decoder.layers.1.attention.qkv.weight"][-1] += 1e-2
+    with pytest.raises(ParityError, match=r"new_key_values\.1\.value by"):
+        check_parity(graph, path, plan=plan)
+
+
+@pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
+def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(tmp_path: Path, rule: Precision) -> None:
+    graph = stored(torch.float32)
+    path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
+    sessions = Sessions(path)  # with all fusions, as pictures are made
+    inputs = dict(graph.cases[-1].inputs)
+    nodes = inputs["position_ids"].shape[1]
+    whole = sessions.run(inputs)["logits"]
+    for few in (2, 3):
+        part = dict(inputs)
+        part["input_embeds"] = np.ascontiguousarray(inputs["input_embeds"][:, :few])
+        part["position_ids"] = np.ascontiguousarray(inputs["position_ids"][:, :few])
+        past = inputs["attention_mask"].shape[-1] - nodes
+        part["attention_mask"] = np.ascontiguousarray(inputs["attention_mask"][:, :, :few, : past + few])
+        np.testing.assert_allclose(sessions.run(part)["logits"], whole[:, :few], rtol=0, atol=2e-6)
+
+
+def test_onnx_runtime_fuses_integer_matrices(tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = plan_graph(stored(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    options.log_severity_level = 4
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    ops = [node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node]
+    assert ops.count("MatMulNBits") == 5 * 3  # five matrices in each of three layers
+    assert "DequantizeLinear" not in ops

@@ -1,0 +1,154 @@
+"""Checkpoints are mapped, transforms deferred, weights written one at a time, and modules run a layer at a time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lantern_rt.export.checkpoints import fill, read_weights
+from lantern_rt.export.decoder import Decoder, DecoderConfig
+from lantern_rt.export.deferred import computed, deferred, joined, transposed, without_weights
+from lantern_rt.export.graphs import Case, Graph, plan_graph, target_graph, write_graph
+from lantern_rt.export.onnx_ops import Value
+from lantern_rt.export.parity import Sessions, check_parity, computing
+from lantern_rt.memory import PeakMemory, anonymous_memory
+
+MEGABYTE = 1 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+
+def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
+    calls: list[int] = []
+
+    def make() -> Tensor:
+        calls.append(1)
+        return torch.arange(6.0).view(2, 3)
+
+    tensor = deferred(make, (2, 3), torch.float32)
+    weight = nn.Parameter(tensor, requires_grad=False)
+    assert (weight.shape, weight.dtype, weight.numel(), calls) == ((2, 3), torch.float32, 6, [])
+    assert (weight + 1).sum() == 21
+    assert computed(weight).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert len(calls) == 2
+
+
+def test_joined_and_transposed_are_what_torch_computes() -> None:
+    parts = [torch.randn(rows, 5) for rows in (2, 3)]
+    whole = transposed(joined(parts))
+    assert whole.shape == (5, 5)
+    assert torch.equal(computed(whole), torch.cat(parts).t())
+
+
+@linux
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_reading_a_checkpoint_maps_it(tmp_path: Path, name: str) -> None:
+    weights = {f"w{i}": torch.ones(8, MEGABYTE, dtype=torch.bfloat16) for i in range(4)}  # 16 MB each
+    if name.endswith(".pt"):
+        torch.save(weights, tmp_path / name)
+    else:
+        save_file(weights, tmp_path / name)
+    del weights
+    before = anonymous_memory() or 0
+    with PeakMemory() as peak:
+        found = read_weights(tmp_path / name)
+    assert len(found) == 4
+    assert (peak.bytes or 0) - before < 24 * MEGABYTE
+
+
+def test_a_module_is_filled_with_the_tensors_themselves() -> None:
+    with without_weights():
+        module = nn.Linear(3, 2)
+    weights = {"weight": torch.ones(2, 3, dtype=torch.bfloat16), "bias": torch.zeros(2)}
+    fill(module, weights, Path("file.pt"))
+    assert module.weight.data_ptr() == weights["weight"].data_ptr()
+    assert module.weight.dtype is torch.bfloat16
+    assert not module.weight.requires_grad
+
+
+CONFIG = DecoderConfig(
+    width=64, layers=3, heads=4, kv_heads=2, ffn_width=96, vocabulary=40, grid=3, prefix=2, spare_positions=8
+)
+
+
+def stored(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
+    """A target whose weights lie in another type, as a checkpoint's may."""
+    torch.manual_seed(0)
+    decoder = Decoder(config).eval()
+    for part in decoder.modules():
+        for name, value in part._parameters.items():
+            if value is not None:
+                part._parameters[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
+    return target_graph(decoder, torch.randn(config.vocabulary, config.width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    graph = stored(dtype)
+    path = write_graph(graph, tmp_path)[0]
+    assert check_parity(graph, path) < 2e-5
+    assert {p.dtype for p in graph.module.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("width", [4, 5, 16, 32])
+def test_any_head_width_keeps_its_scale(tmp_path: Path, width: int) -> None:
+    config = DecoderConfig(4 * width * 4, 1, 4, 4, 16, 20, 3, 2, spare_positions=8)
+    graph = stored(torch.float32, config)
+    assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
+
+
+def test_a_module_gets_its_own_weights_back_after_an_error() -> None:
+    module = nn.Linear(3, 2).to(torch.bfloat16)
+    weight = module.weight
+    with computing(module):
+        with pytest.raises(RuntimeError):
+            module(torch.ones(4))
+        assert module(torch.ones(3)).dtype is torch.float32
+    assert module.weight is weight
+    assert not module._forward_pre_hooks
+
+
+@linux
+def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path) -> None:
+    config = DecoderConfig(512, 12, 8, 8, 2048, 64, 3, 2, spare_positions=8)
+    layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
+    graph = stored(torch.bfloat16, config)
+    plan = plan_graph(graph, "fp16")
+    before = anonymous_memory() or 0
+    with PeakMemory() as peak:
+        path = plan.write(tmp_path / "target.onnx")[0]
+        with torch.no_grad(), computing(graph.module, plan):
+            graph.module(*(torch.from_numpy(graph.cases[-1].inputs[value.name]) for value in graph.inputs))
+        Sessions(path, lean=True).run(graph.cases[-1].inputs)
+    assert (peak.bytes or 0) - before < 5 * layer
+
+
+class Twins(nn.Module):
+    """Weights of one shape, one of them under two names, one transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.table = nn.Embedding(8, 8)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mixed: Tensor = self.head(self.second(self.first(self.table(ids))))
+        return mixed
+
+
+def test_traced_weights_of_one_shape_stay_apart_and_shared_ones_shared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    cases = tuple(Case(f"{rows} rows", {"ids": np.arange(rows)}) for rows in (2, 3))
+    graph = Graph("twins", Twins().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases)
+    path = write_graph(graph, tmp_path)[0]
+    assert check_parity(graph, path) < 1e-5
+    assert len(onnx.load(path).graph.initializer) == 3
