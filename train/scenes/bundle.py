@@ -42,13 +42,14 @@ from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
 PROMPTS_SEED = 930_000
-# Relaxed methods: at least three codes a target pass. docs/scenes.md says what these give, and what they cost.
+# Relaxed methods: at least three codes a target pass with little relaxation, hence the large tree. It is not what is
+# fastest on a processor, which `lantern-rt tune` finds. docs/scenes.md says what these give, and what they cost.
 DECODING = DecodingDefaults(
     method="lantern++",
     methods={
         "eagle": MethodDefaults(tree="chain-4"),
-        "lantern": MethodDefaults(tree="balanced-25", neighbors=30, delta=0.01),
-        "lantern++": MethodDefaults(tree="balanced-25", neighbors=100, lambda_=2.0),
+        "lantern": MethodDefaults(tree="naive-57", neighbors=30, delta=0.003),
+        "lantern++": MethodDefaults(tree="naive-57", neighbors=30, lambda_=2.0),
     },
 )
 
