@@ -41,7 +41,7 @@ class RatesEntry(Part):
 
 
 class Rates(Part):
-    """The file of role `rates`. codes: how many codes an image has; from how many images the rates come."""
+    """The file of role `rates`; `images`: from how many images, at least, each candidate's rates come."""
 
     images: int
     entries: tuple[RatesEntry, ...]
