@@ -29,7 +29,8 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .bundle import open_bundle
-    from .pipeline import Pipeline, Result
+    from .pipeline import Pipeline
+    from .results import Result
     from .runtime.statistics import Statistics
 
 _SOURCE = Path(__file__).resolve().parent.parent
@@ -55,7 +56,7 @@ __all__ = [
 
 _LAZY = {
     "Pipeline": ".pipeline",
-    "Result": ".pipeline",
+    "Result": ".results",
     "Statistics": ".runtime.statistics",
     "open_bundle": ".bundle",
 }

@@ -21,8 +21,9 @@ from .engines.engine_folder import open_engine_folder
 from .errors import OutputError, RequestError
 from .images import enlarge, png_bytes
 from .outputs import check_output, plan_outputs, slug, write_output
-from .pipeline import Pipeline, Request, StreamStep, bundle_tokenizer, check_request
+from .pipeline import Pipeline, Request, bundle_tokenizer, check_request
 from .requests import ImageRequest, Options, Settings
+from .results import StreamStep
 from .trace import Trace
 
 MOST_SCALE = 16

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.Image import Image
 
 from .bundle import Bundle, open_bundle
@@ -29,19 +28,18 @@ from .manifest import Manifest
 from .requests import (
     Embeddings,
     ImageRequest,
-    Label,
     Options,
     Settings,
     resolve_images,
     resolve_settings,
     token_slots,
 )
+from .results import Ints, Result, StreamStep
 from .runtime.acceptance import Relaxation
-from .runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
+from .runtime.decode import DrafterLayout, Method, Model, Prompt, decode
 from .runtime.jacobi import Jacobi
 from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
-from .runtime.statistics import Statistics
 from .template_tokenizer import TemplateTokenizer, read_template_tokenizer
 from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.auto import read_rates
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
     from .engines.loader import Engines
     from .runtime.engine import Engine
 
-Ints = NDArray[np.int64]
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 
 
@@ -63,52 +60,6 @@ class Request:
 
     images: list[ImageRequest]
     settings: Settings
-
-
-@dataclass(frozen=True)
-class Result:
-    """Finished images, prompt by prompt, and how they came about.
-
-    codes: int64 `[cells]` per image, in raster order. seeds and prompts: per image; a prompt is the text, the
-    class id, or None where embeddings were given. stats: of the whole batch. settings: what was used, with
-    the bundle's defaults filled in.
-    """
-
-    images: list[Image]
-    codes: list[Ints]
-    seeds: list[int]
-    prompts: list[Label]
-    stats: Statistics
-    settings: Settings
-
-
-@dataclass(frozen=True)
-class StreamStep:
-    """The state after one decode step.
-
-    new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
-    far. accepted: per image the drafted codes that this step accepted. done, total: codes over all images.
-    stats: with the last step only; its times include what the caller did between steps. step: the runtime's
-    own record, with trees and paths. settings: what is used, also where `auto` chose it.
-    """
-
-    new_codes: list[Ints]
-    codes: list[Ints]
-    accepted: list[int]
-    done: int
-    total: int
-    stats: Statistics | None
-    step: Step
-    settings: Settings
-    _draw: Callable[[Ints], Image]
-
-    def image(self, i: int) -> Image:
-        """Image i as far as it is known; the rest is grey.
-
-        The image decoder needs every code: missing ones are given the last known code, and what comes of
-        them is painted over. Near the border the picture may still change.
-        """
-        return self._draw(self.codes[i])
 
 
 class Pipeline:

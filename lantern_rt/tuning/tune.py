@@ -19,8 +19,9 @@ from typing import Any
 
 from .. import __version__
 from ..errors import RequestError
-from ..pipeline import Pipeline, StreamStep
+from ..pipeline import Pipeline
 from ..requests import Options
+from ..results import StreamStep
 from ..runtime.published_trees import tree_name
 from .candidates import Budget, Candidate, Measured, ladders
 from .costs import HostCosts

@@ -1,95 +1,22 @@
 """What one acceptance step gives out, by enumeration: exact, relaxed within its bound, published beyond it.
 
-`walk` itself is enumerated: `Script` stands in for the stream of uniforms and takes every branch in turn, with
-its probability. Nothing here is sampled.
+`walk` itself is enumerated, see `acceptance_steps.py`. Nothing here is sampled.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
+from acceptance_steps import TOLERANCE, distributions, enumerated, orders, relaxations, step_output, tvd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import Script
 
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Relaxation, walk, walk_greedy
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
-
-TOLERANCE = 1e-9  # conditional chances of draws cancel to about 1e-12 relative
-
-
-def enumerated(tree: DraftTree, target: Any, relaxation: Relaxation | None) -> Iterator[tuple[float, Acceptance]]:
-    """Every outcome of `walk` with its probability; the bonus stays a distribution, `remainder`."""
-    total = 0.0
-    for script in Script(seed=0).runs():
-        script.armed = True
-        accepted = walk(tree, target, relaxation, script, np.random.default_rng(0))  # type: ignore[arg-type]
-        total += script.weight
-        yield script.weight, accepted
-    assert total == pytest.approx(1)
-
-
-def orders(q: Probabilities, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """Every outcome of `count` draws without replacement from q, with its probability."""
-    support = np.flatnonzero(q).tolist()
-    for codes in itertools.permutations(support, min(count, len(support))):
-        weight, left = 1.0, 1.0
-        for code in codes:
-            weight *= q[code] / left
-            left -= q[code]
-        yield weight, codes
-
-
-def step_output(
-    p: Probabilities,
-    drafts: list[tuple[float, tuple[int, ...]]],
-    q: Probabilities | None,
-    relaxation: Relaxation | None,
-) -> tuple[Probabilities, float]:
-    """Distribution of the first code of a step whose root has the drafted children, and its realised TVD."""
-    output, realised = np.zeros_like(p), 0.0
-    for weight, codes in drafts:
-        tree = DraftTree(np.array([0, *codes]), np.array([-1] + [0] * len(codes)), {} if q is None else {0: q})
-        for chance, accepted in enumerated(tree, lambda node: p, relaxation):
-            realised += weight * chance * accepted.realised_tvd
-            if len(accepted.path) > 1:
-                output[tree.tokens[accepted.path[1]]] += weight * chance
-            else:
-                output += weight * chance * accepted.remainder
-    return output, realised
-
-
-def tvd(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    return float(np.abs(a - b).sum() / 2)
-
-
-@st.composite
-def distributions(draw: st.DrawFn, size: int) -> Probabilities:
-    """Distributions with zeros, ties and wide ranges."""
-    kinds = st.one_of(st.just(0.0), st.sampled_from([1.0, 2.0]), st.floats(1e-4, 1.0), st.floats(1.0, 50.0))
-    weights = np.array(draw(st.lists(kinds, min_size=size, max_size=size)))
-    if weights.sum() == 0:
-        weights[draw(st.integers(0, size - 1))] = 1
-    return weights / weights.sum()
-
-
-@st.composite
-def relaxations(draw: st.DrawFn, size: int, annealed: bool = False) -> Relaxation:
-    rows = [draw(st.permutations([c for c in range(size) if c != code])) for code in range(size)]
-    k = draw(st.integers(1, size - 1))
-    omega, anneal = (draw(st.floats(1.0, 4.0)), draw(st.floats(0.0, 1.0))) if annealed else (1.0, 1.0)
-    if annealed and draw(st.booleans()):
-        return Relaxation(omega=omega, anneal=anneal)
-    if draw(st.booleans()):
-        return Relaxation(np.array(rows), k, delta=draw(st.floats(0.01, 0.99)), omega=omega, anneal=anneal)
-    return Relaxation(np.array(rows), k, lambda_=draw(st.floats(1.01, 8.0)), omega=omega, anneal=anneal)
-
 
 SIZE = 5
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from toy_engine import Script, joint_distribution, make_model, make_prompt, next_distribution
+from toy_engine import joint_distribution, make_model, make_prompt, next_distribution
+from toy_script import Script
 
 from lantern_rt.runtime import acceptance, decode, drafting
 from lantern_rt.runtime.decode import Method, Model

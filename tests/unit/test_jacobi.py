@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import Script, ToyTarget, joint_distribution, make_model, make_prompt
+from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
+from toy_script import Script
 
 from lantern_rt.runtime import acceptance, decode, jacobi
 from lantern_rt.runtime.acceptance import Relaxation

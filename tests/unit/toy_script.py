@@ -1,0 +1,76 @@
+"""Stands in for random streams, and takes every branch of a run in turn, each with its probability."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lantern_rt.runtime.sampling import Probabilities
+
+
+@dataclass
+class Script:
+    """Makes every random choice of a run by plan, and steps through all plans in turn.
+
+    Choices made before `armed` are drawn once and for all from a seed. A plan is a list of option numbers.
+    """
+
+    seed: int
+    plan: list[int] = field(default_factory=list)
+
+    def runs(self) -> Iterator[Script]:
+        while True:
+            self.rng, self.armed = np.random.default_rng(self.seed), False
+            self.weight, self.made, self.options = 1.0, 0, []  # type: ignore[var-annotated]
+            yield self
+            plan = [*self.plan, *[0] * (self.made - len(self.plan))]
+            while plan and plan[-1] + 1 == self.options[len(plan) - 1]:
+                plan.pop()
+            if not plan:
+                return
+            self.plan = [*plan[:-1], plan[-1] + 1]
+
+    def choose(self, weights: NDArray[np.float64]) -> int:
+        """One of the options with positive weight."""
+        possible = np.flatnonzero(weights > 0)
+        share = weights[possible] / weights.sum()
+        if not self.armed:
+            return int(possible[self.rng.choice(len(possible), p=share)])
+        number = self.plan[self.made] if self.made < len(self.plan) else 0
+        self.options.append(len(possible))
+        self.made += 1
+        self.weight *= share[number]
+        return int(possible[number])
+
+    # what stands in for generators and draws
+
+    def spawn(self, count: int) -> list[Script]:
+        return [self] * count
+
+    def random(self) -> Coin:
+        return Coin(self)
+
+    def draw(self, distribution: Probabilities, rng: object) -> int:
+        return self.choose(distribution)
+
+    def draw_without_replacement(self, distribution: Probabilities, count: int, rng: object) -> NDArray[np.int64]:
+        left, drawn = distribution.copy(), []
+        for _ in range(min(count, np.count_nonzero(distribution))):
+            drawn.append(self.choose(left))
+            left[drawn[-1]] = 0
+        return np.array(drawn, np.int64)
+
+
+@dataclass(frozen=True)
+class Coin:
+    """A uniform number that has not been drawn yet: comparing it chooses on which side it lies."""
+
+    script: Script
+
+    def __le__(self, threshold: float) -> bool:
+        return self.script.choose(np.array([threshold, 1 - threshold])) == 0
+
+    __lt__ = __le__
