@@ -118,7 +118,8 @@ def walk(
         node = path[-1]
         p = target(node)
         q = tree.proposals.get(node)
-        for child in tree.children[node]:
+        siblings = tree.children[node]
+        for child in siblings:
             code = int(tree.tokens[child])
             uniform = accept.random()
             draft = 1.0 if q is None else float(q[code])
@@ -134,19 +135,21 @@ def walk(
             if uniform < relaxed:
                 path.append(child)
                 break
-            p, q = _reject(p, q, code, lenders, relaxation)
+            p = _rest(p, q, code, lenders, relaxation)
+            if q is not None and child != siblings[-1]:
+                q = _without(q, code)
         if path[-1] == node:  # no child, or none accepted
             return Acceptance(path, draw(p, residual), tvd, tried, p)
 
 
-def _reject(
+def _rest(
     p: Probabilities,
     q: Probabilities | None,
     code: int,
     lenders: NDArray[np.integer],
     relaxation: Relaxation | None,
-) -> tuple[Probabilities, Probabilities | None]:
-    """What is left of p after `code` was refused, and q for the next sibling (without `code`)."""
+) -> Probabilities:
+    """What is left of p after `code` was refused."""
     published = relaxation is not None and relaxation.residual == "neighborhood"
     removed = q
     left = p.copy()
@@ -161,20 +164,23 @@ def _reject(
             removed = q.copy()
             removed[relaxation.neighbors[code, : relaxation.k + 1]] = 0
     if removed is not None:
-        left = np.maximum(left - removed, 0)
+        left -= removed
+        np.maximum(left, 0, out=left)
     if removed is None or not published:
         left[code] = 0
-    left = _normalised(left, np.ones_like(p) if published else p)
-    if q is not None:
-        q = q.copy()
-        q[code] = 0
-        q = _normalised(q, q)
-    return left, q
+    return _normalised(left, np.ones_like(p) if published else p)
+
+
+def _without(q: Probabilities, code: int) -> Probabilities:
+    """q for the next sibling, after `code` was refused."""
+    left = q.copy()
+    left[code] = 0
+    return _normalised(left, left)
 
 
 def residual_distribution(p: Probabilities, q: Probabilities | None, code: int) -> Probabilities:
     """What a refused draft leaves: max(p - q, 0) scaled to sum 1; q = None says that `code` was certain."""
-    return _reject(p, q, code, _NOBODY, None)[0]
+    return _rest(p, q, code, _NOBODY, None)
 
 
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
