@@ -1,6 +1,6 @@
 """Training of the scenes drafter: one EAGLE layer that imitates the guided target.
 
-Every other batch is of pictures that the target drew itself (`samples.py`), where there are any.
+Two batches of three are of pictures that the target drew itself (`samples.py`), where there are any.
 
 Both rows of guidance are run, and the loss compares guided distributions, since those are what drafting
 uses. Part of the hidden states it reads are its own predictions, so that it keeps its head deeper in a
@@ -9,6 +9,7 @@ tree. Does not know decoding or the bundle.
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ...export.decoder import Decoder
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes
 from .model import CONFIG, ScenesTarget
+from .muon import Muon
 from .samples import read_samples
 from .target import FRESH_SEED, batches, load_target, tokenise
 from .text import SLOTS, encode_caption
@@ -29,6 +31,8 @@ from .vocabulary import describe
 from .vq import load_vq
 
 CFG_SCALE = 3.0
+RATE = 0.01  # of Muon
+OWN_SHARE = 0.4  # of the hidden states that are the drafter's own predictions
 DRAFTER_CONFIG = replace(CONFIG, layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
 
 
@@ -78,21 +82,54 @@ def guided_logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate_drafter(model: ScenesDrafter, target: ScenesTarget, captions: Tensor, codes: Tensor) -> dict[str, float]:
-    """Overlap sum min(p, q), and how often the target's arg-max is among the drafter's first 1 and 3."""
+    """Overlap sum min(p, q), and how often the target's arg-max is among the drafter's first 1 and 3.
+
+    "deep" is the overlap where every hidden state but the prefix's is the drafter's own prediction.
+    """
     head = target.code_head()
-    states = target_states(target, captions, codes)
-    guess = model(slot_tokens(codes).repeat(2, 1), states[:, :-1])[:, SLOTS - 1 :]  # predicts states of the codes
+    states, tokens = target_states(target, captions, codes), slot_tokens(codes).repeat(2, 1)
+    first = model(tokens, states[:, :-1])
+    own = torch.cat([states[:, :SLOTS], first[:, SLOTS - 1 : -1]], 1)
+    deep, guess = model(tokens, own)[:, SLOTS - 1 :], first[:, SLOTS - 1 :]  # what is predicted for the codes
     wanted, drafted = guided_logits(states[:, SLOTS:], head), guided_logits(guess, head)
-    best = wanted.argmax(-1, keepdim=True)
+    best, chances = wanted.argmax(-1, keepdim=True), wanted.softmax(-1)
     return {
-        "overlap": torch.minimum(wanted.softmax(-1), drafted.softmax(-1)).sum(-1).mean().item(),
+        "overlap": torch.minimum(chances, drafted.softmax(-1)).sum(-1).mean().item(),
+        "deep": torch.minimum(chances, guided_logits(deep, head).softmax(-1)).sum(-1).mean().item(),
         "top-1": (drafted.argmax(-1, keepdim=True) == best).float().mean().item(),
         "top-3": (drafted.topk(3).indices == best).any(-1).float().mean().item(),
     }
 
 
+@torch.no_grad()
+def own_states(target: ScenesTarget, captions: Tensor, codes: Tensor, batch: int = 16) -> Tensor:
+    """`target_states` of many pictures, kept in half precision: float16 `[pictures, 2, 24 + 256, width]`."""
+    parts = []
+    for i in range(0, len(codes), batch):
+        states = target_states(target, captions[i : i + batch], codes[i : i + batch])
+        parts.append(states.unflatten(0, (2, -1)).transpose(0, 1).half())
+    return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def disturb(given: Tensor, predicted: Tensor) -> Tensor:
+    """Hidden states to train on: some replaced by what the drafter predicted for their position, all slightly noisy.
+
+    given: `[rows, slots, width]`, the target's; predicted: the same shape, slot p's prediction for position p + 1.
+    """
+    own = F.pad(predicted[:, :-1], (0, 0, 1, 0))
+    replaced = torch.rand(given.shape[:2], device=given.device) < OWN_SHARE
+    replaced[:, :SLOTS] = False
+    mixed = torch.where(replaced[..., None], own, given)
+    noise: Tensor = (torch.rand_like(mixed) - 0.5) * 0.1 * given.std()
+    return mixed + noise
+
+
 def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, device: str = "cpu") -> None:
-    """Train (or go on training) for `minutes`; writes `work/drafter.pt` every three minutes."""
+    """Train (or go on training) for `minutes`; writes the average weights to `work/drafter.pt` every three minutes.
+
+    Every batch gives two losses from one run of the target: one where some hidden states are the drafter's own
+    predictions, one where some are predictions made from such predictions, as deep in a tree.
+    """
     torch.manual_seed(seed)
     vq, target = load_vq(work).to(device), load_target(work).to(device)
     model, path = ScenesDrafter().to(device), work / "drafter.pt"
@@ -104,50 +141,61 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
         seen = state["seen"]
     else:
         model.embed_tokens.weight.data.copy_(target.code_embedding().detach())
-    optimiser = torch.optim.AdamW(model.parameters(), 1e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    own_captions, own_codes = (torch.from_numpy(array) for array in read_samples(work))
+    average = copy.deepcopy(model)
+    matrices = [w for w in (*model.body.parameters(), model.fc.weight) if w.ndim == 2]
+    others = [w for w in model.parameters() if not any(w is m for m in matrices)]
+    muon, adam = Muon(matrices, RATE), torch.optim.AdamW(others, 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    drawn_captions, drawn_codes = (torch.from_numpy(array).to(device) for array in read_samples(work))
+    drawn_states = own_states(target, drawn_captions, drawn_codes)
     rng = np.random.default_rng(8)
     fresh_captions = torch.from_numpy(
         np.stack([encode_caption(describe(scene, rng, complete=True)) for scene in draw_scenes(64, FRESH_SEED)])
     ).to(device)
     fresh = torch.from_numpy(tokenise(vq, 64, FRESH_SEED).astype(np.int64)).to(device)
-    start = saved = said = time.monotonic()
-    for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen)):  # noqa: B020
-        now = time.monotonic()
-        passed = (now - start) / (60 * minutes)
-        if passed >= 1:
-            break
-        optimiser.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 40, (1 - passed) / 0.6)
-        if step % 2 and len(own_codes):
-            chosen = torch.randint(len(own_codes), (batch,))
-            captions, codes = own_captions[chosen], own_codes[chosen]
-        captions, codes = captions.to(device), codes.to(device)
-        states = target_states(target, captions, codes)
+    rendered = batches(work, vq, batch, seen)
+    step, start = 0, time.monotonic()
+    saved = said = start
+    while (passed := (time.monotonic() - start) / (60 * minutes)) < 1:
+        rate = min(1.0, (step + 1) / 40, (1 - passed) / 0.6)
+        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = RATE * rate, 1e-3 * rate
+        if step % 3 and len(drawn_codes):
+            chosen = torch.randint(len(drawn_codes), (batch,), device=device)
+            codes = drawn_codes[chosen]
+            states = drawn_states[chosen].transpose(0, 1).flatten(0, 1).float()
+        else:
+            captions, codes, seen = next(rendered)
+            codes = codes.to(device)
+            states = target_states(target, captions.to(device), codes)
         tokens = slot_tokens(codes).repeat(2, 1)
         given, wanted = states[:, :-1], states[:, 1:]
         with torch.no_grad():
-            own = F.pad(model(tokens, given)[:, :-1], (0, 0, 1, 0))  # what slot p - 1 predicted for position p
-            mixed = torch.where(torch.rand(given.shape[:2], device=device)[..., None] < 0.35, own, given)
-            mixed[:, :SLOTS] = given[:, :SLOTS]
-            mixed = mixed + (torch.rand_like(mixed) - 0.5) * 0.2 * given.std()
-        predicted = model(tokens, mixed)
-        goal = guided_logits(wanted[:, SLOTS - 1 :], head).softmax(-1)
-        drafted = guided_logits(predicted[:, SLOTS - 1 :], head)
-        loss = -(goal * drafted.log_softmax(-1)).sum(-1).mean() + F.smooth_l1_loss(predicted, wanted)
-        optimiser.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimiser.step()
+            goal = guided_logits(wanted[:, SLOTS - 1 :], head).softmax(-1)
+            predicted = model(tokens, given)
+        muon.zero_grad(set_to_none=True)
+        adam.zero_grad(set_to_none=True)
+        for _ in range(2):
+            predicted = model(tokens, disturb(given, predicted.detach()))
+            drafted = guided_logits(predicted[:, SLOTS - 1 :], head)
+            loss = -(goal * drafted.log_softmax(-1)).sum(-1).mean() + F.smooth_l1_loss(predicted, wanted)
+            torch.autograd.backward(loss / 2)
+        torch.nn.utils.clip_grad_norm_(others, 0.5)
+        muon.step()
+        adam.step()
+        step += 1
+        with torch.no_grad():
+            for kept, current in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(current, 1 - min(0.99, (step + 1) / (step + 20)))
+        now = time.monotonic()
         if now - said > 60:
             said = now
-            scores = evaluate_drafter(model, target, fresh_captions[:32], fresh[:32])
-            print(f"drafter {now - start:5.0f} s  seen {seen}  loss {loss.item():.3f}  {_line(scores)}", flush=True)
+            scores = evaluate_drafter(average, target, fresh_captions[:32], fresh[:32])
+            print(f"drafter {now - start:5.0f} s  step {step}  loss {loss.item():.3f}  {_line(scores)}", flush=True)
         if now - saved > 180:
             saved = now
-            save_checkpoint(path, {"model": model.state_dict(), "seen": seen})
-    scores = evaluate_drafter(model, target, fresh_captions, fresh)
-    save_checkpoint(path, {"model": model.state_dict(), "seen": seen, "scores": scores})
-    print(f"drafter done: seen {seen}  {_line(scores)}")
+            save_checkpoint(path, {"model": average.state_dict(), "seen": seen})
+    scores = evaluate_drafter(average, target, fresh_captions, fresh)
+    save_checkpoint(path, {"model": average.state_dict(), "seen": seen, "scores": scores})
+    print(f"drafter done: {step} steps of {batch} pictures, {seen} rendered  {_line(scores)}")
 
 
 def load_drafter(work: Path) -> ScenesDrafter:
