@@ -10,14 +10,8 @@ Does not know the command line, files to write, or how codes are decoded.
 from __future__ import annotations
 
 from collections import deque
-<<<<<<< HEAD
 from collections.abc import Generator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-=======
-from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
->>>>>>> 961cf0c (Tune and auto know sjd, omega, likeliest children and early stops; versioned rates; auto is the default where something is known)
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 

@@ -22,6 +22,8 @@ from .rates import PROBE, AcceptanceCounts
 from .records import Candidate
 
 Say = Callable[[str], None]
+EXACT_SHARES = 3  # time for what is exact, against that for one relaxation
+RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
 
 
 @dataclass(frozen=True)
@@ -105,28 +107,29 @@ class _Measuring:
         greedy = (manifest.sampling.temperature if temperature is None else temperature) == 0
         self.exact = exact_candidates(manifest, greedy)
         self.ladders = [] if budget.exact else ladders(manifest)
-        self.share = seconds / (1 + len(self.exact) + sum(map(len, self.ladders)))
+        self.shares = 2 + EXACT_SHARES * len(self.exact) + sum(map(len, self.ladders))  # still to be given away
         self.deadline = time.monotonic() + seconds
+        self.windows: tuple[int, ...] = WINDOWS
         self.plain = _Drawn()
         self.measured: list[Measured] = []
 
     def run(self) -> Found:
         self.say("decoding plainly, for comparison")
-        self.plain = self._draw({"method": "ar"}, self.share)
+        self.plain = self._draw({"method": "ar"}, self._seconds(2))
         self.costs = replace(self.costs, step=self.plain.host_per_pass)
         for candidate in self.exact:
             self._try(candidate)
         untried: list[Candidate] = []
         climbing = self.ladders
-        for rung in range(max(map(len, climbing), default=0)):
+        while climbing:
             still = []
-            for ladder in climbing:
-                if len(ladder) <= rung:
-                    continue
+            for candidate, *bolder in climbing:
                 if time.monotonic() > self.deadline:
-                    untried.append(ladder[rung])
-                elif self._try(ladder[rung]):
-                    still.append(ladder)
+                    untried.append(candidate)
+                elif not self._try(candidate):
+                    self.shares -= len(bolder)
+                elif bolder:
+                    still.append(bolder)
             climbing = still
         if untried:
             self.say(
@@ -134,39 +137,51 @@ class _Measuring:
             )
         return Found(self.measured, self.costs, untried)
 
+    def _seconds(self, shares: int) -> float:
+        """How long to measure what takes so many shares of the time that is left."""
+        seconds = max(0.0, self.deadline - time.monotonic()) * shares / self.shares
+        self.shares -= shares
+        return seconds
+
     def _try(self, candidate: Candidate) -> bool:
         """Measure a candidate and keep it if it is within the budget; whether it is."""
         self.say(f"trying {candidate.label}")
-        found = self._windows(candidate) if candidate.method == "sjd" else self._tree(candidate)
+        seconds = self._seconds(EXACT_SHARES if candidate.exact else 1)
+        found = self._window(candidate, seconds) if candidate.method == "sjd" else self._tree(candidate, seconds)
         if not self.budget.allows(candidate, found.tvd_per_code, found.nll_ratio, found.nll_error):
             return False
         self.measured.append(found)
         return True
 
-    def _tree(self, candidate: Candidate) -> Measured:
-        drawn = self._draw({**parameters(candidate), "tree": tree_name(PROBE.paths)}, self.share)
+    def _tree(self, candidate: Candidate, seconds: float) -> Measured:
+        drawn = self._draw({**parameters(candidate), "tree": tree_name(PROBE.paths)}, seconds)
         level = max(0.0, drawn.host_per_pass - self.costs.step) / PROBE.depth
         self.costs = replace(self.costs, level=level)
         ratio, error = _paired_ratio(drawn.scores, self.plain.scores)
         return Measured(candidate, drawn.tvd_per_code, ratio, error, len(drawn.scores), rates=drawn.counts.rates())
 
-    def _windows(self, candidate: Candidate) -> Measured:
-        """Every window on the same prompts; the quality is the worst window's."""
-        share = self.share / len(WINDOWS)
-        windows = {window: self._draw({**parameters(candidate), "window": window}, share) for window in WINDOWS}
+    def _window(self, candidate: Candidate, seconds: float) -> Measured:
+        """Windows on the same prompts; the quality is the worst one's. Relaxed only those that suit this host."""
+        each = seconds / len(self.windows)
+        drawn = {window: self._draw({**parameters(candidate), "window": window}, each) for window in self.windows}
+        codes = {window: one.codes_per_pass for window, one in drawn.items()}
         if candidate.exact:
-            redraft = [(drawn.host_per_pass - self.costs.step) / window for window, drawn in windows.items()]
+            redraft = [(one.host_per_pass - self.costs.step) / window for window, one in drawn.items()]
             self.costs = replace(self.costs, redraft=max(0.0, statistics.median(redraft)))
-        fewest = min(len(drawn.scores) for drawn in windows.values())
-        means = [statistics.mean(scores) for scores in zip(*(d.scores[:fewest] for d in windows.values()), strict=True)]
+            by_rate = sorted(WINDOWS, key=lambda window: -codes[window] / self.costs.window_seconds(window))
+            self.windows = tuple(sorted(by_rate[:RELAXED_WINDOWS]))
+        fewest = min(len(one.scores) for one in drawn.values())
+        means = [
+            statistics.mean(scores) for scores in zip(*(one.scores[:fewest] for one in drawn.values()), strict=True)
+        ]
         ratio, error = _paired_ratio(means, self.plain.scores)
         return Measured(
             candidate,
-            max(drawn.tvd_per_code for drawn in windows.values()),
+            max(one.tvd_per_code for one in drawn.values()),
             ratio,
             error,
             fewest,
-            windows={window: drawn.codes_per_pass for window, drawn in windows.items()},
+            windows=codes,
         )
 
     def _draw(self, options: Options, seconds: float) -> _Drawn:
