@@ -1,7 +1,7 @@
 """The commands of `lantern-rt` that make, measure and check bundles, and their options.
 
-What they do is in `cli_tools.py`, `cli_engines.py`, `cli_tune.py` and `cli_verify.py`. Does not know models: options
-are passed on as given, None where the user said nothing.
+What they do is in `cli_tools.py`, `cli_engines.py`, `cli_tune.py`, `cli_eval.py` and `cli_verify.py`. Does not know
+models: options are passed on as given, None where the user said nothing.
 """
 
 from __future__ import annotations
@@ -177,8 +177,7 @@ def tune(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
     rates: Annotated[
-        Path | None,
-        typer.Option(help="Also write the rates found, for a bundle to bring along; adds to what was found before."),
+        Path | None, typer.Option(help="Also write the acceptance rates found, for a bundle to bring along.")
     ] = None,
     json: Json = False,
     force: Force = False,
@@ -187,6 +186,89 @@ def tune(
     from .cli_tune import Tune, tune_command
 
     tune_command(Tune(bundle, minutes, quality, images, threads, prompts, temperature, rates, json, force))
+
+
+@commands.command(
+    name="eval",
+    epilog="""\b
+Examples:
+  lantern-rt eval scenes --methods ar,sjd,eagle,lantern++
+  lantern-rt eval scenes --methods sjd,sjd:lambda=2,lantern++:lambda=3:tree=chain-4 --count 32 --seeds 4
+  lantern-rt eval bundles/t2i --methods auto --prompts captions.txt --features inception.onnx --feature-size 299""",
+)
+def evaluate(
+    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods to compare with ar, each with parameters if need be, NAME:PARAMETER=VALUE:..., "
+            "joined by commas; parameters are those of run."
+        ),
+    ] = "ar,sjd,eagle,lantern++",
+    prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line. [default: the bundle's]")] = None,
+    count: Annotated[
+        int | None, typer.Option(help="Use the first so many prompts, or so many classes. [default: all; 64 classes]")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="Picture i is drawn with seed + i, alike in all methods.")] = 0,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="ONNX graph from pictures to features, such as Inception. [default: the bundle's VQ encoder]"
+        ),
+    ] = None,
+    feature_size: Annotated[
+        int | None,
+        typer.Option("--feature-size", help="Width and height of pictures for --features. [default: its own]"),
+    ] = None,
+    feature_mean: Annotated[
+        str | None,
+        typer.Option("--feature-mean", help="Taken off RGB values 0 .. 1: a number, or three, by commas. [default: 0]"),
+    ] = None,
+    feature_std: Annotated[
+        str | None, typer.Option("--feature-std", help="What they are then divided by. [default: 1]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and eval.json. [default: eval-NAME, here]")
+    ] = None,
+    cfg_scale: Annotated[
+        float | None, typer.Option("--cfg-scale", help="Guidance; 1 is off. [default: the bundle's]")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Above 0. [default: the bundle's]")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="0 is off. [default: the bundle's]")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="1 is off. [default: the bundle's]")] = None,
+    images: Annotated[int, typer.Option(help="Pictures decoded together; changes none of them.")] = 8,
+    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    provider: Annotated[
+        str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
+    ] = "cpu",
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Compare methods with plain decoding, on the same prompts and seeds. Needs lantern-rt[cpu,eval]."""
+    from .cli_eval import Eval, eval_command
+    from .requests import Options
+
+    sampling = Options(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    asked = Eval(
+        bundle,
+        methods,
+        prompts,
+        count,
+        seeds,
+        seed,
+        images,
+        threads,
+        provider,
+        features,
+        feature_size,
+        feature_mean,
+        feature_std,
+        output,
+        json,
+        force,
+    )
+    eval_command(asked, sampling)
 
 
 @commands.command(

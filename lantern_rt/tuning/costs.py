@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,10 +26,9 @@ class PassCost:
 
     def at(self, nodes: int) -> float:
         """Seconds of a pass over `nodes` nodes; past the last measured number along the last line."""
-        if nodes <= self.nodes[0] or len(self.nodes) < 2:
-            return self.seconds[0]
-        right = min(bisect_left(self.nodes, nodes), len(self.nodes) - 1)
-        (n0, n1), (s0, s1) = self.nodes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        if nodes <= self.nodes[-1] or len(self.nodes) < 2:
+            return float(np.interp(nodes, self.nodes, self.seconds))
+        (n0, n1), (s0, s1) = self.nodes[-2:], self.seconds[-2:]
         return s1 + (nodes - n1) * (s1 - s0) / (n1 - n0)
 
 
@@ -38,30 +36,21 @@ class PassCost:
 class HostCosts:
     """All a step costs: engine passes, and the work outside them.
 
-    drafter: None where there is none. step: seconds outside the engines of a step that drafts nothing. level: further
-    seconds for every drafter pass of a step. redraft: further seconds for every code of a window.
+    step: seconds outside the engines of a step that drafts nothing. level: further seconds for every
+    drafter pass of a step.
     """
 
     target: PassCost
-    drafter: PassCost | None
+    drafter: PassCost
     step: float
     level: float
-    redraft: float = 0.0
 
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of a step that drafts nothing."""
-        return self.step + self.target.at(2)
-
-    def tree_seconds(self, nodes: int, slots: Sequence[int]) -> float:
+    def seconds(self, nodes: int, slots: Sequence[int]) -> float:
         """Seconds of a step over a tree of `nodes` nodes, drafted in one pass per level over `slots` nodes."""
-        assert self.drafter is not None
+        if not slots:
+            return self.step + self.target.at(2)
         drafting = sum(self.drafter.at(max(2, count)) + self.level for count in slots)
         return self.step + self.target.at(max(2, nodes)) + drafting
-
-    def window_seconds(self, window: int) -> float:
-        """Seconds of a step of `sjd` with so many codes drafted ahead."""
-        return self.step + self.target.at(window + 1) + window * self.redraft
 
 
 def measure_pass(

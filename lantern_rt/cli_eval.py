@@ -1,0 +1,199 @@
+"""The `eval` command: what to draw, progress, and a folder with the report.
+
+Does not know option parsing, nor how figures come about.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .bundle import Bundle, open_bundle
+from .checks import short, whole
+from .engines.host import host_report, processor
+from .errors import RequestError
+from .evaluation.drawing import Show, Subjects, parse_ways
+from .evaluation.evaluate import Evaluation, as_dict, check_evaluation, evaluate
+from .evaluation.features import Extractor, GraphFeatures, Preprocessing, Triple, bundle_features
+from .evaluation.report import html_report, text_table
+from .evaluation.statistics import require_scipy
+from .folders import check_new_folder, folder_or_nothing
+from .outputs import slug
+from .pipeline import Pipeline, bundle_tokenizer, check_request
+from .prompt_files import read_prompts
+from .requests import SEED_LIMIT, Options
+
+_RESULT, _KIND = "eval.json", "folder of an evaluation"
+_CLASSES = 64  # class ids to draw where nothing is said, spread over all
+_MOST_SIZE = 4096
+
+
+@dataclass(frozen=True)
+class Eval:
+    """What the user asked `eval` for, besides sampling."""
+
+    bundle: str
+    methods: str
+    prompts: Path | None
+    count: int | None
+    seeds: int
+    seed: int
+    images: int
+    threads: int | None
+    provider: str
+    features: Path | None
+    feature_size: int | None
+    feature_mean: str | None
+    feature_std: str | None
+    output: Path | None
+    json: bool
+    force: bool
+
+
+def eval_command(asked: Eval, sampling: Options) -> None:
+    """Draw, compare, write a folder, and print the figures."""
+    require_scipy()
+    bundle = open_bundle(asked.bundle)
+    output = asked.output or Path(f"eval-{slug(bundle.manifest.name)}")
+    check_new_folder(output, asked.force, _RESULT, _KIND)
+    ways = parse_ways(asked.methods, sampling, bundle.manifest)
+    subjects = _subjects(bundle, asked)
+    check_evaluation(subjects)
+    whole("images", asked.images, 1, 1, 64)
+    tokenizer = bundle_tokenizer(bundle)
+    for part in subjects.batches(asked.images, 0):  # a prompt that cannot be drawn shows before the work
+        prompts, classes = part.get("prompts"), part.get("class_ids")
+        check_request(bundle.manifest, tokenizer, prompts, classes, None, part["seed"], 1, ways[0].options)
+    extractor = _extractor(bundle, asked)
+    pipeline = Pipeline.from_bundle(bundle, asked.threads, provider=asked.provider)
+    with _progress() as show:
+        found = evaluate(pipeline, subjects, ways, asked.images, extractor, show)
+    facts = _facts(bundle, pipeline)
+    result = {**facts, **as_dict(found)}
+    with folder_or_nothing(output, asked.force, _RESULT, _KIND) as folder:
+        (folder / _RESULT).write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
+        page = html_report(found, facts, f"{bundle.manifest.name}: decoding methods compared")
+        (folder / "report.html").write_text(page, "utf-8")
+    _print(found, output, result if asked.json else None)
+
+
+def _print(found: Evaluation, output: Path, result: dict[str, object] | None) -> None:
+    if result is not None:
+        print(json.dumps({**result, "output": str(output)}, allow_nan=False))
+        return
+    print(text_table(found))
+    print(output / "report.html")
+
+
+def _subjects(bundle: Bundle, asked: Eval) -> Subjects:
+    """Prompts of a file or of the bundle, or class ids."""
+    seeds = whole("seeds", asked.seeds, 1, 1, 1000)
+    seed = whole("seed", asked.seed, 0, 0, SEED_LIMIT // 2)
+    manifest, condition = bundle.manifest, bundle.manifest.condition
+    if condition.kind == "embeddings":
+        raise RequestError(
+            f"bundle {manifest.name} takes text embeddings; export it with --text-encoder to give prompts"
+        )
+    if condition.kind == "class":
+        if asked.prompts is not None:
+            raise RequestError(f"prompts: bundle {manifest.name} takes class ids; leave --prompts out")
+        classes = condition.classes or 1
+        count = whole("count", asked.count, min(_CLASSES, classes), 1, classes)
+        return Subjects(None, [i * classes // count for i in range(count)], seeds, seed)
+    path = asked.prompts
+    if path is None and "prompts" in manifest.files:
+        path = bundle.path("prompts")
+    if path is None:
+        raise RequestError(f"bundle {manifest.name} has no prompts to draw; give --prompts FILE")
+    prompts = read_prompts(path)
+    count = whole("count", asked.count, len(prompts), 1, len(prompts))
+    return Subjects(prompts[:count], None, seeds, seed)
+
+
+def _extractor(bundle: Bundle, asked: Eval) -> Extractor | None:
+    """The user's graph, or the bundle's."""
+    preparing = {
+        "feature-size": asked.feature_size,
+        "feature-mean": asked.feature_mean,
+        "feature-std": asked.feature_std,
+    }
+    if asked.features is None:
+        if idle := [name for name, value in preparing.items() if value is not None]:
+            raise RequestError(f"{idle[0]}: says how pictures are prepared for --features, which is not given")
+        return bundle_features(bundle, asked.threads)
+    size = None if asked.feature_size is None else whole("feature-size", asked.feature_size, 0, 8, _MOST_SIZE)
+    mean = _triple("feature-mean", asked.feature_mean, 0.0)
+    std = _triple("feature-std", asked.feature_std, 1.0)
+    if min(std) <= 0:
+        raise RequestError(f"feature-std: found {short(asked.feature_std)}, expected numbers above 0")
+    return GraphFeatures(asked.features, Preprocessing(size, mean, std), asked.features.stem, asked.threads)
+
+
+def _triple(name: str, text: str | None, default: float) -> Triple:
+    """One number for all channels, or three."""
+    if text is None:
+        return default, default, default
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 3) or not all(abs(number) < 1e6 for number in numbers):
+        raise RequestError(f"{name}: found {short(text)}, expected a number, or three as in 0.48,0.46,0.41")
+    red, green, blue = numbers * (3 // len(numbers))
+    return red, green, blue
+
+
+def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:
+    """What was measured, on what."""
+    host, situation = host_report(), pipeline.situation(1, None, "balanced")
+    return {
+        "bundle": bundle.manifest.name,
+        "bundle_digest": bundle.digest,
+        "backend": f"{situation.backend}, {situation.threads} threads",
+        "host": f"{host.system}, {processor()}, {host.usable_cores} cores",
+        "onnxruntime": ", ".join(host.distributions.values()),
+        "lantern_rt": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """A bar on stderr; where that is no terminal, a line whenever something else is being done."""
+    if not sys.stderr.isatty():
+        said: list[str] = []
+
+        def say(what: str, done: int, total: int) -> None:
+            if said[-1:] != [what]:
+                said.append(what)
+                print(what, file=sys.stderr, flush=True)
+
+        yield say
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        tasks: dict[str, Any] = {}
+
+        def draw(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield draw

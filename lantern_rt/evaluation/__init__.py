@@ -1,0 +1,1 @@
+"""What decoding methods do to pictures: figures with intervals, and a report. Behind `lantern-rt eval`."""

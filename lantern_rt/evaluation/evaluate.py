@@ -1,0 +1,210 @@
+"""Every way of drawing on the same prompts and seeds, measured against plain decoding.
+
+A second plain set, with other seeds, is the reference of all that compares sets of pictures; plain decoding itself is
+compared with it too, and what comes out is the floor: no way can be told from plain decoding below it.
+
+Does not know files, command lines or how a report looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from PIL.Image import Image
+
+from ..errors import RequestError
+from ..images import blank
+from ..pipeline import Pipeline
+from .drawing import Drawn, Show, Subjects, Way, draw
+from .features import Extractor
+from .statistics import (
+    NEAREST,
+    Bools,
+    Figure,
+    Floats,
+    Ints,
+    Statistic,
+    estimate,
+    frechet_distance,
+    mean_distance,
+    on_manifold,
+    pairwise_distances,
+)
+
+FEWEST_PROMPTS = 2
+ENOUGH_PROMPTS = 30
+PICTURES_PER_FEATURE = 10
+RESAMPLES, RESAMPLES_WIDE = 1000, 200
+_WIDE = 256  # features, or pictures if fewer, from which on a Frechet distance takes a while
+
+
+@dataclass(frozen=True)
+class FeatureSource:
+    """Where features came from: a name, the graph's file and hash, and how many there are."""
+
+    name: str
+    file: str
+    sha256: str
+    width: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that was found. figures: by name, with one value per way, plain decoding's first; those of features are
+    missing where there is no extractor. notes: what limits them. reference: plain pictures with other seeds."""
+
+    subjects: Subjects
+    drawn: list[Drawn]
+    reference: list[Image]
+    features: FeatureSource | None
+    figures: dict[str, Figure]
+    notes: list[str]
+
+
+def check_evaluation(subjects: Subjects) -> None:
+    """RequestError if there is too little to draw."""
+    if len(subjects.labels) < FEWEST_PROMPTS:
+        raise RequestError(f"prompts: found {len(subjects.labels)}, expected at least {FEWEST_PROMPTS} to compare")
+
+
+def evaluate(
+    pipeline: Pipeline, subjects: Subjects, ways: Sequence[Way], images: int, extractor: Extractor | None, show: Show
+) -> Evaluation:
+    """Draw all ways (the first is plain decoding) and the reference, `images` pictures at a time, and compare."""
+    check_evaluation(subjects)
+    if extractor is not None:  # let it fail before the work
+        manifest = pipeline.bundle.manifest
+        extractor([blank(manifest.image_width, manifest.image_height)])
+    drawn = [draw(pipeline, way, subjects, images, show) for way in ways]
+    reference = [
+        picture.image for picture in draw(pipeline, ways[0], subjects, images, show, other_seeds=True).pictures
+    ]
+    figures = _likelihood_figures(drawn, subjects.seeds)
+    source = None
+    if extractor is not None:
+        sets: list[Floats] = []
+        for one in [*drawn, None]:
+            show("features", len(sets), len(drawn) + 1)
+            sets.append(extractor(reference if one is None else [picture.image for picture in one.pictures]))
+        source = FeatureSource(extractor.name, extractor.file, extractor.sha256, sets[0].shape[1])
+        figures |= feature_figures(sets[:-1], sets[-1], subjects.seeds, show)
+    notes = _notes(subjects, source, drawn[0].settings["temperature"] == 0)
+    return Evaluation(subjects, drawn, reference, source, figures, notes)
+
+
+def _likelihood_figures(drawn: Sequence[Drawn], seeds: int) -> dict[str, Figure]:
+    """Figures of single pictures."""
+    pictures = [one.pictures for one in drawn]
+    likelihoods = [[picture.likelihood or 0.0 for picture in row] for row in pictures]
+    nats = _by_prompt(likelihoods, seeds)
+
+    def ratio(chosen: Ints) -> Floats:
+        means = nats[:, chosen].mean(1)
+        return np.asarray(means / means[0])
+
+    prompts = nats.shape[1]
+    return {
+        "codes_per_pass": _mean([[picture.codes_per_pass for picture in row] for row in pictures], seeds),
+        "tvd": _mean([[picture.tvd for picture in row] for row in pictures], seeds),
+        "nll": _mean(likelihoods, seeds),
+        "nll_ratio": estimate(ratio, prompts, RESAMPLES),
+    }
+
+
+def feature_figures(sets: Sequence[Floats], reference: Floats, seeds: int, show: Show) -> dict[str, Figure]:
+    """Figures of `sets`, features `[prompts x seeds, width]` of every way, against those of the reference."""
+    prompts = len(reference) // seeds
+    of_prompts = np.arange(len(reference)).reshape(prompts, seeds)
+    resamples = RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES
+    evaluated = 0
+
+    def frechet(chosen: Ints) -> list[float]:
+        nonlocal evaluated
+        show("Frechet distances", min(evaluated, resamples), resamples)
+        evaluated += 1
+        pictures = of_prompts[chosen].ravel()
+        return [frechet_distance(own[pictures], reference[pictures]) for own in sets]
+
+    return {
+        "frechet": estimate(frechet, prompts, resamples, moved=True),
+        "precision": _mean([on_manifold(own, reference) for own in sets], seeds),
+        "recall": _mean([on_manifold(reference, own) for own in sets], seeds),
+        "diversity": estimate(_diversity(sets, of_prompts), prompts, RESAMPLES),
+    }
+
+
+def _diversity(sets: Sequence[Floats], of_prompts: Ints) -> Statistic:
+    """Mean distance of two pictures: of one prompt where every prompt has several, else of any two."""
+    distances = [pairwise_distances(own) for own in sets]
+    seeds = of_prompts.shape[1]
+    if seeds == 1:
+        return lambda chosen: [mean_distance(each, chosen) for each in distances]
+    within = np.array([[mean_distance(each, pictures) for pictures in of_prompts] for each in distances])
+    return lambda chosen: within[:, chosen].mean(1)
+
+
+def _by_prompt(values: Sequence[Sequence[float]] | Sequence[Bools], seeds: int) -> Floats:
+    """Means over a prompt's pictures `[ways, prompts]`."""
+    table = np.array(values, np.float64)
+    return np.asarray(table.reshape(len(table), -1, seeds).mean(2))
+
+
+def _mean(values: Sequence[Sequence[float]] | Sequence[Bools], seeds: int) -> Figure:
+    table = _by_prompt(values, seeds)
+    return estimate(lambda chosen: table[:, chosen].mean(1), table.shape[1], RESAMPLES)
+
+
+def _notes(subjects: Subjects, source: FeatureSource | None, greedy: bool) -> list[str]:
+    notes = []
+    pictures, prompts = subjects.pictures, len(subjects.labels)
+    if prompts < ENOUGH_PROMPTS:
+        notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
+    if source is None:
+        notes.append(
+            "No features: the bundle has no vq_encoder and --features was not given, so Frechet distance, precision, "
+            "recall and diversity are missing."
+        )
+    elif pictures < (needed := PICTURES_PER_FEATURE * source.width):
+        notes.append(
+            f"{pictures} pictures for {source.width} features, expected at least {needed}: ar's own Frechet distance "
+            "is mostly an effect of so few, and small differences drown in it."
+        )
+    if source is not None:
+        notes.append(f"Distances between {source.name} say nothing about those of another feature extractor.")
+        if pictures <= NEAREST:
+            notes.append(f"Precision and recall need more than {NEAREST} pictures.")
+    if greedy:
+        notes.append("Temperature 0: plain pictures do not depend on the seed, so ar is at distance 0 from itself.")
+    return notes
+
+
+def as_dict(found: Evaluation) -> dict[str, object]:
+    """The same without pictures, ready for JSON."""
+    subjects = found.subjects
+    return {
+        "prompts": subjects.labels,
+        "seeds_per_prompt": subjects.seeds,
+        "first_seed": subjects.first_seed,
+        "pictures_per_method": subjects.pictures,
+        "features": None if found.features is None else asdict(found.features),
+        "notes": found.notes,
+        "methods": [
+            {
+                "method": one.way.label,
+                "settings": one.settings,
+                "choice": one.choice,
+                "seconds": one.seconds,
+                "figures": {
+                    name: {
+                        **asdict(figure.values[i]),
+                        "difference_to_ar": asdict(figure.differences[i]),
+                        "above_ar_interval": figure.above_first(i),
+                    }
+                    for name, figure in found.figures.items()
+                },
+            }
+            for i, one in enumerate(found.drawn)
+        ],
+    }
