@@ -82,7 +82,7 @@ class Relaxation:
             return _NOBODY
         near = self.neighbors[code, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[code]
-        return near[: int(np.searchsorted(np.cumsum(p[near]), bound, side="right"))]
+        return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
 
 
 @dataclass(frozen=True)

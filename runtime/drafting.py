@@ -173,7 +173,7 @@ class Drafter:
         visible[:, :, span:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             visible[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
-        positions = np.broadcast_to((base + depth - 1)[:, None], (rows, padded))
+        positions = np.repeat((base + depth - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, visible)
         self.cache.append(output.fresh, [np.arange(slots)] * rows)
         logits = [self._guided(output, r, requests, slots) for r in range(requests)]
@@ -196,7 +196,7 @@ class Drafter:
             if not going_on.any():
                 break
             if depth > 0:
-                same = np.broadcast_to(parents, (requests, len(parents)))
+                same = np.repeat(parents[None], requests, 0)
                 level, above = self._expand(tokens[:, inner], same, depth, base, above, level)
             for r in np.flatnonzero(going_on).tolist():
                 for slot, node in enumerate(inner.tolist()):

@@ -90,7 +90,7 @@ def best_codes(
     weights = logits - top
     if divisor != 1:
         weights /= divisor
-    chosen = np.take_along_axis(weights, codes, -1)
+    chosen = weights[np.arange(len(weights))[:, None], codes]
     scores: NDArray[np.float32] = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
     return codes, scores
 
@@ -100,7 +100,7 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 
     Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
     """
-    rows, length = values.shape
+    (rows, length), row = values.shape, np.arange(len(values))[:, None]
     blocks = length // BLOCK
     if blocks * BLOCK == length and blocks >= 4 * count:
         highest = values.reshape(rows, BLOCK, blocks).max(1)  # block b: b, b + blocks, b + 2 blocks, ...
@@ -108,10 +108,10 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         where = (best[:, None] + blocks * np.arange(BLOCK)[:, None]).reshape(rows, count * BLOCK)
     else:
         where = np.broadcast_to(np.arange(length), (rows, length))
-    found = np.take_along_axis(values, where, -1)
+    found = values[row, where]
     first = np.argpartition(found, found.shape[-1] - count, axis=-1)[:, -count:]
-    order = np.argsort(-np.take_along_axis(found, first, -1), axis=-1, kind="stable")
-    return np.take_along_axis(where, np.take_along_axis(first, order, -1), -1).astype(np.int64, copy=False)
+    order = np.argsort(-found[row, first], axis=-1, kind="stable")
+    return where[row, first[row, order]].astype(np.int64, copy=False)
 
 
 def _highest(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -185,18 +185,18 @@ class _Cumulative:
     def __init__(self, distribution: Probabilities) -> None:
         blocks = len(distribution) // BLOCK if len(distribution) % BLOCK == 0 else 1
         self.blocked = distribution.reshape(blocks, -1)
-        self.ends = np.cumsum(self.blocked.sum(1))
+        self.ends = self.blocked.sum(1).cumsum()
         self.total = float(self.ends[-1])
 
     def code_at(self, share: float) -> tuple[int, float]:
         """The code at `share` in [0, 1) of the sum, and where it begins; never one of probability 0."""
         point = share * self.total
-        block = int(np.searchsorted(self.ends, point, side="right"))
+        block = int(self.ends.searchsorted(point, "right"))
         if block == len(self.ends):  # rounding at the very end
             block = int(np.flatnonzero(self.blocked.sum(1))[-1])
         before = float(self.ends[block - 1]) if block else 0.0
-        inside = np.cumsum(self.blocked[block])
-        place = int(np.searchsorted(inside, point - before, side="right"))
+        inside = self.blocked[block].cumsum()
+        place = int(inside.searchsorted(point - before, "right"))
         if place == len(inside) or self.blocked[block, place] == 0:  # rounding at the block's end
             place = int(np.flatnonzero(self.blocked[block])[-1])
         start = before + (float(inside[place - 1]) if place else 0.0)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 from lantern_rt.export.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
+from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
 from lantern_rt.train.scenes.drafter import (  # noqa: E402
     CFG_SCALE,
     DRAFTER_CONFIG,
@@ -22,7 +23,8 @@ from lantern_rt.train.scenes.drafter import (  # noqa: E402
     guided_logits,
     target_states,
 )
-from lantern_rt.train.scenes.judge import Verdict, agreement  # noqa: E402
+from lantern_rt.train.scenes.evaluate import differences, interval  # noqa: E402
+from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
 from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.muon import orthogonalise  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
@@ -184,3 +186,26 @@ def test_drawn_pictures_are_kept_and_added_to(tmp_path: Path) -> None:
     assert captions.shape == (4, SLOTS)
     np.testing.assert_array_equal(codes[:2], first)
     assert (codes[2:] != first).any()
+
+
+def test_the_judge_that_comes_with_the_recipe_reads_rendered_scenes() -> None:
+    scenes = draw_scenes(40, seed=915_000)
+    accuracy = judge_accuracy(load_judge(), scenes, render_scenes(scenes))
+    assert min(accuracy.values()) >= 0.9
+    assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
+
+
+def test_an_interval_holds_the_share_and_narrows_with_more_marks() -> None:
+    share, low, high = interval([True] * 9 + [False])
+    assert (share, low < share < high) == (0.9, True)
+    more = interval([True] * 90 + [False] * 10)
+    assert more[2] - more[1] < high - low
+    assert interval([True] * 50)[2] == 1
+
+
+def test_a_difference_pairs_pictures_of_the_same_prompt() -> None:
+    ours = [{"sky": True, "shape": True}, {"sky": True}, {"sky": False, "shape": False}]
+    theirs = [{"sky": True, "shape": False}, {"sky": True}, {"sky": False, "shape": True}]
+    assert differences(ours, theirs)["sky"] == (0, 0)
+    assert differences(ours, theirs)["shape"] == (0, round(1.96 / 2**0.5, 4))
+    assert differences(ours[:1], theirs[:1])["shape"] == (1, 0)

@@ -29,12 +29,12 @@ def draw_prompts(count: int, seed: int = PROMPT_SEED) -> tuple[list[Scene], list
     return scenes, [describe(scene, rng, complete=True) for scene in scenes]
 
 
-def interval(marks: list[bool], draws: int = 2000) -> tuple[float, float, float]:
-    """Share of true marks with a 95 % Wilson interval."""
+def interval(marks: list[bool]) -> tuple[float, float, float]:
+    """Share of true marks with a 95 % Wilson interval, rounded to four places."""
     count, share, z = len(marks), float(np.mean(marks)), 1.96
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * np.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return share, float(centre - half), float(centre + half)
+    return round(share, 4), round(float(centre - half), 4), round(float(centre + half), 4)
 
 
 def evaluate_bundle(
@@ -44,7 +44,8 @@ def evaluate_bundle(
     pipe, critic = Pipeline.from_bundle(bundle), load_judge(work)
     scenes, prompts = draw_prompts(count)
     report: dict[str, Any] = {"prompts": count, "methods": {}}
-    pictures = {}
+    pictures: dict[str, NDArray[np.uint8]] = {}
+    plain: list[dict[str, bool]] = []  # marks of the first method
     for method in methods:
         images, passes, tvd, seconds = [], 0.0, 0.0, 0.0
         for i in range(0, count, batch):
@@ -56,8 +57,11 @@ def evaluate_bundle(
             tvd += weight * result.stats.realised_tvd
             seconds += result.stats.seconds
         pictures[method] = np.stack(images)
+        marks = score(critic, scenes, pictures[method])
+        plain = plain or marks
         report["methods"][method] = {
-            "agreement": score(critic, scenes, pictures[method]),
+            "agreement": {name: interval(values) for name, values in by_name(marks).items()},
+            f"against {methods[0]}": differences(marks, plain),
             "tokens_per_target_pass": 1 / passes,
             "realised_tvd_per_image": tvd,
             "seconds_per_image": seconds / count,
@@ -69,12 +73,25 @@ def evaluate_bundle(
     return report
 
 
-def score(critic: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, list[float]]:
-    """Share and 95 % interval of each attribute that the judge finds as the scene has it."""
+def score(critic: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> list[dict[str, bool]]:
+    """For every picture, which attributes the judge finds as the scene has them."""
     verdicts = judge(critic, pictures, [len(scene.solids) for scene in scenes])
-    marks = [agreement(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
+    return [agreement(scene, verdict) for scene, verdict in zip(scenes, verdicts, strict=True)]
+
+
+def by_name(marks: list[dict[str, bool]]) -> dict[str, list[bool]]:
+    """The marks of each attribute, over the pictures that have it."""
     names = sorted({name for mark in marks for name in mark})
-    return {name: [round(x, 4) for x in interval([m[name] for m in marks if name in m])] for name in names}
+    return {name: [mark[name] for mark in marks if name in mark] for name in names}
+
+
+def differences(marks: list[dict[str, bool]], others: list[dict[str, bool]]) -> dict[str, tuple[float, float]]:
+    """How much larger each share is than in `others`, of the same prompts, and half the 95 % interval of that."""
+    found = {}
+    for (name, ours), theirs in zip(by_name(marks).items(), by_name(others).values(), strict=True):
+        change = np.subtract(ours, theirs, dtype=np.float64)
+        found[name] = (round(float(change.mean()), 4), round(1.96 * float(change.std()) / len(change) ** 0.5, 4))
+    return found
 
 
 def contact_sheet(groups: list[NDArray[np.uint8]], columns: int, rows: int = 3) -> Image.Image:

@@ -15,13 +15,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
 from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene
 from .vq import load_vq, to_tensor
 
+JUDGE_FILE = "judge.safetensors"
 ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
 FRESH_SEED = 910_000
 
@@ -92,7 +93,7 @@ def judge(model: Judge, pictures: NDArray[np.uint8], solids: list[int]) -> list[
 
 
 def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, seed: int = 4) -> None:
-    """Train for `minutes` and write `work/judge.pt`, with its accuracy on fresh scenes."""
+    """Train for `minutes`, write `work/judge.safetensors`, and print its accuracy on fresh scenes."""
     torch.manual_seed(seed)
     vq = load_vq(work)
     scenes = draw_scenes(pool, seed + 77)
@@ -125,10 +126,12 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
         if time.monotonic() - said > 30:
             said = time.monotonic()
             print(f"judge {said - start:4.0f} s  step {step}  loss {loss.item():.3f}", flush=True)
+    for weight in model.parameters():  # what the file keeps of them
+        weight.data = weight.data.half().float() if weight.ndim > 1 else weight.data
     model.eval()
     fresh = draw_scenes(1000, FRESH_SEED)
     accuracy = judge_accuracy(model, fresh, render_scenes(fresh))
-    save_checkpoint(work / "judge.pt", {"model": model.state_dict(), "accuracy": accuracy})
+    save_file({name: w.half() if w.ndim > 1 else w for name, w in model.state_dict().items()}, work / JUDGE_FILE)
     print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
 
@@ -159,10 +162,12 @@ def agreement(scene: Scene, verdict: Verdict) -> dict[str, bool]:
     return marks
 
 
-def load_judge(work: Path) -> Judge:
-    """The trained judge of a work folder."""
+def load_judge(work: Path | None = None) -> Judge:
+    """The judge of a work folder, or the one that comes with the recipe where the folder has none."""
+    trained = work / JUDGE_FILE if work else None
+    path = trained if trained and trained.exists() else Path(__file__).with_name(JUDGE_FILE)
     model = Judge()
-    model.load_state_dict(load_checkpoint(work / "judge.pt")["model"])
+    model.load_state_dict({name: w.float() if w.is_floating_point() else w for name, w in load_file(path).items()})
     return model.eval()
 
 
