@@ -129,6 +129,10 @@ def run(
             help="Draft no deeper in a static tree once all its paths have less probability, 0 .. 1. [default: off]"
         ),
     ] = None,
+    drafter_cfg_scale: Annotated[
+        float | None,
+        typer.Option(help="Guidance of the drafter; 1 spares its unconditional rows. [default: the target's]"),
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Codes that sjd drafts ahead, 1 .. 128. [default: the bundle's]")
     ] = None,
@@ -173,6 +177,7 @@ def run(
         quality=quality,
         children=children,
         stop=stop,
+        drafter_cfg_scale=drafter_cfg_scale,
         window=window,
         redraft=redraft,
         start=start,

@@ -32,7 +32,7 @@ _FALLBACK = {
 _BOUNDS = ("delta", "lambda")
 _LENDING = (*_BOUNDS, "neighbors", "residual")
 _RELAXING = (*_LENDING, "omega", "anneal")
-_TREE = ("tree", "children", "stop")
+_TREE = ("tree", "children", "stop", "drafter_cfg_scale")
 _WINDOW = ("window", "redraft", "start")
 
 
@@ -110,10 +110,20 @@ def _tree(manifest: Manifest, method: Method, given: Mapping[str, Any]) -> dict[
                 f"{idle}: tree {shape.name} is dynamic, with children and size of its own choice; "
                 f"leave {idle} out, or use a static tree such as chain-4"
             )
-        return {"tree": shape.name, "shape": shape}
+        return {"tree": shape.name, "shape": shape} | _guidance(manifest, given)
     children = choice("children", given.get("children"), "sampled", get_args(Children))
     stop = number("stop", given.get("stop"), 0.0, 0, 1)
-    return {"tree": shape.name, "shape": shape, "children": children, "stop": stop or None}
+    own = {"tree": shape.name, "shape": shape, "children": children, "stop": stop or None}
+    return own | _guidance(manifest, given)
+
+
+def _guidance(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter's own guidance, if it is to have one."""
+    if "drafter_cfg_scale" not in given:
+        return {}
+    if given.get("cfg_scale", manifest.sampling.cfg_scale) == 1:
+        raise RequestError("drafter_cfg_scale: found cfg_scale 1, so nothing is guided; leave drafter_cfg_scale out")
+    return {"drafter_cfg_scale": number("drafter_cfg_scale", given["drafter_cfg_scale"], 1.0, 0, 1000)}
 
 
 def _defaults(manifest: Manifest, method: str) -> MethodDefaults:

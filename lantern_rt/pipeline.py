@@ -308,6 +308,7 @@ class Pipeline:
             self._jacobi(settings),
             settings.children or "sampled",
             settings.stop or 0.0,
+            settings.drafter_cfg_scale,
         )
 
     def _jacobi(self, settings: Settings) -> Jacobi | None:

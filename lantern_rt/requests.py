@@ -45,8 +45,9 @@ class Options(TypedDict, total=False):
 
     Methods with a drafter: tree, a tree's name, or a .json file of paths; for static trees children, `sampled`
     or the `likeliest`, and stop, draft no further once the drafter gives all paths together less probability
-    than this (0 is off). `sjd`: window, how many codes are drafted ahead; redraft, `coupled` or `independent`;
-    start of new positions, `random`, or a copy of the code `left` or `above`.
+    than this (0 is off); drafter_cfg_scale, guidance of the drafter where it is not the target's. `sjd`: window,
+    how many codes are drafted ahead; redraft, `coupled` or `independent`; start of new positions, `random`, or
+    a copy of the code `left` or `above`.
 
     Relaxation, for `lantern`, `lantern++` and, if asked for, `sjd`: neighbors, how many codes may lend
     probability; delta (`lantern`, `sjd`) or lambda_ (`lantern++`, `sjd`) bounds it; residual, what a rejection
@@ -67,6 +68,7 @@ class Options(TypedDict, total=False):
     quality: str | None
     children: str | None
     stop: float | None
+    drafter_cfg_scale: float | None
     window: int | None
     redraft: str | None
     start: str | None
@@ -96,6 +98,7 @@ class Settings:
     choice: str | None = field(default=None, compare=False)
     children: Children | None = None
     stop: float | None = None
+    drafter_cfg_scale: float | None = None
     window: int | None = None
     redraft: Redraft | None = None
     start: Start | None = None

@@ -12,7 +12,7 @@ Does not know prompts, pictures, files or backends: it deals in prefix rows and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -34,7 +34,9 @@ class Method:
     """A decoding method.
 
     shape: of the drafter's trees. jacobi: a window instead of a drafter. `ar` has neither. children, stop: how a
-    static tree is drafted, see `drafting.Drafter`.
+    static tree is drafted, see `drafting.Drafter`. drafter_cfg_scale: guidance of the drafter of a guided target,
+    where it is not the target's; at 1 the drafter runs no unconditional rows. Acceptance is as exact as ever, since q is
+    what the children were drawn from.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Method:
     jacobi: Jacobi | None = None
     children: Children = "sampled"
     stop: float = 0.0
+    drafter_cfg_scale: float | None = None
 
     @property
     def nodes(self) -> int:
@@ -174,10 +177,14 @@ class _Decoding:
         if method.shape is not None:
             assert model.drafter is not None
             assert method.jacobi is None
+            drafts = sampling
+            if method.drafter_cfg_scale is not None and sampling.guided:
+                drafts = replace(sampling, cfg_scale=method.drafter_cfg_scale)
+            self.drafter_sides = sides[: 2 if drafts.guided else 1]
             self.drafter = Drafter(
                 model.drafter,
                 method.shape,
-                sampling,
+                drafts,
                 self.clock,
                 model.layout.position_shift,
                 model.positions - 1,
@@ -185,7 +192,9 @@ class _Decoding:
                 children=method.children,
                 stop=method.stop,
             )
-            self.drafter_prefix = [prompt.drafter_tokens(side, model.layout) for side in sides for prompt in prompts]
+            self.drafter_prefix = [
+                prompt.drafter_tokens(side, model.layout) for side in self.drafter_sides for prompt in prompts
+            ]
 
     def steps(self) -> Iterator[Step]:
         """The prefill, then steps until every request has its codes."""
@@ -218,9 +227,10 @@ class _Decoding:
             parts.append(RequestStep(request.index, np.array([code]), 1))
         if self.drafter is not None:
             hidden = self.hidden_columns if self.model.layout.masks_prefix else np.zeros_like(self.hidden_columns)
-            self.drafter.start(rows, capacity, hidden[:, :-1], self.drafter_prefix)
+            read = self._drafter_rows()
+            self.drafter.start(len(read), capacity, hidden[read, :-1], self.drafter_prefix)
             self.new_codes = [part.codes for part in parts]
-            self.new_hidden = [output.hidden[row, :length] for row, length in enumerate(lengths)]
+            self.new_hidden = [output.hidden[row, : lengths[row]] for row in read]
         self._drop_finished()
         return parts
 
@@ -251,10 +261,10 @@ class _Decoding:
             parts.append(
                 RequestStep(request.index, codes, committed, tree if drafted else None, accepted if drafted else None)
             )
-        rows = len(self.active) * self.sides
         self.cache.append(output.fresh, picks * self.sides)
-        self.new_codes = [part.codes for part in parts]
-        self.new_hidden = [output.hidden[row, picks[row % len(picks)]] for row in range(rows)]
+        if self.drafter is not None:
+            self.new_codes = [part.codes for part in parts]
+            self.new_hidden = [output.hidden[row, picks[row % len(picks)]] for row in self._drafter_rows()]
         self._drop_finished()
         return parts
 
@@ -297,6 +307,10 @@ class _Decoding:
 
     # ------------------------------------------------------------ pieces
 
+    def _drafter_rows(self) -> range:
+        """The target's rows that the drafter has too: all, or the conditional ones."""
+        return range(len(self.active) * len(self.drafter_sides))
+
     def _run(self, batch: Pass) -> PassOutput:
         return run_pass(self.model.target, batch, self.cache, self.clock.target)
 
@@ -316,15 +330,16 @@ class _Decoding:
         if len(kept) == len(self.active):
             return
         rows = np.array([side * len(self.active) + slot for side in range(self.sides) for slot in kept], np.int64)
+        drafter_rows = rows[: len(kept) * len(self.drafter_sides)] if self.drafter is not None else rows
         self.active = [self.active[slot] for slot in kept]
         if not kept:
             return
         self.cache.keep_rows(rows)
         self.hidden_columns = self.hidden_columns[rows]
         if self.drafter is not None:
-            self.drafter.keep_rows(rows)
+            self.drafter.keep_rows(drafter_rows)
             self.new_codes = [self.new_codes[slot] for slot in kept]
-            self.new_hidden = [self.new_hidden[row] for row in rows]
+            self.new_hidden = [self.new_hidden[row] for row in drafter_rows]
 
 
 def _root_only(code: int) -> DraftTree:

@@ -50,7 +50,7 @@ class Level:
 
 
 class Drafter:
-    """Drafts for a batch of requests; rows are all conditional ones, then all unconditional ones.
+    """Drafts for a batch of requests; rows are all conditional ones, then, with guidance, all unconditional ones.
 
     children: how a static tree's children are chosen. stop: a static tree drafts no level whose parents' paths have
     together less probability than this, 0 .. 1; 0 drafts the whole tree.

@@ -39,6 +39,7 @@ METHODS = {
     "lantern++, published": Method("lantern++", BUSHY, Relaxation(NEAR, 3, lambda_=2.0, residual="neighborhood")),
     "eagle, likeliest": Method("eagle", BUSHY, children="likeliest"),
     "eagle, stopping": Method("eagle", BUSHY, stop=0.4),
+    "eagle, unguided drafter": Method("eagle", BUSHY, drafter_cfg_scale=1.0),
     "sjd": Method("sjd", jacobi=Jacobi(4, 3, VOCABULARY)),
     "sjd, relaxed": Method("sjd", None, RELAXED, Jacobi(3, 3, VOCABULARY, "independent", "left")),
 }

@@ -103,6 +103,8 @@ CASES = {
     ),
     "dynamic-8-3-2, temperature 1.6, top-k 2": (eagle("dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
     "bushy, likeliest children": (Method("eagle", BUSHY, children="likeliest"), Sampling()),
+    "bushy, drafter unguided": (Method("eagle", BUSHY, drafter_cfg_scale=1.0), Sampling(cfg_scale=1.5)),
+    "chain-2, drafter guided otherwise": (eagle("chain-2", drafter_cfg_scale=2.5), Sampling(cfg_scale=1.5)),
     "chain-3 that stops below 0.4": (eagle("chain-3", stop=0.4), Sampling()),
     "bushy that stops below 0.8, guided": (Method("eagle", BUSHY, stop=0.8), Sampling(cfg_scale=1.5)),
     "sjd, coupled": (sjd(3), Sampling()),

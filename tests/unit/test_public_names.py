@@ -67,6 +67,7 @@ def test_parameters_of_a_call_are_these() -> None:
         "quality",
         "children",
         "stop",
+        "drafter_cfg_scale",
         "window",
         "redraft",
         "start",
