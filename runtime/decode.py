@@ -35,8 +35,8 @@ class Method:
 
     shape: of the drafter's trees. jacobi: a window instead of a drafter. `ar` has neither. children, stop: how a
     static tree is drafted, see `drafting.Drafter`. drafter_cfg_scale: guidance of the drafter of a guided target,
-    where it is not the target's; at 1 the drafter runs no unconditional rows. Acceptance is as exact as ever, since q is
-    what the children were drawn from.
+    where it is not the target's; at 1 the drafter runs no unconditional rows. Acceptance stays exact: q is what the
+    children were drawn from.
     """
 
     name: str
