@@ -68,7 +68,10 @@ def run(
     ] = None,
     bundle: Annotated[str, typer.Option(help="Bundle folder, or the name of an embedded bundle.")] = "scenes",
     method: Annotated[
-        str | None, typer.Option(help="auto, ar, eagle, lantern, lantern++ or sjd. [default: the bundle's]")
+        str | None,
+        typer.Option(
+            help="auto, ar, eagle, lantern, lantern++ or sjd. [default: auto if it knows enough, or the bundle's]"
+        ),
     ] = None,
     quality: Annotated[
         str | None,

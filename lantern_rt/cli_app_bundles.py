@@ -177,7 +177,8 @@ def tune(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
     rates: Annotated[
-        Path | None, typer.Option(help="Also write the acceptance rates found, for a bundle to bring along.")
+        Path | None,
+        typer.Option(help="Also write the rates found, for a bundle to bring along; adds to what was found before."),
     ] = None,
     json: Json = False,
     force: Force = False,

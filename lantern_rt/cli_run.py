@@ -17,6 +17,7 @@ from typing import Any
 
 from . import __version__
 from .bundle import Bundle, open_bundle
+from .choosing import with_default_method
 from .engines.engine_folder import open_engine_folder
 from .errors import OutputError, RequestError
 from .images import enlarge, png_bytes
@@ -68,6 +69,7 @@ def run_command(run: Run, options: Options) -> None:
         raise RequestError(f"scale: found {run.scale}, expected a whole number 1 .. {MOST_SCALE}")
     engines = None if run.engines is None else open_engine_folder(run.engines)
     bundle = open_bundle(run.bundle, unread=engines.replaced() if engines else ())
+    options = with_default_method(bundle, options)
     request = check_request(
         bundle.manifest, bundle_tokenizer(bundle), run.prompts, run.class_ids, None, run.seed, run.num_images, options
     )

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from .bundle import Bundle, open_bundle
-from .errors import RequestError
+from .errors import LanternError, RequestError
+from .manifest import Manifest
 from .outputs import check_output, write_output
 from .pipeline import Pipeline
 from .prompt_files import read_prompts
 from .requests import Options
-from .runtime.published_trees import tree_name
-from .tuning.auto import as_rates
-from .tuning.candidates import parse_budget
-from .tuning.tune import Calibration, Finalist, TuneResult, tune
+from .tuning.candidates import Measured, parse_budget
+from .tuning.costs import PassCost
+from .tuning.measure import Calibration
+from .tuning.rates_file import Rates, as_entries, merge, read_rates, weights_of
+from .tuning.tune import Finalist, TuneResult, tune
 
 _MOST_MINUTES = 24 * 60.0
 _CLASSES = 64  # class ids to measure with, spread over all
@@ -51,23 +53,21 @@ def tune_command(asked: Tune) -> None:
         raise RequestError(f"images: found {asked.images}, expected a whole number 1 .. 64")
     budget = parse_budget(asked.quality)
     bundle = open_bundle(asked.bundle)
-    calibration = _calibration(bundle, asked.prompts, asked.images)
-    if asked.rates is not None:
-        check_output(asked.rates, asked.force)
+    calibration = calibration_of(bundle, asked.prompts, asked.images)
+    earlier = None if asked.rates is None else _earlier_rates(asked.rates, bundle.manifest, asked.force)
     sampling = Options() if asked.temperature is None else Options(temperature=asked.temperature)
     pipeline = Pipeline.from_bundle(bundle, asked.threads)
     result = tune(pipeline, calibration, budget, asked.minutes, sampling, lambda line: print(line, file=sys.stderr))
     if asked.rates is not None:
-        rates = as_rates(result.measured, result.situation.greedy, result.images)
-        write_output(asked.rates, (rates.model_dump_json(indent=1) + "\n").encode(), asked.force)
+        _write_rates(asked.rates, bundle.manifest, result, earlier)
     if asked.json:
         print(json.dumps(_report(result), allow_nan=False))
     else:
         print("\n".join(_lines(result)))
 
 
-def _calibration(bundle: Bundle, prompts: Path | None, images: int) -> Calibration:
-    """Prompts of a file or of the bundle, or class ids."""
+def calibration_of(bundle: Bundle, prompts: Path | None, images: int) -> Calibration:
+    """Prompts of a file or of the bundle, or class ids; `images` are drawn together."""
     condition = bundle.manifest.condition
     if condition.kind == "class":
         if prompts is not None:
@@ -82,27 +82,49 @@ def _calibration(bundle: Bundle, prompts: Path | None, images: int) -> Calibrati
     return Calibration(read_prompts(path), None, images)
 
 
+def _earlier_rates(path: Path, manifest: Manifest, force: bool) -> Rates | None:
+    """Rates of the same weights that the file holds already; any other file is replaced by force only."""
+    if path.is_file():
+        try:
+            earlier = read_rates(path)
+        except LanternError:
+            earlier = None
+        if earlier is not None and earlier.fits(manifest):
+            return earlier
+    check_output(path, force)
+    return None
+
+
+def _write_rates(path: Path, manifest: Manifest, result: TuneResult, earlier: Rates | None) -> None:
+    entries = merge(as_entries(result.measured, result.situation.greedy), earlier.entries if earlier else ())
+    rates = Rates(format=1, weights=weights_of(manifest), entries=entries)
+    write_output(path, (rates.model_dump_json(indent=1, exclude_none=True) + "\n").encode(), True)
+
+
 def _lines(result: TuneResult) -> list[str]:
     """The result as text."""
     situation, costs = result.situation, result.costs
-    curve = "  ".join(f"{n}: {1e3 * s:.1f}" for n, s in zip(costs.target.nodes, costs.target.seconds, strict=True))
     lines = [
         f"{situation.backend}, {situation.threads} threads, {situation.images} images at a time, {situation.quality}",
-        f"target pass, ms by nodes   {curve}",
-        f"drafter pass {1e3 * costs.drafter.at(2):.1f} ms; outside the engines {1e3 * costs.step:.1f} ms a step "
-        f"and {1e3 * costs.level:.1f} ms a drafter pass",
-        "within the budget          first child  TVD a code  NLL against ar",
+        f"target pass, ms by nodes   {_curve(costs.target)}",
     ]
+    if costs.drafter is not None:
+        lines.append(f"drafter pass, ms by nodes  {_curve(costs.drafter)}")
+    lines.append(
+        f"outside the engines, ms    {1e3 * costs.step:.2f} a step, {1e3 * costs.level:.2f} a drafter pass, "
+        f"{1e3 * costs.redraft:.2f} a code of a window"
+    )
+    lines.append(f"{'within the budget':44}  TVD a code  NLL against ar     images  what it gives")
     for one in result.measured:
         lines.append(
-            f"  {one.candidate.label:34} {one.rates[0, 0]:.2f}  {one.tvd_per_code:10.3f}  "
-            f"{one.nll_ratio:8.3f} +- {one.nll_error:.3f}"
+            f"  {one.candidate.label:42}  {one.tvd_per_code:10.3f}  {one.nll_ratio:6.3f} +- {one.nll_error:5.3f}  "
+            f"{one.images:6}  {_gives(one)}"
         )
-    lines.append("compared with ar           x ar (median)  codes a pass  tree")
+    lines.append(f"{'compared with ar':44}  x ar (median)  codes a pass  drafts")
     for finalist in result.finalists:
         lines.append(
-            f"  {finalist.measured.candidate.label:34} {statistics.median(finalist.speeds):.2f}  "
-            f"{statistics.mean(finalist.tokens):10.2f}  {tree_name(finalist.plan.paths)}"
+            f"  {finalist.label:42}  {finalist.speed:13.2f}  {statistics.mean(finalist.tokens):12.2f}  "
+            f"{finalist.plan.name}"
         )
     chosen = result.choice
     won = "nothing was faster than ar" if chosen.method == "ar" else f"{chosen.speed_against_ar:.2f} x ar"
@@ -110,24 +132,39 @@ def _lines(result: TuneResult) -> list[str]:
     return lines
 
 
+def _curve(cost: PassCost) -> str:
+    return "  ".join(f"{n}: {1e3 * s:.1f}" for n, s in zip(cost.nodes, cost.seconds, strict=True))
+
+
+def _gives(one: Measured) -> str:
+    """Codes per pass by window, or how often a first child is accepted."""
+    if one.windows:
+        return "codes a pass by window  " + "  ".join(f"{w}: {codes:.2f}" for w, codes in sorted(one.windows.items()))
+    return f"first child accepted {one.rates[0, 0]:.2f}"
+
+
 def _report(result: TuneResult) -> dict[str, Any]:
     """The result for machines."""
+    costs = result.costs
     return {
         "situation": result.situation.model_dump(),
         "choice": result.choice.model_dump(),
-        "target_ms": dict(zip(result.costs.target.nodes, _ms(result.costs.target.seconds), strict=True)),
-        "drafter_ms": dict(zip(result.costs.drafter.nodes, _ms(result.costs.drafter.seconds), strict=True)),
-        "step_ms": 1e3 * result.costs.step,
-        "level_ms": 1e3 * result.costs.level,
+        "target_ms": _by_nodes(costs.target),
+        "drafter_ms": None if costs.drafter is None else _by_nodes(costs.drafter),
+        "step_ms": 1e3 * costs.step,
+        "level_ms": 1e3 * costs.level,
+        "redraft_ms": 1e3 * costs.redraft,
+        "measured": [entry.model_dump() for entry in as_entries(result.measured, result.situation.greedy)],
         "finalists": [_finalist(finalist) for finalist in result.finalists],
+        "untried": [candidate.label for candidate in result.untried],
         "path": result.path,
     }
 
 
 def _finalist(finalist: Finalist) -> dict[str, Any]:
     return {
-        "candidate": finalist.measured.candidate.label,
-        "tree": tree_name(finalist.plan.paths),
+        "candidate": finalist.label,
+        "drafts": finalist.plan.name,
         "predicted_codes_per_pass": finalist.plan.codes,
         "predicted_seconds_per_step": finalist.plan.seconds,
         "speeds_against_ar": finalist.speeds,
@@ -135,5 +172,5 @@ def _finalist(finalist: Finalist) -> dict[str, Any]:
     }
 
 
-def _ms(seconds: tuple[float, ...]) -> list[float]:
-    return [1e3 * one for one in seconds]
+def _by_nodes(cost: PassCost) -> dict[int, float]:
+    return {nodes: 1e3 * seconds for nodes, seconds in zip(cost.nodes, cost.seconds, strict=True)}

@@ -46,6 +46,12 @@ def check_method(manifest: Manifest, asked: str | None) -> Method:
     return method
 
 
+def leaves_choice(options: Mapping[str, Any]) -> bool:
+    """Whether a request names neither a method nor anything that only some methods take."""
+    given = {name.rstrip("_") for name, value in options.items() if value is not None}
+    return not given & {"method", *_TREE, *_WINDOW, *_RELAXING}
+
+
 def resolve_method(manifest: Manifest, method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the method needs besides sampling, as fields of `Settings`; RequestError names the parameter at fault."""
     given = {name.rstrip("_"): value for name, value in options.items() if value is not None}

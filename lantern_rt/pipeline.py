@@ -9,20 +9,19 @@ Does not know the command line, files to write, or how codes are decoded.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 from PIL.Image import Image
 
 from .bundle import Bundle, open_bundle
 from .caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
-from .errors import BundleError, OutputError, RequestError
+from .choosing import Chooser, with_default_method
+from .errors import BundleError, RequestError
 from .images import blank, grey_out, to_image
 from .manifest import Manifest
 from .requests import (
@@ -38,13 +37,10 @@ from .results import Ints, Result, StreamStep
 from .runtime.acceptance import Relaxation
 from .runtime.decode import DrafterLayout, Method, Model, Prompt, decode
 from .runtime.jacobi import Jacobi
-from .runtime.published_trees import named_tree
 from .runtime.sampling import Sampling
 from .template_tokenizer import TemplateTokenizer, read_template_tokenizer
 from .tokenizer import WordTokenizer, read_tokenizer
-from .tuning.auto import read_rates
-from .tuning.costs import HostCosts
-from .tuning.store import Choice, Probe, Situation, read_tuning, write_tuning
+from .tuning.store import Situation
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -69,9 +65,7 @@ class Pipeline:
         self.bundle = bundle
         self._engines = engines
         self._tokenizer = bundle_tokenizer(bundle)
-        self._rates = read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
-        self._probing = threading.Lock()
-        self._probed: dict[int, Probe] = {}
+        self._chooser = Chooser(bundle, engines)
 
     @classmethod
     def from_bundle(
@@ -181,9 +175,7 @@ class Pipeline:
 
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
         """What a choice of decoding depends on besides the bundle; see `tuning/store.py`."""
-        greedy = (self.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
-        backend, threads = self._engines.backend, self._engines.threads.intra_op
-        return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
+        return self._chooser.situation(images, temperature, quality)
 
     def _check(
         self,
@@ -194,50 +186,17 @@ class Pipeline:
         num_images: int,
         options: Options,
     ) -> Request:
+        options = with_default_method(self.bundle, options)
         request = check_request(
             self.bundle.manifest, self._tokenizer, prompts, class_ids, embeddings, seed, num_images, options
         )
-        return request if request.settings.method != "auto" else self._choose(request, options)
-
-    def _choose(self, request: Request, options: Options) -> Request:
-        """The request with the method that suits this host: a stored choice, or one from rates and a probe."""
-        from .tuning.auto import predicted_choice, stored_choice
-
-        settings, images = request.settings, len(request.images)
-        situation = self.situation(images, settings.temperature, settings.quality or "balanced")
-        found = stored_choice(read_tuning(self.bundle.digest), situation)
-        if found is None:
-            rates, drafter = self._rates, self._engines.drafter
-            if rates is None or drafter is None:
-                missing = "drafter" if drafter is None else "acceptance rates"
-                found = Choice(method="ar"), f"auto: ar, as bundle {self.bundle.manifest.name} has no {missing}"
-            else:
-                found = predicted_choice(rates, self._probe(request, drafter, situation), situation)
-        choice, reason = found
-        kept = {name: value for name, value in options.items() if name not in ("method", "quality")}
-        chosen = cast(Options, kept | choice.parameters())
-        return Request(request.images, replace(resolve_settings(self.bundle.manifest, chosen), choice=reason))
-
-    def _probe(self, request: Request, drafter: Engine, situation: Situation) -> HostCosts:
-        """What steps cost here for requests like this one; measured once per host, threads and number of rows."""
-        from .tuning.auto import PROBE_SECONDS
-        from .tuning.probe import CHAIN, measure_costs, with_overhead
-
-        manifest, settings = self.bundle.manifest, replace(request.settings, method="ar", quality=None)
-        rows = len(request.images) * (2 if _sampling(settings).guided else 1)
-        with self._probing:
-            tuning = read_tuning(self.bundle.digest)
-            known = self._probed.get(rows) or tuning.probe(situation, rows)
-            if known is None:
-                shape = named_tree(f"chain-{CHAIN}")
-                drafted = replace(settings, method="eagle", tree=shape.name, shape=shape)
-                plain, chain = (self._decode(Request(request.images, way)) for way in (settings, drafted))
-                costs = measure_costs(manifest, self._engines.target, drafter, rows, PROBE_SECONDS / 2)
-                known = Probe.of(situation, rows, with_overhead(costs, plain, chain))
-                with suppress(OutputError):  # where nothing can be kept, every process probes for itself
-                    write_tuning(tuning.model_copy(update={"probes": (*tuning.probes, known)}))
-            self._probed[rows] = known
-            return known.costs()
+        if request.settings.method != "auto":
+            return request
+        images = request.images
+        settings = self._chooser.choose(
+            len(images), request.settings, options, lambda settings: self._decode(Request(images, settings))
+        )
+        return Request(images, settings)
 
     def _decode(self, request: Request) -> Generator[StreamStep, None, None]:
         prompts = self._prefixes(request.images)

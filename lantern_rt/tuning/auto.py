@@ -1,81 +1,25 @@
-"""`--method auto`: the choice that was stored for this host, or else one made from the bundle's rates and a probe.
+"""`--method auto`: the choice that was stored for this host, or else one made from known rates and a probe.
 
-A bundle may bring acceptance rates (role `rates`), measured where it was made: they depend on the model, not on the
-host. With them a two-second probe of this host's passes is enough to plan a tree. Without rates and without a stored
-choice, decoding is plain: nothing is known to be faster.
+Rates (`rates_file.py`) depend on the model, not on the host; a bundle may bring them, and `tune` keeps what it found.
+With them a two-second probe of this host's passes is enough to plan a tree or a window. Without rates and without a
+stored choice, decoding is plain: nothing is known to be faster.
 
 Does not decode and does not store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
-import numpy as np
-from pydantic import ValidationError
-
-from ..errors import BundleError
-from ..runtime.published_trees import tree_name
-from .candidates import Measured, parse_budget
+from ..manifest import Manifest
+from .candidates import parse_budget
 from .costs import HostCosts
-from .store import Choice, Part, Relaxed, Situation, Tuning
+from .rates_file import Rates, RatesEntry, merge
+from .store import Choice, Situation, Tuning
 from .tree_search import best_plan
 
 PROBE_SECONDS = 2.0
 PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain decoding
-
-
-class RatesEntry(Part):
-    """Acceptance rates `[depth][rank]` of one candidate, and what it costs in quality."""
-
-    method: Relaxed
-    neighbors: int | None = None
-    delta: float | None = None
-    lambda_: float | None = None
-    greedy: bool
-    tvd_per_code: float
-    nll_ratio: float
-    nll_error: float
-    rates: tuple[tuple[float, ...], ...]
-
-
-class Rates(Part):
-    """The file of role `rates`; `images`: from how many images, at least, each candidate's rates come."""
-
-    images: int
-    entries: tuple[RatesEntry, ...]
-
-
-def read_rates(path: Path) -> Rates:
-    """A bundle's rates; BundleError if the file is not what it should be."""
-    try:
-        return Rates.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError, ValueError) as error:
-        raise BundleError(
-            f"{path}: found no acceptance rates in it ({_brief(error)}); make the bundle again"
-        ) from error
-
-
-def as_rates(measured: Sequence[Measured], greedy: bool, images: int) -> Rates:
-    """What to store of measured candidates."""
-    return Rates(
-        images=images,
-        entries=tuple(
-            RatesEntry(
-                method=one.candidate.method,
-                neighbors=one.candidate.neighbors,
-                delta=one.candidate.delta,
-                lambda_=one.candidate.lambda_,
-                greedy=greedy,
-                tvd_per_code=round(one.tvd_per_code, 5),
-                nll_ratio=round(one.nll_ratio, 5),
-                nll_error=round(one.nll_error, 5) if np.isfinite(one.nll_error) else 1.0,
-                rates=tuple(tuple(round(float(rate), 4) for rate in row) for row in one.rates),
-            )
-            for one in measured
-        ),
-    )
 
 
 def stored_choice(tuning: Tuning, situation: Situation) -> tuple[Choice, str] | None:
@@ -86,28 +30,46 @@ def stored_choice(tuning: Tuning, situation: Situation) -> tuple[Choice, str] | 
     choice = entry.choice
     if choice.method == "ar":
         return choice, f"auto: ar, as nothing was faster here when tuned on {entry.date}"
-    return choice, f"auto: {choice.method}, {choice.speed_against_ar:.2f} x ar here when tuned on {entry.date}"
+    return choice, f"auto: {_words(choice)}, {choice.speed_against_ar:.2f} x ar here when tuned on {entry.date}"
 
 
-def predicted_choice(rates: Rates, costs: HostCosts, situation: Situation) -> tuple[Choice, str]:
-    """The best plan by a bundle's rates and this host's costs; plain decoding unless it promises a clear gain."""
+def known_rates(
+    manifest: Manifest, brought: Rates | None, tuning: Tuning, greedy: bool
+) -> tuple[tuple[RatesEntry, ...], str]:
+    """Rates to plan with, those that `tune` found here first; where there are none, a line that says why."""
+    fitting = brought.entries if brought is not None and brought.fits(manifest) else ()
+    known = merge(tuning.rates, fitting)
+    found = tuple(entry for entry in known if entry.greedy == greedy)
+    if found:
+        return found, ""
+    name = f"bundle {manifest.name}"
+    if known:
+        why = f"the rates known of {name} are not of {'greedy decoding' if greedy else 'sampling'}"
+    elif brought is not None:
+        why = f"the rates in {name} were measured with other weights"
+    else:
+        why = f"{name} brings no rates"
+    return (), f"auto: ar, as {why}; `lantern-rt tune` measures them"
+
+
+def predicted_choice(entries: Iterable[RatesEntry], costs: HostCosts, situation: Situation) -> tuple[Choice, str]:
+    """The best plan by rates and this host's costs; plain decoding unless it promises a clear gain."""
     budget = parse_budget(situation.quality)
-    plain = 1 / costs.seconds(1, ())
+    plain = 1 / costs.plain_seconds
     best, best_rate = Choice(method="ar"), PROBE_MARGIN * plain
-    for entry in rates.entries:
-        relaxed = entry.method != "eagle"
-        within = entry.tvd_per_code <= budget.tvd_per_code and entry.nll_ratio - entry.nll_error <= budget.nll_ratio
-        if entry.greedy != situation.greedy or (relaxed and not within):
+    for entry in entries:
+        way = entry.candidate
+        if entry.greedy != situation.greedy or not budget.allows(
+            way, entry.tvd_per_code, entry.nll_ratio, entry.nll_error
+        ):
             continue
-        plan = best_plan(np.array(entry.rates), costs)
-        if plan.paths and plan.rate > best_rate:
+        plan = best_plan(entry.tree_rates(), entry.window_codes(), costs)
+        if plan.drafts and plan.rate > best_rate:
             best_rate = plan.rate
             best = Choice(
-                method=entry.method,
-                tree=tree_name(plan.paths),
-                neighbors=entry.neighbors,
-                delta=entry.delta,
-                lambda_=entry.lambda_,
+                **way.model_dump(),
+                tree=plan.name if plan.paths else None,
+                window=plan.window,
                 speed_against_ar=plan.rate / plain,
                 tokens_per_target_pass=plan.codes,
                 tvd_per_code=entry.tvd_per_code,
@@ -116,10 +78,16 @@ def predicted_choice(rates: Rates, costs: HostCosts, situation: Situation) -> tu
     if best.method == "ar":
         return best, "auto: ar, as a short probe of this host promises no gain; `lantern-rt tune` measures it"
     return best, (
-        f"auto: {best.method}, {best.speed_against_ar:.2f} x ar by a short probe of this host; "
+        f"auto: {_words(best)}, {best.speed_against_ar:.2f} x ar by a short probe of this host; "
         "`lantern-rt tune` measures it"
     )
 
 
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:100]
+def _words(choice: Choice) -> str:
+    """The method, its window or tree, and how it relaxes."""
+    shape = f"window {choice.window}" if choice.window is not None else choice.tree or ""
+    relaxing = " ".join(
+        f"{name.rstrip('_')} {value if isinstance(value, str) else f'{value:g}'}"
+        for name, value in choice.relaxing().items()
+    )
+    return " ".join(word for word in (choice.method, shape, relaxing) if word)

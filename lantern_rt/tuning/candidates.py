@@ -1,50 +1,41 @@
-"""Ways to relax, from none to much, and what each gives: acceptance rates, total variation, likelihood.
+"""Ways to draft and to relax, from none to much, and what each gives: codes, total variation, likelihood.
 
-Does not know costs or trees other than the probe; choosing is `tune.py`'s work.
+Does not know costs or trees; choosing is `tune.py`'s work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
 from ..manifest import Manifest
-from .store import Relaxed
+from .records import Candidate
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A drafting method with its relaxation; both bounds are None for `eagle`."""
-
-    method: Relaxed
-    neighbors: int | None = None
-    delta: float | None = None
-    lambda_: float | None = None
-
-    @property
-    def label(self) -> str:
-        """The candidate in a few words."""
-        if self.neighbors is None:
-            return self.method
-        bound = f"delta {self.delta:g}" if self.delta is not None else f"lambda {self.lambda_:g}"
-        return f"{self.method}, {self.neighbors} neighbours, {bound}"
+# Windows of sjd. A pass has one node more: these are sizes at which passes are timed, and two between them.
+WINDOWS = (3, 5, 7, 11, 15, 31)
+NO_RATES = np.zeros((0, 0))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a candidate does: acceptance rates `[depth, rank]`, and what it costs in quality.
+    """What a candidate does, and what it costs in quality.
 
-    nll_ratio: nats per code over those of plain decoding on the same prompts; nll_error: its standard error.
+    nll_ratio: nats per code over those of plain decoding on the same prompts; nll_error: its standard error. images:
+    how many of them were drawn. rates: acceptance `[depth, rank]`, for methods with a drafter. windows: codes per
+    target pass by window, for `sjd`.
     """
 
     candidate: Candidate
-    rates: NDArray[np.float64]
     tvd_per_code: float
     nll_ratio: float
     nll_error: float
+    images: int
+    rates: NDArray[np.float64] = field(default_factory=lambda: NO_RATES)
+    windows: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,9 +51,13 @@ class Budget:
         """Whether nothing may be given away."""
         return self.tvd_per_code == 0
 
-    def allows(self, found: Measured) -> bool:
-        """Whether a candidate stays within the budget, the likelihood as far as its standard error can tell."""
-        return found.tvd_per_code <= self.tvd_per_code and found.nll_ratio - found.nll_error <= self.nll_ratio
+    def allows(self, candidate: Candidate, tvd_per_code: float, nll_ratio: float, nll_error: float) -> bool:
+        """Whether a candidate stays within the budget, the likelihood as far as its standard error can tell.
+
+        What is exact always does: its likelihood differs from plain decoding's by chance only.
+        """
+        within = tvd_per_code <= self.tvd_per_code and nll_ratio - nll_error <= self.nll_ratio
+        return candidate.exact or (within and not self.exact)
 
 
 _BUDGETS = {
@@ -86,13 +81,33 @@ def parse_budget(text: str) -> Budget:
     return Budget(f"TVD={bound:g}", bound, float("inf"))
 
 
-def ladders(manifest: Manifest, budget: Budget) -> list[list[Candidate]]:
-    """Candidates to measure, as ladders from careful to bold; what fails on one rung is not tried bolder."""
-    rungs = [[Candidate("eagle")]]
+def exact_candidates(manifest: Manifest, greedy: bool) -> list[Candidate]:
+    """Ways that give nothing away. Greedy decoding always drafts the likeliest children."""
+    drafted = [Candidate(method="eagle")]
+    if not greedy:
+        drafted.append(Candidate(method="eagle", children="likeliest"))
+    return [Candidate(method="sjd"), *(drafted if manifest.drafter else [])]
+
+
+def ladders(manifest: Manifest) -> list[list[Candidate]]:
+    """Relaxed ways, as ladders from careful to bold; what fails on one rung is not tried bolder."""
     table = manifest.neighbors
-    if budget.exact or not table:
-        return rungs
-    for neighbors in sorted({min(10, table), min(100, table)}):
-        rungs.append([Candidate("lantern++", neighbors, lambda_=bound) for bound in (1.3, 1.7, 2.5, 4.0, 8.0)])
-    rungs.append([Candidate("lantern", min(100, table), delta=bound) for bound in (0.01, 0.03, 0.1, 0.2)])
+    few, many = min(10, table), min(100, table)
+    rungs = [[Candidate(method="sjd", omega=omega, anneal=0.5) for omega in (1.25, 1.5, 2.0, 3.0)]]
+    if table:
+        rungs.append([Candidate(method="sjd", neighbors=few, lambda_=bound) for bound in (1.5, 2.0, 3.0, 5.0)])
+        rungs.append([Candidate(method="sjd", neighbors=many, delta=bound) for bound in (0.01, 0.03, 0.1)])
+    if manifest.drafter:
+        rungs.append(
+            [Candidate(method="lantern++", neighbors=0, omega=omega, anneal=0.5) for omega in (1.25, 1.5, 2.0, 3.0)]
+        )
+    if manifest.drafter and table:
+        for neighbors in sorted({few, many}):
+            bounds = (1.3, 1.7, 2.5, 4.0, 8.0)
+            rungs.append([Candidate(method="lantern++", neighbors=neighbors, lambda_=bound) for bound in bounds])
+        likeliest = [
+            Candidate(method="lantern", neighbors=many, delta=bound, children="likeliest")
+            for bound in (0.01, 0.03, 0.1, 0.2)
+        ]
+        rungs.append(likeliest)
     return rungs

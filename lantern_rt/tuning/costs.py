@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,10 @@ class PassCost:
 
     def at(self, nodes: int) -> float:
         """Seconds of a pass over `nodes` nodes; past the last measured number along the last line."""
-        if nodes <= self.nodes[-1] or len(self.nodes) < 2:
-            return float(np.interp(nodes, self.nodes, self.seconds))
-        (n0, n1), (s0, s1) = self.nodes[-2:], self.seconds[-2:]
+        if nodes <= self.nodes[0] or len(self.nodes) < 2:
+            return self.seconds[0]
+        right = min(bisect_left(self.nodes, nodes), len(self.nodes) - 1)
+        (n0, n1), (s0, s1) = self.nodes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return s1 + (nodes - n1) * (s1 - s0) / (n1 - n0)
 
 
@@ -36,21 +38,30 @@ class PassCost:
 class HostCosts:
     """All a step costs: engine passes, and the work outside them.
 
-    step: seconds outside the engines of a step that drafts nothing. level: further seconds for every
-    drafter pass of a step.
+    drafter: None where there is none. step: seconds outside the engines of a step that drafts nothing. level: further
+    seconds for every drafter pass of a step. redraft: further seconds for every code of a window.
     """
 
     target: PassCost
-    drafter: PassCost
+    drafter: PassCost | None
     step: float
     level: float
+    redraft: float = 0.0
 
-    def seconds(self, nodes: int, slots: Sequence[int]) -> float:
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a step that drafts nothing."""
+        return self.step + self.target.at(2)
+
+    def tree_seconds(self, nodes: int, slots: Sequence[int]) -> float:
         """Seconds of a step over a tree of `nodes` nodes, drafted in one pass per level over `slots` nodes."""
-        if not slots:
-            return self.step + self.target.at(2)
+        assert self.drafter is not None
         drafting = sum(self.drafter.at(max(2, count)) + self.level for count in slots)
         return self.step + self.target.at(max(2, nodes)) + drafting
+
+    def window_seconds(self, window: int) -> float:
+        """Seconds of a step of `sjd` with so many codes drafted ahead."""
+        return self.step + self.target.at(window + 1) + window * self.redraft
 
 
 def measure_pass(

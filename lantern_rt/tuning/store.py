@@ -10,18 +10,12 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..errors import OutputError
 from .costs import HostCosts, PassCost
-
-Relaxed = Literal["eagle", "lantern", "lantern++"]
-
-
-class Part(BaseModel):
-    """Base of the stored records: immutable, no unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from .rates_file import RatesEntry, merge
+from .records import Drafting, Part, Relaxing
 
 
 class Situation(Part):
@@ -34,19 +28,18 @@ class Situation(Part):
     quality: str
 
 
-class Choice(Part):
+class Choice(Relaxing):
     """How to decode, and what was measured when it was chosen.
 
-    tree and the relaxation are None for `ar`. speed_against_ar: images per second over those of `ar`, the median of
-    paired runs. tvd_per_code: mean total variation distance given away per code. nll_ratio: negative log-likelihood of
-    the codes over that of `ar`'s.
+    tree, stop, window and the relaxation are None where the method has no such thing. speed_against_ar: images per
+    second over those of `ar`, the median of paired runs. tvd_per_code: mean total variation distance given away per
+    code. nll_ratio: negative log-likelihood of the codes over that of `ar`'s.
     """
 
-    method: Literal["ar"] | Relaxed
+    method: Literal["ar"] | Drafting
     tree: str | None = None
-    neighbors: int | None = None
-    delta: float | None = None
-    lambda_: float | None = None
+    stop: float | None = None
+    window: int | None = None
     speed_against_ar: Annotated[float, Field(gt=0)] = 1.0
     tokens_per_target_pass: float = 1.0
     tvd_per_code: float = 0.0
@@ -54,8 +47,8 @@ class Choice(Part):
 
     def parameters(self) -> dict[str, str | int | float]:
         """The request parameters that carry it out."""
-        names = ("method", "tree", "neighbors", "delta", "lambda_")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        own = {name: value for name in ("tree", "stop", "window") if (value := getattr(self, name)) is not None}
+        return {"method": self.method} | own | self.relaxing()
 
 
 class Entry(Part):
@@ -68,40 +61,48 @@ class Entry(Part):
 
 
 class Probe(Part):
-    """What a short probe found of this host's costs: `costs.HostCosts` as plain numbers."""
+    """What a short probe found of this host's costs: `costs.HostCosts` as plain numbers; `drafter` may be empty."""
 
     backend: str
     threads: int
     rows: int
-    target: tuple[tuple[int, float], ...]
+    target: Annotated[tuple[tuple[int, float], ...], Field(min_length=1)]
     drafter: tuple[tuple[int, float], ...]
     step: float
     level: float
+    redraft: float
 
     @classmethod
     def of(cls, situation: Situation, rows: int, costs: HostCosts) -> Probe:
         """The record of `costs`."""
+        drafter = costs.drafter
         return cls(
             backend=situation.backend,
             threads=situation.threads,
             rows=rows,
             target=tuple(zip(costs.target.nodes, costs.target.seconds, strict=True)),
-            drafter=tuple(zip(costs.drafter.nodes, costs.drafter.seconds, strict=True)),
+            drafter=tuple(zip(drafter.nodes, drafter.seconds, strict=True)) if drafter else (),
             step=costs.step,
             level=costs.level,
+            redraft=costs.redraft,
         )
 
     def costs(self) -> HostCosts:
         """The costs that were recorded."""
-        curves = [PassCost(*map(tuple, zip(*points, strict=True))) for points in (self.target, self.drafter)]
-        return HostCosts(curves[0], curves[1], self.step, self.level)
+        target, drafter = (
+            PassCost(*map(tuple, zip(*points, strict=True))) if points else None
+            for points in (self.target, self.drafter)
+        )
+        assert target is not None
+        return HostCosts(target, drafter, self.step, self.level, self.redraft)
 
 
 class Tuning(Part):
-    """All that was measured for one bundle on this host."""
+    """All that was measured for one bundle on this host; `rates` would hold on any other."""
 
     bundle_digest: str
     entries: tuple[Entry, ...] = ()
+    rates: tuple[RatesEntry, ...] = ()
     probes: tuple[Probe, ...] = ()
 
     def probe(self, situation: Situation, rows: int) -> Probe | None:
@@ -110,14 +111,17 @@ class Tuning(Part):
         return next((one for one in self.probes if (one.backend, one.threads, one.rows) == where), None)
 
     def find(self, situation: Situation) -> Entry | None:
-        """The entry of a situation; of several batch sizes the nearest one."""
-        fits = [e for e in self.entries if e.situation.model_copy(update={"images": situation.images}) == situation]
-        return min(fits, key=lambda entry: abs(entry.situation.images - situation.images), default=None)
+        """The entry of a situation. Another number of images has other costs, so its choice does not count."""
+        return next((entry for entry in self.entries if entry.situation == situation), None)
 
     def with_entry(self, entry: Entry) -> Tuning:
         """The same with this entry in place of an older one."""
         others = [other for other in self.entries if other.situation != entry.situation]
         return self.model_copy(update={"entries": (*others, entry)})
+
+    def with_rates(self, rates: tuple[RatesEntry, ...]) -> Tuning:
+        """The same with these rates in place of older ones of the same candidates."""
+        return self.model_copy(update={"rates": merge(rates, self.rates)})
 
 
 def cache_folder() -> Path:

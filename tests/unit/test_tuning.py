@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -19,13 +20,16 @@ from lantern_rt.runtime.decode import Method, decode
 from lantern_rt.runtime.published_trees import named_tree, tree_name
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
-from lantern_rt.tuning.auto import Rates, RatesEntry, predicted_choice, read_rates
-from lantern_rt.tuning.candidates import ladders, parse_budget
+from lantern_rt.tuning.auto import known_rates, predicted_choice
+from lantern_rt.tuning.candidates import NO_RATES, WINDOWS, Measured, exact_candidates, ladders, parse_budget
 from lantern_rt.tuning.costs import HostCosts, PassCost
 from lantern_rt.tuning.likelihood import negative_log_likelihood
 from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
+from lantern_rt.tuning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
+from lantern_rt.tuning.records import Candidate
 from lantern_rt.tuning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
 from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level
+from lantern_rt.tuning.tune import choose_finalists
 
 SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
 CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free
@@ -41,6 +45,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_bundle(tmp_path_factory.mktemp("tuning") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def drafterless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("plain") / "tiny", "class", drafter=False, method="ar")
 
 
 def falling_rates(first: float) -> np.ndarray:
@@ -85,10 +94,10 @@ def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
 
 
 def test_free_nodes_give_a_large_tree_and_dear_ones_none() -> None:
-    large = best_plan(falling_rates(0.6), CHEAP)
+    large = best_plan(falling_rates(0.6), {}, CHEAP)
     assert len(large.paths) > 40
     assert large.codes == pytest.approx(expected_codes(large.paths, falling_rates(0.6)))
-    none = best_plan(falling_rates(0.6), DEAR)
+    none = best_plan(falling_rates(0.6), {}, DEAR)
     assert (none.paths, none.codes) == ((), 1.0)
 
 
@@ -109,9 +118,11 @@ def test_the_plan_is_the_best_of_all_small_trees() -> None:
 
     def rate(tree: frozenset[tuple[int, ...]]) -> float:
         paths = tuple(tree)
-        return expected_codes(paths, rates) / costs.seconds(len(paths) + 1, slots_per_level(paths))
+        if not paths:
+            return 1 / costs.plain_seconds
+        return expected_codes(paths, rates) / costs.tree_seconds(len(paths) + 1, slots_per_level(paths))
 
-    found = best_plan(rates, costs, most_nodes=7)
+    found = best_plan(rates, {}, costs, most_nodes=7)
     assert found.rate == pytest.approx(max(map(rate, trees)))
     assert found.rate == pytest.approx(rate(frozenset(found.paths)))
 
@@ -136,7 +147,29 @@ def test_costs_are_lines_between_what_was_measured() -> None:
     cost = PassCost((2, 4, 8), (1.0, 1.2, 2.0))
     assert cost.at(3) == pytest.approx(1.1)
     assert cost.at(16) == pytest.approx(3.6)
-    assert HostCosts(cost, PassCost((2,), (0.5,)), 0.1, 0.05).seconds(4, [1, 3]) == pytest.approx(0.1 + 1.2 + 1.1)
+    assert HostCosts(cost, PassCost((2,), (0.5,)), 0.1, 0.05).tree_seconds(4, [1, 3]) == pytest.approx(0.1 + 1.2 + 1.1)
+    assert HostCosts(cost, None, 0.1, 0.0, redraft=0.02).window_seconds(7) == pytest.approx(0.1 + 2.0 + 0.14)
+
+
+def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
+    windows = {3: 2.0, 7: 2.7, 15: 3.4}
+    assert best_plan(NO_RATES, windows, CHEAP).window == 15  # nodes are free
+    curve = HostCosts(PassCost((2, 4, 8, 16), (1.0, 1.2, 1.5, 2.4)), None, 0.1, 0.0, redraft=0.01)
+    plan = best_plan(NO_RATES, windows, curve)
+    assert (plan.window, plan.codes, plan.name) == (7, 2.7, "window 7")
+    assert plan.rate == pytest.approx(2.7 / (0.1 + 1.5 + 0.07))
+    assert not best_plan(NO_RATES, windows, DEAR).drafts
+
+
+def test_finalists_are_the_most_promising_and_the_best_deep_tree_also_stops_early() -> None:
+    window = Measured(Candidate(method="sjd"), 0.0, 1.0, 0.0, 4, windows={7: 9.0})
+    tree = Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.6))
+    useless = Measured(Candidate(method="eagle", children="likeliest"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.0))
+    finalists = choose_finalists([useless, tree, window], CHEAP)
+    assert [finalist.label for finalist in finalists] == ["sjd", "eagle", "eagle, stop 0.1", "eagle, stop 0.3"]
+    assert finalists[0].options() == {"method": "sjd", "window": 7}
+    assert finalists[2].options() == {"method": "eagle", "tree": finalists[1].plan.name, "stop": 0.1}
+    assert choose_finalists([useless], CHEAP) == []
 
 
 # ---------------------------------------------------------------- quality
@@ -152,15 +185,29 @@ def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampl
     assert negative_log_likelihood(model, prompt, codes, sampling) == pytest.approx(np.mean(exact), abs=1e-5)
 
 
-def test_budgets_are_named_and_others_refused(folder: Path) -> None:
-    manifest = Pipeline.from_bundle(folder, threads=1).bundle.manifest
-    assert [c.method for rung in ladders(manifest, parse_budget("strict")) for c in rung] == ["eagle"]
-    relaxed = [c for rung in ladders(manifest, parse_budget("TVD=0.2")) for c in rung]
-    assert {c.method for c in relaxed} == {"eagle", "lantern", "lantern++"}
-    assert max(c.neighbors or 0 for c in relaxed) <= manifest.neighbors
+def test_budgets_are_named_and_others_refused() -> None:
+    strict, balanced = parse_budget("strict"), parse_budget("balanced")
+    exact, relaxed = Candidate(method="sjd"), Candidate(method="sjd", omega=1.5)
+    assert strict.allows(exact, 0.0, 1.1, 0.0)  # by chance: its distribution is the target's
+    assert not strict.allows(relaxed, 0.0, 1.0, 0.0)
+    assert balanced.allows(relaxed, 0.05, 1.03, 0.02)
+    assert not balanced.allows(relaxed, 0.07, 1.0, 0.0)
+    assert not balanced.allows(relaxed, 0.05, 1.03, 0.0)
     for wrong in ("best", "TVD=2", "TVD", ""):
         with pytest.raises(RequestError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
             parse_budget(wrong)
+
+
+def test_candidates_are_what_the_bundle_can_run(folder: Path, drafterless: Path) -> None:
+    full, plain = (Pipeline.from_bundle(one, threads=1).bundle.manifest for one in (folder, drafterless))
+    assert {c.method for c in exact_candidates(full, greedy=False)} == {"sjd", "eagle"}
+    assert [c.children for c in exact_candidates(full, greedy=True)] == [None, None]  # greedily they always are
+    assert exact_candidates(plain, greedy=False) == [Candidate(method="sjd")]
+    relaxed = [c for rung in ladders(full) for c in rung]
+    assert {c.method for c in relaxed} == {"sjd", "lantern", "lantern++"}
+    assert max(c.neighbors or 0 for c in relaxed) <= full.neighbors
+    assert {(c.method, c.neighbors) for rung in ladders(plain) for c in rung} == {("sjd", None)}
+    assert not any(c.exact for c in relaxed)
 
 
 # ---------------------------------------------------------------- store and auto
@@ -178,7 +225,7 @@ def test_what_is_stored_is_found_again_for_its_situation_only(own_cache: Path) -
     found = read_tuning("d" * 64)
     assert len(found.entries) == 2  # the second entry took the place of the first
     assert found.find(SITUATION).choice.tree == "chain-2"  # type: ignore[union-attr]
-    assert found.find(SITUATION.model_copy(update={"images": 6})).choice.method == "ar"  # type: ignore[union-attr]
+    assert found.find(SITUATION.model_copy(update={"images": 6})) is None  # its passes cost something else
     assert found.find(SITUATION.model_copy(update={"threads": 2})) is None
     path.write_text("{")
     assert read_tuning("d" * 64).entries == ()
@@ -199,27 +246,89 @@ def test_the_cache_follows_the_systems_custom(monkeypatch: pytest.MonkeyPatch, t
 
 
 def rates_entry(method: Any, first: float, **fields: Any) -> RatesEntry:
-    rates = tuple(map(tuple, falling_rates(first)))
-    quality = {"tvd_per_code": 0.0, "nll_ratio": 1.0, "nll_error": 0.0} | fields
-    return RatesEntry(method=method, greedy=False, rates=rates, **quality)
+    quality = {"tvd_per_code": 0.0, "nll_ratio": 1.0, "nll_error": 0.0, "images": 4, "greedy": False}
+    own = {name: fields.pop(name) for name in tuple(fields) if name in Candidate.model_fields}
+    rates = {"rates": tuple(map(tuple, falling_rates(first)))}
+    if method == "sjd":
+        rates = {"windows": (WindowCodes(window=3, codes=1 + first), WindowCodes(window=7, codes=1 + 2 * first))}
+    return RatesEntry(candidate=Candidate(method=method, **own), **(quality | rates | fields))
 
 
 def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
     exact = rates_entry("eagle", 0.5)
     bold = rates_entry("lantern++", 0.9, neighbors=10, lambda_=5.0, tvd_per_code=0.3)
-    choice, why = predicted_choice(Rates(images=4, entries=(exact, bold)), CHEAP, SITUATION)
+    choice, why = predicted_choice((exact, bold), CHEAP, SITUATION)
     assert choice.method == "eagle"
-    assert why.startswith(f"auto: eagle, {choice.speed_against_ar:.2f} x ar by a short probe")
+    assert why.startswith(f"auto: eagle {choice.tree}, {choice.speed_against_ar:.2f} x ar by a short probe")
     loose = SITUATION.model_copy(update={"quality": "TVD=0.4"})
-    assert predicted_choice(Rates(images=4, entries=(exact, bold)), CHEAP, loose)[0].lambda_ == 5.0
-    assert predicted_choice(Rates(images=4, entries=(exact, bold)), DEAR, loose)[0].method == "ar"
+    assert predicted_choice((exact, bold), CHEAP, loose)[0].lambda_ == 5.0
+    assert predicted_choice((exact, bold), DEAR, loose)[0].method == "ar"
     greedy = SITUATION.model_copy(update={"greedy": True})
-    assert predicted_choice(Rates(images=4, entries=(exact, bold)), CHEAP, greedy)[0].method == "ar"
+    assert predicted_choice((exact, bold), CHEAP, greedy)[0].method == "ar"
 
 
-def test_a_damaged_rates_file_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "rates.json").write_text("[]")
-    with pytest.raises(BundleError, match=r"found no acceptance rates in it .*make the bundle again"):
+def test_a_prediction_may_be_a_window_also_without_a_drafter() -> None:
+    costs = HostCosts(PassCost((2, 4, 8), (1.0, 1.1, 1.2)), None, 0.0, 0.0)
+    entries = (rates_entry("eagle", 0.9), rates_entry("sjd", 0.8))
+    choice, why = predicted_choice(entries, costs, SITUATION.model_copy(update={"quality": "strict"}))
+    assert choice.parameters() == {"method": "sjd", "window": 7}
+    assert choice.speed_against_ar == pytest.approx(2.6 / 1.2)
+    assert why.startswith("auto: sjd window 7, 2.17 x ar by a short probe")
+
+
+def test_rates_are_those_found_here_then_those_brought_and_only_of_the_same_weights(folder: Path) -> None:
+    manifest = Pipeline.from_bundle(folder, threads=1).bundle.manifest
+    brought = Rates(
+        format=1, weights=weights_of(manifest), entries=(rates_entry("sjd", 0.5), rates_entry("eagle", 0.5))
+    )
+    tuning = Tuning(bundle_digest="d").with_rates((rates_entry("sjd", 0.7),))
+    assert known_rates(manifest, brought, tuning, False)[0] == (rates_entry("sjd", 0.7), rates_entry("eagle", 0.5))
+    assert known_rates(manifest, brought, Tuning(bundle_digest="d"), True) == (
+        (),
+        "auto: ar, as the rates known of bundle tiny are not of greedy decoding; `lantern-rt tune` measures them",
+    )
+    stale = brought.model_copy(update={"weights": {"target": "0" * 64}})
+    assert "were measured with other weights" in known_rates(manifest, stale, Tuning(bundle_digest="d"), False)[1]
+
+
+def test_what_is_measured_is_stored_as_it_is(tmp_path: Path) -> None:
+    measured = [
+        Measured(Candidate(method="sjd", omega=1.5), 0.02, 1.01, float("inf"), 1, windows={3: 2.125, 7: 2.5}),
+        Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.6)),
+    ]
+    rates = Rates(format=1, weights={"target": "a"}, entries=as_entries(measured, greedy=False))
+    (tmp_path / "rates.json").write_text(rates.model_dump_json(exclude_none=True))
+    again = read_rates(tmp_path / "rates.json")
+    assert again == rates
+    assert again.entries[0].window_codes() == {3: 2.125, 7: 2.5}
+    assert again.entries[0].nll_error == 1.0  # one image says nothing about likelihood
+    np.testing.assert_allclose(again.entries[1].tree_rates(), measured[1].rates, atol=1e-4)
+    newer = as_entries([Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 9, rates=falling_rates(0.5))], greedy=False)
+    assert [entry.images for entry in merge(newer, again.entries)] == [9, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("[]", r"found no rates in it .*make the bundle again"),
+        ('{"images": 4, "entries": []}', r"found no rates in it \(format: Field required\)"),
+        ('{"format": 2, "weights": {}, "entries": []}', r"found rates of format 2, expected 1; measure them again"),
+        ({"windows": [], "rates": []}, r"method sjd needs `windows`"),
+        ({"rates": [[0.5]]}, r"method sjd needs `windows`, and nothing else like it"),
+        ({"windows": [{"window": 0, "codes": 2.0}]}, r"entries.0.windows.0.window: Input should be greater"),
+        ({"tvd_per_code": -1.0}, r"entries.0.tvd_per_code: Input should be greater than or equal to 0"),
+        ({"surprise": 1}, r"entries.0.surprise: Extra inputs are not permitted"),
+    ],
+)
+def test_a_damaged_rates_file_is_one_line(tmp_path: Path, change: str | dict[str, Any], line: str) -> None:
+    text = change
+    if isinstance(change, dict):
+        whole = Rates(format=1, weights={}, entries=(rates_entry("sjd", 0.5),)).model_dump(mode="json")
+        whole["entries"][0] |= change
+        text = json.dumps(whole)
+    assert isinstance(text, str)
+    (tmp_path / "rates.json").write_text(text)
+    with pytest.raises(BundleError, match=line):
         read_rates(tmp_path / "rates.json")
 
 
@@ -227,11 +336,13 @@ def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     plain = pipe("red sphere", method="auto", seed=3)
     assert plain.settings.method == "ar"
-    assert plain.settings.choice == "auto: ar, as bundle tiny has no acceptance rates"
+    assert plain.settings.choice == "auto: ar, as bundle tiny brings no rates; `lantern-rt tune` measures them"
     stored = entry("lantern++", tree="tree-2-10", neighbors=4, lambda_=2.0, speed_against_ar=1.7)
     write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(stored))
     tuned = pipe("red sphere", method="auto", seed=3)
-    assert tuned.settings.choice == "auto: lantern++, 1.70 x ar here when tuned on 2026-01-02"
+    assert tuned.settings.choice == (
+        "auto: lantern++ tree-2-10 neighbors 4 lambda 2, 1.70 x ar here when tuned on 2026-01-02"
+    )
     named = pipe("red sphere", method="lantern++", tree="tree-2-10", neighbors=4, lambda_=2.0, seed=3)
     np.testing.assert_array_equal(tuned.codes[0], named.codes[0])
     assert tuned.settings == named.settings
@@ -239,7 +350,8 @@ def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
 
 def test_auto_probes_the_host_where_the_bundle_has_rates(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
-    pipe._rates = Rates(images=4, entries=(rates_entry("eagle", 0.9),))
+    weights = weights_of(pipe.bundle.manifest)
+    pipe._chooser._rates = Rates(format=1, weights=weights, entries=(rates_entry("eagle", 0.9),))
     result = pipe(["red sphere", "a cube"], method="auto")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
@@ -247,7 +359,7 @@ def test_auto_probes_the_host_where_the_bundle_has_rates(folder: Path) -> None:
     assert probe.rows == 4  # two images, guided
     assert probe.costs().target.seconds[0] > 0
     again = Pipeline.from_bundle(folder, threads=1)  # another process would find the same
-    again._rates = pipe._rates
+    again._chooser._rates = pipe._chooser._rates
     assert again(["red sphere", "a cube"], method="auto").settings.choice == result.settings.choice
     assert read_tuning(pipe.bundle.digest).probes == (probe,)
 
@@ -257,6 +369,44 @@ def test_auto_refuses_what_it_chooses_itself(folder: Path, name: str) -> None:
     value = {"tree": "chain-2", "neighbors": 3, "delta": 0.1, "lambda_": 2.0, "residual": "borrowed"}[name]
     with pytest.raises(RequestError, match=f"{name.rstrip('_')}: method auto chooses it; leave"):
         Pipeline.from_bundle(folder, threads=1)("red sphere", method="auto", **{name: value})  # type: ignore[arg-type]
+
+
+def test_auto_is_the_default_once_something_is_known_and_nothing_else_is_asked(folder: Path) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    assert pipe("red sphere").settings.method == "lantern"  # the bundle's
+    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(entry("sjd", window=3, speed_against_ar=2.0)))
+    chosen = pipe("red sphere").settings
+    assert (chosen.method, chosen.window) == ("sjd", 3)
+    assert chosen.choice == "auto: sjd window 3, 2.00 x ar here when tuned on 2026-01-02"
+    assert pipe("red sphere", method="ar").settings.method == "ar"
+    assert pipe("red sphere", tree="chain-2").settings.method == "lantern"
+    assert pipe("red sphere", temperature=0.5).settings.method == "sjd"
+
+
+def test_a_bundle_that_brings_rates_is_decoded_by_them_without_being_asked(tmp_path: Path) -> None:
+    folder = make_tiny_bundle(tmp_path / "tiny")
+    weights = weights_of(Pipeline.from_bundle(folder, threads=1).bundle.manifest)
+    entries = (rates_entry("sjd", 0.9, windows=(WindowCodes(window=3, codes=3.9),)),)
+    add_file(folder, "rates", Rates(format=1, weights=weights, entries=entries).model_dump_json())
+    settings = Pipeline.from_bundle(folder, threads=1)("red sphere").settings
+    assert settings.choice is not None
+    assert "by a short probe" in settings.choice or "a short probe of this host promises no gain" in settings.choice
+    add_file(folder, "rates", '{"format": 9}')
+    with pytest.raises(BundleError, match="found rates of format 9, expected 1"):
+        Pipeline.from_bundle(folder, threads=1)
+
+
+def add_file(folder: Path, role: str, text: str) -> None:
+    manifest = json.loads((folder / "bundle.json").read_text())
+    (folder / f"{role}.json").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    manifest["files"][role] = {"path": f"{role}.json", "sha256": digest, "bytes": len(text)}
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+
+
+def test_quality_alone_asks_for_auto(folder: Path) -> None:
+    chosen = Pipeline.from_bundle(folder, threads=1)("red sphere", quality="strict").settings
+    assert chosen.choice == "auto: ar, as bundle tiny brings no rates; `lantern-rt tune` measures them"
 
 
 def test_quality_belongs_to_auto(folder: Path) -> None:
@@ -279,7 +429,12 @@ def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: 
     assert stored is not None
     assert stored.choice.model_dump() == report["choice"]
     assert Path(report["path"]).is_file()
-    assert {candidate.method for candidate in read_rates(rates).entries} >= {"eagle", "lantern++"}
+    found = read_rates(rates)
+    assert {entry.candidate.method for entry in found.entries} >= {"eagle", "sjd"}
+    exact = next(entry for entry in found.entries if entry.candidate == Candidate(method="sjd"))
+    assert [one.window for one in exact.windows] == list(WINDOWS)
+    assert exact.windows[-1].codes > 1
+    assert found.fits(pipe.bundle.manifest)
     assert pipe("red sphere", method="auto", quality="TVD=0.5").settings.method == report["choice"]["method"]
     assert run_program(arguments) == 0
     assert "chosen: " in capsys.readouterr().out
@@ -302,7 +457,33 @@ def test_wrong_use_of_tune_is_one_line(
     assert line in capsys.readouterr().err
 
 
-def test_a_bundle_without_a_drafter_cannot_be_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = make_tiny_bundle(tmp_path / "plain", "class", drafter=False, method="ar")
-    assert run_program(["tune", str(plain)]) == 2
-    assert "bundle tiny has no drafter, so there is nothing to tune" in capsys.readouterr().err
+def test_a_bundle_without_a_drafter_is_tuned_too(
+    drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = tmp_path / "rates.json"
+    arguments = ["tune", str(drafterless), "--minutes", "0.01", "--threads", "1", "--rates", str(rates), "--json"]
+    assert run_program([*arguments, "--quality", "strict"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["drafter_ms"] is None
+    assert report["choice"]["method"] in ("ar", "sjd")
+    assert [entry.candidate for entry in read_rates(rates).entries] == [Candidate(method="sjd")]
+    pipe = Pipeline.from_bundle(drafterless, threads=1)
+    assert pipe(class_ids=3, quality="strict").settings.method == report["choice"]["method"]
+    four = pipe(class_ids=[1, 2, 3, 4], quality="strict").settings  # not tuned for four, but the rates are known
+    assert four.choice is not None
+    assert "a short probe" in four.choice
+
+
+def test_tuning_greedily_adds_to_the_rates_of_sampling(
+    drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = tmp_path / "rates.json"
+    arguments = ["tune", str(drafterless), "--minutes", "0.01", "--threads", "1", "--rates", str(rates)]
+    assert run_program([*arguments, "--quality", "strict"]) == 0
+    assert run_program([*arguments, "--quality", "strict", "--temperature", "0"]) == 0
+    assert [entry.greedy for entry in read_rates(rates).entries] == [True, False]
+    rates.write_text("mine")
+    capsys.readouterr()
+    assert run_program(arguments) == 2
+    assert "found a file, expected none" in capsys.readouterr().err
+    assert rates.read_text() == "mine"
