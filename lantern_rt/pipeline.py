@@ -43,6 +43,7 @@ from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.store import Situation
 
 if TYPE_CHECKING:
+    from .tuning.likelihood import Likelihood
     from .engines.engine_folder import EngineFolder
     from .engines.loader import Engines
     from .runtime.engine import Engine
@@ -160,14 +161,37 @@ class Pipeline:
 
         Guidance and temperature count, filters do not; see `tuning/likelihood.py`.
         """
-        from .tuning.likelihood import negative_log_likelihood
+        found = self.likelihoods(
+            codes,
+            prompts,
+            class_ids=class_ids,
+            embeddings=embeddings,
+            seed=seed,
+            num_images=num_images,
+            **options,
+        )
+        return [one.nats for one in found]
+
+    def likelihoods(
+        self,
+        codes: Sequence[Ints],
+        prompts: str | Sequence[str] | None = None,
+        *,
+        class_ids: int | Sequence[int] | None = None,
+        embeddings: Embeddings | None = None,
+        seed: int | Sequence[int] = 0,
+        num_images: int = 1,
+        **options: Unpack[Options],
+    ) -> list[Likelihood]:
+        """The same with the entropy beside it: what a code drawn from the model was to be expected to have."""
+        from .tuning.likelihood import likelihood
 
         request = self._check(prompts, class_ids, embeddings, seed, num_images, options)
         if len(codes) != len(request.images):
             raise RequestError(f"codes: found those of {len(codes)} images, expected {len(request.images)}")
         model, sampling = self._model(request.settings), _sampling(request.settings)
         prefixes = self._prefixes(request.images)
-        return [negative_log_likelihood(model, p, c, sampling) for p, c in zip(prefixes, codes, strict=True)]
+        return [likelihood(model, p, c, sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
         """The engines of target and drafter, for measuring passes."""

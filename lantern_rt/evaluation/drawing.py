@@ -17,6 +17,7 @@ from ..manifest import Manifest
 from ..pipeline import Pipeline
 from ..requests import Options, resolve_settings
 from ..results import StreamStep
+from ..tuning.likelihood import Likelihood
 
 Show = Callable[[str, int, int], None]  # what is being done, how many pictures are done, of how many
 
@@ -112,13 +113,13 @@ class Subjects:
 @dataclass(frozen=True)
 class Picture:
     """One picture. codes_per_pass: per target pass, prefill included. tvd: total variation given away per code.
-    likelihood: negative log-likelihood, nats per code in the target's eyes; None where not asked for."""
+    likelihood: of the codes in the target's eyes; None where not asked for."""
 
     image: Image
     seed: int
     codes_per_pass: float
     tvd: float
-    likelihood: float | None
+    likelihood: Likelihood | None
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,9 @@ def draw(pipeline: Pipeline, way: Way, subjects: Subjects, images: int, show: Sh
         painted = [last.image(i) for i in range(len(last.codes))]
         seconds += time.perf_counter() - began
         seeds = [seed + i for seed in request["seed"] for i in range(request["num_images"])]
-        scores: list[float | None] = [None] * len(seeds)
+        scores: list[Likelihood | None] = [None] * len(seeds)
         if not other_seeds:
-            scores = [*pipeline.negative_log_likelihoods(last.codes, **request, **way.options)]
+            scores = [*pipeline.likelihoods(last.codes, **request, **way.options)]
         for i, codes in enumerate(last.codes):
             given = tvd[i] / len(codes)
             pictures.append(Picture(painted[i], seeds[i], len(codes) / passes[i], given, scores[i]))

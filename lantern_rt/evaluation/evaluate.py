@@ -97,19 +97,20 @@ def evaluate(
 def _likelihood_figures(drawn: Sequence[Drawn], seeds: int) -> dict[str, Figure]:
     """Figures of single pictures."""
     pictures = [one.pictures for one in drawn]
-    likelihoods = [[picture.likelihood or 0.0 for picture in row] for row in pictures]
+    scores = [[picture.likelihood for picture in row if picture.likelihood is not None] for row in pictures]
+    likelihoods = [[score.nats for score in row] for row in scores]
     nats = _by_prompt(likelihoods, seeds)
 
     def ratio(chosen: Ints) -> Floats:
         means = nats[:, chosen].mean(1)
         return np.asarray(means / means[0])
 
-    prompts = nats.shape[1]
     return {
         "codes_per_pass": _mean([[picture.codes_per_pass for picture in row] for row in pictures], seeds),
         "tvd": _mean([[picture.tvd for picture in row] for row in pictures], seeds),
+        "surprise": _mean([[score.nats - score.entropy for score in row] for row in scores], seeds),
         "nll": _mean(likelihoods, seeds),
-        "nll_ratio": estimate(ratio, prompts, RESAMPLES),
+        "nll_ratio": estimate(ratio, nats.shape[1], RESAMPLES),
     }
 
 

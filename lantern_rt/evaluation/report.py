@@ -22,6 +22,7 @@ _COLOURS = ("#444444", "#1f77b4", "#d95f02", "#2a9d4a", "#b0338f", "#8c6d1f", "#
 COLUMNS: dict[str, tuple[str, int, str]] = {
     "codes_per_pass": ("codes a target pass", 2, "more is faster"),
     "tvd": ("TVD a code", 4, "0 is exact"),
+    "surprise": ("NLL above entropy, nats a code", 4, "as ar's"),
     "nll": ("NLL, nats a code", 3, "as ar's"),
     "nll_ratio": ("NLL against ar", 4, "as ar's"),
     "frechet": ("Frechet distance", 4, "less is better"),

@@ -109,8 +109,8 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = 1000, moved: b
     """Intervals of a figure by resampling `prompts` (>= 2) of them.
 
     `statistic` takes indices of prompts and gives the figure of every way on those, so all ways see the same
-    resamples and differences are paired. moved: a resample repeats pictures, which makes a Frechet distance larger;
-    the draws are moved back so that their mean is the estimate.
+    resamples and differences are paired. moved: for Frechet distances, which a resample makes larger as it repeats
+    pictures; the draws are moved back so that their mean is the estimate, and end at 0.
     """
     from scipy.stats import bootstrap  # type: ignore[import-untyped]
 
@@ -132,7 +132,7 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = 1000, moved: b
     draws = np.asarray(result.bootstrap_distribution, np.float64)
     if moved:
         draws += (found - draws.mean(1))[:, None]
-    values = [Estimate(one.value, max(0.0, one.low), one.high) for one in _intervals(found, draws)]
+    values = _intervals(found, np.maximum(draws, 0) if moved else draws)
     return Figure(values, _intervals(found - found[0], draws - draws[0]))
 
 

@@ -3,10 +3,15 @@
 Codes that plain decoding drew have some negative log-likelihood on average; a relaxed method that takes less likely
 codes has a higher one. Guidance and temperature count, top-k and top-p do not: what they forbid would be infinite.
 
+The entropy beside it is what the likelihood was to be expected, given the codes before. Codes drawn from the model differ
+from it by chance only, whatever the picture: most of what makes one picture less likely than another cancels.
+
 Does not know how the codes were drawn, or pictures.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +24,16 @@ from ..runtime.sampling import Sampling, guide, softmax
 CHUNK = 64  # codes scored in one pass
 
 
-def negative_log_likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> float:
-    """Mean nats per code of one image's `codes [cells]`, given its prompt and the codes before."""
+@dataclass(frozen=True)
+class Likelihood:
+    """Of one image, means over its codes, in nats: negative log-likelihood, and the entropy of what it was drawn from."""
+
+    nats: float
+    entropy: float
+
+
+def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> Likelihood:
+    """How probable one image's `codes [cells]` are, given its prompt and the codes before."""
     sides = ["cond", "uncond"] if sampling.guided else ["cond"]
     prefix = [getattr(prompt, side) for side in sides]
     hidden_columns = stack_padding([prompt.padding(side) for side in sides])
@@ -44,10 +57,16 @@ def negative_log_likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int6
         cache.append(output.fresh, [np.arange(count)] * rows)
         logits.append(output.logits[:, :count])
     scored = 0
-    total = 0.0
+    nats = entropy = 0.0
     for part in logits:
         probabilities = softmax(sampling.scale(guide(part, sampling.cfg_scale)))  # [codes, vocabulary]
         chosen = probabilities[np.arange(len(probabilities)), codes[scored : scored + len(probabilities)]]
-        total -= float(np.log(np.maximum(chosen, 1e-300)).sum())
+        nats -= float(np.log(np.maximum(chosen, 1e-300)).sum())
+        entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
         scored += len(probabilities)
-    return total / len(codes)
+    return Likelihood(nats / len(codes), entropy / len(codes))
+
+
+def negative_log_likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> float:
+    """Mean nats per code of one image's `codes [cells]`, without the entropy."""
+    return likelihood(model, prompt, codes, sampling).nats
