@@ -43,10 +43,10 @@ from .tokenizer import WordTokenizer, read_tokenizer
 from .tuning.store import Situation
 
 if TYPE_CHECKING:
-    from .tuning.likelihood import Likelihood
     from .engines.engine_folder import EngineFolder
     from .engines.loader import Engines
     from .runtime.engine import Engine
+    from .tuning.likelihood import Likelihood
 
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 

@@ -26,6 +26,7 @@ _PARAMETERS: dict[str, type] = {
     "tree": str,
     "children": str,
     "stop": float,
+    "drafter-cfg-scale": float,
     "window": int,
     "redraft": str,
     "start": str,
@@ -71,7 +72,7 @@ def _parse_way(label: str, sampling: Options) -> Way:
                 f"methods: found {part!r} in {label!r}, expected NAME=VALUE, of {', '.join(_PARAMETERS)}"
             )
         try:
-            parameters["lambda_" if name == "lambda" else name] = _PARAMETERS[name](value)
+            parameters["lambda_" if name == "lambda" else name.replace("-", "_")] = _PARAMETERS[name](value)
         except ValueError as error:
             number = "a whole number" if _PARAMETERS[name] is int else "a number"
             raise RequestError(f"methods: found {part!r} in {label!r}, expected {number}") from error

@@ -3,8 +3,8 @@
 Codes that plain decoding drew have some negative log-likelihood on average; a relaxed method that takes less likely
 codes has a higher one. Guidance and temperature count, top-k and top-p do not: what they forbid would be infinite.
 
-The entropy beside it is what the likelihood was to be expected, given the codes before. Codes drawn from the model differ
-from it by chance only, whatever the picture: most of what makes one picture less likely than another cancels.
+The entropy beside it is what was to be expected, given the codes before. Codes drawn from the model differ from it by
+chance only, whatever the picture: most of what makes one picture less likely than another cancels.
 
 Does not know how the codes were drawn, or pictures.
 """
@@ -26,7 +26,7 @@ CHUNK = 64  # codes scored in one pass
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of one image, means over its codes, in nats: negative log-likelihood, and the entropy of what it was drawn from."""
+    """Nats per code of one image: negative log-likelihood, and entropy of the distributions the target has there."""
 
     nats: float
     entropy: float

@@ -23,7 +23,7 @@ from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.tuning.auto import known_rates, predicted_choice
 from lantern_rt.tuning.candidates import NO_RATES, WINDOWS, Measured, exact_candidates, ladders, parse_budget
 from lantern_rt.tuning.costs import HostCosts, PassCost
-from lantern_rt.tuning.likelihood import negative_log_likelihood
+from lantern_rt.tuning.likelihood import likelihood, negative_log_likelihood
 from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
 from lantern_rt.tuning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
 from lantern_rt.tuning.records import Candidate
@@ -183,6 +183,20 @@ def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampl
         -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
     ]
     assert negative_log_likelihood(model, prompt, codes, sampling) == pytest.approx(np.mean(exact), abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
+def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_before(sampling: Sampling) -> None:
+    model, prompt = make_model(vocabulary=5, codes=3), make_prompt(3)
+    expected = entropy = 0.0
+    for codes in itertools.product(range(5), repeat=3):
+        chance = 1.0
+        for i, code in enumerate(codes):
+            chance *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
+        found = likelihood(model, prompt, np.array(codes), sampling)
+        expected, entropy = expected + chance * found.nats, entropy + chance * found.entropy
+    assert entropy == pytest.approx(expected, abs=1e-5)
+    assert entropy > 0.3
 
 
 def test_budgets_are_named_and_others_refused() -> None:
