@@ -18,7 +18,6 @@ from ..errors import OutputError
 from ..folders import check_new_folder, folder_or_nothing
 from ..manifest import FORMAT_VERSION, FileEntry, Manifest
 from ..progress import Progress
-from .checkpoints import sha256
 from .graphs import Graph, plan_graph
 from .neighbours import Neighbours
 from .parity import check_parity
@@ -79,7 +78,7 @@ def write_bundle(
             **_with_precision(fields, rounding),
             format_version=FORMAT_VERSION,
             neighbors=0 if neighbours is None else neighbours.indices.shape[1],
-            files={role: _entry(path) for role, path in paths.items()},
+            files={role: FileEntry.of(path) for role, path in paths.items()},
         )
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
@@ -121,7 +120,3 @@ def _with_precision(fields: Mapping[str, Any], rounding: Precisions) -> dict[str
         elif part is not None:
             known[role] = part.model_copy(update={"precision": rounding.of(role)})
     return known
-
-
-def _entry(path: Path) -> FileEntry:
-    return FileEntry(path=path.name, sha256=sha256(path), bytes=path.stat().st_size)

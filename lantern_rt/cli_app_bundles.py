@@ -302,3 +302,30 @@ def verify(
     from .cli_verify import Checkpoints, verify_command
 
     verify_command(bundle, Checkpoints(against, vq, drafter, text_encoder, model, config), report, json, force)
+
+
+@commands.command(
+    "reduce-drafter",
+    epilog="""\b
+Examples:
+  lantern-rt reduce-drafter bundles/llamagen-b --codes 4096 --output bundles/llamagen-b-4096""",
+)
+def reduce_drafter(
+    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
+    output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
+    codes: Annotated[int, typer.Option(help="How many codes the drafter is to score.")],
+    images: Annotated[int, typer.Option(help="Images to draw, to see which codes occur.")] = 32,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File with one prompt a line to draw. [default: the bundle's]")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Copy a bundle with a drafter that scores only the codes drawn most often, and is cheaper by that.
+
+    Needs lantern-rt[cpu,export].
+    """
+    from .cli_reduce import Reduce, reduce_command
+
+    reduce_command(Reduce(bundle, output, codes, images, prompts, threads, json, force))

@@ -6,6 +6,8 @@ and checking its files is `bundle.py`'s work; graphs and decoding are not known 
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -29,6 +31,13 @@ class FileEntry(Part):
     path: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     bytes: Annotated[int, Field(ge=0)]
+
+    @classmethod
+    def of(cls, path: Path) -> FileEntry:
+        """The entry of a file at the top of its bundle; reads all of it."""
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(path=path.name, sha256=digest, bytes=path.stat().st_size)
 
 
 class DecoderSpec(Part):
@@ -55,7 +64,8 @@ class DrafterSpec(Part):
     (-1: the slot that holds a token at position p sits at p - 1). `masks_prefix`: whether padded prefix
     slots are hidden from the drafter (LANTERN's LlamaGen drafter sees them). Prefix slots read `prefix_token`,
     or the ids of the prompt where the condition is of kind `tokens`. `code_offset`: the token id of code 0,
-    where the drafter embeds a vocabulary of text and codes.
+    where the drafter embeds a vocabulary of text and codes. `head_codes`: how many codes the drafter scores, where
+    it is not all; the logits of the others are too low to be drafted.
     """
 
     width: Count
@@ -68,6 +78,7 @@ class DrafterSpec(Part):
     prefix_token: int = 0
     code_offset: Annotated[int, Field(ge=0)] = 0
     precision: Precision = "fp32"
+    head_codes: Count | None = None
 
 
 class TokenLayout(Part):
