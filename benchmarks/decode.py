@@ -17,24 +17,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of the bandwidth measurement are its own
 
 import numpy as np
 from random_model import LLAMAGEN_B, SMOKE, RandomModel, Shapes, build_random_model
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
 from lantern_rt.bundle import embedded_names
+from lantern_rt.engines.bandwidth import read_bandwidth
 from lantern_rt.engines.host import host_report, usable_cores
 from lantern_rt.engines.onnxruntime_engine import OrtEngine
 from lantern_rt.engines.onnxruntime_session import ThreadOptions
@@ -56,21 +53,7 @@ PROMPTS = (
 )
 
 
-# ---------------------------------------------------------------- memory
-
-
-def read_bandwidth(size: int, threads: int) -> float:
-    """Bytes per second at which `threads` threads read an array of `size` bytes: matrix times vector, best of five.
-
-    The same access as a pass over one node makes, so that the two may be compared.
-    """
-    columns = 4096
-    rows = size // 4 // columns
-    matrix, vector = np.ones((rows, columns), np.float32), np.ones(columns, np.float32)
-    chunks = np.array_split(matrix, threads)
-    with ThreadPoolExecutor(threads) as pool:
-        seconds = [_time(lambda: list(pool.map(lambda chunk: chunk @ vector, chunks))) for _ in range(6)]
-    return matrix.nbytes / min(seconds[1:])
+# ---------------------------------------------------------------- engines
 
 
 class Watched:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from .bundle import Bundle, open_bundle
+from .charts import Chart, Line, chart_png
 from .errors import LanternError, RequestError
 from .manifest import Manifest
-from .outputs import check_output, write_output
+from .outputs import check_output, check_png, write_output
 from .pipeline import Pipeline
 from .prompt_files import read_prompts
 from .requests import Options
@@ -23,6 +24,7 @@ from .tuning.candidates import Measured, parse_budget
 from .tuning.costs import PassCost
 from .tuning.measure import Calibration
 from .tuning.rates_file import Rates, as_entries, merge, read_rates, weights_of
+from .tuning.tree_search import speed_by_nodes
 from .tuning.tune import Finalist, TuneResult, tune
 
 _MOST_MINUTES = 24 * 60.0
@@ -41,6 +43,7 @@ class Tune:
     prompts: Path | None
     temperature: float | None
     rates: Path | None
+    plot: Path | None
     json: bool
     force: bool
 
@@ -55,11 +58,15 @@ def tune_command(asked: Tune) -> None:
     bundle = open_bundle(asked.bundle)
     calibration = calibration_of(bundle, asked.prompts, asked.images)
     earlier = None if asked.rates is None else _earlier_rates(asked.rates, bundle.manifest, asked.force)
+    if asked.plot is not None:
+        check_png(asked.plot, asked.force)
     sampling = Options() if asked.temperature is None else Options(temperature=asked.temperature)
     pipeline = Pipeline.from_bundle(bundle, asked.threads)
     result = tune(pipeline, calibration, budget, asked.minutes, sampling, lambda line: print(line, file=sys.stderr))
     if asked.rates is not None:
         _write_rates(asked.rates, bundle.manifest, result, earlier)
+    if asked.plot is not None:
+        write_output(asked.plot, chart_png(_charts(result)), asked.force)
     if asked.json:
         print(json.dumps(_report(result), allow_nan=False))
     else:
@@ -69,6 +76,10 @@ def tune_command(asked: Tune) -> None:
 def calibration_of(bundle: Bundle, prompts: Path | None, images: int) -> Calibration:
     """Prompts of a file or of the bundle, or class ids; `images` are drawn together."""
     condition = bundle.manifest.condition
+    if condition.kind == "embeddings":
+        raise RequestError(
+            f"bundle {bundle.manifest.name} takes text embeddings; export it with --text-encoder to give prompts"
+        )
     if condition.kind == "class":
         if prompts is not None:
             raise RequestError(f"prompts: bundle {bundle.manifest.name} takes class ids; leave --prompts out")
@@ -130,6 +141,36 @@ def _lines(result: TuneResult) -> list[str]:
     won = "nothing was faster than ar" if chosen.method == "ar" else f"{chosen.speed_against_ar:.2f} x ar"
     lines.append(f"chosen: {chosen.method} ({won}), kept in {result.path}")
     return lines
+
+
+def _charts(result: TuneResult) -> list[Chart]:
+    """What passes cost, and what speed-up each kind of candidate promises by nodes of a target pass."""
+    costs, situation = result.costs, result.situation
+    engines = {"target": costs.target, "drafter": costs.drafter}
+    passes = [
+        Line(name, [(nodes, 1e3 * seconds) for nodes, seconds in zip(cost.nodes, cost.seconds, strict=True)])
+        for name, cost in engines.items()
+        if cost is not None
+    ]
+    where = f"{situation.threads} threads, {situation.images} image{'s' * (situation.images > 1)} at a time"
+    speeds = []
+    for one in _boldest(result.measured):
+        by_nodes = speed_by_nodes(one.rates, one.windows, costs)
+        speeds.append(Line(one.candidate.label, list(by_nodes.items())))
+    return [
+        Chart(f"A pass, {where}", "nodes", "milliseconds", passes, powers=True),
+        Chart("Expected speed", "nodes of a target pass", "x ar", speeds, powers=True),
+    ]
+
+
+def _boldest(measured: list[Measured]) -> list[Measured]:
+    """Every exact candidate, and of each method the relaxed one that gives away most within the budget."""
+    exact = [one for one in measured if one.candidate.exact]
+    bold: dict[str, Measured] = {}
+    for one in sorted(measured, key=lambda one: one.tvd_per_code):
+        if not one.candidate.exact:
+            bold[one.candidate.method] = one
+    return [*exact, *bold.values()]
 
 
 def _curve(cost: PassCost) -> str:

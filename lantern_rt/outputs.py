@@ -78,6 +78,13 @@ def check_output(path: Path, force: bool) -> None:
     _check_folder(path.parent, path)
 
 
+def check_png(path: Path, force: bool) -> None:
+    """The same for a picture, whose name has to say so."""
+    if path.suffix.lower() != ".png":
+        raise OutputError(f"{path}: found the ending {path.suffix or 'none'}, expected .png")
+    check_output(path, force)
+
+
 def write_output(path: Path, data: bytes, force: bool) -> None:
     """Write a whole file or nothing; creates the file's folder (but not the folder's folder)."""
     hidden = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")

@@ -157,7 +157,7 @@ class _Measuring:
         drawn = self._draw({**parameters(candidate), "tree": tree_name(PROBE.paths)}, seconds)
         level = max(0.0, drawn.host_per_pass - self.costs.step) / PROBE.depth
         self.costs = replace(self.costs, level=level)
-        ratio, error = _paired_ratio(drawn.scores, self.plain.scores)
+        ratio, error = paired_ratio(drawn.scores, self.plain.scores)
         return Measured(candidate, drawn.tvd_per_code, ratio, error, len(drawn.scores), rates=drawn.counts.rates())
 
     def _window(self, candidate: Candidate, seconds: float) -> Measured:
@@ -174,7 +174,7 @@ class _Measuring:
         means = [
             statistics.mean(scores) for scores in zip(*(one.scores[:fewest] for one in drawn.values()), strict=True)
         ]
-        ratio, error = _paired_ratio(means, self.plain.scores)
+        ratio, error = paired_ratio(means, self.plain.scores)
         return Measured(
             candidate,
             max(one.tvd_per_code for one in drawn.values()),
@@ -215,7 +215,7 @@ def parameters(candidate: Candidate) -> Options:
     return cast(Options, {"method": candidate.method, **candidate.relaxing()})
 
 
-def _paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
+def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
     """Ratio of the sums over the images that both have, and its standard error (infinite for one image)."""
     pairs = list(zip(scores, plain, strict=False))  # the same prompts and seeds, one list longer
     own, other = (sum(column) for column in zip(*pairs, strict=True))

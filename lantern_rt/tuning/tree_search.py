@@ -70,6 +70,17 @@ def tree_plans(rates: NDArray[np.float64], costs: HostCosts, most_nodes: int = M
     return [plan for depth in range(1, len(rates) + 1) for plan in _growing(rates, costs, depth, most_nodes)]
 
 
+def speed_by_nodes(rates: NDArray[np.float64], windows: Mapping[int, float], costs: HostCosts) -> dict[int, float]:
+    """Codes per second over those of plain decoding, of the best plan with so many nodes in a target pass."""
+    plans = [(window + 1, codes / costs.window_seconds(window)) for window, codes in windows.items()]
+    if costs.drafter is not None:
+        plans += [(len(plan.paths) + 1, plan.rate) for plan in tree_plans(rates, costs)]
+    best: dict[int, float] = {}
+    for nodes, rate in plans:
+        best[nodes] = max(best.get(nodes, 0.0), rate * costs.plain_seconds)
+    return dict(sorted(best.items()))
+
+
 def expected_codes(paths: tuple[Path, ...], rates: NDArray[np.float64]) -> float:
     """Codes a step gives on average with a tree: every node's chance of being accepted, and the bonus."""
     chances = _chances(rates)

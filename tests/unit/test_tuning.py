@@ -28,7 +28,7 @@ from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
 from lantern_rt.tuning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
 from lantern_rt.tuning.records import Candidate
 from lantern_rt.tuning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
-from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level
+from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level, speed_by_nodes
 from lantern_rt.tuning.tune import choose_finalists
 
 SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
@@ -159,6 +159,14 @@ def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
     assert (plan.window, plan.codes, plan.name) == (7, 2.7, "window 7")
     assert plan.rate == pytest.approx(2.7 / (0.1 + 1.5 + 0.07))
     assert not best_plan(NO_RATES, windows, DEAR).drafts
+
+
+def test_speed_by_nodes_is_that_of_the_best_draft_of_each_size() -> None:
+    both = speed_by_nodes(falling_rates(0.6), {3: 2.0, 7: 2.5}, CHEAP)
+    assert list(both) == sorted(both)
+    assert both[64] == pytest.approx(best_plan(falling_rates(0.6), {}, CHEAP).rate, rel=1e-6)
+    windows = HostCosts(PassCost((2, 8), (1.0, 1.6)), None, 0.0, 0.0)
+    assert speed_by_nodes(NO_RATES, {3: 2.0, 7: 2.5}, windows) == pytest.approx({4: 2.0 / 1.2, 8: 2.5 / 1.6})
 
 
 def test_finalists_are_the_most_promising_and_the_best_deep_tree_also_stops_early() -> None:
@@ -436,7 +444,9 @@ def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: 
     prompts.write_text("red sphere\n\ngreen cube on sand\n")
     arguments = ["tune", str(folder), "--minutes", "0.01", "--threads", "1", "--prompts", str(prompts)]
     rates = tmp_path / "rates.json"
-    assert run_program([*arguments, "--quality", "TVD=0.5", "--json", "--rates", str(rates)]) == 0
+    plot = tmp_path / "costs.png"
+    assert run_program([*arguments, "--quality", "TVD=0.5", "--json", "--rates", str(rates), "--plot", str(plot)]) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(capsys.readouterr().out)
     pipe = Pipeline.from_bundle(folder, threads=1)
     stored = read_tuning(pipe.bundle.digest).find(SITUATION.model_copy(update={"quality": "TVD=0.5"}))
