@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from .requests import Options
 from .tuning.candidates import Measured, parse_budget
 from .tuning.costs import PassCost
 from .tuning.measure import Calibration
-from .tuning.rates_file import Rates, as_entries, merge, read_rates, weights_of
+from .tuning.rates_file import Rates, RatesEntry, as_entries, merge, read_rates, weights_of
 from .tuning.tree_search import speed_by_nodes
 from .tuning.tune import Finalist, TuneResult, tune
 
@@ -57,7 +58,7 @@ def tune_command(asked: Tune) -> None:
     budget = parse_budget(asked.quality)
     bundle = open_bundle(asked.bundle)
     calibration = calibration_of(bundle, asked.prompts, asked.images)
-    earlier = None if asked.rates is None else _earlier_rates(asked.rates, bundle.manifest, asked.force)
+    earlier = () if asked.rates is None else _earlier_rates(asked.rates, bundle.manifest, asked.force)
     if asked.plot is not None:
         check_png(asked.plot, asked.force)
     sampling = Options() if asked.temperature is None else Options(temperature=asked.temperature)
@@ -93,21 +94,18 @@ def calibration_of(bundle: Bundle, prompts: Path | None, images: int) -> Calibra
     return Calibration(read_prompts(path), None, images)
 
 
-def _earlier_rates(path: Path, manifest: Manifest, force: bool) -> Rates | None:
+def _earlier_rates(path: Path, manifest: Manifest, force: bool) -> tuple[RatesEntry, ...]:
     """Rates of the same weights that the file holds already; any other file is replaced by force only."""
     if path.is_file():
-        try:
-            earlier = read_rates(path)
-        except LanternError:
-            earlier = None
-        if earlier is not None and earlier.fits(manifest):
-            return earlier
+        with suppress(LanternError):
+            if earlier := read_rates(path).fitting(manifest):
+                return earlier
     check_output(path, force)
-    return None
+    return ()
 
 
-def _write_rates(path: Path, manifest: Manifest, result: TuneResult, earlier: Rates | None) -> None:
-    entries = merge(as_entries(result.measured, result.situation.greedy), earlier.entries if earlier else ())
+def _write_rates(path: Path, manifest: Manifest, result: TuneResult, earlier: tuple[RatesEntry, ...]) -> None:
+    entries = merge(as_entries(result.measured, result.situation.greedy), earlier)
     rates = Rates(format=1, weights=weights_of(manifest), entries=entries)
     write_output(path, (rates.model_dump_json(indent=1, exclude_none=True) + "\n").encode(), True)
 

@@ -37,7 +37,7 @@ def known_rates(
     manifest: Manifest, brought: Rates | None, tuning: Tuning, greedy: bool
 ) -> tuple[tuple[RatesEntry, ...], str]:
     """Rates to plan with, those that `tune` found here first; where there are none, a line that says why."""
-    fitting = brought.entries if brought is not None and brought.fits(manifest) else ()
+    fitting = brought.fitting(manifest) if brought is not None else ()
     known = merge(tuning.rates, fitting)
     found = tuple(entry for entry in known if entry.greedy == greedy)
     if found:

@@ -1,7 +1,7 @@
 """What candidates give, kept as a file: acceptance rates of trees, codes per pass of windows, and their quality.
 
 These belong to the model, not to the host: a bundle may bring them (role `rates`), and `tune` keeps those that it
-found. A file says of which weights it is; for others it counts as none, since a bundle that has been trained further
+found. A file says of which weights it is; for others it counts as none, since a model that has been trained further
 has other rates.
 
 Does not measure, and does not know costs.
@@ -82,9 +82,15 @@ class Rates(Part):
     weights: dict[str, str]
     entries: tuple[RatesEntry, ...]
 
-    def fits(self, manifest: Manifest) -> bool:
-        """Whether these rates were measured with the weights that the bundle has."""
-        return self.weights == weights_of(manifest)
+    def fitting(self, manifest: Manifest) -> tuple[RatesEntry, ...]:
+        """Entries that were measured with the weights that the bundle has; `sjd` does not depend on the drafter's."""
+        own = weights_of(manifest)
+        same = {role for role in own if self.weights.get(role) == own[role]}
+        return tuple(
+            entry
+            for entry in self.entries
+            if "target" in same and ("drafter" in same or entry.candidate.method == "sjd")
+        )
 
 
 def weights_of(manifest: Manifest) -> dict[str, str]:

@@ -309,6 +309,8 @@ def test_rates_are_those_found_here_then_those_brought_and_only_of_the_same_weig
         (),
         "auto: ar, as the rates known of bundle tiny are not of greedy decoding; `lantern-rt tune` measures them",
     )
+    other_drafter = brought.model_copy(update={"weights": weights_of(manifest) | {"drafter": "0" * 64}})
+    assert other_drafter.fitting(manifest) == (rates_entry("sjd", 0.5),)  # which needs no drafter
     stale = brought.model_copy(update={"weights": {"target": "0" * 64}})
     assert "were measured with other weights" in known_rates(manifest, stale, Tuning(bundle_digest="d"), False)[1]
 
@@ -458,7 +460,7 @@ def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: 
     exact = next(entry for entry in found.entries if entry.candidate == Candidate(method="sjd"))
     assert [one.window for one in exact.windows] == list(WINDOWS)
     assert exact.windows[-1].codes > 1
-    assert found.fits(pipe.bundle.manifest)
+    assert found.fitting(pipe.bundle.manifest) == found.entries
     assert pipe("red sphere", method="auto", quality="TVD=0.5").settings.method == report["choice"]["method"]
     assert run_program(arguments) == 0
     assert "chosen: " in capsys.readouterr().out
