@@ -1,4 +1,4 @@
-"""Line charts as pictures: axes with round numbers, lines with marked points, a legend, labels that keep apart.
+"""Line charts as pictures: axes with round numbers, lines with marked points or curves, a legend, labels that keep apart.
 
 Does not know what the numbers mean.
 """
@@ -19,6 +19,7 @@ Colour = tuple[int, int, int]
 WIDTH, HEIGHT = 800, 500
 _SCALE = 3  # drawn this much larger, then made smaller, for smooth lines
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 12, 58, 58
+_MARKED = 12  # points of a line that are marked; more are a curve
 _PAPER, _INK, _GRID = (255, 255, 255), (40, 40, 46), (226, 226, 230)
 _COLOURS: tuple[Colour, ...] = (
     (90, 90, 98),
@@ -102,7 +103,8 @@ class _Drawing:
             if len(places) > 1:
                 self.draw.line([c * _SCALE for place in places for c in place], colour, 2 * _SCALE, joint="curve")
             for x, y in places:
-                self._dot(x, y, colour)
+                if len(places) <= _MARKED:
+                    self._dot(x, y, colour)
                 self.taken.append((x - 5, y - 5, x + 5, y + 5))
         for line, colour in zip(self.chart.lines, _colours(len(self.chart.lines)), strict=True):
             for point, name in zip(line.points, line.names, strict=False):

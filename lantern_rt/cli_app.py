@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from .cli_app_bundles import commands
+from .cli_app_bench import commands as bench_commands
+from .cli_app_bundles import commands as bundle_commands
 from .cli_options import Force, Json
 
 app = typer.Typer(
@@ -239,4 +240,5 @@ def doctor(json: Json = False) -> None:
     doctor_command(json)
 
 
-app.add_typer(commands)
+app.add_typer(bundle_commands)
+app.add_typer(bench_commands)

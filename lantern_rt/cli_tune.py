@@ -114,7 +114,7 @@ def _lines(result: TuneResult) -> list[str]:
     """The result as text."""
     situation, costs = result.situation, result.costs
     lines = [
-        f"{situation.backend}, {situation.threads} threads, {situation.images} images at a time, {situation.quality}",
+        f"{situation.backend}, threads {situation.threads}, images at a time {situation.images}, {situation.quality}",
         f"target pass, ms by nodes   {_curve(costs.target)}",
     ]
     if costs.drafter is not None:
@@ -150,7 +150,8 @@ def _charts(result: TuneResult) -> list[Chart]:
         for name, cost in engines.items()
         if cost is not None
     ]
-    where = f"{situation.threads} threads, {situation.images} image{'s' * (situation.images > 1)} at a time"
+    threads, images = situation.threads, situation.images
+    where = f"{threads} thread{'s' * (threads > 1)}, {images} image{'s' * (images > 1)} at a time"
     speeds = []
     for one in _boldest(result.measured):
         by_nodes = speed_by_nodes(one.rates, one.windows, costs)
