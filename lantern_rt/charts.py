@@ -1,4 +1,4 @@
-"""Line charts as pictures: axes with round numbers, lines with marked points or curves, a legend, labels that keep apart.
+"""Line charts as pictures: round numbers on axes, marked points or curves, a legend, labels that keep apart.
 
 Does not know what the numbers mean.
 """

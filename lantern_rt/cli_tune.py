@@ -123,17 +123,17 @@ def _lines(result: TuneResult) -> list[str]:
         f"outside the engines, ms    {1e3 * costs.step:.2f} a step, {1e3 * costs.level:.2f} a drafter pass, "
         f"{1e3 * costs.redraft:.2f} a code of a window"
     )
-    lines.append(f"{'within the budget':44}  TVD a code  NLL against ar     images  what it gives")
+    lines.append(f"{'within the budget':58}  TVD a code  NLL against ar     images  what it gives")
     for one in result.measured:
         lines.append(
-            f"  {one.candidate.label:42}  {one.tvd_per_code:10.3f}  {one.nll_ratio:6.3f} +- {one.nll_error:5.3f}  "
+            f"  {one.candidate.label:56}  {one.tvd_per_code:10.3f}  {one.nll_ratio:6.3f} +- {one.nll_error:5.3f}  "
             f"{one.images:6}  {_gives(one)}"
         )
-    lines.append(f"{'compared with ar':44}  x ar (median)  codes a pass  drafts")
+    lines.append(f"{'compared with ar':58}  x ar (median)  codes a pass  TVD a code  drafts")
     for finalist in result.finalists:
         lines.append(
-            f"  {finalist.label:42}  {finalist.speed:13.2f}  {statistics.mean(finalist.tokens):12.2f}  "
-            f"{finalist.plan.name}"
+            f"  {finalist.label:56}  {finalist.speed:13.2f}  {statistics.mean(finalist.tokens):12.2f}  "
+            f"{statistics.mean(finalist.tvd):10.3f}  {finalist.plan.name}"
         )
     chosen = result.choice
     won = "nothing was faster than ar" if chosen.method == "ar" else f"{chosen.speed_against_ar:.2f} x ar"
@@ -209,6 +209,8 @@ def _finalist(finalist: Finalist) -> dict[str, Any]:
         "predicted_seconds_per_step": finalist.plan.seconds,
         "speeds_against_ar": finalist.speeds,
         "tokens_per_target_pass": finalist.tokens,
+        "tvd_per_code": finalist.tvd,
+        "nll_per_code": finalist.nats,
     }
 
 

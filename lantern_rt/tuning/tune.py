@@ -22,7 +22,7 @@ from ..pipeline import Pipeline
 from ..requests import Options
 from .candidates import Budget, Measured
 from .costs import HostCosts
-from .measure import Calibration, Say, measure_candidates, parameters
+from .measure import Calibration, Say, measure_candidates, paired_ratio, parameters
 from .probe import measure_costs
 from .rates_file import as_entries
 from .records import Candidate
@@ -36,13 +36,19 @@ STOPS = (0.1, 0.3)  # early stops that the best tree is also run with
 
 @dataclass(frozen=True)
 class Finalist:
-    """A plan with the candidate it is for, and its measured speed against plain decoding, run by run."""
+    """A plan with the candidate it is for, and what the comparison found of it.
+
+    speeds (against plain decoding), tokens (per target pass) and tvd (given away per code): run by run. nats: per code,
+    image by image.
+    """
 
     measured: Measured
     plan: Plan
     stop: float | None = None
     speeds: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
+    tvd: list[float] = field(default_factory=list)
+    nats: list[float] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
@@ -92,12 +98,9 @@ def tune(
     found = measure_candidates(pipeline, calibration, budget, costs, 0.6 * seconds, sampling, say)
     finalists = choose_finalists(found.measured, found.costs)
     left = max(0.2 * seconds, seconds - (time.monotonic() - began))
-    compare(pipeline, calibration, finalists, left, sampling, say)
-    best = max(finalists, key=lambda finalist: finalist.speed, default=None)
+    plain_nats = compare(pipeline, calibration, finalists, left, sampling, say)
     situation = pipeline.situation(calibration.images, sampling.get("temperature"), budget.name)
-    choice = Choice(method="ar")
-    if best is not None and best.speed > MARGIN:
-        choice = as_choice(best)
+    choice = choose(finalists, plain_nats, budget)
     date = datetime.date.today().isoformat()
     tuning = read_tuning(pipeline.bundle.digest).with_rates(as_entries(found.measured, situation.greedy))
     path = write_tuning(tuning.with_entry(Entry(situation=situation, choice=choice, version=__version__, date=date)))
@@ -120,33 +123,56 @@ def compare(
     seconds: float,
     sampling: Options,
     say: Say,
-) -> None:
-    """Run every finalist and plain decoding in turns on the same prompts and seeds; at least three turns."""
+) -> list[float]:
+    """Run every finalist and plain decoding in turns on the same prompts and seeds; at least three turns.
+
+    Returns plain decoding's nats per code, image by image. Likelihoods are computed at the end of a turn.
+    """
+    plain_nats: list[float] = []
     if not finalists:
-        return
+        return plain_nats
     began = time.monotonic()
+    plainly = cast(Options, {**sampling, "method": "ar"})
     for turn in itertools.count():
         if turn >= 3 and time.monotonic() - began > seconds:
-            return
+            break
         say(f"comparing {len(finalists)} ways with plain decoding, turn {turn + 1}")
         request = calibration.batch(turn)
-        plain = pipeline(**request, **cast(Options, {**sampling, "method": "ar"})).stats.seconds
+        plain = pipeline(**request, **plainly)
+        drawn = []
         for finalist in finalists:
             result = pipeline(**request, **cast(Options, {**sampling, **finalist.options()}))
-            finalist.speeds.append(plain / result.stats.seconds)
+            finalist.speeds.append(plain.stats.seconds / result.stats.seconds)
             finalist.tokens.append(result.stats.tokens_per_target_pass)
+            finalist.tvd.append(result.stats.realised_tvd / len(result.codes[0]))
+            drawn.append(result.codes)
+        plain_nats += pipeline.negative_log_likelihoods(plain.codes, **request, **plainly)
+        for finalist, codes in zip(finalists, drawn, strict=True):
+            finalist.nats.extend(pipeline.negative_log_likelihoods(codes, **request, **plainly))
+    return plain_nats
 
 
-def as_choice(finalist: Finalist) -> Choice:
-    """What to store of the winner."""
-    measured, plan = finalist.measured, finalist.plan
+def choose(finalists: Sequence[Finalist], plain_nats: Sequence[float], budget: Budget) -> Choice:
+    """The fastest finalist that kept to the budget in the comparison too, if it beats plain decoding."""
+    best = Choice(method="ar")
+    for finalist in sorted(finalists, key=lambda finalist: finalist.speed):
+        ratio, error = paired_ratio(finalist.nats, plain_nats)
+        tvd = statistics.mean(finalist.tvd)
+        if finalist.speed > MARGIN and budget.allows(finalist.measured.candidate, tvd, ratio, error):
+            best = as_choice(finalist, ratio)
+    return best
+
+
+def as_choice(finalist: Finalist, nll_ratio: float) -> Choice:
+    """What to store of the winner; its quality is what the comparison found."""
+    plan = finalist.plan
     return Choice(
-        **measured.candidate.model_dump(),
+        **finalist.measured.candidate.model_dump(),
         tree=plan.name if plan.paths else None,
         stop=finalist.stop,
         window=plan.window,
         speed_against_ar=finalist.speed,
         tokens_per_target_pass=statistics.mean(finalist.tokens),
-        tvd_per_code=measured.tvd_per_code,
-        nll_ratio=measured.nll_ratio,
+        tvd_per_code=statistics.mean(finalist.tvd),
+        nll_ratio=nll_ratio,
     )

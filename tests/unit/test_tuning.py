@@ -29,7 +29,7 @@ from lantern_rt.tuning.rates_file import Rates, RatesEntry, WindowCodes, as_entr
 from lantern_rt.tuning.records import Candidate
 from lantern_rt.tuning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
 from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level, speed_by_nodes
-from lantern_rt.tuning.tune import choose_finalists
+from lantern_rt.tuning.tune import Finalist, choose, choose_finalists
 
 SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
 CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free
@@ -159,6 +159,21 @@ def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
     assert (plan.window, plan.codes, plan.name) == (7, 2.7, "window 7")
     assert plan.rate == pytest.approx(2.7 / (0.1 + 1.5 + 0.07))
     assert not best_plan(NO_RATES, windows, DEAR).drafts
+
+
+def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> None:
+    def finalist(speed: float, tvd: float, nats: float, **way: Any) -> Finalist:
+        found = Measured(Candidate(method="sjd", **way), 0.0, 1.0, 0.0, 4, windows={7: 2.0})
+        plan = best_plan(NO_RATES, found.windows, CHEAP)
+        return Finalist(found, plan, None, [speed] * 3, [2.0] * 3, [tvd] * 3, [nats - 0.01, nats, nats + 0.01])
+
+    plain, balanced = [0.99, 1.0, 1.01], parse_budget("balanced")
+    exact = finalist(1.5, 0.0, 1.3)
+    wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
+    assert choose([wasteful, exact, unlikely], plain, balanced).parameters() == {"method": "sjd", "window": 7}
+    assert choose([wasteful, exact, unlikely], plain, parse_budget("TVD=0.1")).omega == 2.0
+    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced).method == "ar"
+    assert choose([], [], balanced).method == "ar"
 
 
 def test_speed_by_nodes_is_that_of_the_best_draft_of_each_size() -> None:
