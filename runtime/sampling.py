@@ -111,7 +111,8 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     found = values[row, where]
     first = np.argpartition(found, found.shape[-1] - count, axis=-1)[:, -count:]
     order = np.argsort(-found[row, first], axis=-1, kind="stable")
-    return where[row, first[row, order]].astype(np.int64, copy=False)
+    codes: NDArray[np.int64] = where[row, first[row, order]]
+    return codes
 
 
 def _highest(logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -107,7 +107,7 @@ def own_states(target: ScenesTarget, captions: Tensor, codes: Tensor, batch: int
     parts = []
     for i in range(0, len(codes), batch):
         states = target_states(target, captions[i : i + batch], codes[i : i + batch])
-        parts.append(states.unflatten(0, (2, -1)).transpose(0, 1).half())
+        parts.append(states.view(2, -1, *states.shape[1:]).transpose(0, 1).half())
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
@@ -142,7 +142,7 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
     else:
         model.embed_tokens.weight.data.copy_(target.code_embedding().detach())
     average = copy.deepcopy(model)
-    matrices = [w for w in (*model.body.parameters(), model.fc.weight) if w.ndim == 2]
+    matrices = [w for name, w in model.named_parameters() if w.ndim == 2 and name != "embed_tokens.weight"]
     others = [w for w in model.parameters() if not any(w is m for m in matrices)]
     muon, adam = Muon(matrices, RATE), torch.optim.AdamW(others, 1e-3, betas=(0.9, 0.95), weight_decay=0.0)
     drawn_captions, drawn_codes = (torch.from_numpy(array).to(device) for array in read_samples(work))
