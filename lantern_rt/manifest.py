@@ -201,7 +201,7 @@ class Manifest(Part):
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
     and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words`, `text` and `tokens`;
-    optional are `rates` (acceptance rates for method `auto`) and `prompts` (one a line, to tune with); further
+    optional are `rates` (what methods give, for `auto`) and `prompts` (one a line, to tune with); further
     roles are external data of a graph (`target.data`, ...).
     """
 
