@@ -101,12 +101,12 @@ def measure_passes(shapes: Shapes, random: RandomModel, threads: int, bandwidth:
             rows.append({"past": past, "nodes": nodes, "ms": ms, "relative": ms / one, "bound_share": share})
     drafts = []
     print(f"  drafter weights {random.drafter_bytes / 1e6:.0f} MB, read once in {drafter_bound:.2f} ms")
-    for nodes in (2, 10):
-        ms = _pass_ms(drafter, shapes.pasts[-1], nodes, shapes.repeats)
-        print(
-            f"             {nodes:7d} {ms:8.2f} {ms / rows[-len(shapes.nodes)]['ms']:12.2f} {drafter_bound / ms:12.0%}"
-        )
-        drafts.append({"past": shapes.pasts[-1], "nodes": nodes, "ms": ms, "bound_share": drafter_bound / ms})
+    for codes, engine in ((shapes.vocabulary, drafter), _reduced(random, shapes.vocabulary // 4, threads)):
+        print(f"  scoring {codes} codes")
+        for nodes in (2, 10):
+            ms = _pass_ms(engine, shapes.pasts[-1], nodes, shapes.repeats)
+            print(f"             {nodes:7d} {ms:8.2f} {ms / rows[-len(shapes.nodes)]['ms']:12.2f}")
+            drafts.append({"past": shapes.pasts[-1], "nodes": nodes, "codes": codes, "ms": ms})
     return {
         "threads": threads,
         "target_bytes": random.target_bytes,
@@ -115,6 +115,15 @@ def measure_passes(shapes: Shapes, random: RandomModel, threads: int, bandwidth:
         "target": rows,
         "drafter": drafts,
     }
+
+
+def _reduced(random: RandomModel, codes: int, threads: int) -> tuple[int, OrtEngine]:
+    """The drafter with a head for fewer codes, as `lantern-rt reduce-drafter` makes it."""
+    from lantern_rt.export.draft_head import reduce_head
+
+    path = random.drafter.with_name("reduced.onnx")
+    reduce_head(random.drafter, path, np.arange(codes), random.drafter_spec.vocabulary)
+    return codes, OrtEngine(path, random.drafter_spec, None, ThreadOptions(threads))
 
 
 def _pass_ms(engine: OrtEngine, past: int, nodes: int, repeats: int) -> float:
