@@ -83,7 +83,6 @@ class Watched:
 def measure_passes(shapes: Shapes, random: RandomModel, threads: int, bandwidth: float) -> dict[str, Any]:
     """Milliseconds of a target pass against nodes and past, and of the drafter's."""
     target = OrtEngine(random.target, random.target_spec, random.code_embeddings, ThreadOptions(threads))
-    drafter = OrtEngine(random.drafter, random.drafter_spec, None, ThreadOptions(threads))
     bound = 1e3 * random.target_bytes / bandwidth
     drafter_bound = 1e3 * random.drafter_bytes / bandwidth
     print(f"\nPasses, {shapes.name}, {GUIDED_ROWS} rows, {threads} thread{'s' * (threads > 1)}")
@@ -101,12 +100,13 @@ def measure_passes(shapes: Shapes, random: RandomModel, threads: int, bandwidth:
             rows.append({"past": past, "nodes": nodes, "ms": ms, "relative": ms / one, "bound_share": share})
     drafts = []
     print(f"  drafter weights {random.drafter_bytes / 1e6:.0f} MB, read once in {drafter_bound:.2f} ms")
-    for codes, engine in ((shapes.vocabulary, drafter), _reduced(random, shapes.vocabulary // 4, threads)):
-        print(f"  scoring {codes} codes")
+    for kind, path in _drafters(random, shapes.vocabulary).items():
+        drafter = OrtEngine(path, random.drafter_spec, None, ThreadOptions(threads))
         for nodes in (2, 10):
-            ms = _pass_ms(engine, shapes.pasts[-1], nodes, shapes.repeats)
-            print(f"             {nodes:7d} {ms:8.2f} {ms / rows[-len(shapes.nodes)]['ms']:12.2f}")
-            drafts.append({"past": shapes.pasts[-1], "nodes": nodes, "codes": codes, "ms": ms})
+            ms = _pass_ms(drafter, shapes.pasts[-1], nodes, shapes.repeats)
+            relative = ms / rows[-len(shapes.nodes)]["ms"]
+            print(f"             {nodes:7d} {ms:8.2f} {relative:12.2f}   {kind}")
+            drafts.append({"past": shapes.pasts[-1], "nodes": nodes, "kind": kind, "ms": ms, "relative": relative})
     return {
         "threads": threads,
         "target_bytes": random.target_bytes,
@@ -117,13 +117,16 @@ def measure_passes(shapes: Shapes, random: RandomModel, threads: int, bandwidth:
     }
 
 
-def _reduced(random: RandomModel, codes: int, threads: int) -> tuple[int, OrtEngine]:
-    """The drafter with a head for fewer codes, as `lantern-rt reduce-drafter` makes it."""
+def _drafters(random: RandomModel, vocabulary: int) -> dict[str, Path]:
+    """The drafter's graph, and cheaper ones: 8-bit matrices, and heads as `lantern-rt reduce-drafter` makes them."""
     from lantern_rt.export.draft_head import reduce_head
 
-    path = random.drafter.with_name("reduced.onnx")
-    reduce_head(random.drafter, path, np.arange(codes), random.drafter_spec.vocabulary)
-    return codes, OrtEngine(path, random.drafter_spec, None, ThreadOptions(threads))
+    kinds = {"drafter": random.drafter, "int8 matrices": random.drafter_int8}
+    for share in (4, 16):
+        path = random.drafter.with_name(f"head-{share}.onnx")
+        reduce_head(random.drafter, path, np.arange(vocabulary // share), vocabulary)
+        kinds[f"head for {vocabulary // share} of {vocabulary} codes"] = path
+    return kinds
 
 
 def _pass_ms(engine: OrtEngine, past: int, nodes: int, repeats: int) -> float:

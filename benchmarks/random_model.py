@@ -90,10 +90,11 @@ SMOKE = Shapes(
 
 @dataclass(frozen=True)
 class RandomModel:
-    """Graph files of a random target and drafter, their sizes, and the bytes that a pass must read."""
+    """Graph files of a random target and its drafter, their sizes, and the bytes that a pass must read."""
 
     target: Path
     drafter: Path
+    drafter_int8: Path  # its matrices as blocks of 8-bit integers, its head not
     target_spec: DecoderSpec
     drafter_spec: DrafterSpec
     code_embeddings: np.ndarray
@@ -138,11 +139,14 @@ def build_random_model(shapes: Shapes, folder: Path) -> RandomModel:
     (target_file, *_), (drafter_file, *_) = (
         write_graph(graph, folder) for graph in (target_graph(target, code_embeddings), drafter_graph(drafter))
     )
+    (folder / "int8").mkdir()
+    drafter_int8, *_ = write_graph(drafter_graph(drafter), folder / "int8", "int8-weights")
     target_bytes = _matrix_bytes(target)
     drafter_bytes = _matrix_bytes(drafter) - 4 * drafter.embed.weight.numel()  # a few rows of the table are read
     return RandomModel(
         target_file,
         drafter_file,
+        drafter_int8,
         DecoderSpec(**_sizes(config)),
         DrafterSpec(**_sizes(drafter.config)),
         code_embeddings.numpy(),
