@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from llamagen_golden import DATA, manifest
@@ -134,29 +135,48 @@ def run(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProce
     )
 
 
-def fetch_all(endpoint: str, home: Path, *places: str) -> list[list[object] | str]:
-    done = run(endpoint, home, "-c", FETCH, *places)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+class Fetches:
+    """What fetching gave with the hub, and then without it from the same cache; a program of its own each."""
+
+    there: ClassVar = ["hf:owner/target", "hf:owner/target@v1", "hf:owner/files/vq/vq_tiny.pt", "hf:owner/shards"]
+    missing: ClassVar = ["hf:owner/nothing", "hf:owner/target@v9", "hf:owner/files", "hf:owner/files/missing.pt"]
+    uncached: ClassVar = ["hf:owner/shards@v1", "hf:owner/files/other.pt"]
+
+    def __init__(self, endpoint: str, home: Path) -> None:
+        online = self._fetch(endpoint, home, *self.there, *self.missing)
+        offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
+        split = len(self.there)
+        self.found, self.refused = online[:split], online[split:]
+        self.found_offline, self.refused_offline = offline[:split], offline[split:]
+
+    def _fetch(self, endpoint: str, home: Path, *places: str) -> list[list[object] | str]:
+        done = run(endpoint, home, "-c", FETCH, *places)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_what_an_exporter_reads_is_fetched_at_one_commit_and_nothing_else(endpoint: str, tmp_path: Path) -> None:
-    places = ["hf:owner/target", "hf:owner/target@v1", "hf:owner/files/vq/vq_tiny.pt", "hf:owner/shards"]
-    found = fetch_all(endpoint, tmp_path, *places)
-    assert [entry[1:] for entry in found] == [
+@pytest.fixture(scope="module")
+def fetches(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Fetches:
+    return Fetches(endpoint, tmp_path_factory.mktemp("hub"))
+
+
+def test_what_an_exporter_reads_is_fetched_at_one_commit_and_nothing_else(fetches: Fetches) -> None:
+    assert [entry[1:] for entry in fetches.found] == [
         [f"hf:owner/target@{COMMIT}", ["config.json", "model.safetensors"]],
         [f"hf:owner/target@{OLD}", ["config.json", "model.safetensors"]],
         [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}", ["vq_tiny.pt"]],
         [f"hf:owner/shards@{COMMIT}", sorted(REPOSITORIES["owner/shards"])],
     ]
-    assert Path(str(found[0][0]), "model.safetensors").read_bytes() == REPOSITORIES["owner/target"]["model.safetensors"]
-    nobody = "http://127.0.0.1:9"
-    assert fetch_all(nobody, tmp_path, *places) == found, "what was fetched once is found without the hub"
+    weights = Path(str(fetches.found[0][0]), "model.safetensors")
+    assert weights.read_bytes() == REPOSITORIES["owner/target"]["model.safetensors"]
 
 
-def test_what_is_not_there_is_said(endpoint: str, tmp_path: Path) -> None:
-    asked = ["hf:owner/nothing", "hf:owner/target@v9", "hf:owner/files", "hf:owner/files/missing.pt"]
-    assert fetch_all(endpoint, tmp_path, *asked) == [
+def test_what_was_fetched_once_is_found_without_the_hub(fetches: Fetches) -> None:
+    assert fetches.found_offline == fetches.found
+
+
+def test_what_is_not_there_is_said(fetches: Fetches) -> None:
+    assert fetches.refused == [
         "hf:owner/nothing: no such repository, or a private one that needs `hf auth login`; check the name",
         "hf:owner/target@v9: the repository has no revision v9; leave @ out for the newest",
         "hf:owner/files: found no model.safetensors and nothing alike, but other.pt, vq/vq_tiny.pt; "
@@ -165,9 +185,9 @@ def test_what_is_not_there_is_said(endpoint: str, tmp_path: Path) -> None:
     ]
 
 
-def test_offline_it_says_what_to_download_by_hand(tmp_path: Path) -> None:
-    folder, file = fetch_all("http://127.0.0.1:9", tmp_path, "hf:owner/shards", "hf:owner/files/other.pt")
-    assert str(folder).startswith("hf:owner/shards: the hub cannot be reached (")
+def test_offline_it_says_what_to_download_by_hand(fetches: Fetches) -> None:
+    folder, file = fetches.refused_offline
+    assert str(folder).startswith("hf:owner/shards@v1: the hub cannot be reached (")
     assert str(folder).endswith(
         "; try again, or download config.json, tokenizer.json and the .safetensors files (if it has none, the .bin "
         "files) with their .index.json of owner/shards by hand into one folder, and give that folder"

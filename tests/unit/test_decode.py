@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -133,14 +134,19 @@ def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: Method) -> No
             assert part.tree.nodes <= method.nodes
 
 
-@every_method
+@cache
+def alone(method: str, sampling: str, identity: int) -> list[int]:
+    return codes_of(steps_of(model(), [identity], SAMPLINGS[sampling], METHODS[method]), 1)[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
 @given(order=st.permutations(range(6)), size=st.integers(1, 6))
-@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_a_batch_gives_every_request_what_it_gets_alone(method: Method, order: list[int], size: int) -> None:
-    for sampling in SAMPLINGS.values():
-        together = codes_of(steps_of(model(), order[:size], sampling, method), size)
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
+def test_a_batch_gives_every_request_what_it_gets_alone(method: str, order: list[int], size: int) -> None:
+    for name, sampling in SAMPLINGS.items():
+        together = codes_of(steps_of(model(), order[:size], sampling, METHODS[method]), size)
         for identity, codes in zip(order[:size], together, strict=True):
-            assert codes == codes_of(steps_of(model(), [identity], sampling, method), 1)[0]
+            assert codes == alone(method, name, identity)
 
 
 @every_method

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def codes_needed(method: Method) -> int:
 def test_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
     method, sampling = CASES[case]
     model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4)
-    counts = counted_draws(model, sampling, method, draws=2_000, seed=11)
+    counts = counted_draws(model, sampling, method, draws=1_000, seed=11, batch=1_000)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
 
 
@@ -197,6 +198,7 @@ def test_the_chi_square_test_catches_a_window_that_forgets_what_it_drew_from(mon
 # ---------------------------------------------------------------- one step of `decode`, by enumeration
 
 
+@pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize(
     ("tree", "drafting_options", "sampling"),
@@ -219,6 +221,7 @@ def test_the_next_codes_of_one_step_are_exactly_distributed(
     model, prompt = make_model(vocabulary=3, codes=12, round_span=4, seed=3), make_prompt(3, padding=1)
     method = Method("eagle", SLIM if tree == "slim" else named_tree(tree), **drafting_options)
     ahead = 4  # look at so many codes: what one step may commit at most
+    following = cache(lambda before, codes: continuation(model, before, codes, ahead, sampling))
     found = np.zeros((3,) * ahead)
     total = 0.0
     for script in Script(seed=5).runs():
@@ -226,16 +229,18 @@ def test_the_next_codes_of_one_step_are_exactly_distributed(
         monkeypatch.setattr(acceptance, "draw", script.draw)
         monkeypatch.setattr(drafting, "draw_without_replacement", script.draw_without_replacement)
         steps = decode.decode(model, [prompt], [script], sampling, method)  # type: ignore[list-item]
-        before = [code for _ in range(step) for code in next(steps).parts[0].codes.tolist()]
+        before = tuple(code for _ in range(step) for code in next(steps).parts[0].codes.tolist())
         script.armed = True
-        codes = next(steps).parts[0].codes[:ahead].tolist()
+        codes = tuple(next(steps).parts[0].codes[:ahead].tolist())
         total += script.weight
-        found[tuple(codes)] += script.weight * continuation(model, before, codes, ahead, sampling)
+        found[codes] += script.weight * following(before, codes)
     assert total == pytest.approx(1)
-    np.testing.assert_allclose(found, continuation(model, before, [], ahead, sampling), atol=1e-6)
+    np.testing.assert_allclose(found, following(before, ()), atol=1e-6)
 
 
-def continuation(model: Model, before: list[int], codes: list[int], ahead: int, sampling: Sampling) -> NDArray:
+def continuation(
+    model: Model, before: tuple[int, ...], codes: tuple[int, ...], ahead: int, sampling: Sampling
+) -> NDArray[np.float64]:
     """Exact joint distribution of the codes that follow `before` and `codes`, up to `ahead` codes in all."""
     prompt, missing = make_prompt(3, padding=1), ahead - len(codes)
     joint = np.ones((3,) * missing)

@@ -16,7 +16,7 @@ from toy_engine import make_model, make_prompt, next_distribution
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.cli import run_program
 from lantern_rt.errors import BundleError, OutputError, TreeError
-from lantern_rt.runtime.decode import Method, decode
+from lantern_rt.runtime.decode import Method, RequestStep, decode
 from lantern_rt.runtime.published_trees import named_tree, tree_name
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
@@ -64,18 +64,17 @@ def falling_rates(first: float) -> np.ndarray:
 def test_rates_foretell_how_many_codes_another_tree_gives() -> None:
     model, sampling = make_model(vocabulary=6, codes=50, agreement=0.7), Sampling()
     counts = AcceptanceCounts()
-    for seed in range(40):
-        steps = decode(model, [make_prompt(seed)], [np.random.default_rng(seed)], sampling, Method("eagle", PROBE))
-        for step in steps:
-            for part in step.parts:
-                counts.add(part)
+
+    def parts(seeds: range, tree: StaticTree) -> list[RequestStep]:
+        prompts, rngs = [make_prompt(i) for i in seeds], [np.random.default_rng(i) for i in seeds]
+        return [part for step in decode(model, prompts, rngs, sampling, Method("eagle", tree)) for part in step.parts]
+
+    for part in parts(range(40), PROBE):
+        counts.add(part)
     for name in ("chain-3", "tree-3-210-110"):
         tree = named_tree(name)
         assert isinstance(tree, StaticTree)
-        given = []
-        for seed in range(40, 80):
-            steps = decode(model, [make_prompt(seed)], [np.random.default_rng(seed)], sampling, Method("eagle", tree))
-            given += [len(part.codes) for step in steps for part in step.parts if part.acceptance]
+        given = [len(part.codes) for part in parts(range(40, 80), tree) if part.acceptance]
         assert np.mean(given) == pytest.approx(expected_codes(tree.paths, counts.rates()), abs=0.12)
 
 
