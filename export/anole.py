@@ -25,7 +25,7 @@ from .checkpoints import fill, read_config, shape_of
 from .decoder import Decoder
 from .deferred import without_weights
 from .eagle import EagleDrafter, read_drafter
-from .family import Model, export_model, find_tokenizer
+from .family import Drafting, Model, export_model, find_tokenizer, token_condition
 from .hf_decoder import decoder_sizes, rename_layers
 from .vqgan import read_vqgan
 from .weight_folders import find_weights, read_weight_files
@@ -85,21 +85,22 @@ def export_anole(
     if draft is not None:
         arrange_codes(draft.drafter, chameleon.codes)
     sources = [*chameleon.files, ("tokenizer", tokenizer), *(("vq", path) for path in image.files)]
-    if drafter is not None and draft is not None:
-        sources += [("drafter", draft.weights), ("drafter_config", drafter / "config.json")]
+    sources += [] if draft is None else draft.files
     model = Model(
         family="anole",
         decoder=chameleon.decoder,
         code_embeddings=_rows(chameleon.embeddings, chameleon.codes),
-        token_embeddings=chameleon.embeddings,
-        layout=chameleon.layout,
-        tokenizer=tokenizer,
+        condition=token_condition(
+            chameleon.embeddings,
+            chameleon.decoder.config.prefix,
+            chameleon.layout,
+            tokenizer,
+            chameleon.named_tokens,
+        ),
         vq=image.vq,
         sampling=_SAMPLING,
         sources=sources,
-        drafter=None if draft is None else draft.drafter,
-        code_offset=min(chameleon.codes),
-        named_tokens=chameleon.named_tokens,
+        drafting=None if draft is None else Drafting(draft.drafter, code_offset=min(chameleon.codes)),
     )
     return export_model(model, output, name=name, force=force, origins=origins, progress=progress, write=write)
 

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, read_weights, shape_of
+from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import Decoder, DecoderConfig, DeepHead, Layer, rotary_table
 from .decoder_graph import cache_values, node_values, write_head, write_layers
 from .deferred import without_weights
 from .graphs import Arrays, Flat, Graph, decoder_cases, decoder_outputs
 from .hf_decoder import rename_layers, rope_base
 from .onnx_ops import Ops, Value
-
-_FILES = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
+from .weight_folders import find_weights, read_weight_files
 
 
 class EagleDrafter(nn.Module):
@@ -68,10 +67,10 @@ class EagleDrafter(nn.Module):
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """A drafter and the file its weights came from."""
+    """A drafter and the files it came from, with roles."""
 
     drafter: EagleDrafter
-    weights: Path
+    files: list[tuple[str, Path]]
 
 
 def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> DrafterFiles:
@@ -79,11 +78,12 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
 
     `tokens`: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
     """
-    path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     config_path = folder / "config.json"
-    if path is None or not config_path.is_file():
-        raise CheckpointError(f"{folder}: expected a folder with config.json and one of {', '.join(_FILES)}")
-    weights = {name: tensor for name, tensor in read_weights(path).items() if not name.endswith(".inv_freq")}
+    if not config_path.is_file():
+        raise CheckpointError(f"{folder}: expected a folder with config.json and weights")
+    found = find_weights(folder)
+    path = found.files[0] if len(found.files) == 1 else folder  # for messages
+    weights = read_weight_files(found, keep=lambda name: not name.endswith(".inv_freq"))
     if "fc.weight" not in weights or "embed_tokens.weight" not in weights:
         raise CheckpointError(f"{path}: has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
     if not isinstance(target.head, nn.Linear):
@@ -95,7 +95,9 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
     renamed, shown = rename_layers(weights, "", config.layers, config.width, path)
     renamed["embed.weight"], shown["embed.weight"] = renamed.pop("embed_tokens.weight"), "embed_tokens.weight"
     fill(drafter, renamed | {"head.weight": target.head.weight}, path, shown)
-    return DrafterFiles(drafter, path)
+    index = [] if found.index is None else [("drafter_index", found.index)]
+    files = [("drafter", file) for file in found.files]
+    return DrafterFiles(drafter, [*index, *files, ("drafter_config", config_path)])
 
 
 def drafter_graph(drafter: EagleDrafter) -> Graph:

@@ -8,7 +8,7 @@ Does not know any family, nor how graphs and bundles are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,32 +37,48 @@ from .llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from .neighbours import neighbour_table
 from .onnx_ops import Value
 
-LICENCE = "unknown (see the checkpoint's source)"
+_LICENCE = "unknown (see the checkpoint's source)"
 _TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model taken apart: all that a bundle of prompts made of tokens needs.
+class Condition:
+    """How what is asked for becomes prefix rows; for prompts of token ids, see `token_condition`.
 
-    code_embeddings `[codes, width]`: the target's input rows for codes. token_embeddings `[tokens, width]`: those
-    for the ids of a prompt. vocabulary: how prompts become ids. tokenizer: a `tokenizer.json` of Hugging Face's
-    `tokenizers`. sources: files by role, for the bundle's provenance. code_offset: what is added to a code to
-    give the token id that the drafter reads. named_tokens: ids by name that the tokenizer must have too.
+    spec: as the manifest tells it. graph: of the role `condition`. tokenizer: the content of a `tokenizer.json` of
+    Hugging Face's `tokenizers`, where prompts are text.
+    """
+
+    spec: ConditionSpec
+    graph: Graph
+    tokenizer: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter, and how the runtime feeds it; the fields are those of `DrafterSpec` in the manifest."""
+
+    drafter: EagleDrafter
+    masks_prefix: bool = True
+    code_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model taken apart: all that a bundle needs.
+
+    code_embeddings `[codes, width]`: the target's input rows for codes. sources: files by role, for the bundle's
+    provenance.
     """
 
     family: str
     decoder: Decoder
     code_embeddings: Tensor
-    token_embeddings: Tensor
-    layout: TokenLayout
-    tokenizer: Path
+    condition: Condition
     vq: LlamaGenVQ
     sampling: SamplingDefaults
     sources: list[tuple[str, Path]]
-    drafter: EagleDrafter | None = None
-    code_offset: int = 0
-    named_tokens: Mapping[str, int] = field(default_factory=dict)
+    drafting: Drafting | None = None
 
 
 def export_model(
@@ -75,7 +91,8 @@ def export_model(
     progress: Callable[[str], None] | None = None,
     write: Callable[..., Path] = write_bundle,
 ) -> Path:
-    """Write the bundle of a model; returns its folder. `origins`: as in `source`.
+    """Write the bundle of a model; returns its folder. `origins` tells of files or folders where they
+    were fetched from.
 
     `write` takes the bundle's parts as `write_bundle` does; give a partial one for other precisions.
     """
@@ -86,7 +103,6 @@ def export_model(
             f"the VQ tokenizer has {model.vq.config.codes} codes, but the transformer has {sizes.vocabulary}; "
             "give the one that belongs to it"
         )
-    _check_tokenizer(model.tokenizer, len(model.token_embeddings), model.named_tokens)
     if progress:
         progress("sorting neighbours")
     neighbours = neighbour_table(model.vq.codebook.numpy())
@@ -99,27 +115,28 @@ def export_model(
         "codebook_size": sizes.vocabulary,
         "image_height": pixels,
         "image_width": pixels,
-        "target": decoder_spec(sizes),
-        "drafter": None if model.drafter is None else _drafter_spec(model.drafter.config, model.code_offset),
-        "condition": ConditionSpec(kind="tokens", prefix=sizes.prefix, layout=model.layout),
+        "target": _decoder_spec(sizes),
+        "drafter": None if model.drafting is None else _drafter_spec(model.drafting),
+        "condition": model.condition.spec,
         "sampling": model.sampling,
-        "decoding": decoding_defaults(model.drafter is not None, neighbours.indices.shape[1]),
+        "decoding": _decoding_defaults(model.drafting is not None, neighbours.indices.shape[1]),
         "provenance": Provenance(
             exporter=f"lantern-rt {__version__}",
-            sources=tuple(source(role, path, origins or {}) for role, path in model.sources),
-            licence=LICENCE,
+            sources=tuple(_source(role, path, origins or {}) for role, path in model.sources),
+            licence=_LICENCE,
         ),
     }
     graphs = [target_graph(model.decoder, model.code_embeddings)]
-    graphs += [] if model.drafter is None else [drafter_graph(model.drafter)]
-    graphs += [token_graph(model.token_embeddings), *vq_graphs(model.vq, sizes.grid)]
+    graphs += [] if model.drafting is None else [drafter_graph(model.drafting.drafter)]
+    graphs += [model.condition.graph, *vq_graphs(model.vq, sizes.grid)]
+    tokenizer = model.condition.tokenizer
     return write(
         output,
         graphs=graphs,
         code_embeddings=model.code_embeddings.float().numpy(),
         fields=fields,
         neighbours=neighbours,
-        files={"tokenizer": (_TOKENIZER, model.tokenizer.read_bytes())},
+        files=None if tokenizer is None else {"tokenizer": (_TOKENIZER, tokenizer)},
         force=force,
         progress=progress,
     )
@@ -131,6 +148,19 @@ def find_tokenizer(folder: Path) -> Path:
     if not path.is_file():
         raise CheckpointError(f"{folder}: has no {_TOKENIZER}; download it into that folder, prompts need it")
     return path
+
+
+def token_condition(
+    embeddings: Tensor, prefix: int, layout: TokenLayout, tokenizer: Path, named: Mapping[str, int] | None = None
+) -> Condition:
+    """The condition of prompts made of token ids that the decoder embeds itself.
+
+    embeddings `[tokens, width]`: of all ids. prefix: the longest prompt. tokenizer: a `tokenizer.json`, and `named`
+    the ids by name that it must have.
+    """
+    _check_tokenizer(tokenizer, len(embeddings), named or {})
+    spec = ConditionSpec(kind="tokens", prefix=prefix, layout=layout)
+    return Condition(spec, token_graph(embeddings), tokenizer.read_bytes())
 
 
 def _check_tokenizer(path: Path, rows: int, named: Mapping[str, int]) -> None:
@@ -177,7 +207,7 @@ def token_graph(embeddings: Tensor) -> Graph:
     return Graph("condition", TokenCondition(embeddings), inputs, outputs, plain_cases(cases))
 
 
-def decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
+def _decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
     """The papers' settings, as far as the neighbour table reaches; plain decoding without a drafter."""
     if not drafter:
         return DecodingDefaults(method="ar")
@@ -219,7 +249,7 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
     ]
 
 
-def source(role: str, path: Path, origins: Mapping[Path, str]) -> Source:
+def _source(role: str, path: Path, origins: Mapping[Path, str]) -> Source:
     """A checkpoint file for the bundle's provenance; `origins` tells of it or its folder where it was fetched from."""
     return Source(role=role, name=path.name, sha256=sha256(path), origin=origins.get(path, origins.get(path.parent)))
 
@@ -229,7 +259,7 @@ def plain_cases(inputs: list[Arrays]) -> tuple[Case, ...]:
     return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
 
 
-def decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
+def _decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
     """A target's sizes in the manifest."""
     return DecoderSpec(
         width=sizes.width,
@@ -241,12 +271,14 @@ def decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
     )
 
 
-def _drafter_spec(sizes: DecoderConfig, code_offset: int) -> DrafterSpec:
+def _drafter_spec(drafting: Drafting) -> DrafterSpec:
+    sizes = drafting.drafter.config
     return DrafterSpec(
         width=sizes.width,
         layers=sizes.layers,
         kv_heads=sizes.kv_heads,
         head_width=sizes.head_width,
         vocabulary=sizes.vocabulary,
-        code_offset=code_offset,
+        masks_prefix=drafting.masks_prefix,
+        code_offset=drafting.code_offset,
     )

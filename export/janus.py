@@ -24,7 +24,7 @@ from .bundle_writer import check_output, write_bundle
 from .checkpoints import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from .decoder import Decoder
 from .deferred import without_weights
-from .family import Model, export_model, find_tokenizer
+from .family import Model, export_model, find_tokenizer, token_condition
 from .hf_decoder import decoder_sizes, rename_layers
 from .llamagen_vq import fill_vq
 from .vqgan import rename_vqgan
@@ -96,9 +96,7 @@ def read_janus(folder: Path) -> Model:
         family="janus",
         decoder=decoder,
         code_embeddings=code_embeddings,
-        token_embeddings=text_embeddings,
-        layout=_layout(generation, generation_path),
-        tokenizer=tokenizer,
+        condition=token_condition(text_embeddings, sizes.prefix, _layout(generation, generation_path), tokenizer),
         vq=image,
         sampling=SamplingDefaults(cfg_scale=config_float(generation, "guidance_scale", 5.0, generation_path)),
         sources=sources,

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..errors import CheckpointError, RequestError
-from ..manifest import ConditionSpec, DrafterSpec, Provenance, SamplingDefaults
+from ..manifest import ConditionSpec, SamplingDefaults
 from .bundle_writer import check_output, write_bundle
-from .eagle import DrafterFiles, drafter_graph, read_drafter
-from .family import LICENCE, decoder_spec, decoding_defaults, plain_cases, source, vq_graphs
-from .graphs import Arrays, Graph, target_graph
+from .eagle import read_drafter
+from .family import Condition, Drafting, Model, export_model, plain_cases
+from .graphs import Arrays, Graph
 from .llamagen_gpt import CaptionCondition, LlamaGen, read_llamagen
 from .llamagen_vq import read_vq
-from .neighbours import neighbour_table
 from .onnx_ops import Value
 from .text_condition import text_condition_graph
 from .text_encoder import read_text_encoder
@@ -59,75 +56,39 @@ def export_llamagen(
     say("reading checkpoints")
     transformer = read_llamagen(target, model=model, config=config, grid=grid)
     sizes = transformer.decoder.config
-    tokenizer = read_vq(vq)
-    if tokenizer.config.codes != sizes.vocabulary:
-        raise CheckpointError(f"{vq}: has {tokenizer.config.codes} codes, but the transformer has {sizes.vocabulary}")
+    image = read_vq(vq)
+    if image.config.codes != sizes.vocabulary:
+        raise CheckpointError(f"{vq}: has {image.config.codes} codes, but the transformer has {sizes.vocabulary}")
     draft = None if drafter is None else read_drafter(drafter, transformer.decoder)
-    condition = transformer.condition
-    text = None
-    if text_encoder is not None:
-        if not isinstance(condition, CaptionCondition):
-            raise CheckpointError(
-                f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
-            )
+    sources = [*transformer.files, ("vq", vq), *(draft.files if draft else ())]
+    if text_encoder is None:
+        condition = _condition(transformer)
+    elif isinstance(transformer.condition, CaptionCondition):
         say("reading the text encoder")
-        text = read_text_encoder(text_encoder, condition.first.shape[1])
-    say("sorting neighbours")
-    neighbours = neighbour_table(tokenizer.codebook.numpy())
-
-    sources = [*transformer.files, ("vq", vq)]
-    if drafter is not None and draft is not None:
-        sources += [("drafter", draft.weights), ("drafter_config", drafter / "config.json")]
-    sources += [] if text is None else text.files
-    pixels = sizes.grid * tokenizer.config.scale
-    fields: dict[str, Any] = {
-        "name": name or output.resolve().name,
-        "family": "llamagen",
-        "grid_rows": sizes.grid,
-        "grid_columns": sizes.grid,
-        "codebook_size": sizes.vocabulary,
-        "image_height": pixels,
-        "image_width": pixels,
-        "target": decoder_spec(sizes),
-        "drafter": None if draft is None else _drafter_spec(draft),
-        "condition": ConditionSpec(
-            kind="class" if transformer.classes else "embeddings" if text is None else "text",
-            prefix=sizes.prefix,
-            classes=transformer.classes,
-            caption_width=transformer.caption_width if text is None else None,
-            cleaning=None if text is None else "llamagen",
-        ),
-        "sampling": SamplingDefaults(
-            cfg_scale=4.0 if transformer.classes else 7.5, top_k=0 if transformer.classes else 1000
-        ),
-        "decoding": decoding_defaults(draft is not None, neighbours.indices.shape[1]),
-        "provenance": Provenance(
-            exporter=f"lantern-rt {__version__}",
-            sources=tuple(source(role, path, origins or {}) for role, path in sources),
-            licence=LICENCE,
-        ),
-    }
-    graphs = [target_graph(transformer.decoder, transformer.code_embeddings)]
-    graphs += [] if draft is None else [drafter_graph(draft.drafter)]
-    if text is not None and isinstance(condition, CaptionCondition):
-        graphs += [text_condition_graph(text.encoder, condition)]
+        text = read_text_encoder(text_encoder, transformer.condition.first.shape[1])
+        sources += text.files
+        spec = ConditionSpec(kind="text", prefix=sizes.prefix, cleaning="llamagen")
+        condition = Condition(spec, text_condition_graph(text.encoder, transformer.condition), text.tokenizer)
     else:
-        graphs += [condition_graph(transformer)]
-    graphs += vq_graphs(tokenizer, sizes.grid)
-    return write(
-        output,
-        graphs=graphs,
-        code_embeddings=transformer.code_embeddings.numpy(),
-        fields=fields,
-        neighbours=neighbours,
-        files=None if text is None else {"tokenizer": ("tokenizer.json", text.tokenizer)},
-        force=force,
-        progress=progress,
+        raise CheckpointError(
+            f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
+        )
+    classes = transformer.classes is not None
+    parts = Model(
+        family="llamagen",
+        decoder=transformer.decoder,
+        code_embeddings=transformer.code_embeddings,
+        condition=condition,
+        vq=image,
+        sampling=SamplingDefaults(cfg_scale=4.0 if classes else 7.5, top_k=0 if classes else 1000),
+        sources=sources,
+        drafting=None if draft is None else Drafting(draft.drafter, masks_prefix=False),
     )
+    return export_model(parts, output, name=name, force=force, origins=origins, progress=progress, write=write)
 
 
-def condition_graph(transformer: LlamaGen) -> Graph:
-    """The graph `condition` of either kind."""
+def _condition(transformer: LlamaGen) -> Condition:
+    """Class ids, or text embeddings."""
     sizes = transformer.decoder.config
     generator = np.random.default_rng(0)
     inputs: tuple[Value, ...]
@@ -149,18 +110,11 @@ def condition_graph(transformer: LlamaGen) -> Graph:
             for rows in (3, 1)
         ]
     outputs = tuple(Value(name, ("rows", sizes.prefix, sizes.width)) for name in ("prefix_embeds", "uncond_embeds"))
-    return Graph("condition", transformer.condition, inputs, outputs, plain_cases(cases))
-
-
-def _drafter_spec(files: DrafterFiles) -> DrafterSpec:
-    sizes = files.drafter.config
-    return DrafterSpec(
-        width=sizes.width,
-        layers=sizes.layers,
-        kv_heads=sizes.kv_heads,
-        head_width=sizes.head_width,
-        vocabulary=sizes.vocabulary,
-        position_shift=-1,
-        masks_prefix=False,
-        prefix_token=0,
+    graph = Graph("condition", transformer.condition, inputs, outputs, plain_cases(cases))
+    spec = ConditionSpec(
+        kind="embeddings" if transformer.classes is None else "class",
+        prefix=sizes.prefix,
+        classes=transformer.classes,
+        caption_width=transformer.caption_width,
     )
+    return Condition(spec, graph)

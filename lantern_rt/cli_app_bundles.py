@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .cli_options import Force, Json
+from .errors import RequestError
 
 commands = typer.Typer()
 
@@ -67,23 +68,11 @@ def export(
     force: Force = False,
 ) -> None:
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
+    from .cli_families import Checkpoints
     from .cli_tools import export_command
 
-    export_command(
-        family,
-        target,
-        vq,
-        output,
-        drafter,
-        text_encoder,
-        model,
-        config,
-        grid,
-        name,
-        force,
-        precision,
-        drafter_precision,
-    )
+    given = Checkpoints(target, vq, drafter, text_encoder, model, config, grid)
+    export_command(family, given, output, name, force, precision, drafter_precision)
 
 
 @commands.command(
@@ -302,9 +291,13 @@ def verify(
 
     Needs lantern-rt[cpu,export].
     """
-    from .cli_verify import Checkpoints, verify_command
+    from .cli_families import Checkpoints
+    from .cli_verify import verify_command
 
-    verify_command(bundle, Checkpoints(against, vq, drafter, text_encoder, model, config), report, json, force)
+    if against is None and any((vq, drafter, text_encoder, model, config)):
+        raise RequestError("verify: found checkpoint options without --against, expected the target's there")
+    given = None if against is None else Checkpoints(against, vq, drafter, text_encoder, model, config)
+    verify_command(bundle, given, report, json, force)
 
 
 @commands.command(

@@ -10,7 +10,8 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from . import __version__
+from .cli_families import FAMILIES, Checkpoints, export_family
 from .cli_verify import export_progress
 from .errors import CheckpointError, EngineError
 from .memory import PeakMemory
@@ -26,13 +28,6 @@ from .memory import PeakMemory
 if TYPE_CHECKING:
     from .bundle import Fact
 
-# Which options a family takes besides those that all do.
-_TAKES = {
-    "llamagen": ("vq", "drafter", "text_encoder", "model", "config", "grid"),
-    "anole": ("vq", "drafter", "grid"),
-    "janus": (),
-}
-FAMILIES = tuple(_TAKES)
 # Fetched with weights, where not config.json alone.
 _SIDE_FILES = {
     "text_encoder": ("config.json", "tokenizer.json"),
@@ -85,14 +80,8 @@ def doctor_command(as_json: bool) -> None:
 
 def export_command(
     family: str,
-    target: Path,
-    vq: Path | None,
+    given: Checkpoints,
     output: Path,
-    drafter: Path | None,
-    text_encoder: Path | None,
-    model: str | None,
-    config: Path | None,
-    grid: int | None,
     name: str | None,
     force: bool,
     precision: str = "fp32",
@@ -105,73 +94,34 @@ def export_command(
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
-    given = {"vq": vq, "drafter": drafter, "text_encoder": text_encoder, "model": model, "config": config, "grid": grid}
-    if idle := [option for option, value in given.items() if value is not None and option not in _TAKES[family]]:
-        option = idle[0].replace("_", "-")
-        raise CheckpointError(f"--{option}: family {family} does not take it; leave it out")
-    if vq is None and "vq" in _TAKES[family]:
-        raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
+    given.check(family)
     from .export.bundle_writer import check_output, write_bundle
     from .export.hub import fetch
     from .export.precision import read_precisions
 
     write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision))
     check_output(output, force)  # before anything is fetched
-    places = {"target": target, "vq": vq, "drafter": drafter, "text_encoder": text_encoder}
     found = {
         role: fetch(place, _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",))))
-        for role, place in places.items()
-        if place
+        for role in ("target", "vq", "drafter", "text_encoder")
+        if (place := getattr(given, role))
     }
-    paths = {role: fetched.path for role, fetched in found.items()}
+    paths: dict[str, Any] = {role: one.path for role, one in found.items()}
+    fetched = replace(given, **paths)
     common: dict[str, Any] = {
         "name": name,
         "force": force,
-        "origins": {fetched.path: fetched.origin for fetched in found.values() if fetched.origin},
+        "origins": {one.path: one.origin for one in found.values() if one.origin},
         "write": write,
     }
     start = time.perf_counter()
     with PeakMemory() as peak, export_progress() as progress:
         common["progress"] = progress
-        _export(family, paths, output, model, config, grid, common)
+        export_family(family, fetched, output, common)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     print(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}", file=sys.stderr)
     print(output)
-
-
-def _export(
-    family: str,
-    paths: Mapping[str, Path],
-    output: Path,
-    model: str | None,
-    config: Path | None,
-    grid: int | None,
-    common: Mapping[str, Any],
-) -> None:
-    """Hand over to a family's exporter."""
-    if family == "janus":
-        from .export.janus import export_janus
-
-        export_janus(paths["target"], output, **common)
-    elif family == "anole":
-        from .export.anole import export_anole
-
-        export_anole(paths["target"], paths["vq"], output, drafter=paths.get("drafter"), grid=grid, **common)
-    else:
-        from .export.llamagen import export_llamagen
-
-        export_llamagen(
-            paths["target"],
-            paths["vq"],
-            output,
-            drafter=paths.get("drafter"),
-            text_encoder=paths.get("text_encoder"),
-            model=model,
-            config=config,
-            grid=grid,
-            **common,
-        )
 
 
 def print_facts(facts: Iterable[Fact]) -> None:

@@ -9,13 +9,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from .bundle import Bundle, open_bundle
+from .cli_families import FAMILIES, Checkpoints, export_family
 from .errors import CheckpointError, EngineError
 from .outputs import check_output, write_output
 from .progress import Progress
@@ -25,19 +26,7 @@ if TYPE_CHECKING:
     from .export.verify import Verification
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """Files that a bundle was made from, as `export` takes them."""
-
-    target: Path | None
-    vq: Path | None
-    drafter: Path | None
-    text_encoder: Path | None
-    model: str | None
-    config: Path | None
-
-
-def verify_command(name: str, given: Checkpoints, report: Path | None, as_json: bool, force: bool) -> None:
+def verify_command(name: str, given: Checkpoints | None, report: Path | None, as_json: bool, force: bool) -> None:
     """Compare a bundle's graphs and print the tables; exit code 2 if a limit is passed."""
     if report:
         check_output(report, force)
@@ -51,13 +40,11 @@ def verify_command(name: str, given: Checkpoints, report: Path | None, as_json: 
     def say(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if given.target is None:
-        if any((given.vq, given.drafter, given.text_encoder, given.model, given.config)):
-            raise CheckpointError("verify: found checkpoint options without --against, expected the target's there")
+    if given is None:
         result = verify(bundle, progress=say)
     else:
         say("reading checkpoints")
-        result = verify(bundle, _graphs(bundle, given.target, given), str(given.target), say)
+        result = verify(bundle, _graphs(bundle, given), str(given.target), say)
     if report:
         write_output(report, html_report(result).encode(), force)
     if as_json:
@@ -68,43 +55,34 @@ def verify_command(name: str, given: Checkpoints, report: Path | None, as_json: 
         raise typer.Exit(2)
 
 
-def _graphs(bundle: Bundle, target: Path, given: Checkpoints) -> list[Graph]:
-    """The checkpoint's modules, as its exporter would write them."""
+def _graphs(bundle: Bundle, given: Checkpoints) -> list[Graph]:
+    """The checkpoints' modules, as their exporter would write them."""
     manifest = bundle.manifest
-    if manifest.family != "llamagen":
-        raise CheckpointError(f"--against: found a bundle of family {manifest.family!r}, expected llamagen")
-    if given.vq is None:
-        raise CheckpointError("--vq: found nothing, expected the image tokenizer that belongs to --against")
+    if manifest.family not in FAMILIES:
+        raise CheckpointError(
+            f"--against: found a bundle of family {manifest.family!r}, expected {' or '.join(FAMILIES)}"
+        )
+    given.check(manifest.family)
     if (given.drafter is None) != (manifest.drafter is None):
         wanted = "none: the bundle has none" if given.drafter else "the folder of the bundle's drafter"
         raise CheckpointError(f"--drafter: found {given.drafter or 'nothing'}, expected {wanted}")
     if (given.text_encoder is None) == (manifest.condition.kind == "text"):
         wanted = "none: the bundle has none" if given.text_encoder else "the folder of the bundle's text encoder"
         raise CheckpointError(f"--text-encoder: found {given.text_encoder or 'nothing'}, expected {wanted}")
-    from .export.llamagen import export_llamagen
-
     kept: list[Graph] = []
 
     def keep(output: Path, *, graphs: list[Graph], **_: Any) -> Path:
         kept.extend(graphs)
         return output
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = given.config
-        if config is None and given.model is None and target.is_file():  # the bundle knows what weights do not tell
-            config = Path(folder) / "config.json"
-            config.write_text(json.dumps({"n_head": manifest.target.width // manifest.target.head_width}))
-        export_llamagen(
-            target,
-            given.vq,
-            Path(folder) / "unwritten",
-            drafter=given.drafter,
-            text_encoder=given.text_encoder,
-            model=given.model,
-            config=config,
-            grid=manifest.grid_rows,
-            write=keep,
-        )
+    with tempfile.TemporaryDirectory() as folder:  # the bundle knows what weights do not tell
+        if manifest.family != "janus":
+            given = replace(given, grid=manifest.grid_rows)
+        if manifest.family == "llamagen" and not (given.config or given.model) and given.target.is_file():
+            config, target = Path(folder) / "config.json", manifest.target
+            config.write_text(json.dumps({"n_head": target.width // target.head_width}))
+            given = replace(given, config=config)
+        export_family(manifest.family, given, Path(folder) / "unwritten", {"write": keep})
     return kept
 
 

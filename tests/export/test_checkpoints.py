@@ -255,7 +255,8 @@ def test_a_drafter_is_read_from_either_format(tmp_path: Path, target: Decoder) -
     one, two = read_drafter(DRAFTER, target), read_drafter(drafter_copy(tmp_path), target)
     pairs = zip(one.drafter.state_dict().values(), two.drafter.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert (one.weights.name, two.weights.name) == ("pytorch_model.bin", "model.safetensors")
+    assert [path.name for _, path in one.files] == ["pytorch_model.bin", "config.json"]
+    assert [path.name for _, path in two.files] == ["model.safetensors", "config.json"]
     assert one.drafter.config.prefix == 7
     assert not one.drafter.config.input_norm
 
@@ -302,5 +303,8 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path, target: Decoder)
 
 
 def test_a_folder_without_a_drafter_is_refused(tmp_path: Path, target: Decoder) -> None:
-    with pytest.raises(CheckpointError, match=r"expected a folder with config\.json and one of"):
+    with pytest.raises(CheckpointError, match=r"expected a folder with config\.json and weights"):
+        read_drafter(tmp_path, target)
+    changed(DRAFTER / "config.json", tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"found no weights, expected one of model\.safetensors, "):
         read_drafter(tmp_path, target)

@@ -12,6 +12,7 @@ import torch
 from llamagen_golden import Run, guide, manifest
 
 from lantern_rt import Pipeline
+from lantern_rt.cli import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.janus import export_janus
 from lantern_rt.export.parity import Sessions
@@ -136,6 +137,18 @@ def test_a_greedy_picture_is_the_one_transformers_generates(model: Any, bundle: 
     result = Pipeline.from_bundle(bundle, threads=1)(words, temperature=0)
     assert result.settings.cfg_scale == 5.0
     assert result.codes[0].tolist() == expected[0].tolist()
+
+
+def test_a_bundle_agrees_with_its_folder_and_takes_no_other_checkpoint(
+    bundle: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["verify", str(bundle), "--against", str(folder)]
+    assert run_program([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {row["graph"] for row in report["tensors"]} == {"target", "condition", "vq_decoder", "vq_encoder"}
+    assert [row["agreement"] for row in report["distributions"]] == [1.0]
+    assert run_program([*command, "--vq", str(folder)]) == 2
+    assert "--vq: family janus does not take it; leave it out" in capsys.readouterr().err
 
 
 def test_guided_logits_have_clear_winners_so_that_greedy_pictures_can_be_compared(model: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from llamagen_golden import DATA, manifest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_t5 import save_t5
 
 from lantern_rt import Pipeline
@@ -129,6 +129,24 @@ def refusal(call: Any, *arguments: Any, **options: Any) -> str:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
+    bundle: Path, encoder: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["verify", str(bundle), "--against", str(TEXT), "--vq", str(VQ), "--drafter", str(DRAFTER)]
+    assert run_program([*files, "--text-encoder", str(encoder[0]), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert {row["tensor"] for row in rows if row["graph"] == "condition"} == {"prefix_embeds", "uncond_embeds"}
+    other = shutil.copytree(encoder[0], tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["encoder.final_layer_norm.weight"] *= 1.1
+    save_file(weights, other / "model.safetensors")
+    assert run_program([*files, "--text-encoder", str(other), "--json"]) == 2
+    rows = json.loads(capsys.readouterr().out)["tensors"]
+    assert [row["tensor"] for row in rows if not row["passed"]] == ["prefix_embeds"]
+    assert run_program(files) == 2
+    assert "--text-encoder: found nothing, expected the folder of the bundle's text" in capsys.readouterr().err
 
 
 def test_a_text_encoder_of_another_width_is_named(tmp_path: Path) -> None:

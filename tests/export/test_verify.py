@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from llamagen_golden import DATA
+from safetensors.torch import load_file, save_file
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle import open_bundle
@@ -66,6 +68,34 @@ def test_a_bundle_agrees_with_its_checkpoint(
     code, _, err = program(capsys, "verify", c2i_bundle, "--report", page)
     assert code == 2
     assert "report.html: found a file" in err
+
+
+def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
+    anole_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--vq", DATA / "chameleon-vqgan", "--drafter", DATA / "anole/drafter", "--json"]
+    code, out, err = program(capsys, "verify", anole_bundle, "--against", DATA / "anole/target", *files)
+    assert code == 0, err
+    report = json.loads(out)
+    assert {row["graph"] for row in report["tensors"]} == {
+        "target",
+        "drafter",
+        "condition",
+        "vq_decoder",
+        "vq_encoder",
+    }
+    assert [row["agreement"] for row in report["distributions"]] == [1.0, 1.0]
+    other = shutil.copytree(DATA / "anole/target", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"][4] += 0.1  # the row of code 0
+    save_file(weights, other / "model.safetensors")
+    code, out, _ = program(capsys, "verify", anole_bundle, "--against", other, *files)
+    assert code == 2
+    failed = {(row["graph"], row["tensor"]) for row in json.loads(out)["tensors"] if not row["passed"]}
+    assert failed == {("target", "logits"), ("drafter", "logits")}
+    code, _, err = program(capsys, "verify", anole_bundle, "--against", other, *files[:2])
+    assert code == 2
+    assert "--drafter: found nothing, expected the folder of the bundle's drafter" in err
 
 
 def test_another_checkpoint_fails_with_exit_code_2(
@@ -144,7 +174,7 @@ def test_an_export_says_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("arguments", "words"),
     [
         (["--vq", VQ], "found checkpoint options without --against"),
-        (["--against", C2I], "--vq: found nothing, expected the image tokenizer"),
+        (["--against", C2I], "--vq: found nothing, expected the VQ tokenizer"),
         (["--against", C2I, "--vq", VQ, "--drafter", DRAFTER], "expected none: the bundle has none"),
         (["--against", DATA / "absent.pt", "--vq", VQ], "absent.pt: no such file"),
     ],
@@ -162,4 +192,4 @@ def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(
 ) -> None:
     code, _, err = program(capsys, "verify", "scenes", "--against", C2I)
     assert code == 2
-    assert "found a bundle of family 'scenes', expected llamagen" in err
+    assert "found a bundle of family 'scenes', expected llamagen or anole or janus" in err

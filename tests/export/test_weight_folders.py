@@ -14,11 +14,13 @@ from llamagen_golden import DATA
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints import Weights
+from lantern_rt.export.checkpoints import Weights, read_weights
+from lantern_rt.export.eagle import read_drafter
 from lantern_rt.export.llamagen_gpt import LlamaGen, read_llamagen
 from lantern_rt.export.weight_folders import find_weights, read_weight_files
 
 LANTERN = DATA / "lantern-llamagen-hf"
+DRAFTER = DATA / "lantern-drafter-llamagen"
 C2I = DATA / "llamagen-c2i/c2i_tiny.pt"
 Save = Callable[[Weights, Path], None]
 FORMATS: dict[str, tuple[str, Save]] = {
@@ -31,7 +33,8 @@ def sharded(source: Path, goal: Path, ending: str = "safetensors", shards: int =
     """A copy of a folder whose weights lie in several files with an index."""
     goal.mkdir()
     shutil.copy(source / "config.json", goal)
-    weights = load_file(source / "model.safetensors")
+    (only,) = find_weights(source).files
+    weights = read_weights(only)
     stem, save = FORMATS[ending]
     weight_map = {}
     for i in range(shards):
@@ -98,6 +101,28 @@ def test_lanterns_layout_reads_as_the_official_file_of_the_same_weights() -> Non
 def test_stage_two_is_text_conditional_too(tmp_path: Path) -> None:
     folder = edited(tmp_path / "two", lambda w: None, input_type="t2i2")
     assert_same(read_llamagen(folder), read_llamagen(LANTERN / "t2i"))
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_drafter_in_shards_reads_as_the_single_file(tmp_path: Path, ending: str) -> None:
+    target = read_llamagen(LANTERN / "t2i").decoder
+    folder = sharded(DRAFTER, tmp_path / "shards", ending)
+    found, whole = read_drafter(folder, target), read_drafter(DRAFTER, target)
+    assert found.drafter.config == whole.drafter.config
+    pairs = zip(found.drafter.state_dict().values(), whole.drafter.state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert [role for role, _ in found.files] == ["drafter_index", *["drafter"] * 3, "drafter_config"]
+
+
+def test_missing_shards_of_a_drafter_are_listed(tmp_path: Path) -> None:
+    folder = sharded(DRAFTER, tmp_path / "shards", "bin")
+    (folder / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        read_drafter(folder, read_llamagen(LANTERN / "t2i").decoder)
+    assert str(caught.value) == (
+        f"{folder}: pytorch_model.bin.index.json tells of 3 files, missing: pytorch_model-00002-of-00003.bin; "
+        "download them into that folder"
+    )
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])
