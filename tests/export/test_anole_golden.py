@@ -69,6 +69,12 @@ def test_whole_sequences_give_transformers_logits_of_image_tokens_and_hidden_sta
     close(out["hidden_states"], target["hidden_states"][-1])
 
 
+def test_the_bundle_keeps_just_the_tokens_that_transformers_own_class_forbids(target: Arrays) -> None:
+    forbidden = target["logits_restricted"] == np.finfo(np.float32).min
+    assert np.flatnonzero(forbidden.all((0, 1))).tolist() == list(range(CODES.start, CODES.stop))
+    np.testing.assert_array_equal(target["logits_restricted"][~forbidden], target["logits_raw"][~forbidden])
+
+
 def test_token_by_token_equals_the_whole_sequence(anole_bundle: Path, target: Arrays) -> None:
     embeds, run = embed(anole_bundle, target["input_ids"]), start(anole_bundle, "target", 2)
     steps = [run.step(input_embeds=embeds[:, k : k + 1])["logits"] for k in range(embeds.shape[1])]

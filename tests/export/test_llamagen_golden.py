@@ -33,7 +33,7 @@ class Family:
         return np.tile(self.golden["tokens"], (copies, 1))
 
 
-@pytest.fixture(scope="module", params=["c2i", "t2i"])
+@pytest.fixture(scope="module", params=["c2i", "t2i"], ids="llamagen-{}".format)
 def family(request: pytest.FixtureRequest) -> Family:
     inputs = {"c2i": {"class_ids": "class_ids"}, "t2i": {"caption_embeds": "caption_emb", "caption_mask": "emb_mask"}}
     bundle = request.getfixturevalue(f"{request.param}_bundle")

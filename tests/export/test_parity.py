@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from lantern_rt.errors import ParityError
 from lantern_rt.export.decoder import Decoder, DecoderConfig
 from lantern_rt.export.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.family import vq_graphs
 from lantern_rt.export.graphs import Case, Graph, target_graph, write_graph
+from lantern_rt.export.llamagen_vq import LlamaGenVQ, VQConfig
 from lantern_rt.export.onnx_ops import Value
 from lantern_rt.export.parity import check_parity
 
@@ -79,6 +81,37 @@ def test_a_drafter_graph_equals_its_module(
     graph = drafter_graph(drafter)
     written = write_graph(graph, tmp_path_factory.mktemp("graph"))
     assert check_parity(graph, written[0]) < 2e-5
+
+
+@st.composite
+def vq_configs(draw: st.DrawFn) -> VQConfig:
+    widths = tuple(draw(st.lists(st.sampled_from([32, 64]), min_size=1, max_size=3)))
+    return VQConfig(
+        codes=draw(st.integers(2, 40)),
+        code_width=draw(st.integers(2, 9)),
+        latent_width=draw(st.integers(2, 20)),
+        encoder_stem=32,
+        encoder_widths=widths,
+        decoder_widths=widths[::-1],
+        blocks=1,
+        attention=draw(st.booleans()),
+        unit_decoding=draw(st.booleans()),
+        unit_encoding=draw(st.booleans()),
+    )
+
+
+@settings(few, max_examples=8)
+@given(config=vq_configs(), grid=st.integers(2, 4))
+def test_the_graphs_of_an_image_tokenizer_equal_its_module(
+    tmp_path_factory: pytest.TempPathFactory, config: VQConfig, grid: int
+) -> None:
+    torch.manual_seed(0)
+    tokenizer = LlamaGenVQ(config)
+    randomise_norms(tokenizer)
+    tokenizer.codebook.normal_()
+    for graph in vq_graphs(tokenizer, grid):
+        written = write_graph(graph, tmp_path_factory.mktemp("graph"))
+        assert check_parity(graph, written[0]) < 1e-4
 
 
 SMALL = DecoderConfig(

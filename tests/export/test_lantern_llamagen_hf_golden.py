@@ -34,7 +34,7 @@ class Lantern:
         return run.step(input_embeds=self.codes[np.tile(tokens, (2, 1))], **layout)
 
 
-@pytest.fixture(scope="module", params=["c2i", "t2i"])
+@pytest.fixture(scope="module", params=["c2i", "t2i"], ids="lantern-llamagen-hf-{}".format)
 def lantern(request: pytest.FixtureRequest) -> Lantern:
     return Lantern(request.getfixturevalue(f"lantern_{request.param}_bundle"), request.param)
 
