@@ -85,7 +85,7 @@ def test_a_drafter_graph_equals_its_module(
 
 @st.composite
 def vq_configs(draw: st.DrawFn) -> VQConfig:
-    widths = tuple(draw(st.lists(st.sampled_from([32, 64]), min_size=1, max_size=3)))
+    widths = tuple(draw(st.lists(st.sampled_from([32, 64]), min_size=1, max_size=2)))
     return VQConfig(
         codes=draw(st.integers(2, 40)),
         code_width=draw(st.integers(2, 9)),
