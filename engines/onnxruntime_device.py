@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.engine import Cache, Floats, Ints, Pass, PassOutput
+from .decoder_tensors import check_span
 from .graph_bytes import Value, model_bytes, node_bytes
 from .kv_cache import Halves, KVCache, round_up
 from .onnxruntime_engine import OrtEngine
@@ -101,7 +102,7 @@ class OrtDeviceEngine(OrtEngine):
         """Run one pass; logits and hidden states come back as `DeviceRows`."""
         if not isinstance(cache, DeviceCache):
             raise TypeError(f"a cache of another engine: {type(cache).__name__}")
-        span = self.check_span(batch, cache)
+        span = check_span(batch, cache)
         binding = self._graph.session.io_binding()
         inputs = {name: _to_device(array, self.device) for name, array in self.node_inputs(batch).items()}
         for name, value in inputs.items():

@@ -84,6 +84,8 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
     prefix = max(2, manifest.condition.prefix)
     largest = largest_past(manifest, options)
+    if role == "drafter":  # a draft's slots are cached until it has been verified
+        largest += round_up(options.max_nodes)
     past = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)
     tree = (2, options.max_nodes, options.max_nodes)
     return (

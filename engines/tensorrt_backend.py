@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX as backends: ONNX graphs to plans, through the API that both libraries share.
+"""TensorRT and TensorRT-RTX as backends: ONNX graphs to plans and plans to engines, through the API both share.
 
 Networks are strongly typed: every tensor has the type that the graph gives it, so precision is the exporter's
 choice. TensorRT builds on and for the GPU of this host; TensorRT-RTX builds ahead of time for the compute
@@ -16,20 +16,47 @@ from typing import Any
 
 from ..bundle import Bundle
 from ..errors import EngineError, OutputError, RequestError
+from ..manifest import DecoderSpec, DrafterSpec
 from ..onnx_nodes import place_of_node
 from ..outputs import write_output
-from .backends import Built, Graphs, Progress
+from ..runtime.engine import Engine, Floats
+from .backends import Built, Function, Graphs, Progress
 from .cuda_driver import find_gpu
+from .cuda_memory import DeviceMemory, open_gpu
 from .engine_folder import EngineFolder, EngineManifest
-from .onnxruntime_session import ThreadOptions
+from .onnxruntime_backend import OrtGraphs
+from .onnxruntime_session import Tensor, ThreadOptions
 from .profiles import BuildOptions, Profile
+from .tensorrt_engine import TensorRTEngine, TensorRTFunction
 from .tensorrt_library import Messages, import_library, make_logger, make_monitor
+from .tensorrt_plan import PlanFileOptions
 
 _AMPERE = 80
 
 
+class TensorRTGraphs:
+    """The plans of an engine folder, and `others` for graphs that were not built."""
+
+    def __init__(self, library: Any, memory: DeviceMemory, folder: EngineFolder, others: Graphs) -> None:
+        self._library, self._memory, self._folder, self._others = library, memory, folder, others
+
+    def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
+        """The target or the drafter as an engine."""
+        return TensorRTEngine(self._library, self._memory, self._options(role), spec, code_embeddings)
+
+    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
+        """Another graph."""
+        if role not in self._folder.manifest.graphs:
+            return self._others.function(role, inputs, outputs)
+        return TensorRTFunction(self._library, self._memory, self._options(role), inputs, outputs)
+
+    def _options(self, role: str) -> PlanFileOptions:
+        folder = self._folder
+        return PlanFileOptions(folder.path(role), folder.manifest.graphs[role].profiles, folder.rebuild)
+
+
 class TensorRTBackend:
-    """Builds plans with the library of one of the two names, `tensorrt` and `tensorrt-rtx`."""
+    """Builds and opens plans with the library of one of the two names, `tensorrt` and `tensorrt-rtx`."""
 
     roles: tuple[str, ...] = ("target", "drafter", "vq_decoder")
     shaped = True
@@ -135,14 +162,13 @@ class TensorRTBackend:
             )
 
     def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> Graphs:
-        """Not yet: plans are built and recorded, and run by other programs."""
-        raise EngineError(
-            f"{folder.folder}: this version of lantern-rt builds {self.name} engines but does not run them; "
-            f"run without --engines, with --provider cuda"
-        )
+        """The plans on the first GPU; the condition graph on the CPU."""
+        others = OrtGraphs(lambda role: (bundle.path(role), False), threads, "cpu")
+        return TensorRTGraphs(import_library(self.name), open_gpu(), folder, others)
 
     def _configure(self, library: Any, builder: Any, options: BuildOptions) -> Any:
         config = builder.create_builder_config()
+        config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
         if self.name == "tensorrt-rtx":
             capabilities = [self._capability(library, name) for name in self.compute_capabilities(options)]
             config.num_compute_capabilities = len(capabilities)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
+from host_tensorrt import HostLibrary, HostMemory, write_plan
 from numpy.typing import NDArray
 from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
+from lantern_rt.engines.cuda_memory import DeviceMemory, open_gpu
 from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
 from lantern_rt.engines.onnxruntime_engine import OrtEngine
 from lantern_rt.engines.onnxruntime_session import ThreadOptions, save_optimised
+from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.tensorrt_backend import TensorRTBackend
+from lantern_rt.engines.tensorrt_engine import TensorRTEngine
+from lantern_rt.engines.tensorrt_library import import_library
+from lantern_rt.engines.tensorrt_plan import PlanFileOptions
 from lantern_rt.export.decoder import Decoder, DecoderConfig
 from lantern_rt.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
@@ -23,7 +33,13 @@ SMALL = DecoderConfig(
     width=32, layers=2, heads=4, kv_heads=2, ffn_width=48, vocabulary=4, grid=2, prefix=3, prefix_rotation="identity"
 )
 ONE = ThreadOptions(intra_op=1)
-BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device")
+BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
+ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
+PROFILES = (
+    Profile(name="prefill", rows=(1, 2, 16), nodes=(2, 3, 3), past=(64, 64, 64)),
+    Profile(name="ar", rows=(1, 2, 16), nodes=(2, 2, 2), past=(64, 64, 64)),
+    Profile(name="tree", rows=(1, 2, 16), nodes=(2, 12, 12), past=(64, 64, 64)),
+)
 
 
 class HostDeviceEngine(OrtDeviceEngine):
@@ -53,6 +69,8 @@ class SmallModel:
         """The model behind one of `BACKENDS`; the toy has its own tables."""
         if backend == "toy":
             return make_model(vocabulary=SMALL.vocabulary, codes=4, prefix=SMALL.prefix)
+        if backend.startswith("tensorrt"):
+            return self._on_tensorrt(*backend.split(", "))
         optimised = backend == "onnxruntime, optimised"
         paths = {}
         for role in ("target", "drafter"):
@@ -64,6 +82,35 @@ class SmallModel:
         target = engine(paths["target"], self.target_spec, self.table, ONE, provider, optimised)
         drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
+
+    def _on_tensorrt(self, name: str, where: str) -> Model:
+        """Plans of both graphs, on the GPU, or with the host in its place."""
+        library, memory, build = self._host() if where == "host" else self._gpu(name)
+
+        def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
+            return TensorRTEngine(library, memory, PlanFileOptions(build(role), PROFILES, "rebuild"), spec, table)
+
+        target = engine("target", self.target_spec, self.table)
+        drafter = engine("drafter", self.drafter_spec, None)
+        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
+
+    def _host(self) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
+        memory = HostMemory()
+        return (
+            HostLibrary(memory),
+            memory,
+            lambda role: write_plan(self.folder / f"{role}.onnx", PROFILES, self.folder / f"{role}.plan"),
+        )
+
+    def _gpu(self, name: str) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
+        bundle: Any = SimpleNamespace(path=lambda role: self.folder / f"{role}.onnx")
+
+        def build(role: str) -> Path:
+            options = BuildOptions(name, max_rows=16)
+            backend = TensorRTBackend(name)
+            return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None).files[0]
+
+        return import_library(name), open_gpu(), build
 
     def prompt(self, backend: str, identity: int) -> Prompt:
         """A prompt with `identity % 3` padded prefix rows."""

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_backends import BACKENDS, SMALL, SmallModel
+from engine_backends import BACKENDS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
 
 from lantern_rt.engines.cuda_driver import find_gpu
+from lantern_rt.engines.tensorrt_library import MODULES
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.published_trees import named_tree
@@ -37,10 +38,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return SmallModel(tmp_path_factory.mktemp("small"))
 
 
-@pytest.fixture(scope="module", params=[*BACKENDS, pytest.param("onnxruntime, cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=[*BACKENDS, *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPUS)])
 def backend(request: pytest.FixtureRequest) -> str:
-    if "cuda" in request.param and find_gpu() is None:
-        pytest.skip("needs an NVIDIA GPU and its driver")
+    if request.param in ON_GPUS:
+        if find_gpu() is None:
+            pytest.skip("needs an NVIDIA GPU and its driver")
+        name = request.param.partition(",")[0]
+        if name in MODULES:
+            pytest.importorskip(MODULES[name], reason=f"needs {name}: pip install 'lantern-rt[{name}]'")
     return str(request.param)
 
 
@@ -57,6 +62,16 @@ def codes_of(
         for part in step.parts:
             codes[part.request] += part.codes[: part.committed].tolist()
     return codes
+
+
+@every_method
+@pytest.mark.parametrize("backend", ["tensorrt, host"], indirect=True)
+def test_plans_give_the_codes_of_the_graph_they_were_built_from(
+    small: SmallModel, backend: str, model: Model, method: Method
+) -> None:
+    prompts = [small.prompt(backend, i) for i in range(8)]
+    plain = codes_of(small.on("onnxruntime"), prompts, range(8), GUIDED, method)
+    assert codes_of(model, prompts, range(8), GUIDED, method) == plain
 
 
 @every_method
