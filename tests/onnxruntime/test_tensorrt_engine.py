@@ -1,0 +1,468 @@
+"""TensorRT engines with the host in the GPU's place: caches, shapes, what is refused, and a whole bundle."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from host_tensorrt import HostLibrary, HostMemory, write_plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import TINY, WIDE, Rig, close, spec_of
+from tiny_bundle import make_tiny_bundle
+from tiny_graphs import Painter, export
+
+from lantern_rt.bundle import Bundle, open_bundle
+from lantern_rt.engines import tensorrt_backend
+from lantern_rt.engines.backends import Built
+from lantern_rt.engines.build import build_engines
+from lantern_rt.engines.cuda_driver import Gpu
+from lantern_rt.engines.device_cache import BlockCache, DeviceRows, Fresh, runs
+from lantern_rt.engines.engine_folder import open_engine_folder
+from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.engines.onnxruntime_session import Tensor
+from lantern_rt.engines.profiles import BuildOptions, Profile, profiles
+from lantern_rt.engines.tensorrt_engine import (
+    TensorRTEngine,
+    TensorRTFunction,
+    bucket,
+    smallest_profile,
+    stretch,
+)
+from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.errors import EngineError
+from lantern_rt.pipeline import Pipeline
+from lantern_rt.runtime.engine import Pass
+
+PROFILES = (
+    Profile(name="prefill", rows=(1, 2, 4), nodes=(2, 24, 24), past=(64, 64, 64)),
+    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), past=(64, 192, 320)),
+    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 12), past=(64, 192, 320)),
+)
+
+
+class HostRig:
+    """A rig's graph behind the TensorRT engine, and behind the plain one."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.memory = rig, HostMemory()
+        self.library = HostLibrary(self.memory)
+        self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"))
+        self.engine = self.load()
+
+    def load(self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any) -> TensorRTEngine:
+        options = PlanFileOptions(plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        spec = spec_of(self.rig.config).model_copy(update=change)
+        return TensorRTEngine(self.library, self.memory, options, spec, self.rig.table)
+
+    def prefilled(self, rows: int, capacity: int = 300) -> Any:
+        return self.rig.prefilled(rows, self.engine, capacity)  # type: ignore[arg-type]
+
+    def extend(self, cache: Any, codes: list[list[int]]) -> None:
+        self.rig.extend(cache, codes, self.engine)  # type: ignore[arg-type]
+
+    def last(self, cache: Any, codes: list[int]) -> np.ndarray:
+        tokens = np.array([[code, 0] for code in codes])
+        positions = np.repeat(cache.lengths[:, None], 2, 1)
+        return self.rig.run(cache, tokens, np.eye(2, dtype=bool), positions, self.engine).logits[:, 0]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
+    torch.set_num_threads(1)
+    return HostRig(Rig(tmp_path_factory.mktemp("tiny"), TINY))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
+    torch.set_num_threads(1)
+    return HostRig(Rig(tmp_path_factory.mktemp("wide"), WIDE))
+
+
+def message(action: Callable[[], object]) -> str:
+    with pytest.raises(EngineError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+def test_ragged_rows_over_several_spans_equal_a_full_forward_of_each(tiny: HostRig) -> None:
+    rng = np.random.default_rng(1)
+    codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
+    cache = tiny.prefilled(4)
+    tiny.extend(cache, codes)
+    assert cache.lengths.tolist() == [11, 4, 67, 7]
+    assert tiny.engine.next_span(cache, 2) == 128
+    found = tiny.last(cache, [5, 6, 7, 8])
+    for row, last in enumerate([5, 6, 7, 8]):
+        close(found[row], tiny.rig.reference(row, [*codes[row], last])[-1])
+
+
+def test_a_tree_pass_gives_the_bits_of_the_graph_without_the_nodes_added_to_it(wide: HostRig) -> None:
+    rng, nodes = np.random.default_rng(2), 7
+    among = np.eye(nodes, dtype=bool)
+    for node, parent in enumerate([-1, 0, 0, 1, 1, 2, 4]):
+        if parent >= 0:
+            among[node] |= among[parent]
+    tokens, paths = rng.integers(0, 256, (3, nodes)), [np.array([0, 1, 4, 6]), np.array([0, 2]), np.array([0])]
+    results = []
+    for engine in (wide.rig.engine, wide.engine):
+        cache: Any = wide.rig.prefilled(3, engine)  # type: ignore[arg-type]
+        positions = cache.lengths[:, None] + np.array([0, 1, 1, 2, 2, 2, 3])
+        output = wide.rig.run(cache, tokens, among, positions, engine)  # type: ignore[arg-type]
+        logits, hidden = np.array(output.logits[:, :]), np.array(output.hidden[:, :])
+        cache.append(output.fresh, paths)
+        after = wide.rig.run(cache, tokens[:, :2], np.eye(2, dtype=bool), positions[:, :2], engine)  # type: ignore[arg-type]
+        results.append((logits, hidden, np.array(after.logits[:, :])))
+    assert wide.library.engines[-1].runs[-2][1]["position_ids"] == (3, 8)  # seven nodes ran as eight
+    for plain, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(found, plain)
+
+
+def test_truncated_entries_are_forgotten_and_overwritten(tiny: HostRig) -> None:
+    cache = tiny.prefilled(2)
+    tiny.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+    cache.truncate(np.array([5, 7]))
+    tiny.extend(cache, [[10, 11], [12]])
+    found = tiny.last(cache, [9, 9])
+    close(found[0], tiny.rig.reference(0, [1, 10, 11, 9])[-1])
+    close(found[1], tiny.rig.reference(1, [5, 6, 7, 12, 9])[-1])
+
+
+def test_kept_rows_go_on_in_their_new_order(tiny: HostRig) -> None:
+    cache = tiny.prefilled(4)
+    codes = [[1], [2, 3], [4, 5, 6], []]
+    tiny.extend(cache, codes)
+    cache.keep_rows(np.array([2, 3, 0]))
+    assert cache.lengths.tolist() == [7, 4, 5]
+    found = tiny.last(cache, [9, 8, 7])
+    for place, (row, last) in enumerate([(2, 9), (3, 8), (0, 7)]):
+        close(found[place], tiny.rig.reference(row, [*codes[row], last])[-1])
+
+
+def test_threads_with_caches_of_their_own_do_not_meet(tiny: HostRig) -> None:
+    codes = [np.random.default_rng(i).integers(0, 48, 6).tolist() for i in range(4)]
+    found: list[Any] = [None] * 4
+    turn = threading.Lock()  # the stand-in's memory takes one caller at a time; passes still interleave
+
+    def work(i: int, cache: Any) -> None:
+        for start in range(0, 6, 2):
+            with turn:
+                tiny.extend(cache, [codes[i][start : start + 2]])
+        with turn:
+            found[i] = tiny.last(cache, [3])[0]
+
+    caches = [tiny.prefilled(1) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(i, cache)) for i, cache in enumerate(caches)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(4):
+        close(found[i], tiny.rig.reference(0, [*codes[i], 3])[-1])
+
+
+# ---------------------------------------------------------------- the cache and what comes back
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), rows=st.integers(1, 3), steps=st.integers(1, 4), together=st.booleans())
+def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
+    data: st.DataObject, rows: int, steps: int, together: bool
+) -> None:
+    nodes, count, rng, memory = 4, 4, np.random.default_rng(0), HostMemory()
+    plain = KVCache.empty(rows, nodes * steps, layers=2, kv_heads=1, head_width=2, dtype=np.float32)
+    cache = BlockCache.zeros(memory, rows, nodes * steps, count, entry=8)
+    for _ in range(steps):
+        fresh = rng.standard_normal((count, nodes, rows, 1, 2), np.float32)
+        address = memory.allocate(fresh.nbytes)
+        memory.upload(address, fresh)
+        one = st.lists(st.integers(0, nodes - 1), max_size=nodes, unique=True)
+        drawn = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
+        picks = [np.array(pick, np.int64) for pick in drawn]
+        plain.append(list(fresh), picks)
+        cache.append(Fresh(address, fresh.nbytes // count, rows, number=0), picks)
+    if data.draw(st.booleans()):
+        kept = np.array(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4)))
+        plain.keep_rows(kept)
+        cache.keep_rows(kept)
+    memory.synchronise()
+    assert cache.lengths.tolist() == plain.lengths.tolist()
+    for tensor, start in zip(plain.tensors, cache.addresses(), strict=True):
+        held = memory.view(start, tensor.nbytes).view(np.float32).reshape(tensor.shape)
+        np.testing.assert_array_equal(held[: plain.span()], tensor[: plain.span()])
+
+
+def test_appending_takes_one_copy_per_run_of_nodes_however_many_layers(tiny: HostRig) -> None:
+    cache = BlockCache.zeros(tiny.memory, 3, 100, count=72, entry=64)
+    fresh = Fresh(tiny.memory.allocate(72 * 8 * 3 * 64), 8 * 3 * 64, rows=3, number=0)
+    for picks, copies in (([[0, 1, 2]] * 3, 1), ([[0, 2, 3]] * 3, 2), ([[0], [0, 1], [0]], 2)):
+        before = tiny.memory.copies
+        cache.append(fresh, [np.array(pick) for pick in picks])
+        assert tiny.memory.copies - before == copies, picks
+
+
+def test_runs_join_places_that_follow_each_other() -> None:
+    places = [np.array(values) for values in ([5, 6, 7, 3, 9], [1, 2, 3, 4, 0])]
+    assert list(runs(*places)) == [(9, 0, 1), (5, 1, 3), (3, 4, 1)]
+    assert list(runs(np.array([], np.int64), np.array([], np.int64))) == []
+
+
+def test_rows_come_back_as_numpy_would_index_them(tiny: HostRig) -> None:
+    stretched, width = 4, 5
+    values = np.random.default_rng(0).standard_normal((3, stretched, width)).astype(np.float16)
+    address = tiny.memory.allocate(values.nbytes)
+    tiny.memory.upload(address, values)
+    rows = DeviceRows(BlockCache.zeros(tiny.memory, 3, 1, 2, 64), address, np.float16, (3, 3, width), stretched)
+    whole = values[:, :3].astype(np.float32)
+    keys: list[Any] = [0, (1, 2), slice(0, 2), (slice(0, 3, 2), 1), (slice(None), slice(0, 2)), (2, np.array([2, 0]))]
+    keys += [(np.arange(3), np.array([2, 0, 1])), (np.arange(3)[:, None], np.array([[1, 1], [0, 2], [2, 0]])), -1]
+    for key in keys:
+        found = rows[key]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, whole[key])
+
+
+def test_outputs_of_an_earlier_pass_are_not_read_as_if_they_were_there(tiny: HostRig) -> None:
+    cache = tiny.prefilled(1)
+    tokens, among = np.zeros((1, 2), np.int64), np.eye(2, dtype=bool)
+    first = tiny.rig.run(cache, tokens, among, tokens, tiny.engine)  # type: ignore[arg-type]
+    tiny.rig.run(cache, tokens, among, tokens, tiny.engine)  # type: ignore[arg-type]
+    for late in (lambda: first.logits[0], lambda: cache.append(first.fresh, [np.arange(2)])):
+        with pytest.raises(ValueError, match="outputs of pass 2 on this cache, expected those of its last, 3"):
+            late()
+
+
+def test_memory_is_given_back_with_its_cache(tiny: HostRig) -> None:
+    gc.collect()
+    before = len(tiny.memory.blocks)
+    cache = tiny.prefilled(2)
+    cache.keep_rows(np.array([1]))
+    assert len(tiny.memory.blocks) == before + 2  # keys and values, inputs and outputs
+    del cache
+    gc.collect()
+    assert len(tiny.memory.blocks) == before
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def test_the_smallest_profile_that_fits_is_chosen() -> None:
+    chosen = {(2, 2, 64): 1, (4, 3, 64): 2, (1, 12, 320): 2, (1, 13, 64): 0, (1, 24, 64): 0}
+    chosen |= {(1, 13, 128): None, (5, 2, 64): None, (1, 2, 384): None, (1, 25, 64): None}
+    for (rows, nodes, span), number in chosen.items():
+        assert smallest_profile(PROFILES, rows, nodes, span) == number, (rows, nodes, span)
+
+
+def test_nodes_are_rounded_up_to_powers_of_two_within_the_profile() -> None:
+    tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 60, 60), past=(64, 64, 64))
+    assert [bucket(nodes, tree) for nodes in (1, 2, 3, 4, 5, 17, 32, 33, 60)] == [2, 2, 4, 4, 8, 32, 32, 60, 60]
+
+
+def test_nodes_added_to_a_pass_see_themselves_and_nobody_sees_them() -> None:
+    batch = Pass(
+        np.full((2, 3), 5), np.ones((2, 3, 7), bool), np.full((2, 3), 9), hidden=np.ones((2, 3, 4), np.float32)
+    )
+    longer = stretch(batch, 5)
+    assert longer.visible.shape == (2, 5, 9)
+    assert longer.visible[:, :3, :7].all()
+    assert not longer.visible[:, :3, 7:].any()
+    assert longer.visible[:, 3:].sum(-1).tolist() == [[1, 1]] * 2
+    assert longer.visible[:, 3, 7].all()
+    assert longer.visible[:, 4, 8].all()
+    assert longer.tokens is not None
+    assert longer.hidden is not None
+    assert not longer.tokens[:, 3:].any()
+    assert not longer.hidden[:, 3:].any()
+    assert stretch(batch, 3) is batch
+
+
+def test_shapes_and_addresses_are_set_again_only_where_they_changed(
+    tiny: HostRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tiny.prefilled(1)
+    tiny.extend(cache, [[1, 2]])
+    context = tiny.engine._plan._contexts[1]
+    calls: list[str] = []
+    for name in ("set_input_shape", "set_tensor_address"):
+        set_it = getattr(context, name)
+        monkeypatch.setattr(context, name, lambda what, value, f=set_it: calls.append(what) or f(what, value))
+    tiny.extend(cache, [[3, 4]])
+    assert calls == []
+    cache.keep_rows(np.array([0]))
+    tiny.extend(cache, [[5, 6]])
+    assert sorted(set(calls)) == sorted(tiny.engine._past)  # they lie elsewhere now
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_more_than_a_plan_was_built_for_is_refused_with_the_command_that_builds_it(tiny: HostRig) -> None:
+    where = f"{tiny.plan}: found"
+    rebuild = "which it was built for; rebuild with `lantern-rt build-engine tiny"
+    new_cache, next_span = tiny.engine.new_cache, tiny.engine.next_span
+    assert message(lambda: new_cache(5, 10)) == f"{where} 5 rows, expected at most 4, {rebuild} --max-rows 5`"
+    assert message(lambda: new_cache(1, 500)) == (
+        f"{where} 512 past columns, expected at most 320, {rebuild} --max-past 512`"
+    )
+    cache = new_cache(1, 340)
+    assert message(lambda: next_span(cache, 25)) == (
+        f"{where} 25 nodes in one pass, expected at most 24, {rebuild} --max-nodes 25`"
+    )
+    cache.lengths = np.array([65])
+    assert message(lambda: next_span(cache, 13)) == (
+        f"{where} 13 nodes in one pass, expected at most 12, {rebuild} --max-nodes 13`"
+    )
+    cache.lengths = np.array([321])
+    assert message(lambda: next_span(cache, 2)) == (
+        f"{where} 384 past columns, expected at most 320, {rebuild} --max-past 384`"
+    )
+
+
+def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, tmp_path: Path) -> None:
+    again = "; rebuild with `lantern-rt build-engine tiny`"
+    junk = tmp_path / "junk.plan"
+    junk.write_bytes(b"junk")
+    assert message(lambda: tiny.load(junk)) == (
+        f"{junk}: host_tensorrt 1.0 does not load this plan: Serialization assertion failed{again}"
+    )
+    assert message(lambda: tiny.load(tmp_path / "none.plan")) == (
+        f"{tmp_path / 'none.plan'}: cannot be read (No such file or directory)"
+    )
+    found = f"{tiny.plan}: found"
+    assert message(lambda: tiny.load(profiles=PROFILES[:2])) == (
+        f"{found} 3 profiles, expected 2, those of engine.json{again}"
+    )
+    assert message(lambda: tiny.load(layers=1)) == (
+        f"{found} a tensor `new_key_values.1.key`, expected 9 tensors{again}"
+    )
+    assert message(lambda: tiny.load(layers=3)).startswith(f"{found} no tensor `new_key_values.2.key`, expected ")
+    assert message(lambda: tiny.load(vocabulary=47)) == (
+        f"{found} `logits` as float32 [-1, -1, 48], expected float32 or float16 [any, any, 47]{again}"
+    )
+    assert message(lambda: tiny.load(dtype="float16")) == (
+        f"{found} `past_key_values.0.key` as float32 [-1, -1, 2, 16], expected float16 [any, any, 2, 16]{again}"
+    )
+
+
+def test_what_the_library_says_of_a_failed_run_is_passed_on(tiny: HostRig) -> None:
+    engine = tiny.load(profiles=tuple(replace_past(profile, 640) for profile in PROFILES))  # engine.json says more
+    cache = engine.new_cache(1, 500)
+    cache.lengths = np.array([400])
+    batch = Pass(np.zeros((1, 2), np.int64), np.ones((1, 2, 450), bool), np.zeros((1, 2), np.int64))
+    assert message(lambda: engine.run(batch, cache)) == (
+        f"{tiny.plan}: host_tensorrt 1.0 does not take `attention_mask` as [1, 1, 2, 450]: attention_mask: "
+        "(1, 1, 2, 450) does not satisfy (1, 1, 2, 66) .. (4, 1, 2, 322); rebuild with `lantern-rt build-engine tiny`"
+    )
+
+
+def replace_past(profile: Profile, largest: int) -> Profile:
+    return profile.model_copy(update={"past": (64, 64, largest)})
+
+
+def test_caches_of_other_engines_are_refused(tiny: HostRig) -> None:
+    with pytest.raises(TypeError, match="a cache of another engine: KVCache"):
+        tiny.engine.next_span(tiny.rig.engine.new_cache(1, 10), 2)
+    with pytest.raises(TypeError, match="no NumPy views"):
+        tiny.engine.new_cache(1, 10).past(64)
+
+
+# ---------------------------------------------------------------- functions and bundles
+
+
+def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -> None:
+    path, codes = tmp_path / "vq.onnx", np.random.default_rng(0).integers(0, 48, (5, 16))
+    module = Painter(48, 4).eval()
+    free = {"codes": {0: "rows"}, "images": {0: "rows"}}
+    export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
+    rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), past=(0, 0, 0)),)
+    memory = HostMemory()
+    library = HostLibrary(memory)
+    options = PlanFileOptions(write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
+    tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
+    (images,) = TensorRTFunction(library, memory, options, *tensors).run({"codes": codes})
+    with torch.no_grad():
+        np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
+    assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
+
+
+def test_the_drafters_profiles_leave_room_for_a_draft(tmp_path: Path) -> None:
+    manifest = open_bundle(make_tiny_bundle(tmp_path / "tiny")).manifest
+    options = BuildOptions("tensorrt", max_nodes=64, max_past=64)
+    past = {role: [p.past[2] for p in profiles(manifest, role, options)] for role in ("target", "drafter")}
+    assert past == {"target": [64, 64, 64], "drafter": [64, 128, 128]}
+
+
+@pytest.fixture
+def plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, HostLibrary]:
+    """A tiny bundle, an engine folder of "plans" for it, and the library that they run in."""
+    library = HostLibrary(HostMemory())
+
+    def build(
+        self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
+    ) -> Built:
+        return Built((write_plan(bundle.path(role), shapes, folder / f"{role}.plan"),), 0.0)
+
+    monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
+    monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89"))
+    monkeypatch.setattr(tensorrt_backend, "open_gpu", lambda: library.memory)
+    bundle, folder = make_tiny_bundle(tmp_path / "tiny"), tmp_path / "plans"
+    options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=16, compute_capabilities=("SM89",))
+    build_engines(open_bundle(bundle), str(bundle), options, folder, False, lambda what, done, total: None)
+    return bundle, folder, library
+
+
+@pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])
+def test_a_bundle_draws_the_same_images_from_plans(plans: tuple[Path, Path, HostLibrary], method: str) -> None:
+    bundle, folder, library = plans
+    images = []
+    for engines in (None, folder):
+        pipeline = Pipeline.from_bundle(bundle, engines=engines, threads=1)
+        results = pipeline(["a red sphere", "a cube"], seed=3, method=method)
+        images.append([np.asarray(image) for image in results.images])
+    for plain, found in zip(*images, strict=True):
+        np.testing.assert_array_equal(found, plain)
+    assert len(library.engines) == (2 if method == "ar" else 3)  # the condition graph stays with ONNX Runtime
+
+
+def test_an_altered_plan_is_not_loaded(plans: tuple[Path, Path, HostLibrary]) -> None:
+    bundle, folder, library = plans
+    with (folder / "drafter.plan").open("a") as file:
+        file.write(" ")
+    assert "engines are code and an altered one is not run" in message(
+        lambda: Pipeline.from_bundle(bundle, engines=open_engine_folder(folder))
+    )
+    assert library.engines == []
+
+
+def test_a_float16_drafter_is_fed_float16(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    from half_graph import halve_graph
+
+    scenes, memory = open_bundle("scenes"), HostMemory()
+    halve_graph(scenes.path("drafter"), tmp_path / "half.onnx")
+    options = PlanFileOptions(write_plan(tmp_path / "half.onnx", PROFILES, tmp_path / "half.plan"), PROFILES, "again")
+    spec = scenes.manifest.drafter
+    assert spec is not None
+    engine = TensorRTEngine(HostLibrary(memory), memory, options, spec)
+    cache = engine.new_cache(2, 20)
+    span = engine.next_span(cache, 3)
+    visible = np.zeros((2, 3, span + 3), bool)
+    visible[:, :, span:] = np.tri(3, dtype=bool)
+    hidden = np.random.default_rng(0).standard_normal((2, 3, spec.width)).astype(np.float32)
+    output = engine.run(Pass(np.tile(np.arange(3), (2, 1)), visible, np.ones((2, 3), np.int64), hidden=hidden), cache)
+    assert np.isfinite(output.logits[:, :]).all()
+    assert output.hidden[0].dtype == np.float32
+    cache.append(output.fresh, [np.arange(3)] * 2)
+    assert cache.entry == 2 * spec.kv_heads * spec.head_width
+    memory.synchronise()
