@@ -21,12 +21,14 @@ MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 def import_library(name: str) -> Any:
     """The module of a backend, or EngineError with the command that installs it."""
     try:
-        return importlib.import_module(MODULES[name])
-    except (ImportError, OSError, RuntimeError) as error:
+        module = importlib.import_module(MODULES[name])
+        _ = module.__version__  # any folder of that name on the path would be a module, too
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         brief = " ".join(str(error).split())[:200]
         raise EngineError(
             f"{MODULES[name]} cannot be imported ({brief}); install it with `pip install 'lantern-rt[{name}]'`"
         ) from error
+    return module
 
 
 @dataclass

@@ -12,7 +12,8 @@ from engine_backends import BACKENDS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
 
 from lantern_rt.engines.cuda_driver import find_gpu
-from lantern_rt.engines.tensorrt_library import MODULES
+from lantern_rt.engines.tensorrt_library import MODULES, import_library
+from lantern_rt.errors import EngineError
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.published_trees import named_tree
@@ -45,7 +46,10 @@ def backend(request: pytest.FixtureRequest) -> str:
             pytest.skip("needs an NVIDIA GPU and its driver")
         name = request.param.partition(",")[0]
         if name in MODULES:
-            pytest.importorskip(MODULES[name], reason=f"needs {name}: pip install 'lantern-rt[{name}]'")
+            try:
+                import_library(name)
+            except EngineError as error:
+                pytest.skip(str(error))
     return str(request.param)
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,14 @@ def test_a_missing_library_comes_with_the_command_that_installs_it(
     assert message(EngineError, TensorRTBackend(name).version) == (
         f"{module} cannot be imported (import of {module} halted; None in sys.modules); "
         f"install it with `pip install 'lantern-rt[{name}]'`"
+    )
+
+
+def test_a_folder_that_is_called_like_the_library_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))
+    assert message(EngineError, TensorRTBackend("tensorrt").version) == (
+        "tensorrt cannot be imported (module 'tensorrt' has no attribute '__version__'); "
+        "install it with `pip install 'lantern-rt[tensorrt]'`"
     )
 
 

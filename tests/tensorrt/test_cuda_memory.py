@@ -1,0 +1,138 @@
+"""Device memory through the driver's library: a stand-in compiled from C, and the GPU where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_rt.engines.cuda_driver import find_gpu
+from lantern_rt.engines.cuda_memory import ALIGNMENT, Block, CudaMemory, open_gpu
+from lantern_rt.engines.device_cache import BlockCache, Fresh
+from lantern_rt.errors import EngineError
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The driver's functions on host memory."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("needs a C compiler, cc")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).with_name("host_cuda.c")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    return library
+
+
+@pytest.fixture(params=["stand-in", pytest.param("gpu", marks=pytest.mark.gpu)])
+def memory(request: pytest.FixtureRequest) -> CudaMemory:
+    if request.param == "stand-in":
+        return CudaMemory(str(request.getfixturevalue("stand_in")))
+    if find_gpu() is None:
+        pytest.skip("needs an NVIDIA GPU and its driver")
+    return open_gpu()
+
+
+def numbers(memory: CudaMemory, address: int, count: int) -> list[int]:
+    found = np.empty(count, np.uint8)
+    memory.download(found, address)
+    memory.synchronise()
+    return found.tolist()
+
+
+def test_bytes_go_to_the_device_and_come_back(memory: CudaMemory) -> None:
+    sent = np.random.default_rng(0).standard_normal((37, 1001), np.float32)
+    block, found = Block(memory, sent.nbytes), np.empty_like(sent)
+    assert block.address % ALIGNMENT == 0
+    memory.upload(block.address, sent)
+    memory.download(found, block.address)
+    memory.synchronise()
+    np.testing.assert_array_equal(found, sent)
+
+
+def test_zeros_and_lines_land_where_they_should(memory: CudaMemory) -> None:
+    source, target = Block(memory, 40), Block(memory, 40)
+    memory.upload(source.address, np.arange(40, dtype=np.uint8))
+    memory.upload(target.address, np.full(40, 99, np.uint8))
+    memory.zero(target.address + 1, 3)
+    memory.copy2d(target.address + 5, 9, source.address + 2, 7, 3, 4)
+    expected = np.full(40, 99)
+    expected[1:4] = 0
+    for line in range(4):
+        expected[5 + 9 * line :][:3] = np.arange(3) + 2 + 7 * line
+    assert numbers(memory, target.address, 40) == expected.tolist()
+
+
+def test_a_cache_of_many_layers_takes_the_accepted_nodes(memory: CudaMemory) -> None:
+    rows, nodes, count, entry = 3, 8, 72, 48  # layers a distance apart that no pitched allocation would choose
+    fresh = np.random.default_rng(1).integers(0, 255, (count, nodes, rows, entry), np.uint8)
+    block = Block(memory, fresh.nbytes)
+    memory.upload(block.address, fresh)
+    cache = BlockCache.zeros(memory, rows, 60, count, entry)
+    picks = [np.array(pick) for pick in ([0, 1, 4], [0, 2], [0])]
+    cache.append(Fresh(block.address, fresh[0].nbytes, rows, 0), picks)
+    cache.append(Fresh(block.address, fresh[0].nbytes, rows, 0), [np.array([5, 6])] * rows)
+    cache.keep_rows(np.array([1, 0]))
+    held = np.empty((count, 64, 2, entry), np.uint8)
+    memory.download(held, cache.addresses()[0])
+    memory.synchronise()
+    for place, row in enumerate([1, 0]):
+        order = [*picks[row], 5, 6]
+        np.testing.assert_array_equal(held[:, : len(order), place], fresh[:, order, row])
+        assert not held[:, len(order) :, place].any()
+
+
+def test_every_thread_may_call(memory: CudaMemory) -> None:
+    found: list[list[int]] = []
+
+    def work() -> None:
+        block = Block(memory, 8)
+        memory.zero(block.address, 8)
+        found.append(numbers(memory, block.address, 8))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[0] * 8] * 4
+
+
+def test_what_fails_is_said_in_the_drivers_own_words(memory: CudaMemory) -> None:
+    with pytest.raises(EngineError) as caught:
+        memory.allocate(1 << 46)
+    assert str(caught.value) == (
+        "the NVIDIA driver: cuMemAllocAsync for 67,108,864 MiB failed: out of memory (status 2)"
+    )
+
+
+def test_memory_is_given_back_when_nothing_refers_to_it(stand_in: Path) -> None:
+    memory, library = CudaMemory(str(stand_in)), ctypes.CDLL(str(stand_in))
+    library.live_blocks.restype = ctypes.c_longlong
+    gc.collect()
+    before = library.live_blocks()
+    block = Block(memory, 100)
+    assert library.live_blocks() == before + 1
+    del block
+    gc.collect()
+    assert library.live_blocks() == before
+
+
+def test_strided_arrays_are_refused_before_they_are_misread(stand_in: Path) -> None:
+    memory = CudaMemory(str(stand_in))
+    block = Block(memory, 64)
+    with pytest.raises(ValueError, match="expected a contiguous one"):
+        memory.upload(block.address, np.zeros((4, 8), np.uint8)[:, ::2])
+
+
+def test_a_host_without_a_driver_is_told_so(tmp_path: Path) -> None:
+    missing = tmp_path / "libcuda.so.1"
+    with pytest.raises(EngineError) as caught:
+        CudaMemory(str(missing))
+    assert str(caught.value).startswith(f"{missing}: cannot be used (")
+    assert str(caught.value).endswith("; install or update the NVIDIA driver")

@@ -1,0 +1,106 @@
+"""What lantern-rt calls of TensorRT and TensorRT-RTX to run plans: the installed libraries must have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from host_tensorrt import HostMemory
+
+from lantern_rt.bundle import open_bundle
+from lantern_rt.engines.backends import Function
+from lantern_rt.engines.cuda_driver import find_gpu
+from lantern_rt.engines.cuda_memory import open_gpu
+from lantern_rt.engines.onnxruntime_session import GraphSession, Tensor
+from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.tensorrt_backend import TensorRTBackend
+from lantern_rt.engines.tensorrt_engine import TensorRTFunction
+from lantern_rt.engines.tensorrt_library import MODULES, import_library
+from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.errors import EngineError
+
+USED = {
+    "Runtime": ["deserialize_cuda_engine"],
+    "ICudaEngine": [
+        "num_optimization_profiles", "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_dtype",
+        "get_tensor_shape", "create_execution_context",
+    ],
+    "IExecutionContext": [
+        "set_optimization_profile_async", "set_input_shape", "set_tensor_address", "get_tensor_shape",
+        "execute_async_v3",
+    ],
+    "ExecutionContextAllocationStrategy": ["ON_PROFILE_CHANGE"],
+    "TensorIOMode": ["INPUT", "OUTPUT"],
+    "DataType": ["FLOAT", "HALF", "INT64"],
+    "ILogger": ["ERROR", "INTERNAL_ERROR"],
+    "BuilderFlag": ["TF32"],
+}  # fmt: skip
+# As the bindings print them, without the modules' own names.
+SIGNATURES = {
+    ("ICudaEngine", "create_execution_context"): "strategy: tensorrt.ExecutionContextAllocationStrategy",
+    ("IExecutionContext", "set_optimization_profile_async"): "profile_index: typing.SupportsInt, stream_handle: ",
+    ("IExecutionContext", "set_input_shape"): "name: str, shape: tuple) -> bool",
+    ("IExecutionContext", "set_tensor_address"): "name: str, memory: typing.SupportsInt) -> bool",
+    ("IExecutionContext", "execute_async_v3"): "stream_handle: typing.SupportsInt) -> bool",
+}
+
+
+@pytest.fixture(params=MODULES)
+def name(request: pytest.FixtureRequest) -> str:
+    try:
+        import_library(request.param)
+    except EngineError as error:
+        pytest.skip(str(error))
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kind", USED)
+def test_the_library_has_everything_that_is_called(name: str, kind: str) -> None:
+    library = import_library(name)
+    assert [member for member in USED[kind] if not hasattr(getattr(library, kind), member)] == []
+
+
+@pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call[1])
+def test_calls_have_the_arguments_that_are_given(name: str, call: tuple[str, str]) -> None:
+    described = getattr(getattr(import_library(name), call[0]), call[1]).__doc__
+    plain = described.replace("tensorrt_rtx_bindings.tensorrt_rtx.", "tensorrt.").replace(
+        "tensorrt.tensorrt.", "tensorrt."
+    )
+    assert SIGNATURES[call] in plain
+
+
+def image_decoder(name: str, folder: Path, memory: Any) -> tuple[Function, GraphSession]:
+    """The image decoder of `scenes` as a plan and in ONNX Runtime."""
+    scenes = open_bundle("scenes")
+    manifest, bundle = scenes.manifest, SimpleNamespace(path=scenes.path)
+    rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
+    options = BuildOptions(name, compute_capabilities=() if find_gpu() else ("SM89",))
+    built = TensorRTBackend(name).build(bundle, "vq_decoder", rows, options, folder, lambda what, done, total: None)  # type: ignore[arg-type]
+    inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
+    outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
+    plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
+    plan = PlanFileOptions(built.files[0], rows, "again")
+    return TensorRTFunction(import_library(name), memory, plan, inputs, outputs), plain
+
+
+@pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
+def test_a_plan_that_cannot_be_loaded_for_lack_of_a_driver_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    with pytest.raises(EngineError) as caught:
+        image_decoder("tensorrt-rtx", tmp_path, HostMemory())
+    assert str(caught.value).startswith(f"{tmp_path / 'vq_decoder.plan'}: tensorrt_rtx ")
+    assert " does not load this plan: " in str(caught.value)
+    assert "CUDA driver version is insufficient" in str(caught.value)
+    assert str(caught.value).endswith("; rebuild with `again`")
+
+
+@pytest.mark.gpu
+def test_a_plan_decodes_images_on_the_gpu(name: str, tmp_path: Path) -> None:
+    if find_gpu() is None:
+        pytest.skip("needs an NVIDIA GPU and its driver")
+    plan, plain = image_decoder(name, tmp_path, open_gpu())
+    codes = np.random.default_rng(0).integers(0, 16, (3, plain.session.get_inputs()[0].shape[1]))
+    np.testing.assert_allclose(plan.run({"codes": codes})[0], plain.run({"codes": codes})[0], atol=1e-3)
