@@ -1,13 +1,16 @@
-"""Does lantern-rt run on this GPU, and how fast? One command, under ten minutes, no network.
+"""Does lantern-rt run on this GPU, and how fast? One command, no network.
 
-    python benchmarks/gpu_check.py                       # the gpu tests, then the table
-    python benchmarks/gpu_check.py --size XL --precision float16 --json out.json
+    python benchmarks/gpu_check.py --size B --precision float16   # the gpu tests, then one model: the place to start
+    python benchmarks/gpu_check.py                       # every size, both precisions
+    python benchmarks/gpu_check.py --size XL --backend onnxruntime --json out.json
     python benchmarks/gpu_check.py --smoke               # tiny shapes in host memory: does the script itself run?
 
-Runs `pytest -m gpu`, then random-weight models of LlamaGen's sizes through ONNX Runtime's CUDA provider:
-milliseconds per pass against nodes and past, beside the time it takes to read the weights once; decode steps, and
-the host's own share of them; memory. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. Times are printed,
-never judged. Sizes that do not fit the GPU's memory are left out, and said so.
+Runs `pytest -m gpu`, then random-weight models of LlamaGen's sizes through ONNX Runtime's CUDA provider, and as plans
+through TensorRT and TensorRT-RTX where they are installed: milliseconds per pass against nodes and past, beside the
+time it takes to read the weights once; decode steps, and the host's own share of them; memory. Needs
+`lantern-rt[gpu,export,dev]` and an NVIDIA driver. Times are printed, never judged. What does not fit the GPU's memory,
+or a library does not build, is left out, and said so. Without plans it should take under ten minutes; their builds
+take minutes more.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,9 +35,17 @@ from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, RandomMode
 
 from lantern_rt import EngineError, LanternError, __version__
 from lantern_rt.engines.cuda_driver import find_gpu
+from lantern_rt.engines.cuda_memory import open_gpu
 from lantern_rt.engines.graph_bytes import model_bytes, node_bytes
+from lantern_rt.engines.kv_cache import SPAN_STEP, round_up
 from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
 from lantern_rt.engines.onnxruntime_session import import_onnxruntime, load_helper
+from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.tensorrt_backend import TensorRTBackend
+from lantern_rt.engines.tensorrt_engine import TensorRTEngine
+from lantern_rt.engines.tensorrt_library import MODULES, import_library
+from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Pass
 from lantern_rt.runtime.published_trees import named_tree
@@ -41,7 +53,12 @@ from lantern_rt.runtime.sampling import Sampling
 
 NODES, PASTS, ROWS, REPEATS = (1, 2, 4, 8, 16, 32, 60, 128), (128, 600, 1100), 2, 20
 SIZES = {"B": LLAMAGEN_B, "XL": LLAMAGEN_XL, "3B": LLAMAGEN_3B}
+BACKENDS = ("onnxruntime", *MODULES)
 STEPS = {"ar": Method("ar"), "eagle dynamic-59": Method("eagle", named_tree("dynamic-59"))}
+
+
+# Makes an engine of a graph, with a table of code embeddings for a target.
+Loader = Callable[[Path, DecoderSpec | DrafterSpec, np.ndarray | None], Any]
 
 
 class HostEngine(OrtDeviceEngine):
@@ -55,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, action="append", help="default: every size that fits")
     parser.add_argument("--precision", choices=("float16", "float32"), action="append", help="default: both")
+    parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: all that are installed")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
@@ -78,16 +96,19 @@ def main() -> None:
     print(f"reads and writes {bandwidth / 1e9:.0f} GB/s (a copy of device memory)")
     report["bandwidth"] = bandwidth
     report["models"] = []
+    backends = ["onnxruntime"] if arguments.smoke else arguments.backend or installed()
     for shapes in [SMOKE] if arguments.smoke else [SIZES[name] for name in arguments.size or SIZES]:
         with tempfile.TemporaryDirectory() as folder:
             model = build_random_model(shapes, Path(folder))
             for precision in arguments.precision or ("float16", "float32"):
-                try:
-                    report["models"].append(
-                        measure(shapes, with_precision(model, precision), precision, bandwidth, provider)
-                    )
-                except LanternError as error:
-                    print(f"{shapes.name} {precision}: left out: {error}")
+                measured = with_precision(model, precision)
+                for backend in backends:
+                    try:
+                        load = loader(backend, arguments.smoke)
+                        found = measure(shapes, measured, f"{precision}, {backend}", bandwidth, load)
+                        report["models"].append({"backend": backend, "precision": precision, **found})
+                    except LanternError as error:
+                        print(f"{shapes.name} {precision}, {backend}: left out: {error}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -113,27 +134,67 @@ def with_precision(model: RandomModel, precision: str) -> RandomModel:
     )
 
 
-def measure(shapes: Shapes, model: RandomModel, precision: str, bandwidth: float, provider: str) -> dict[str, Any]:
+def installed() -> list[str]:
+    """ONNX Runtime, and those of the TensorRT libraries that can be imported."""
+    found = ["onnxruntime"]
+    for name in MODULES:
+        try:
+            print(f"{name} {import_library(name).__version__}")
+            found.append(name)
+        except EngineError as error:
+            print(f"{name}: left out: {error}")
+    return found
+
+
+def loader(backend: str, smoke: bool) -> Loader:
+    """What makes engines of a backend; plans are built on the way."""
+    if backend == "onnxruntime":
+        engine, provider = (HostEngine, "cpu") if smoke else (OrtDeviceEngine, "cuda")
+        return lambda path, spec, table: engine(path, spec, table, provider=provider)
+
+    def load(path: Path, spec: DecoderSpec | DrafterSpec, table: np.ndarray | None) -> TensorRTEngine:
+        bundle: Any = SimpleNamespace(path=lambda role: path)
+        shapes, options = profiles(), BuildOptions(backend, max_rows=ROWS, max_nodes=NODES[-1])
+        began = time.perf_counter()
+        built = TensorRTBackend(backend).build(
+            bundle, path.stem, shapes, options, path.parent, lambda what, done, total: None
+        )
+        print(f"built {path.stem} in {time.perf_counter() - began:.0f} s", flush=True)
+        plan = PlanFileOptions(built.files[0], shapes, "python benchmarks/gpu_check.py")
+        return TensorRTEngine(import_library(backend), open_gpu(), plan, spec, table)
+
+    return load
+
+
+def profiles() -> tuple[Profile, ...]:
+    """Plain decoding and trees, as `build-engine` makes them; every pass here fits one of the two."""
+    rows, past = (1, ROWS, ROWS), (SPAN_STEP, round_up(PASTS[1]), round_up(PASTS[-1]))
+    return (
+        Profile(name="ar", rows=rows, nodes=(2, 2, 2), past=past),
+        Profile(name="tree", rows=rows, nodes=(2, 64, NODES[-1]), past=past),
+    )
+
+
+def measure(shapes: Shapes, model: RandomModel, label: str, bandwidth: float, load: Loader) -> dict[str, Any]:
     """Print and return one model's table."""
-    engine = OrtDeviceEngine if provider == "cuda" else HostEngine
     before = used_memory()
-    target = engine(model.target, model.target_spec, model.code_embeddings, provider=provider)
+    target = load(model.target, model.target_spec, model.code_embeddings)
     bound = 1e3 * model.target_bytes / bandwidth
-    print(f"\n{shapes.name} {precision}, {ROWS} rows; weights read once: {bound:.2f} ms")
+    print(f"\n{shapes.name} {label}, {ROWS} rows; weights read once: {bound:.2f} ms")
     print("   past  nodes        ms  share of the bound")
     passes = []
-    for past in shapes.pasts if provider == "cpu" else PASTS:
-        for nodes in shapes.nodes if provider == "cpu" else NODES:
+    for past in shapes.pasts if shapes is SMOKE else PASTS:
+        for nodes in shapes.nodes if shapes is SMOKE else NODES:
             ms = pass_ms(target, past, nodes)
             print(f"{past:7d} {nodes:6d} {ms:9.3f} {bound / ms:19.0%}", flush=True)
             passes.append({"past": past, "nodes": nodes, "ms": ms, "bound_share": bound / ms})
-    drafter = engine(model.drafter, model.drafter_spec, None, provider=provider)
+    drafter = load(model.drafter, model.drafter_spec, None)
     steps = [step_times(shapes, Model(target, drafter, 64, 10_000), name, method) for name, method in steps_of(shapes)]
     memory = used_memory()
     used = None if memory is None or before is None else memory - before
     if used is not None:
         print(f"  device memory {used / 2**20:.0f} MiB")
-    return {"size": shapes.name, "precision": precision, "passes": passes, "steps": steps, "memory": used}
+    return {"size": shapes.name, "passes": passes, "steps": steps, "memory": used}
 
 
 def steps_of(shapes: Shapes) -> list[tuple[str, Method]]:
@@ -145,7 +206,7 @@ def steps_of(shapes: Shapes) -> list[tuple[str, Method]]:
     )
 
 
-def pass_ms(engine: OrtDeviceEngine, past: int, nodes: int) -> float:
+def pass_ms(engine: Any, past: int, nodes: int) -> float:
     """Median milliseconds of a pass, and of copying one node's logits back: what waits for the device."""
     spec, rng = engine.spec, np.random.default_rng(0)
     cache = engine.new_cache(ROWS, past)
