@@ -44,7 +44,7 @@ from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend
 from lantern_rt.engines.tensorrt_engine import TensorRTEngine
 from lantern_rt.engines.tensorrt_library import MODULES, import_library
-from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Pass
@@ -160,7 +160,7 @@ def loader(backend: str, smoke: bool) -> Loader:
             bundle, path.stem, shapes, options, path.parent, lambda what, done, total: None
         )
         print(f"built {path.stem} in {time.perf_counter() - began:.0f} s", flush=True)
-        plan = PlanFileOptions(built.files[0], shapes, "python benchmarks/gpu_check.py")
+        plan = PlanSource(built.files[0], shapes, "python benchmarks/gpu_check.py")
         return TensorRTEngine(import_library(backend), open_gpu(), plan, spec, table)
 
     return load

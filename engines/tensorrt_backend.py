@@ -29,7 +29,7 @@ from .onnxruntime_session import Tensor, ThreadOptions
 from .profiles import BuildOptions, Profile
 from .tensorrt_engine import TensorRTEngine, TensorRTFunction
 from .tensorrt_library import Messages, import_library, make_logger, make_monitor
-from .tensorrt_plan import PlanFileOptions
+from .tensorrt_plan import PlanSource
 
 _AMPERE = 80
 
@@ -42,17 +42,17 @@ class TensorRTGraphs:
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target or the drafter as an engine."""
-        return TensorRTEngine(self._library, self._memory, self._options(role), spec, code_embeddings)
+        return TensorRTEngine(self._library, self._memory, self._source(role), spec, code_embeddings)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph."""
         if role not in self._folder.manifest.graphs:
             return self._others.function(role, inputs, outputs)
-        return TensorRTFunction(self._library, self._memory, self._options(role), inputs, outputs)
+        return TensorRTFunction(self._library, self._memory, self._source(role), inputs, outputs)
 
-    def _options(self, role: str) -> PlanFileOptions:
+    def _source(self, role: str) -> PlanSource:
         folder = self._folder
-        return PlanFileOptions(folder.path(role), folder.manifest.graphs[role].profiles, folder.rebuild)
+        return PlanSource(folder.path(role), folder.manifest.graphs[role].profiles, folder.rebuild)
 
 
 class TensorRTBackend:

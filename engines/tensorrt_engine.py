@@ -25,7 +25,7 @@ from .device_cache import BlockCache, DeviceRows, Fresh
 from .kv_cache import round_up
 from .onnxruntime_session import Array, Tensor
 from .profiles import Profile
-from .tensorrt_plan import Place, Plan, PlanFileOptions, Shape
+from .tensorrt_plan import Place, Plan, PlanSource, Shape
 
 
 class TensorRTEngine:
@@ -39,22 +39,22 @@ class TensorRTEngine:
         self,
         library: Any,
         memory: DeviceMemory,
-        options: PlanFileOptions,
+        source: PlanSource,
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None = None,
     ) -> None:
-        self.spec, self._memory, self._options = spec, memory, options
+        self.spec, self._memory, self._source = spec, memory, source
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._plan = Plan(library, memory, options, inputs, outputs)
+        self._plan = Plan(library, memory, source, inputs, outputs)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._fresh = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
-        self._entry = spec.kv_heads * spec.head_width * np.dtype(kv_dtype(options.path, self._plan.dtypes)).itemsize
+        self._entry = spec.kv_heads * spec.head_width * np.dtype(kv_dtype(source.path, self._plan.dtypes)).itemsize
         self._node_inputs = NodeInputs(code_embeddings, self._plan.dtypes)
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
         """An empty cache on the device; EngineError if the plan was built for fewer rows or columns."""
         most_rows, most_nodes, most_past = (
-            max(getattr(profile, name)[2] for profile in self._options.profiles) for name in ("rows", "nodes", "past")
+            max(getattr(profile, name)[2] for profile in self._source.profiles) for name in ("rows", "nodes", "past")
         )
         if rows > most_rows:
             raise self._too_small("rows", rows, most_rows)
@@ -119,7 +119,7 @@ class TensorRTEngine:
 
     def _fit(self, rows: int, nodes: int, span: int) -> tuple[int, int]:
         """The smallest profile for a pass, by number, and the nodes to run; EngineError if there is none."""
-        profiles = self._options.profiles
+        profiles = self._source.profiles
         found = smallest_profile(profiles, rows, nodes, span)
         if found is not None:
             return found, bucket(nodes, profiles[found])
@@ -133,8 +133,8 @@ class TensorRTEngine:
     def _too_small(self, name: str, wanted: int, most: int) -> EngineError:
         what = {"rows": "rows", "nodes": "nodes in one pass", "past": "past columns"}[name]
         return EngineError(
-            f"{self._options.path}: found {wanted} {what}, expected at most {most}, which it was built for; "
-            f"rebuild with `{self._options.rebuild} --max-{name} {wanted}`"
+            f"{self._source.path}: found {wanted} {what}, expected at most {most}, which it was built for; "
+            f"rebuild with `{self._source.rebuild} --max-{name} {wanted}`"
         )
 
 
@@ -145,13 +145,13 @@ class TensorRTFunction:
         self,
         library: Any,
         memory: DeviceMemory,
-        options: PlanFileOptions,
+        source: PlanSource,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        self._plan = Plan(library, memory, options, inputs, outputs)
+        self._plan = Plan(library, memory, source, inputs, outputs)
         self._memory, self._outputs = memory, outputs
-        self._rows = options.profiles[0].rows[2]
+        self._rows = source.profiles[0].rows[2]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared."""

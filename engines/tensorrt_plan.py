@@ -27,8 +27,8 @@ Place = tuple[Shape, int]  # a tensor's shape and its address
 
 
 @dataclass(frozen=True)
-class PlanFileOptions:
-    """Where a plan lies, the ranges it was built for, and the command that builds it again."""
+class PlanSource:
+    """Where a plan comes from: its file, the ranges it was built for, and the command that builds it again."""
 
     path: Path
     profiles: tuple[Profile, ...]
@@ -45,26 +45,26 @@ class Plan:
         self,
         library: Any,
         memory: DeviceMemory,
-        options: PlanFileOptions,
+        source: PlanSource,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        self.options, self.memory = options, memory
+        self.source, self.memory = source, memory
         self._library, self._messages = library, Messages()
         self._logger = make_logger(library, self._messages)  # the library keeps no reference of its own
         self._lock = threading.Lock()
         memory.use()
         try:
             self._runtime = library.Runtime(self._logger)
-            self._engine = self._runtime.deserialize_cuda_engine(options.path.read_bytes())
+            self._engine = self._runtime.deserialize_cuda_engine(source.path.read_bytes())
         except (TypeError, RuntimeError) as error:  # what the bindings raise where the library returns nothing
             raise self._failure(f"does not load this plan ({' '.join(str(error).split())[:200]})") from error
         except OSError as error:
-            raise EngineError(f"{options.path}: cannot be read ({error.strerror or error})") from error
+            raise EngineError(f"{source.path}: cannot be read ({error.strerror or error})") from error
         if self._engine is None:
             raise self._failure("does not load this plan")
-        if (found := self._engine.num_optimization_profiles) != len(options.profiles):
-            raise self._other(f"{found} profiles", f"{len(options.profiles)}, those of engine.json")
+        if (found := self._engine.num_optimization_profiles) != len(source.profiles):
+            raise self._other(f"{found} profiles", f"{len(source.profiles)}, those of engine.json")
         self.dtypes = self._check(inputs, outputs)
         self._inputs, self._outputs = [t.name for t in inputs], [t.name for t in outputs]
         self._contexts: dict[int, Any] = {}
@@ -99,7 +99,7 @@ class Plan:
             context = self._engine.create_execution_context(strategy)
             if context is None:
                 raise self._failure("makes no execution context (is the device's memory full?)")
-            name = self.options.profiles[profile].name
+            name = self.source.profiles[profile].name
             self._do(context.set_optimization_profile_async(profile, self.memory.stream), f"choose profile `{name}`")
             self._contexts[profile] = context
         return self._contexts[profile]
@@ -135,11 +135,11 @@ class Plan:
 
     def _failure(self, what: str) -> EngineError:
         return EngineError(
-            f"{self.options.path}: {self._library.__name__} {self._library.__version__} {what}: "
-            f"{self._messages.brief()}; rebuild with `{self.options.rebuild}`"
+            f"{self.source.path}: {self._library.__name__} {self._library.__version__} {what}: "
+            f"{self._messages.brief()}; rebuild with `{self.source.rebuild}`"
         )
 
     def _other(self, found: str, expected: str) -> EngineError:
         return EngineError(
-            f"{self.options.path}: found {found}, expected {expected}; rebuild with `{self.options.rebuild}`"
+            f"{self.source.path}: found {found}, expected {expected}; rebuild with `{self.source.rebuild}`"
         )

@@ -23,7 +23,7 @@ from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend
 from lantern_rt.engines.tensorrt_engine import TensorRTEngine
 from lantern_rt.engines.tensorrt_library import import_library
-from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.export.decoder import Decoder, DecoderConfig
 from lantern_rt.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
@@ -88,7 +88,7 @@ class SmallModel:
         library, memory, build = self._host() if where == "host" else self._gpu(name)
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            return TensorRTEngine(library, memory, PlanFileOptions(build(role), PROFILES, "rebuild"), spec, table)
+            return TensorRTEngine(library, memory, PlanSource(build(role), PROFILES, "rebuild"), spec, table)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)

@@ -27,7 +27,7 @@ from lantern_rt.engines.device_cache import BlockCache, DeviceRows, Fresh, runs
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.onnxruntime_session import Tensor
-from lantern_rt.engines.profiles import BuildOptions, Profile, profiles
+from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_engine import (
     TensorRTEngine,
     TensorRTFunction,
@@ -35,7 +35,7 @@ from lantern_rt.engines.tensorrt_engine import (
     smallest_profile,
     stretch,
 )
-from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.errors import EngineError
 from lantern_rt.pipeline import Pipeline
 from lantern_rt.runtime.engine import Pass
@@ -57,7 +57,7 @@ class HostRig:
         self.engine = self.load()
 
     def load(self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any) -> TensorRTEngine:
-        options = PlanFileOptions(plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        options = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
         spec = spec_of(self.rig.config).model_copy(update=change)
         return TensorRTEngine(self.library, self.memory, options, spec, self.rig.table)
 
@@ -388,19 +388,12 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), past=(0, 0, 0)),)
     memory = HostMemory()
     library = HostLibrary(memory)
-    options = PlanFileOptions(write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
+    options = PlanSource(write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
     (images,) = TensorRTFunction(library, memory, options, *tensors).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
-
-
-def test_the_drafters_profiles_leave_room_for_a_draft(tmp_path: Path) -> None:
-    manifest = open_bundle(make_tiny_bundle(tmp_path / "tiny")).manifest
-    options = BuildOptions("tensorrt", max_nodes=64, max_past=64)
-    past = {role: [p.past[2] for p in profiles(manifest, role, options)] for role in ("target", "drafter")}
-    assert past == {"target": [64, 64, 64], "drafter": [64, 128, 128]}
 
 
 @pytest.fixture
@@ -452,7 +445,7 @@ def test_a_float16_drafter_is_fed_float16(tmp_path: Path) -> None:
 
     scenes, memory = open_bundle("scenes"), HostMemory()
     halve_graph(scenes.path("drafter"), tmp_path / "half.onnx")
-    options = PlanFileOptions(write_plan(tmp_path / "half.onnx", PROFILES, tmp_path / "half.plan"), PROFILES, "again")
+    options = PlanSource(write_plan(tmp_path / "half.onnx", PROFILES, tmp_path / "half.plan"), PROFILES, "again")
     spec = scenes.manifest.drafter
     assert spec is not None
     engine = TensorRTEngine(HostLibrary(memory), memory, options, spec)

@@ -19,7 +19,7 @@ from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend
 from lantern_rt.engines.tensorrt_engine import TensorRTFunction
 from lantern_rt.engines.tensorrt_library import MODULES, import_library
-from lantern_rt.engines.tensorrt_plan import PlanFileOptions
+from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.errors import EngineError
 
 USED = {
@@ -82,7 +82,7 @@ def image_decoder(name: str, folder: Path, memory: Any) -> tuple[Function, Graph
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = PlanFileOptions(built.files[0], rows, "again")
+    plan = PlanSource(built.files[0], rows, "again")
     return TensorRTFunction(import_library(name), memory, plan, inputs, outputs), plain
 
 
