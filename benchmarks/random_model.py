@@ -53,7 +53,7 @@ LLAMAGEN_B = Shapes(
     nodes=(1, 2, 4, 8, 16, 32, 60),
     pasts=(128, 256),
     repeats=15,
-    codes=48,
+    codes=256,
     neighbors=1000,
     trees=(
         ("ar", ""),

@@ -64,14 +64,16 @@ class KVCache:
 
     def append(self, fresh: list[Halves], picks: list[Ints]) -> None:
         """Append nodes `picks[r]` of `fresh` (tensors `[nodes, rows, kv_heads, head_width]`) to each row r."""
-        rows, counts = len(self.lengths), self.check_picks(picks)
-        if not counts.sum():
-            return
-        start, pick = int(self.lengths[0]), picks[0]
-        if (self.lengths == start).all() and all(other is pick or np.array_equal(other, pick) for other in picks):
+        rows, start, pick = len(self.lengths), int(self.lengths[0]), picks[0]
+        end = start + len(pick)
+        alike = len(picks) == rows and all(other is pick or np.array_equal(other, pick) for other in picks)
+        if alike and end <= self.capacity and self.lengths.tolist() == [start] * rows:
             for tensor, new in zip(self.tensors, fresh, strict=True):
-                new.take(pick, 0, tensor[start : start + len(pick)], "clip")  # "raise" would copy twice
-            self.lengths = self.lengths + counts
+                new.take(pick, 0, tensor[start:end], "clip")  # "raise" would copy twice
+            self.lengths = self.lengths + len(pick)
+            return
+        counts = self.check_picks(picks)
+        if not counts.any():
             return
         row = np.repeat(np.arange(rows), counts)
         node = np.concatenate(picks)

@@ -71,6 +71,7 @@ class Drafter:
         self.engine, self.shape, self.sampling, self.clock = engine, shape, sampling, clock
         self.position_shift, self.last_position, self.code_offset = position_shift, last_position, code_offset
         self.children, self.stop = children, stop
+        self.committed_masks: dict[int, Bools] = {}  # by span, for as long as the same slots are committed
         self.cache: Cache
         self.hidden_columns: Bools
         self.prefix: list[Ints]
@@ -82,13 +83,13 @@ class Drafter:
         given as codes.
         """
         self.cache, self.hidden_columns = self.engine.new_cache(rows, capacity), hidden_columns
-        self.prefix = prefix or [np.zeros(0, np.int64)] * rows
+        self.prefix = prefix or []
 
     def keep_rows(self, rows: Ints) -> None:
         """Go on with these rows only."""
         self.cache.keep_rows(rows)
         self.hidden_columns = self.hidden_columns[rows]
-        self.prefix = [self.prefix[row] for row in rows]
+        self.prefix = [self.prefix[row] for row in rows] if self.prefix else []
 
     def draft(self, tokens: list[Ints], hidden: list[Floats], streams: Sequence[Streams]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request.
@@ -98,7 +99,9 @@ class Drafter:
         """
         requests = len(tokens)
         roots = np.array([codes[-1] for codes in tokens], np.int64)
+        self.committed_masks = {}
         level = self._commit(tokens, hidden)
+        self.committed_masks = {}
         committed = self.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
             trees = self._draft_static(self.shape, roots, level, committed, streams)
@@ -111,8 +114,10 @@ class Drafter:
     def _commit(self, tokens: list[Ints], hidden: list[Floats]) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
         requests, rows = len(tokens), len(hidden)
-        read = [np.append(self.prefix[row], tokens[row % requests] + self.code_offset) for row in range(rows)]
-        self.prefix = [ids[:0] for ids in self.prefix]
+        read = [tokens[row % requests] + self.code_offset for row in range(rows)]
+        if self.prefix:
+            read = [np.concatenate([prefix, codes]) for prefix, codes in zip(self.prefix, read, strict=True)]
+            self.prefix = []
         counts = [len(ids) for ids in read]
         slots = max(MINIMUM_SLOTS, *counts)
         codes = np.zeros((rows, slots), np.int64)
@@ -140,8 +145,10 @@ class Drafter:
     def _visible(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, span + slots]`, and the span."""
         span = self.engine.next_span(self.cache, slots)
+        if span not in self.committed_masks:
+            self.committed_masks[span] = committed_mask(lengths, self.hidden_columns, span)[:, None]
         visible = np.zeros((len(lengths), slots, span + slots), bool)
-        visible[:, :, :span] = committed_mask(lengths, self.hidden_columns, span)[:, None]
+        visible[:, :, :span] = self.committed_masks[span]
         return visible, span
 
     def _run(self, tokens: Ints, hidden: Floats, positions: Ints, visible: Bools) -> PassOutput:
@@ -192,7 +199,7 @@ class Drafter:
         proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
         above = np.zeros((requests, 1, 0), bool)
         for depth, (inner, parents) in enumerate(zip(shape.levels, shape.parent_slots, strict=True)):
-            going_on = paths[:, inner].sum(1) >= self.stop
+            going_on = (paths[:, inner].sum(1) >= self.stop) if self.stop else np.ones(requests, bool)
             if not going_on.any():
                 break
             if depth > 0:
@@ -206,7 +213,8 @@ class Drafter:
                         codes, chances = self._choose(logits, len(children), proposals[r], node, streams[r])
                         filled = children[: len(codes)]
                         tokens[r, filled], alive[r, filled] = codes, True
-                        paths[r, filled] = paths[r, node] * chances
+                        if self.stop:
+                            paths[r, filled] = paths[r, node] * chances
         leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
         return [_without(tree, alive[r]) for r, tree in enumerate(trees)]

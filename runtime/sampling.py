@@ -159,8 +159,10 @@ def draw_without_replacement(distribution: Probabilities, count: int, rng: np.ra
     Each draw inverts the cumulative distribution with the codes drawn before cut out of it; one number of the
     stream per code.
     """
+    if count == 1:
+        return np.array([draw(distribution, rng)], np.int64)
     cumulative = _Cumulative(distribution)
-    possible = count if count == 1 else min(count, int(np.count_nonzero(distribution)))
+    possible = min(count, int(np.count_nonzero(distribution)))
     codes: list[int] = []
     cuts: list[tuple[float, float]] = []  # where each drawn code begins, and its width
     for _ in range(possible):
