@@ -39,6 +39,7 @@ from lantern_rt.tuning.tree_search import Plan, best_plan, expected_codes, slots
 
 ROWS = 2  # one image with guidance
 PAPER_TREES = ("mc-25", "naive-57")
+CODES = 64  # decoded to see what a step costs outside the engines
 LEVELS, WINDOW = 4, 8  # of the chain and the window that tell what drafting costs outside the engines
 
 
@@ -67,7 +68,8 @@ def _host_seconds(shapes: Shapes, target: Engine, drafter: Engine, method: Metho
     model = Model(target, drafter, shapes.codes, shapes.grid**2 + 1)
     prefix = np.random.default_rng(1).standard_normal((2, 1, shapes.width), np.float32)
     prompt = Prompt(prefix[0], prefix[1], np.ones(1, bool))
-    for codes in (shapes.codes // 4, shapes.codes):  # the first decode pays for memory
+    most = min(CODES, shapes.codes)
+    for codes in (most // 4, most):  # the first decode pays for memory
         steps = decode(
             replace(model, codes=codes), [prompt], [np.random.default_rng(7)], Sampling(cfg_scale=4.0), method
         )
