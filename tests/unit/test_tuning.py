@@ -1,4 +1,4 @@
-"""Tuning: acceptance counted rightly, trees that are best, likelihoods, stored choices, and method auto."""
+"""Tuning: likelihoods, budgets, stored choices and rates, method auto, and the command."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ from toy_engine import make_model, make_prompt, next_distribution
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.cli import run_program
-from lantern_rt.errors import BundleError, OutputError, TreeError
-from lantern_rt.runtime.decode import Method, RequestStep, decode
-from lantern_rt.runtime.published_trees import named_tree, tree_name
+from lantern_rt.errors import BundleError, OutputError
 from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.tuning.auto import known_rates, predicted_choice
-from lantern_rt.tuning.candidates import NO_RATES, WINDOWS, Measured, exact_candidates, ladders, parse_budget
+from lantern_rt.tuning.candidates import WINDOWS, Measured, exact_candidates, ladders, parse_budget
 from lantern_rt.tuning.costs import HostCosts, PassCost
 from lantern_rt.tuning.likelihood import likelihood, negative_log_likelihood
-from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
+from lantern_rt.tuning.rates import DEPTHS, RANKS
 from lantern_rt.tuning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
 from lantern_rt.tuning.records import Candidate
 from lantern_rt.tuning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
-from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level, speed_by_nodes
-from lantern_rt.tuning.tune import Finalist, choose, choose_finalists
 
 SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
 CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free
@@ -56,142 +51,6 @@ def falling_rates(first: float) -> np.ndarray:
     rates = np.zeros((DEPTHS, RANKS))
     rates[:5, :4] = first * 0.6 ** np.arange(4)
     return rates
-
-
-# ---------------------------------------------------------------- rates
-
-
-def test_rates_foretell_how_many_codes_another_tree_gives() -> None:
-    model, sampling = make_model(vocabulary=6, codes=50, agreement=0.7), Sampling()
-    counts = AcceptanceCounts()
-
-    def parts(seeds: range, tree: StaticTree) -> list[RequestStep]:
-        prompts, rngs = [make_prompt(i) for i in seeds], [np.random.default_rng(i) for i in seeds]
-        return [part for step in decode(model, prompts, rngs, sampling, Method("eagle", tree)) for part in step.parts]
-
-    for part in parts(range(40), PROBE):
-        counts.add(part)
-    for name in ("chain-3", "tree-3-210-110"):
-        tree = named_tree(name)
-        assert isinstance(tree, StaticTree)
-        given = [len(part.codes) for part in parts(range(40, 80), tree) if part.acceptance]
-        assert np.mean(given) == pytest.approx(expected_codes(tree.paths, counts.rates()), abs=0.12)
-
-
-def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
-    counts = AcceptanceCounts()
-    counts.tried[0, :2], counts.accepted[0, :2] = 100, (50, 20)
-    counts.tried[1, 0], counts.accepted[1, 0] = 4, 4
-    rates = counts.rates()
-    assert rates[0, 0] == pytest.approx(0.5, abs=0.01)
-    assert 0.5 < rates[1, 0] < 0.75  # four tries do not outweigh the depth above
-    assert rates[0, 2:].max() == 0
-    assert rates[2:].max() == 0
-
-
-# ---------------------------------------------------------------- trees
-
-
-def test_free_nodes_give_a_large_tree_and_dear_ones_none() -> None:
-    large = best_plan(falling_rates(0.6), {}, CHEAP)
-    assert len(large.paths) > 40
-    assert large.codes == pytest.approx(expected_codes(large.paths, falling_rates(0.6)))
-    none = best_plan(falling_rates(0.6), {}, DEAR)
-    assert (none.paths, none.codes) == ((), 1.0)
-
-
-def test_the_plan_is_the_best_of_all_small_trees() -> None:
-    rates = np.array([[0.7, 0.5, 0.2], [0.5, 0.4, 0.0], [0.4, 0.0, 0.0]])
-    costs = HostCosts(PassCost((2, 4, 8), (1.0, 1.1, 1.5)), PassCost((2, 4), (0.2, 0.25)), 0.05, 0.03)
-    every = [(), *(path for d in (1, 2, 3) for path in itertools.product(range(3), repeat=d))]
-    trees: set[frozenset[tuple[int, ...]]] = {frozenset()}
-    for _ in range(6):  # all trees of up to six drafted nodes
-        trees |= {
-            tree | {path}
-            for tree in trees
-            for path in every[1:]
-            if path not in tree
-            and (len(path) == 1 or path[:-1] in tree)
-            and (path[-1] == 0 or (*path[:-1], path[-1] - 1) in tree)
-        }
-
-    def rate(tree: frozenset[tuple[int, ...]]) -> float:
-        paths = tuple(tree)
-        if not paths:
-            return 1 / costs.plain_seconds
-        return expected_codes(paths, rates) / costs.tree_seconds(len(paths) + 1, slots_per_level(paths))
-
-    found = best_plan(rates, {}, costs, most_nodes=7)
-    assert found.rate == pytest.approx(max(map(rate, trees)))
-    assert found.rate == pytest.approx(rate(frozenset(found.paths)))
-
-
-@pytest.mark.parametrize("name", ["chain-3", "balanced-25", "naive-57", "medusa-63", "mc-25"])
-def test_a_trees_name_holds_its_whole_shape(name: str) -> None:
-    tree = named_tree(name)
-    assert isinstance(tree, StaticTree)
-    again = named_tree(tree_name(tree.paths))
-    assert isinstance(again, StaticTree)
-    assert again.paths == tree.paths
-
-
-def test_a_tree_name_that_does_not_add_up_is_refused() -> None:
-    with pytest.raises(TreeError, match="'tree-2-1' does not add up; each level needs one hexadecimal digit"):
-        named_tree("tree-2-1")
-    with pytest.raises(TreeError, match="found a node with 16 children, expected at most 15 for a name"):
-        tree_name([(rank,) for rank in range(16)])
-
-
-def test_costs_are_lines_between_what_was_measured() -> None:
-    cost = PassCost((2, 4, 8), (1.0, 1.2, 2.0))
-    assert cost.at(3) == pytest.approx(1.1)
-    assert cost.at(16) == pytest.approx(3.6)
-    assert HostCosts(cost, PassCost((2,), (0.5,)), 0.1, 0.05).tree_seconds(4, [1, 3]) == pytest.approx(0.1 + 1.2 + 1.1)
-    assert HostCosts(cost, None, 0.1, 0.0, redraft=0.02).window_seconds(7) == pytest.approx(0.1 + 2.0 + 0.14)
-
-
-def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
-    windows = {3: 2.0, 7: 2.7, 15: 3.4}
-    assert best_plan(NO_RATES, windows, CHEAP).window == 15  # nodes are free
-    curve = HostCosts(PassCost((2, 4, 8, 16), (1.0, 1.2, 1.5, 2.4)), None, 0.1, 0.0, redraft=0.01)
-    plan = best_plan(NO_RATES, windows, curve)
-    assert (plan.window, plan.codes, plan.name) == (7, 2.7, "window 7")
-    assert plan.rate == pytest.approx(2.7 / (0.1 + 1.5 + 0.07))
-    assert not best_plan(NO_RATES, windows, DEAR).drafts
-
-
-def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> None:
-    def finalist(speed: float, tvd: float, nats: float, **way: Any) -> Finalist:
-        found = Measured(Candidate(method="sjd", **way), 0.0, 1.0, 0.0, 4, windows={7: 2.0})
-        plan = best_plan(NO_RATES, found.windows, CHEAP)
-        return Finalist(found, plan, None, [speed] * 3, [2.0] * 3, [tvd] * 3, [nats - 0.01, nats, nats + 0.01])
-
-    plain, balanced = [0.99, 1.0, 1.01], parse_budget("balanced")
-    exact = finalist(1.5, 0.0, 1.3)
-    wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
-    assert choose([wasteful, exact, unlikely], plain, balanced).parameters() == {"method": "sjd", "window": 7}
-    assert choose([wasteful, exact, unlikely], plain, parse_budget("TVD=0.1")).omega == 2.0
-    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced).method == "ar"
-    assert choose([], [], balanced).method == "ar"
-
-
-def test_speed_by_nodes_is_that_of_the_best_draft_of_each_size() -> None:
-    both = speed_by_nodes(falling_rates(0.6), {3: 2.0, 7: 2.5}, CHEAP)
-    assert list(both) == sorted(both)
-    assert both[64] == pytest.approx(best_plan(falling_rates(0.6), {}, CHEAP).rate, rel=1e-6)
-    windows = HostCosts(PassCost((2, 8), (1.0, 1.6)), None, 0.0, 0.0)
-    assert speed_by_nodes(NO_RATES, {3: 2.0, 7: 2.5}, windows) == pytest.approx({4: 2.0 / 1.2, 8: 2.5 / 1.6})
-
-
-def test_finalists_are_the_most_promising_and_the_best_deep_tree_also_stops_early() -> None:
-    window = Measured(Candidate(method="sjd"), 0.0, 1.0, 0.0, 4, windows={7: 9.0})
-    tree = Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.6))
-    useless = Measured(Candidate(method="eagle", children="likeliest"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.0))
-    finalists = choose_finalists([useless, tree, window], CHEAP)
-    assert [finalist.label for finalist in finalists] == ["sjd", "eagle", "eagle, stop 0.1", "eagle, stop 0.3"]
-    assert finalists[0].options() == {"method": "sjd", "window": 7}
-    assert finalists[2].options() == {"method": "eagle", "tree": finalists[1].plan.name, "stop": 0.1}
-    assert choose_finalists([useless], CHEAP) == []
 
 
 # ---------------------------------------------------------------- quality
