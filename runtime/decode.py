@@ -22,7 +22,7 @@ from .acceptance import Acceptance, Relaxation, walk, walk_greedy
 from .drafting import Children, Drafter
 from .engine import Bools, Engine, Floats, Ints, Pass, PassOutput
 from .jacobi import Jacobi, Window
-from .passes import MINIMUM_NODES, committed_mask, prefill_pass, run_pass, stack_padding
+from .passes import MINIMUM_NODES, append_nodes, committed_mask, prefill_pass, run_pass, stack_padding
 from .sampling import Probabilities, Sampling, draw, guide, shape_distribution
 from .statistics import Clock, RequestStatistics, Statistics, summarise
 from .streams import Streams, open_streams
@@ -218,7 +218,7 @@ class _Decoding:
         capacity = prefix + self.model.codes + self._most_nodes()
         self.cache = self.model.target.new_cache(rows, capacity)
         output = self._run(prefill_pass(self.model.target, self.cache, self.prefix, self.hidden_columns))
-        self.cache.append(output.fresh, [np.arange(length) for length in lengths])
+        append_nodes(self.cache, output.fresh, [np.arange(length) for length in lengths], self.clock.target)
         last = output.logits[np.arange(rows), lengths - 1]  # [rows, vocabulary]
         parts = []
         for slot, request in enumerate(self.active):
@@ -261,7 +261,7 @@ class _Decoding:
             parts.append(
                 RequestStep(request.index, codes, committed, tree if drafted else None, accepted if drafted else None)
             )
-        self.cache.append(output.fresh, picks * self.sides)
+        append_nodes(self.cache, output.fresh, picks * self.sides, self.clock.target)
         if self.drafter is not None:
             self.new_codes = [part.codes for part in parts]
             self.new_hidden = [output.hidden[row, picks[row % len(picks)]] for row in self._drafter_rows()]

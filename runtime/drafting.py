@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
-from .passes import committed_mask, run_pass
+from .passes import append_nodes, committed_mask, run_pass
 from .sampling import (
     Probabilities,
     Sampling,
@@ -132,7 +132,7 @@ class Drafter:
             visible[row, :, span : span + prefix] &= seen
         output = self._run(codes, states, lengths[:, None] + np.arange(slots), visible)
         kept = {count: np.arange(count) for count in counts}
-        self.cache.append(output.fresh, [kept[count] for count in counts])
+        append_nodes(self.cache, output.fresh, [kept[count] for count in counts], self.clock.drafter)
         last = np.array(counts) - 1
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, width]
         logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocabulary]
@@ -182,7 +182,7 @@ class Drafter:
             visible[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
         positions = np.repeat((base + depth - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, visible)
-        self.cache.append(output.fresh, [np.arange(slots)] * rows)
+        append_nodes(self.cache, output.fresh, [np.arange(slots)] * rows, self.clock.drafter)
         logits = [self._guided(output, r, requests, slots) for r in range(requests)]
         return Level(output.hidden[:, :slots], logits), sees
 

@@ -1,8 +1,9 @@
-"""Small shared pieces of a pass: the prefill, what committed columns are visible, and the timed call."""
+"""Small shared pieces of a pass: the prefill, what committed columns are visible, and the timed calls."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,13 @@ def run_pass(engine: Engine, batch: Pass, cache: Cache, clock: CallClock) -> Pas
     clock.calls += 1
     clock.seconds += time.perf_counter() - start
     return output
+
+
+def append_nodes(cache: Cache, fresh: Any, picks: list[Ints], clock: CallClock) -> None:
+    """Have the engine's cache take in accepted nodes; the seconds are the engine's."""
+    start = time.perf_counter()
+    cache.append(fresh, picks)
+    clock.seconds += time.perf_counter() - start
 
 
 def stack_padding(padding: list[Bools]) -> Bools:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CallClock:
-    """Calls of one engine and the seconds spent in them."""
+    """Passes of one engine, and the seconds spent in it: in passes and in its cache taking in accepted nodes."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -47,7 +47,8 @@ class Statistics:
     target_passes, drafter_passes: engine calls, each over the whole batch. tokens_per_target_pass: codes of
     an image over the target passes it took part in (prefill included), averaged over images.
     accepted_lengths: how many steps accepted 0, 1, 2, ... drafted codes, the bonus not counted. seconds:
-    wall time; target_seconds and drafter_seconds: inside engine calls; host_seconds: the rest.
+    wall time; target_seconds and drafter_seconds: inside the engines, in passes and appending to their caches;
+    host_seconds: the rest.
     realised_tvd: mean over images of the summed total variation distance that relaxed acceptance gave away.
     """
 
