@@ -7,7 +7,6 @@ Does not know model families: which keys there should be is the caller's busines
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import pickle
 import struct
@@ -82,12 +81,6 @@ def config_float(config: Mapping[str, Any], name: str, default: float, path: Pat
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive number")
     return float(value)
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def shape_of(weights: Weights, name: str, dimensions: int, path: Path) -> tuple[int, ...]:

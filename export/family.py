@@ -27,9 +27,9 @@ from ..manifest import (
     SamplingDefaults,
     Source,
     TokenLayout,
+    file_sha256,
 )
 from .bundle_writer import check_output, write_bundle
-from .checkpoints import sha256
 from .decoder import Decoder, DecoderConfig
 from .eagle import EagleDrafter, drafter_graph
 from .graphs import Arrays, Case, Graph, target_graph
@@ -251,7 +251,9 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
 
 def _source(role: str, path: Path, origins: Mapping[Path, str]) -> Source:
     """A checkpoint file for the bundle's provenance; `origins` tells of it or its folder where it was fetched from."""
-    return Source(role=role, name=path.name, sha256=sha256(path), origin=origins.get(path, origins.get(path.parent)))
+    return Source(
+        role=role, name=path.name, sha256=file_sha256(path), origin=origins.get(path, origins.get(path.parent))
+    )
 
 
 def plain_cases(inputs: list[Arrays]) -> tuple[Case, ...]:

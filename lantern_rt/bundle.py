@@ -27,12 +27,11 @@ from pydantic import ValidationError
 
 from .errors import BundleError
 from .external_data import NotOnnx, external_locations
-from .manifest import FORMAT_VERSION, FileEntry, Manifest
+from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 
 MANIFEST_FILE = "bundle.json"
 EMBEDDED = Path(__file__).resolve().parent / "bundles"
 _MANIFEST_LIMIT = 1 << 20  # bytes; a manifest has a few thousand
-_CHUNK = 1 << 20
 _HEADER_LIMIT = 1 << 16  # bytes of an .npy header, generously
 
 
@@ -277,7 +276,7 @@ def _check_file(folder: Path, role: str, entry: FileEntry, verify: bool) -> None
                 f"{path}: found {size:,} bytes, expected {entry.bytes:,}; "
                 "the file is incomplete or altered, copy the bundle again"
             )
-        if verify and (found := _sha256(path)) != entry.sha256:
+        if verify and (found := file_sha256(path)) != entry.sha256:
             raise BundleError(
                 f"{path}: found sha256 {found[:12]}..., expected {entry.sha256[:12]}...; "
                 "the file was altered, copy the bundle again"
@@ -355,14 +354,6 @@ def _check_array(path: Path, name: str, array: NDArray[Any], shape: tuple[int, .
             f"{path}: {name}: found {array.dtype.name} {list(array.shape)}, "
             f"expected {expected} {list(shape)}; export the bundle again"
         )
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -19,6 +19,12 @@ Method = Literal["auto", "ar", "eagle", "lantern", "lantern++", "sjd"]
 Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
 
 
+def file_sha256(path: Path) -> str:
+    """Hex digest of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class Part(BaseModel):
     """Base of all manifest parts: immutable, no unknown fields."""
 
@@ -35,9 +41,7 @@ class FileEntry(Part):
     @classmethod
     def of(cls, path: Path) -> FileEntry:
         """The entry of a file at the top of its bundle; reads all of it."""
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(path=path.name, sha256=digest, bytes=path.stat().st_size)
+        return cls(path=path.name, sha256=file_sha256(path), bytes=path.stat().st_size)
 
 
 class DecoderSpec(Part):

@@ -16,11 +16,12 @@ from llamagen_golden import DATA, golden
 from safetensors.torch import save_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints import read_weights, sha256
+from lantern_rt.export.checkpoints import read_weights
 from lantern_rt.export.decoder import Decoder
 from lantern_rt.export.eagle import read_drafter
 from lantern_rt.export.llamagen_gpt import CaptionCondition, ClassCondition, read_llamagen
 from lantern_rt.export.llamagen_vq import read_vq
+from lantern_rt.manifest import file_sha256
 
 C2I, T2I, VQ = (
     DATA / name for name in ("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt", "llamagen-vq/vq_tiny.pt")
@@ -120,7 +121,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, name: str, words: str
 
 
 def test_the_digest_is_that_of_the_file() -> None:
-    assert sha256(C2I) == hashlib.sha256(C2I.read_bytes()).hexdigest()
+    assert file_sha256(C2I) == hashlib.sha256(C2I.read_bytes()).hexdigest()
 
 
 def edited(tmp_path: Path, source: Path, edit: Any) -> Path:

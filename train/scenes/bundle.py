@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...export.bundle_writer import write_bundle
-from ...export.checkpoints import sha256
 from ...export.eagle import EagleDrafter, drafter_graph
 from ...export.graphs import Case, Graph, target_graph
 from ...export.neighbours import neighbour_table
@@ -30,6 +29,7 @@ from ...manifest import (
     Provenance,
     SamplingDefaults,
     Source,
+    file_sha256,
 )
 from .data import render_pictures
 from .drafter import DRAFTER_CONFIG, load_drafter
@@ -160,7 +160,7 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
         "decoding": DECODING,
         "provenance": Provenance(
             exporter=f"lantern-rt {__version__}",
-            sources=tuple(Source(role=role, name=name, sha256=sha256(work / name)) for role, name in sources),
+            sources=tuple(Source(role=role, name=name, sha256=file_sha256(work / name)) for role, name in sources),
             licence="Apache-2.0",
         ),
     }
