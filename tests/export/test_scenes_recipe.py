@@ -18,14 +18,14 @@ from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
 from lantern_rt.train.scenes.drafter import (  # noqa: E402
     CFG_SCALE,
-    DRAFTER_CONFIG,
     ScenesDrafter,
+    drafter_config,
     guided_logits,
     target_states,
 )
 from lantern_rt.train.scenes.evaluate import differences, interval  # noqa: E402
 from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
-from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
+from lantern_rt.train.scenes.model import CONFIG, ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.muon import orthogonalise  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
@@ -119,8 +119,8 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
 
 def test_the_drafter_graphs_module_is_the_trained_one() -> None:
     torch.manual_seed(1)
-    trained = ScenesDrafter().eval()
-    drafter = EagleDrafter(DRAFTER_CONFIG, torch.nn.Linear(256, 1024, bias=False), bias=True)
+    trained = ScenesDrafter(drafter_config(CONFIG)).eval()
+    drafter = EagleDrafter(trained.config, torch.nn.Linear(256, 1024, bias=False), bias=True)
     drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
     tokens, hidden = torch.randint(1024, (2, 50)), torch.randn(2, 50, 256)
     mask = torch.full((50, 50), -1e9).triu(1).expand(2, 1, 50, 50)
@@ -140,8 +140,8 @@ def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path:
 
 def test_muon_updates_have_singular_values_near_one() -> None:
     torch.manual_seed(2)
-    for shape in ((3, 64, 96), (2, 96, 64)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
+    for shape, dtype in (((3, 64, 96), torch.float32), ((2, 96, 64), torch.float32), ((3, 64, 96), torch.bfloat16)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape).to(dtype)).float())
         assert values.min() > 0.5
         assert values.max() < 1.4
 

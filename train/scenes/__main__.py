@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+
+from ...errors import LanternError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Work = Annotated[Path, typer.Option(help="Folder of checkpoints and codes; kept between calls.")]
@@ -37,12 +40,18 @@ def target(
     batch: Batch = 16,
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile; needs a C++ compiler.")] = False,
     device: Device = "cpu",
+    size: Annotated[
+        str | None,
+        typer.Option(help="default or llamagen-b. [default: that of the target in the work folder, or default]"),
+    ] = None,
 ) -> None:
     """Train the target, or go on with it."""
+    from .model import find_size
     from .target import train_target
 
     torch.set_num_threads(threads)
-    train_target(work, minutes, cooldown, batch, compiled=compiled, device=device)
+    config = None if size is None else find_size(size)
+    train_target(work, minutes, cooldown, batch, compiled=compiled, device=device, size=config)
 
 
 @app.command()
@@ -97,11 +106,12 @@ def bundle(
 def restore(
     bundle: Annotated[str, typer.Option(help="Scenes bundle: a folder or a name.")] = "scenes",
     work: Work = DEFAULT_WORK,
+    only_vq: Annotated[bool, typer.Option("--only-vq", help="The tokenizer only, to train another target.")] = False,
 ) -> None:
     """Make a work folder from a bundle, to go on training where no checkpoints are left."""
     from .restore import restore_work
 
-    restore_work(bundle, work)
+    restore_work(bundle, work, only_vq)
 
 
 @app.command()
@@ -133,4 +143,7 @@ def render(
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except LanternError as error:
+        sys.exit(f"scenes: {error}")

@@ -32,8 +32,8 @@ from ...manifest import (
     file_sha256,
 )
 from .data import render_pictures
-from .drafter import DRAFTER_CONFIG, load_drafter
-from .model import CONFIG, ScenesTarget
+from .drafter import load_drafter
+from .model import CONFIG, ScenesTarget, size_name
 from .render import SIZE
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS
@@ -100,19 +100,21 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
 
     `lantern-rt tune scenes --rates work/scenes/rates.json` measures the rates, with a bundle written before.
     """
-    vq, target, trained = load_vq(work), load_target(work), load_drafter(work)
+    vq, target = load_vq(work), load_target(work)
+    config = target.config
+    trained = load_drafter(work, config)
     _round(vq, target)
     decoder, code_embeddings = target.fold()
     code_embeddings = code_embeddings.half().float()
     _round(decoder, trained)
-    drafter = EagleDrafter(DRAFTER_CONFIG, decoder.head, bias=True)
+    drafter = EagleDrafter(trained.config, decoder.head, bias=True)
     drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
     codes = {"codes": generator.integers(CODES, size=(2, GRID * GRID))}
     pictures = {"images": to_tensor(render_pictures(2, seed=1)).numpy()}
     picture = Value("images", ("images", 3, SIZE, SIZE))
-    rows = ("rows", SLOTS, CONFIG.width)
+    rows = ("rows", SLOTS, config.width)
     graphs = [
         target_graph(decoder, code_embeddings),
         drafter_graph(drafter.eval()),
@@ -139,22 +141,22 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
         ),
     ]
     sizes: dict[str, Any] = {
-        "width": CONFIG.width,
-        "kv_heads": CONFIG.kv_heads,
-        "head_width": CONFIG.head_width,
+        "width": config.width,
+        "kv_heads": config.kv_heads,
+        "head_width": config.head_width,
         "vocabulary": CODES,
     }
     sources = [("vq", "vq.pt"), ("target", "target.pt"), ("drafter", "drafter.pt")]
     fields = {
-        "name": "scenes",
+        "name": "scenes" if config == CONFIG else f"scenes-{size_name(config)}",
         "family": "scenes",
         "grid_rows": GRID,
         "grid_columns": GRID,
         "codebook_size": CODES,
         "image_height": SIZE,
         "image_width": SIZE,
-        "target": DecoderSpec(layers=CONFIG.layers, positions=CONFIG.positions, **sizes),
-        "drafter": DrafterSpec(layers=DRAFTER_CONFIG.layers, **sizes),
+        "target": DecoderSpec(layers=config.layers, positions=config.positions, **sizes),
+        "drafter": DrafterSpec(layers=trained.config.layers, **sizes),
         "condition": ConditionSpec(kind="words", prefix=SLOTS),
         "sampling": SamplingDefaults(cfg_scale=3.0),
         "decoding": DECODING,

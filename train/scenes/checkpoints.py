@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ...errors import CheckpointError
+
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Write `state` beside `path`, then rename: an interrupted write leaves the old file."""
@@ -18,6 +20,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint (tensors and plain values only)."""
+    """Read a checkpoint (tensors and plain values only); CheckpointError if there is none."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not there; train it, or make the work folder with `restore`")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state

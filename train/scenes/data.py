@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from .render import SIZE, render
 from .vocabulary import Scene, sample_scene
 
-CHUNK = 250
+CHUNK = 125  # scenes that a process renders at a time
+FEWEST = 500  # scenes worth starting processes for: a second of one core
 
 
 def draw_scenes(count: int, seed: int) -> list[Scene]:
@@ -33,7 +34,7 @@ def render_scenes(scenes: list[Scene], workers: int | None = None) -> NDArray[np
     chunks = [scenes[i : i + CHUNK] for i in range(0, len(scenes), CHUNK)]
     pictures = np.empty((len(scenes), SIZE, SIZE, 3), np.uint8)
     workers = min(workers or os.cpu_count() or 1, len(chunks))
-    if workers <= 1:
+    if workers <= 1 or len(scenes) < FEWEST:
         done = map(_render_chunk, chunks)
         return np.concatenate(list(done)) if chunks else pictures
     with ProcessPoolExecutor(workers) as pool:

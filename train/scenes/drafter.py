@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...export.decoder import Decoder
+from ...errors import CheckpointError
+from ...export.decoder import Decoder, DecoderConfig
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes
-from .model import CONFIG, ScenesTarget
+from .model import CONFIG, ScenesTarget, mixed_precision, saved_config
 from .muon import Muon
 from .samples import read_samples
-from .target import FRESH_SEED, batches, load_target, tokenise
+from .target import FRESH_SEED, SHARD, batches, load_target, tokenise
 from .text import SLOTS, encode_caption
 from .vocabulary import describe
 from .vq import load_vq
@@ -33,18 +35,22 @@ from .vq import load_vq
 CFG_SCALE = 3.0
 RATE = 0.01  # of Muon
 OWN_SHARE = 0.4  # of the hidden states that are the drafter's own predictions
-DRAFTER_CONFIG = replace(CONFIG, layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
+
+
+def drafter_config(target: DecoderConfig) -> DecoderConfig:
+    """The one layer that drafts for a target of this size."""
+    return replace(target, layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
 
 
 class ScenesDrafter(nn.Module):
     """fc([code embedding; hidden state]) -> one layer -> predicted hidden state; the head is the target's."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        width = DRAFTER_CONFIG.width
-        self.embed_tokens = nn.Embedding(DRAFTER_CONFIG.vocabulary, width)
+        self.config, width = config, config.width
+        self.embed_tokens = nn.Embedding(config.vocabulary, width)
         self.fc = nn.Linear(2 * width, width)
-        self.body = Decoder(DRAFTER_CONFIG)
+        self.body = Decoder(config)
         del self.body.head
         for name, weight in self.body.named_parameters():
             if weight.ndim == 2:
@@ -106,7 +112,8 @@ def own_states(target: ScenesTarget, captions: Tensor, codes: Tensor, batch: int
     """`target_states` of many pictures, kept in half precision: float16 `[pictures, 2, 24 + 256, width]`."""
     parts = []
     for i in range(0, len(codes), batch):
-        states = target_states(target, captions[i : i + batch], codes[i : i + batch])
+        with mixed_precision(codes.device):
+            states = target_states(target, captions[i : i + batch], codes[i : i + batch])
         parts.append(states.view(2, -1, *states.shape[1:]).transpose(0, 1).half())
     return torch.cat(parts) if parts else torch.zeros(0)
 
@@ -124,19 +131,24 @@ def disturb(given: Tensor, predicted: Tensor) -> Tensor:
     return mixed + noise
 
 
-def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, device: str = "cpu") -> None:
+def train_drafter(
+    work: Path, minutes: float, batch: int = 12, seed: int = 3, device: str = "cpu", shard: int = SHARD
+) -> None:
     """Train (or go on training) for `minutes`; writes the average weights to `work/drafter.pt` every three minutes.
+
+    CheckpointError if the drafter that is there is of another size than the target.
 
     Every batch gives two losses from one run of the target: one where some hidden states are the drafter's own
     predictions, one where some are predictions made from such predictions, as deep in a tree.
     """
     torch.manual_seed(seed)
     vq, target = load_vq(work).to(device), load_target(work).to(device)
-    model, path = ScenesDrafter().to(device), work / "drafter.pt"
+    config, path = drafter_config(target.config), work / "drafter.pt"
+    model = ScenesDrafter(config).to(device)
     head = target.code_head().detach()
     seen = 0
     if path.exists():
-        state = load_checkpoint(path)
+        state = _read(path, config)
         model.load_state_dict(state["model"])
         seen = state["seen"]
     else:
@@ -152,7 +164,16 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
         np.stack([encode_caption(describe(scene, rng, complete=True)) for scene in draw_scenes(64, FRESH_SEED)])
     ).to(device)
     fresh = torch.from_numpy(tokenise(vq, 64, FRESH_SEED).astype(np.int64)).to(device)
-    rendered = batches(work, vq, batch, seen)
+    rendered = batches(work, vq, batch, seen, shard)
+
+    def predict(tokens: Tensor, states: Tensor) -> Tensor:
+        with mixed_precision(device):
+            predicted: Tensor = model(tokens, states)
+        return predicted.float()
+
+    def save(**more: Any) -> None:
+        save_checkpoint(path, {"model": average.state_dict(), "seen": seen, "config": asdict(config), **more})
+
     step, start = 0, time.monotonic()
     saved = said = start
     while (passed := (time.monotonic() - start) / (60 * minutes)) < 1:
@@ -165,16 +186,17 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
         else:
             captions, codes, seen = next(rendered)
             codes = codes.to(device)
-            states = target_states(target, captions.to(device), codes)
+            with mixed_precision(device):
+                states = target_states(target, captions.to(device), codes)
         tokens = slot_tokens(codes).repeat(2, 1)
         given, wanted = states[:, :-1], states[:, 1:]
         with torch.no_grad():
             goal = guided_logits(wanted[:, SLOTS - 1 :], head).softmax(-1)
-            predicted = model(tokens, given)
+            predicted = predict(tokens, given)
         muon.zero_grad(set_to_none=True)
         adam.zero_grad(set_to_none=True)
         for _ in range(2):
-            predicted = model(tokens, disturb(given, predicted.detach()))
+            predicted = predict(tokens, disturb(given, predicted.detach()))
             drafted = guided_logits(predicted[:, SLOTS - 1 :], head)
             loss = -(goal * drafted.log_softmax(-1)).sum(-1).mean() + F.smooth_l1_loss(predicted, wanted)
             torch.autograd.backward(loss / 2)
@@ -192,17 +214,28 @@ def train_drafter(work: Path, minutes: float, batch: int = 12, seed: int = 3, de
             print(f"drafter {now - start:5.0f} s  step {step}  loss {loss.item():.3f}  {_line(scores)}", flush=True)
         if now - saved > 180:
             saved = now
-            save_checkpoint(path, {"model": average.state_dict(), "seen": seen})
+            save()
     scores = evaluate_drafter(average, target, fresh_captions, fresh)
-    save_checkpoint(path, {"model": average.state_dict(), "seen": seen, "scores": scores})
+    save(scores=scores)
     print(f"drafter done: {step} steps of {batch} pictures, {seen} rendered  {_line(scores)}")
 
 
-def load_drafter(work: Path) -> ScenesDrafter:
-    """The trained drafter of a work folder."""
-    model = ScenesDrafter()
-    model.load_state_dict(load_checkpoint(work / "drafter.pt")["model"])
+def load_drafter(work: Path, target: DecoderConfig) -> ScenesDrafter:
+    """The trained drafter of a work folder, which must be of the target's size."""
+    model = ScenesDrafter(drafter_config(target))
+    model.load_state_dict(_read(work / "drafter.pt", model.config)["model"])
     return model.eval()
+
+
+def _read(path: Path, config: DecoderConfig) -> dict[str, Any]:
+    """The checkpoint of a drafter of this size; CheckpointError if it is of another."""
+    state = load_checkpoint(path)
+    if (found := saved_config(state, drafter_config(CONFIG))) != config:
+        raise CheckpointError(
+            f"{path}: found a drafter of width {found.width}, expected {config.width}, that of target.pt; "
+            "remove the file, or give another --work"
+        )
+    return state
 
 
 def _line(scores: dict[str, float]) -> str:

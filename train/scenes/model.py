@@ -3,17 +3,22 @@
 The code embedding and the output head are each a learned table plus a linear map of Fourier features of
 the code's codebook vector, so that codes that look alike start out alike; both fold into plain tables.
 
-Does not know how it is trained or exported.
+A size is a `DecoderConfig`. It goes into every checkpoint, and what reads one takes it from there.
+Does not know how the model is trained or exported.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...errors import RequestError
 from ...export.decoder import Decoder, DecoderConfig
 from .text import SLOTS, WORDS
 from .vq import CODE_DIM, CODES, GRID
@@ -29,6 +34,33 @@ CONFIG = DecoderConfig(
     prefix=SLOTS,
     prefix_rotation="identity",
 )
+SIZES: Mapping[str, DecoderConfig] = {
+    "default": CONFIG,
+    "llamagen-b": replace(CONFIG, width=768, layers=12, heads=12, kv_heads=12, ffn_width=2048),
+}
+
+
+def find_size(name: str) -> DecoderConfig:
+    """The size of a name; RequestError if there is none."""
+    if name not in SIZES:
+        raise RequestError(f"size: found {name!r}, expected one of {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def size_name(config: DecoderConfig) -> str:
+    """The name of a target's size, or its width and layers where it has none."""
+    return next((name for name, size in SIZES.items() if size == config), f"{config.width}x{config.layers}")
+
+
+def saved_config(state: Mapping[str, Any], default: DecoderConfig = CONFIG) -> DecoderConfig:
+    """The sizes in a checkpoint; `default` for one from before there was a choice."""
+    return DecoderConfig(**state["config"]) if "config" in state else default
+
+
+def mixed_precision(device: str | torch.device) -> torch.autocast:
+    """Products in bfloat16 on a CUDA device; everything in float32 on any other."""
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
 
 class CodeTable(nn.Module):
@@ -86,7 +118,7 @@ class ScenesTarget(nn.Module):
 
     def fold(self) -> tuple[Decoder, Tensor]:
         """The plain decoder with its head, and the code embedding table `[codes, width]`."""
-        plain = Decoder(self.config)
+        plain = Decoder(self.config).to(self.slots.device)
         state = self.decoder.state_dict()
         state["head.weight"] = self.code_head().detach()
         plain.load_state_dict(state)

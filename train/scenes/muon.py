@@ -1,8 +1,8 @@
-"""Muon in float32: momentum whose update is orthogonalised, for the matrices of the decoder.
+"""Muon: momentum whose update is orthogonalised, for the matrices of the decoder.
 
 `torch.optim.Muon` orthogonalises in bfloat16, one matrix at a time, which processors without bfloat16
 arithmetic do slowly; here equal shapes are stacked. Source: Keller Jordan, Muon (2024), quintic
-Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
+Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315). On CUDA it runs in bfloat16 here, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Muon(torch.optim.Optimizer):
                     average.lerp_(weight.grad, 1 - group["momentum"])
                     updates.append(weight.grad.lerp(average, group["momentum"]))
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-                for weight, update in zip(weights, orthogonalise(torch.stack(updates)), strict=True):
+                stacked = torch.stack(updates)
+                stacked = stacked.bfloat16() if stacked.is_cuda else stacked
+                for weight, update in zip(weights, orthogonalise(stacked), strict=True):
                     weight.add_(update, alpha=-scale)
 
 

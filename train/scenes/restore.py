@@ -5,6 +5,7 @@ Weights come back as the bundle has them, rounded to float16; code tables come b
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import onnx
@@ -12,65 +13,88 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from ...bundle import open_bundle
+from ...bundle import Bundle, open_bundle
 from ...export.bundle_writer import check_output
+from ...export.decoder import DecoderConfig
 from .checkpoints import save_checkpoint
-from .drafter import ScenesDrafter
-from .model import ScenesTarget
+from .drafter import ScenesDrafter, drafter_config
+from .model import CONFIG, ScenesTarget
 from .vq import ScenesVQ
 
 
-def restore_work(bundle: Path | str, work: Path) -> None:
-    """Write `vq.pt`, `target.pt` and `drafter.pt` from a scenes bundle; refuses a work folder that is there."""
+def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
+    """Write `vq.pt`, `target.pt` and `drafter.pt` from a scenes bundle; refuses a work folder that is there.
+
+    only_vq: `vq.pt` alone, to train a target of another size on the same codes.
+    """
     check_output(work, force=False)
     opened = open_bundle(bundle)
-    stored = {
-        role: _weights(opened.path(role)) for role in ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
-    }
+    vq = _vq(opened)
+    save_checkpoint(work / "vq.pt", {"model": vq.state_dict()})
+    if only_vq:
+        return
+    target = _target(opened, vq.codebook)
+    drafter = _drafter(opened, target.config)
+    for name, model in (("target", target), ("drafter", drafter)):
+        state = {"model": model.state_dict(), "seen": 0, "config": asdict(model.config)}
+        save_checkpoint(work / f"{name}.pt", state)
 
-    vq = ScenesVQ()
-    codebook = stored["vq_decoder"]["codebook"]
+
+def _vq(bundle: Bundle) -> ScenesVQ:
+    stored = _weights(bundle.path("vq_decoder"))
+    codebook = stored["codebook"]
+    decoder = {name: w for name, w in stored.items() if name.startswith("decoder.")}
     encoder = {
-        name.removeprefix("vq."): w for name, w in stored["vq_encoder"].items() if name.startswith("vq.encoder.")
+        name.removeprefix("vq."): w
+        for name, w in _weights(bundle.path("vq_encoder")).items()
+        if name.startswith("vq.encoder.")
     }
-    decoder = {name: w for name, w in stored["vq_decoder"].items() if name.startswith("decoder.")}
     table = {"codebook": codebook, "sums": codebook.clone(), "members": torch.ones(len(codebook))}
+    vq = ScenesVQ()
     vq.load_state_dict(encoder | decoder | table)
+    return vq
 
-    target = ScenesTarget(codebook)
-    width = target.config.width
-    layers = {
-        f"decoder.{name}": w
-        for name, w in _layers(stored["target"], target.config.layers, width // target.config.heads).items()
-    }
+
+def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
+    spec, stored = bundle.manifest.target, _weights(bundle.path("target"))
+    config = replace(
+        CONFIG,
+        width=spec.width,
+        layers=spec.layers,
+        heads=spec.width // spec.head_width,
+        kv_heads=spec.kv_heads,
+        ffn_width=stored["layers.0.ffn.gate.weight"].shape[1],
+    )
+    target = ScenesTarget(codebook, config)
+    layers = {f"decoder.{name}": w for name, w in _layers(stored, config.layers, config.head_width).items()}
+    embeds = _weights(bundle.path("condition"))
     condition = {
-        name: stored["condition"][name].view_as(tensor)
+        name: embeds[name].view_as(tensor)
         for name, tensor in target.named_parameters()
         if name in ("words.weight", "slots", "uncond_embedding")
     }
     rows = {
-        "code_embedding.rows": torch.from_numpy(opened.code_embeddings().copy()),
-        "code_head.rows": stored["target"]["head.weight"].T,
-        "decoder.norm.weight": stored["target"]["norm.weight"],
+        "code_embedding.rows": torch.from_numpy(bundle.code_embeddings().copy()),
+        "code_head.rows": stored["head.weight"].T,
+        "decoder.norm.weight": stored["norm.weight"],
     }
     for part in ("code_embedding", "code_head"):
         rows[f"{part}.map"] = torch.zeros_like(getattr(target, part).map)
         rows[f"{part}.features"] = getattr(target, part).features
     target.load_state_dict(layers | condition | rows)
+    return target
 
-    drafter = ScenesDrafter()
-    inner = {f"body.{name}": w for name, w in _layers(stored["drafter"], 1, width // target.config.heads).items()}
-    kept = drafter.state_dict()
+
+def _drafter(bundle: Bundle, target: DecoderConfig) -> ScenesDrafter:
+    stored, drafter = _weights(bundle.path("drafter")), ScenesDrafter(drafter_config(target))
+    inner = {f"body.{name}": w for name, w in _layers(stored, 1, target.head_width).items()}
     outer = {
-        "embed_tokens.weight": stored["drafter"]["embed.weight"],
-        "fc.weight": stored["drafter"]["fc.weight"].T,
-        "fc.bias": stored["drafter"]["fc.bias"],
+        "embed_tokens.weight": stored["embed.weight"],
+        "fc.weight": stored["fc.weight"].T,
+        "fc.bias": stored["fc.bias"],
     }
-    drafter.load_state_dict(kept | inner | outer)
-
-    save_checkpoint(work / "vq.pt", {"model": vq.state_dict()})
-    save_checkpoint(work / "target.pt", {"model": target.state_dict(), "seen": 0})
-    save_checkpoint(work / "drafter.pt", {"model": drafter.state_dict(), "seen": 0})
+    drafter.load_state_dict(drafter.state_dict() | inner | outer)
+    return drafter
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .data import draw_scenes
-from .model import CONFIG, ScenesTarget
+from .model import ScenesTarget
 from .target import load_target
 from .text import SLOTS, encode_caption
 from .vocabulary import describe
@@ -29,12 +29,12 @@ CELLS = GRID * GRID
 @torch.no_grad()
 def sample_codes(target: ScenesTarget, captions: Tensor, cfg_scale: float, generator: torch.Generator) -> Tensor:
     """Codes `[rows, 256]` for caption ids `[rows, 24]`, drawn at temperature 1 with guidance."""
-    rows, device = len(captions), captions.device
+    rows, device, config = len(captions), captions.device, target.config
     decoder, table = target.fold()
     dropped = torch.arange(2 * rows, device=device) >= rows
     embeds = target.prefix(captions.repeat(2, 1), dropped)  # conditional rows, then unconditional ones
-    shape = (SLOTS + CELLS, 2 * rows, CONFIG.kv_heads, CONFIG.head_width)
-    cache = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in range(CONFIG.layers)]
+    shape = (SLOTS + CELLS, 2 * rows, config.kv_heads, config.head_width)
+    cache = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in range(config.layers)]
     mask = torch.full((SLOTS, SLOTS), -1e9, device=device).triu(1).expand(2 * rows, 1, SLOTS, SLOTS)
     codes, length = torch.zeros(rows, CELLS, dtype=torch.int64, device=device), 0
     for cell in range(CELLS):

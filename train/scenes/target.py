@@ -9,6 +9,7 @@ import copy
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...errors import CheckpointError
+from ...export.decoder import DecoderConfig
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
-from .model import ScenesTarget
+from .model import CONFIG, ScenesTarget, mixed_precision, saved_config, size_name
 from .muon import Muon
 from .text import UNKNOWN, encode_caption
 from .vocabulary import describe
-from .vq import GRID, ScenesVQ, load_vq
+from .vq import CODE_DIM, GRID, ScenesVQ, load_vq
 
 SHARD = 8000  # scenes rendered and tokenised at a time
 PASSES = 2  # times a shard is gone through, each time with other captions
@@ -32,11 +35,11 @@ FRESH_SEED = 900_000  # scenes nobody trains on
 ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # solids stand on the lower rows
 
 
-def shard_codes(work: Path, vq: ScenesVQ, index: int) -> NDArray[np.int16]:
-    """Codes `[8000, 256]` of shard `index`, rendered on first use."""
+def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.int16]:
+    """Codes `[size, 256]` of shard `index`, rendered on first use."""
     path = work / f"codes-{index:04d}.npy"
     if not path.exists():
-        codes = tokenise(vq, SHARD, seed=index + 10_000)
+        codes = tokenise(vq, size, seed=index + 10_000)
         partial = path.with_suffix(".partial.npy")
         np.save(partial, codes)
         partial.rename(path)
@@ -50,18 +53,23 @@ def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
     return np.concatenate([vq.encode(render_scenes(scenes[i : i + 2000])) for i in range(0, count, 2000)])
 
 
-def batches(work: Path, vq: ScenesVQ, batch: int, skip: int) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on."""
-    for done in itertools.count(skip // SHARD):  # whole passes over a shard; one begun before is gone through again
+def batches(
+    work: Path, vq: ScenesVQ, batch: int, skip: int, shard: int = SHARD
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Caption ids `[batch, 24]`, codes `[batch, 256]` and the samples seen so far, from sample `skip` on.
+
+    shard: scenes rendered at a time; the same for all calls on a work folder.
+    """
+    for done in itertools.count(skip // shard):  # whole passes over a shard; one begun before is gone through again
         index, turn = divmod(done, PASSES)
-        codes, scenes = shard_codes(work, vq, index), draw_scenes(SHARD, index + 10_000)
+        codes, scenes = shard_codes(work, vq, index, shard), draw_scenes(shard, index + 10_000)
         rng = np.random.default_rng((index, turn))
-        order = rng.permutation(SHARD)
-        for i in range(0, SHARD - batch + 1, batch):
+        order = rng.permutation(shard)
+        for i in range(0, shard - batch + 1, batch):
             chosen = order[i : i + batch]
             captions = np.stack([encode_caption(describe(scenes[j], rng)) for j in chosen])
             captions[(rng.random(captions.shape) < 0.01) & (captions > 0)] = UNKNOWN
-            yield torch.from_numpy(captions), torch.from_numpy(codes[chosen].astype(np.int64)), done * SHARD + i + batch
+            yield torch.from_numpy(captions), torch.from_numpy(codes[chosen].astype(np.int64)), done * shard + i + batch
 
 
 def token_losses(model: ScenesTarget, captions: Tensor, codes: Tensor, dropped: Tensor | None = None) -> Tensor:
@@ -95,8 +103,12 @@ def train_target(
     lr: float = 0.02,
     compiled: bool = False,
     device: str = "cpu",
+    size: DecoderConfig | None = None,
+    shard: int = SHARD,
 ) -> None:
     """Train (or go on training) for `minutes`.
+
+    `size` is that of the target in `work` or, where there is none, `CONFIG`; CheckpointError if another is given.
 
     `compiled` passes the loss through torch.compile, which needs a C++ compiler and gave 20 % more scenes a second.
 
@@ -106,24 +118,29 @@ def train_target(
     """
     torch.manual_seed(1)
     vq = load_vq(work).to(device)
-    model = ScenesTarget(vq.codebook.cpu()).to(device)
+    stable, finished = work / "target-stable.pt", work / "target.pt"
+    path = stable if stable.exists() else finished  # finished or restored: weights without the optimisers' state
+    state = load_checkpoint(path) if path.exists() else None
+    config = size or CONFIG
+    if state is not None:
+        config = saved_config(state)
+        if size is not None and size != config:
+            raise CheckpointError(
+                f"{path}: found a target of size {size_name(config)}, expected {size_name(size)}; "
+                "give another --work, or leave --size out"
+            )
+    model = ScenesTarget(vq.codebook.cpu(), config).to(device)
     matrices = [w for w in model.decoder.parameters() if w.ndim == 2]
     others = [w for w in model.parameters() if not any(w is m for m in matrices)]
     muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    stable, seen = work / "target-stable.pt", 0
-    average = copy.deepcopy(model)
-    if stable.exists():
-        state = load_checkpoint(stable)
+    average, seen = copy.deepcopy(model), 0
+    if state is not None:
         model.load_state_dict(state["model"])
-        average.load_state_dict(state["average"])
-        muon.load_state_dict(state["muon"])
-        adam.load_state_dict(state["adam"])
+        average.load_state_dict(state.get("average", state["model"]))
         seen = state["seen"]
-    elif (work / "target.pt").exists():  # a finished or restored target: weights without the optimisers' state
-        state = load_checkpoint(work / "target.pt")
-        for each in (model, average):
-            each.load_state_dict(state["model"])
-        seen = state["seen"]
+        if "muon" in state:
+            muon.load_state_dict(state["muon"])
+            adam.load_state_dict(state["adam"])
     fresh_scenes = draw_scenes(256, FRESH_SEED)
     fresh = torch.from_numpy(tokenise(vq, 256, FRESH_SEED).astype(np.int64)).to(device)
     rng = np.random.default_rng(5)
@@ -137,12 +154,19 @@ def train_target(
             "muon": muon.state_dict(),
             "adam": adam.state_dict(),
             "seen": seen,
+            "config": asdict(config),
         }
+
+    def finish() -> dict[str, float]:
+        scores = evaluate(average, fresh_captions, fresh)
+        weights = average.state_dict()
+        save_checkpoint(finished, {"model": weights, "seen": seen, "config": asdict(config), "scores": scores})
+        return scores
 
     losses_of = torch.compile(token_losses) if compiled else token_losses
     start = saved = said = time.monotonic()
-    running = 0.0
-    for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen)):  # noqa: B020
+    running = torch.zeros((), device=device)
+    for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen, shard)):  # noqa: B020
         now = time.monotonic()
         passed = (now - start) / (60 * minutes)
         if passed >= 1:
@@ -150,7 +174,8 @@ def train_target(
         rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
         muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = lr * rate, 2e-3 * rate
         dropped = torch.rand(len(codes), device=device) < 0.1
-        losses = losses_of(model, captions.to(device), codes.to(device), dropped)
+        with mixed_precision(device):
+            losses = losses_of(model, captions.to(device), codes.to(device), dropped)
         loss = (losses * weight).mean()
         muon.zero_grad(set_to_none=True)
         adam.zero_grad(set_to_none=True)
@@ -162,7 +187,7 @@ def train_target(
             decay = min(0.995, (step + 1) / (step + 20))
             for kept, current in zip(average.parameters(), model.parameters(), strict=True):
                 kept.lerp_(current, 1 - decay)
-        running += (losses.mean().item() - running) * max(0.02, 1 / (step + 1))
+        running.lerp_(losses.detach().mean(), max(0.02, 1 / (step + 1)))
         if now - said > 60:
             said = now
             print(f"target {now - start:6.0f} s  seen {seen}  rate {rate:.2f}  running loss {running:.3f}", flush=True)
@@ -170,17 +195,13 @@ def train_target(
             saved = now
             if passed < 1 - cooldown:
                 save_checkpoint(stable, snapshot())
-            scores = evaluate(average, fresh_captions, fresh)
-            save_checkpoint(work / "target.pt", {"model": average.state_dict(), "seen": seen, "scores": scores})
-            print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in scores.items()), flush=True)
-    scores = evaluate(average, fresh_captions, fresh)
-    save_checkpoint(work / "target.pt", {"model": average.state_dict(), "seen": seen, "scores": scores})
-    print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in scores.items()))
+            print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in finish().items()), flush=True)
+    print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in finish().items()))
 
 
 def load_target(work: Path) -> ScenesTarget:
     """The trained target of a work folder, with its average weights."""
-    state = load_checkpoint(work / "target.pt")["model"]
-    model = ScenesTarget(state["code_embedding.features"][:, :8])
-    model.load_state_dict(state)
+    state = load_checkpoint(work / "target.pt")
+    model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], saved_config(state))
+    model.load_state_dict(state["model"])
     return model.eval()

@@ -113,7 +113,7 @@ class ScenesVQ(nn.Module):
         """Codes `[images, 256]` of uint8 pictures `[images, 128, 128, 3]`."""
         parts = []
         for i in range(0, len(pictures), batch):
-            vectors = self.encoder(to_tensor(pictures[i : i + batch]).to(self.codebook.device))
+            vectors = self.encoder(to_tensor(pictures[i : i + batch], self.codebook.device))
             parts.append(self.nearest(vectors).flatten(1).cpu().numpy().astype(np.int16))
         return np.concatenate(parts)
 
@@ -133,9 +133,9 @@ class ScenesVQ(nn.Module):
         self.codebook.copy_(F.normalize(self.sums, dim=1))
 
 
-def to_tensor(pictures: NDArray[np.uint8]) -> Tensor:
+def to_tensor(pictures: NDArray[np.uint8], device: str | torch.device = "cpu") -> Tensor:
     """uint8 `[images, 128, 128, 3]` -> float `[images, 3, 128, 128]` in [-1, 1], channels-last memory."""
-    scaled = torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    scaled = torch.from_numpy(np.ascontiguousarray(pictures)).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
@@ -166,7 +166,7 @@ def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: i
             break
         for group in optimiser.param_groups:
             group["lr"] = 1.5e-3 * min(1, (step + 1) / 50, (1 - passed) / 0.6)
-        images = to_tensor(pictures[chosen]).to(device)
+        images = to_tensor(pictures[chosen], device)
         vectors = model.encoder(images)
         codes = model.nearest(vectors.detach())
         if step == 0 and not path.exists():  # seat the codebook on real encodings

@@ -1,0 +1,153 @@
+"""The scenes recipe in other sizes: one choice when the target is trained, and everything after it follows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from lantern_rt import CheckpointError, RequestError, open_bundle
+
+torch = pytest.importorskip("torch")
+
+from lantern_rt.export.decoder import DecoderConfig  # noqa: E402
+from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
+from lantern_rt.train.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
+from lantern_rt.train.scenes.drafter import (  # noqa: E402
+    CFG_SCALE,
+    ScenesDrafter,
+    drafter_config,
+    guided_logits,
+    own_states,
+    slot_tokens,
+    target_states,
+    train_drafter,
+)
+from lantern_rt.train.scenes.model import CONFIG, SIZES, ScenesTarget, find_size, mixed_precision  # noqa: E402
+from lantern_rt.train.scenes.muon import Muon  # noqa: E402
+from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
+from lantern_rt.train.scenes.samples import sample_codes  # noqa: E402
+from lantern_rt.train.scenes.target import load_target, token_losses, train_target  # noqa: E402
+from lantern_rt.train.scenes.text import SLOTS  # noqa: E402
+
+SMALL = replace(CONFIG, width=64, layers=2, heads=4, kv_heads=4, ffn_width=96)
+
+
+def codebook() -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.randn(1024, 8), dim=1)
+
+
+def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
+    target = ScenesTarget(codebook(), config)
+    save_checkpoint(work / "target.pt", {"model": target.state_dict(), "seen": 0, "config": asdict(config)})
+    return target
+
+
+def save_drafter(work: Path, config: DecoderConfig) -> ScenesDrafter:
+    drafter = ScenesDrafter(drafter_config(config))
+    state = {"model": drafter.state_dict(), "seen": 0, "config": asdict(drafter.config)}
+    save_checkpoint(work / "drafter.pt", state)
+    return drafter
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A work folder with nothing but the tokenizer."""
+    restore_work("scenes", tmp_path / "work", only_vq=True)
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["vq.pt"]
+    return tmp_path / "work"
+
+
+def test_a_work_folder_of_another_size_becomes_a_bundle_and_comes_back_from_it(work: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target, drafter = save_target(work, SMALL), save_drafter(work, SMALL)
+    write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda _: None)
+    manifest = open_bundle(tmp_path / "bundle").manifest
+    assert manifest.name == "scenes-64x2"
+    assert (manifest.target.width, manifest.target.layers, manifest.target.head_width) == (64, 2, 16)
+    restore_work(tmp_path / "bundle", tmp_path / "again")
+    again = load_target(tmp_path / "again")
+    assert again.config == SMALL
+    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(1024, (2, 256))
+    difference = token_losses(again, captions, codes) - token_losses(target, captions, codes)
+    assert difference.abs().max() < 0.01  # weights are rounded to float16 on the way
+    stored = load_checkpoint(tmp_path / "again" / "drafter.pt")
+    assert stored["config"] == asdict(drafter.config)
+    torch.testing.assert_close(stored["model"]["fc.weight"], drafter.fc.weight.detach().half().float())
+
+
+def test_going_on_with_a_target_in_another_size_is_refused(work: Path) -> None:
+    save_target(work, SMALL)
+    with pytest.raises(CheckpointError) as refused:
+        train_target(work, minutes=0, size=SIZES["llamagen-b"])
+    assert str(refused.value) == (
+        f"{work / 'target.pt'}: found a target of size 64x2, expected llamagen-b; "
+        "give another --work, or leave --size out"
+    )
+
+
+def test_a_target_from_before_there_were_sizes_has_the_default_one(work: Path) -> None:
+    save_checkpoint(work / "target.pt", {"model": ScenesTarget(codebook(), CONFIG).state_dict(), "seen": 0})
+    assert load_target(work).config == CONFIG
+    with pytest.raises(CheckpointError, match="found a target of size default, expected llamagen-b"):
+        train_target(work, minutes=0, size=SIZES["llamagen-b"])
+
+
+def test_a_drafter_of_another_size_than_the_target_is_refused(work: Path, tmp_path: Path) -> None:
+    save_target(work, SMALL)
+    save_drafter(work, CONFIG)
+    message = (
+        f"{work / 'drafter.pt'}: found a drafter of width 256, expected 64, that of target.pt; "
+        "remove the file, or give another --work"
+    )
+    with pytest.raises(CheckpointError) as refused:
+        write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda _: None)
+    assert str(refused.value) == message
+    with pytest.raises(CheckpointError) as refused:
+        train_drafter(work, minutes=0)
+    assert str(refused.value) == message
+
+
+def test_a_work_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        train_target(tmp_path, minutes=0)
+    assert str(refused.value) == (
+        f"{tmp_path / 'vq.pt'}: is not there; train it, or make the work folder with `restore`"
+    )
+
+
+def test_a_size_of_another_name_is_refused() -> None:
+    with pytest.raises(RequestError) as refused:
+        find_size("xl")
+    assert str(refused.value) == "size: found 'xl', expected one of default, llamagen-b"
+
+
+def test_training_and_drawing_keep_everything_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device without data, which no operation mixes with the host's."""
+    monkeypatch.setattr("lantern_rt.train.scenes.drafter.mixed_precision", lambda _: mixed_precision("cpu"))
+    monkeypatch.setattr("lantern_rt.train.scenes.samples.CELLS", 2)
+    target, drafter = ScenesTarget(codebook(), SMALL).to("meta"), ScenesDrafter(drafter_config(SMALL)).to("meta")
+    captions, codes = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (SLOTS, 256))
+    losses = token_losses(target, captions, codes, torch.zeros(2, dtype=torch.bool, device="meta"))
+    losses.mean().backward()
+    Muon([weight for weight in target.decoder.parameters() if weight.ndim == 2], 0.02).step()
+    states = target_states(target, captions, codes)
+    predicted = drafter(slot_tokens(codes).repeat(2, 1), states[:, :-1])
+    logits = guided_logits(predicted, target.code_head())
+    drawn = sample_codes(target, captions, CFG_SCALE, None)  # type: ignore[arg-type]  # no generator has this device
+    found = (losses, logits, own_states(target, captions, codes), drawn)
+    assert {tensor.device.type for tensor in found} == {"meta"}
+
+
+def test_in_bfloat16_the_loss_is_about_the_same() -> None:
+    torch.manual_seed(0)
+    target = ScenesTarget(codebook(), SMALL)
+    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(1024, (2, 256))
+    exact = token_losses(target, captions, codes)
+    with torch.autocast("cpu", torch.bfloat16):  # what `mixed_precision` does on CUDA
+        rounded = token_losses(target, captions, codes)
+    assert rounded.dtype == torch.float32
+    assert 0 < (rounded - exact).abs().mean() < 0.05
+    with mixed_precision("cpu"):
+        assert torch.equal(token_losses(target, captions, codes), exact)
