@@ -3,6 +3,7 @@
     python benchmarks/gpu_check.py --size B --precision float16   # the gpu tests, then one model: the place to start
     python benchmarks/gpu_check.py                       # every size, both precisions
     python benchmarks/gpu_check.py --size XL --backend onnxruntime --json out.json
+    python benchmarks/gpu_check.py --end-to-end          # and then train, export and measure: end_to_end.py
     python benchmarks/gpu_check.py --smoke               # tiny shapes in host memory: does the script itself run?
 
 Runs `pytest -m gpu`, then random-weight models of LlamaGen's sizes through ONNX Runtime's CUDA provider, and as plans
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("float16", "float32"), action="append", help="default: both")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: all that are installed")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--end-to-end", action="store_true", help="run end_to_end.py last; needs a CUDA build of torch")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     gpu = find_gpu()
@@ -109,8 +111,21 @@ def main() -> None:
                         report["models"].append({"backend": backend, "precision": precision, **found})
                     except LanternError as error:
                         print(f"{shapes.name} {precision}, {backend}: left out: {error}", flush=True)
+    if arguments.end_to_end:
+        report["end_to_end"] = train_and_measure(arguments.smoke)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def train_and_measure(smoke: bool) -> dict[str, Any] | None:
+    """The figures of `end_to_end.py`, or None with a line that says why."""
+    from end_to_end import SMOKE, Plan, end_to_end
+
+    try:
+        return end_to_end(SMOKE if smoke else Plan())
+    except LanternError as error:
+        print(f"end to end: left out: {error}", flush=True)
+        return None
 
 
 def with_precision(model: RandomModel, precision: str) -> RandomModel:

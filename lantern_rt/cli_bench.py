@@ -47,14 +47,39 @@ class BenchCommand:
     force: bool
 
 
+@dataclass(frozen=True)
+class BenchReport:
+    """What was found. facts: what the figures are of; figures: those of every way, plain decoding first."""
+
+    found: Bench
+    facts: dict[str, Any]
+    figures: list[dict[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        limit = None if self.found.limit is None else 1e3 * self.found.limit
+        return {**self.facts, "weights_read_ms": limit, "rows": self.figures}
+
+
 def bench_command(asked: BenchCommand) -> None:
     """Check, run, print."""
+    if asked.plot is not None:
+        check_png(asked.plot, asked.force)
+    report = run_bench(asked)
+    if asked.plot is not None:
+        write_output(asked.plot, chart_png(_charts(report.figures, report.facts)), asked.force)
+    if asked.json:
+        print(json.dumps(report.as_dict(), allow_nan=False))
+    else:
+        print_table(report)
+
+
+def run_bench(asked: BenchCommand) -> BenchReport:
+    """Check and run; what is being done goes to stderr."""
     whole("images", asked.images, 1, 1, 10_000)
     whole("batch", asked.batch, 1, 1, 64)
     if asked.methods is not None and (asked.sweep or asked.qualities):
         raise RequestError("methods: says what to run; leave --sweep and --quality out, or leave --methods out")
-    if asked.plot is not None:
-        check_png(asked.plot, asked.force)
     bundle = open_bundle(asked.bundle)
     calibration = calibration_of(bundle, asked.prompts, asked.batch)
     sampling = Options(temperature=0.0) if asked.greedy else Options()
@@ -62,15 +87,7 @@ def bench_command(asked: BenchCommand) -> None:
     ways = parse_ways(named, sampling, bundle.manifest)
     pipeline = Pipeline.from_bundle(bundle, asked.threads, provider=asked.provider, engines=asked.engines)
     found = bench(pipeline, ways, calibration, asked.images, lambda line: print(line, file=sys.stderr))
-    facts = _facts(bundle, pipeline, asked)
-    figures = [found.figures(row) for row in found.rows]
-    if asked.plot is not None:
-        write_output(asked.plot, chart_png(_charts(figures, facts)), asked.force)
-    if asked.json:
-        limit = None if found.limit is None else 1e3 * found.limit
-        print(json.dumps({**facts, "weights_read_ms": limit, "rows": figures}, allow_nan=False))
-    else:
-        _print(found, figures, facts)
+    return BenchReport(found, _facts(bundle, pipeline, asked), [found.figures(row) for row in found.rows])
 
 
 def _facts(bundle: Bundle, pipeline: Pipeline, asked: BenchCommand) -> dict[str, Any]:
@@ -90,11 +107,12 @@ def _facts(bundle: Bundle, pipeline: Pipeline, asked: BenchCommand) -> dict[str,
     }
 
 
-def _print(found: Bench, figures: list[dict[str, Any]], facts: dict[str, Any]) -> None:
+def print_table(report: BenchReport) -> None:
     """One table, with what `auto` chose below it."""
     from rich.console import Console
     from rich.table import Table
 
+    found, figures, facts = report.found, report.figures, report.facts
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     table = Table(title=_title(facts), title_justify="left", box=None, pad_edge=False)
     table.add_column("way", no_wrap=True)
