@@ -1,7 +1,8 @@
 """Memory of the first GPU and one stream of work on it, through the NVIDIA driver's own library; nothing to install.
 
-`DeviceMemory` is all that engines need of a device: memory by address, and copies that take effect in the order in
-which they were asked for. `CudaMemory` is the GPU; tests put the host's memory in its place.
+`DeviceMemory` is all that engines need of a device: memory by address, copies that take effect in the order in which
+they were asked for, and recorded work that is asked for again as a whole (CUDA graphs). `CudaMemory` is the GPU; tests
+put the host's memory in its place.
 
 Does not know tensors, caches or TensorRT.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Protocol
 
@@ -21,17 +24,8 @@ from .onnxruntime_session import Array
 ALIGNMENT = 256  # bytes; what the driver gives, and what TensorRT asks of every tensor's address
 
 
-class DeviceMemory(Protocol):
-    """Memory addressed by integers, and a stream: everything asked for happens later, in that order.
-
-    `stream` is the stream's handle, for a library that puts work of its own on it.
-    """
-
-    stream: int
-
-    def use(self) -> None:
-        """Make the device the current one of this thread, for libraries that ask which one is."""
-        ...
+class Allocator(Protocol):
+    """Where blocks come from."""
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes, a multiple of `ALIGNMENT`; EngineError if there are none left."""
@@ -39,6 +33,21 @@ class DeviceMemory(Protocol):
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave, once the work asked for so far is done."""
+        ...
+
+
+class DeviceMemory(Allocator, Protocol):
+    """Memory addressed by integers, and a stream: everything asked for happens later, in that order.
+
+    stream: its handle, for a library that puts work of its own on it.
+    lock: to be held meanwhile, so that nothing of another thread gets into what is being recorded. Reentrant.
+    """
+
+    stream: int
+    lock: AbstractContextManager[Any]
+
+    def use(self) -> None:
+        """Make the device the current one of this thread, for libraries that ask which one is."""
         ...
 
     def upload(self, target: int, source: Array) -> None:
@@ -61,18 +70,43 @@ class DeviceMemory(Protocol):
         """Wait until everything asked for has happened; EngineError if something of it failed."""
         ...
 
+    def capture(self, ask: Callable[[], object]) -> int:
+        """Record what `ask` puts on the stream instead of doing it; EngineError if that cannot be recorded."""
+        ...
+
+    def launch(self, graph: int) -> None:
+        """Do what `capture` recorded, on the same addresses."""
+        ...
+
+    def forget(self, graph: int) -> None:
+        """Give back what `capture` made."""
+        ...
+
 
 class Block:
     """Device memory that is given back when nothing refers to it any more."""
 
-    def __init__(self, memory: DeviceMemory, size: int) -> None:
+    def __init__(self, memory: Allocator, size: int) -> None:
         self.size = max(size, ALIGNMENT)
         self.address = memory.allocate(self.size)
         weakref.finalize(self, memory.free, self.address).atexit = False  # at exit the driver takes all back
 
 
+class Graph:
+    """Recorded work that is forgotten when nothing refers to it any more."""
+
+    def __init__(self, memory: DeviceMemory, ask: Callable[[], object]) -> None:
+        self._memory, self._handle = memory, memory.capture(ask)
+        weakref.finalize(self, memory.forget, self._handle).atexit = False
+
+    def launch(self) -> None:
+        """Ask for all of it once more."""
+        self._memory.launch(self._handle)
+
+
 _Word, _Size, _Pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: what other threads do does not spoil a capture
 
 
 class _Copy2D(ctypes.Structure):
@@ -112,6 +146,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoHAsync_v2": (_Pointer, _Word, _Size, _Pointer),
     "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Copy2D), _Pointer),
     "cuMemsetD8Async": (_Word, ctypes.c_ubyte, _Size, _Pointer),
+    "cuStreamBeginCapture_v2": (_Pointer, ctypes.c_int),
+    "cuStreamEndCapture": (_Pointer, ctypes.POINTER(_Pointer)),
+    "cuGraphGetNodes": (_Pointer, ctypes.POINTER(_Pointer), ctypes.POINTER(_Size)),
+    "cuGraphInstantiateWithFlags": (ctypes.POINTER(_Pointer), _Pointer, ctypes.c_ulonglong),
+    "cuGraphLaunch": (_Pointer, _Pointer),
+    "cuGraphDestroy": (_Pointer,),
+    "cuGraphExecDestroy": (_Pointer,),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
 
@@ -120,7 +161,8 @@ class CudaMemory:
     """The first GPU, in the primary context that TensorRT and others use too. Any thread may call.
 
     Host arrays are ordinary memory, not pinned: an upload has read its array, and a download has filled it, when the
-    call returns. EngineError with the driver's own words if a call fails.
+    call returns. EngineError with the driver's own words if a call fails. One thread at a time uses the stream, also
+    to wait for it: during a capture the driver allows neither.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -132,6 +174,9 @@ class CudaMemory:
         except (OSError, AttributeError) as error:
             raise EngineError(f"{library}: cannot be used ({error}); install or update the NVIDIA driver") from error
         self._threads = threading.local()
+        self.lock: AbstractContextManager[Any] = threading.RLock()
+        self._capturing = False
+        self._late: list[tuple[Any, ...]] = []  # calls that must not become part of what is being captured
         device, context, stream = ctypes.c_int(), _Pointer(), _Pointer()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(device), 0)
@@ -148,14 +193,14 @@ class CudaMemory:
             self._threads.current = True
 
     def allocate(self, size: int) -> int:
-        """See `DeviceMemory`."""
+        """See `Allocator`."""
         address = _Word()
         self._do("cuMemAllocAsync", ctypes.byref(address), size, self.stream, note=f" for {size / 2**20:,.0f} MiB")
         return address.value
 
     def free(self, address: int) -> None:
-        """See `DeviceMemory`."""
-        self._do("cuMemFreeAsync", address, self.stream)
+        """See `Allocator`."""
+        self._give_back("cuMemFreeAsync", address, self.stream)
 
     def upload(self, target: int, source: Array) -> None:
         """See `DeviceMemory`."""
@@ -187,9 +232,52 @@ class CudaMemory:
         """See `DeviceMemory`."""
         self._do("cuStreamSynchronize", self.stream)
 
+    def capture(self, ask: Callable[[], object]) -> int:
+        """See `DeviceMemory`."""
+        graph, executable, nodes = _Pointer(), _Pointer(), _Size()
+        with self.lock:
+            self._do("cuStreamBeginCapture_v2", self.stream, _THREAD_LOCAL)
+            self._capturing = True
+            try:
+                ask()
+            except BaseException:
+                self._driver.cuStreamEndCapture(self.stream, ctypes.byref(graph))  # or the stream stays unusable
+                raise
+            else:
+                self._call("cuStreamEndCapture", self.stream, ctypes.byref(graph))
+                self._call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
+                if nodes.value == 0:
+                    raise EngineError("the NVIDIA driver: found no work on the stream that was captured")
+                self._call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+            finally:
+                self._capturing = False
+                if graph:
+                    self._call("cuGraphDestroy", graph)
+                late, self._late = self._late, []
+                for call in late:
+                    self._call(*call)
+        return executable.value or 0
+
+    def launch(self, graph: int) -> None:
+        """See `DeviceMemory`."""
+        self._do("cuGraphLaunch", graph, self.stream)
+
+    def forget(self, graph: int) -> None:
+        """See `DeviceMemory`."""
+        self._give_back("cuGraphExecDestroy", graph)
+
+    def _give_back(self, name: str, *arguments: Any) -> None:
+        """Garbage is collected at any time, so also by the thread that is capturing."""
+        with self.lock:
+            if self._capturing:
+                self._late.append((name, *arguments))
+            else:
+                self._do(name, *arguments)
+
     def _do(self, name: str, *arguments: Any, note: str = "") -> None:
-        self.use()
-        self._call(name, *arguments, note=note)
+        with self.lock:
+            self.use()
+            self._call(name, *arguments, note=note)
 
     def _call(self, name: str, *arguments: Any, note: str = "") -> None:
         if status := getattr(self._driver, name)(*arguments):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..runtime.engine import Floats, Ints
-from .cuda_memory import Block, DeviceMemory
+from .cuda_memory import Allocator, Block, DeviceMemory
 from .kv_cache import Halves, KVCache, round_up
 
 
@@ -38,24 +38,36 @@ class BlockCache(KVCache):
     """The cache of `kv_cache.py` in device memory; `tensors` stays empty, passes bind addresses.
 
     entry: bytes of one node's keys (or values) of one row. count: tensors, keys and values of every layer.
-    `scratch` is where passes on this cache keep their inputs and outputs, so that caches share nothing.
+    blocks: where its memory comes from. `scratch` is where passes on this cache keep their inputs and outputs, so that
+    caches share nothing.
     """
 
     memory: DeviceMemory
+    blocks: Allocator
     block: Block
     entry: int
     count: int
     scratch: Block | None = None
 
     @classmethod
-    def zeros(cls, memory: DeviceMemory, rows: int, capacity: int, count: int, entry: int) -> BlockCache:
-        """A cache without entries; all its memory is taken at once."""
+    def zeros(
+        cls,
+        memory: DeviceMemory,
+        rows: int,
+        capacity: int,
+        count: int,
+        entry: int,
+        blocks: Allocator | None = None,
+    ) -> BlockCache:
+        """A cache without entries; all its memory is taken at once, from `blocks` or else from the device."""
+        blocks = memory if blocks is None else blocks
         cache = cls(
             tensors=[],
             lengths=np.zeros(rows, np.int64),
             capacity=capacity,
             memory=memory,
-            block=Block(memory, count * round_up(max(1, capacity)) * rows * entry),
+            blocks=blocks,
+            block=Block(blocks, count * round_up(max(1, capacity)) * rows * entry),
             entry=entry,
             count=count,
         )
@@ -92,11 +104,21 @@ class BlockCache(KVCache):
             )
         self.lengths = self.lengths + counts
 
+    def take_scratch(self, size: int) -> int:
+        """The address of at least `size` bytes of scratch memory, the same until more is asked for than ever before.
+
+        Sizes are powers of two: as decodes grow, addresses stay.
+        """
+        if self.scratch is None or self.scratch.size < size:
+            self.scratch = None  # given back before more is taken
+            self.scratch = Block(self.blocks, 1 << (size - 1).bit_length())
+        return self.scratch.address
+
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; one copy of what they hold."""
         before, old, old_stride, old_rows = self.block, self.addresses(), self.stride, len(self.lengths)
         self.lengths = self.lengths[rows]
-        self.block = Block(self.memory, old_stride // old_rows * len(rows) * self.count)
+        self.block = Block(self.blocks, old_stride // old_rows * len(rows) * self.count)
         self.memory.zero(self.block.address, self.block.size)
         for source, target, length in runs(rows, np.arange(len(rows))):
             for start, goal in zip(old, self.addresses(), strict=True):
