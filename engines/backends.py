@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ..bundle import Bundle
+from ..checks import whole
 from ..errors import RequestError
 from ..manifest import DecoderSpec, DrafterSpec
 from ..runtime.engine import Engine, Floats
@@ -46,6 +47,27 @@ class Graphs(Protocol):
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph, checked to have these inputs and outputs."""
         ...
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a user may say about running TensorRT's plans.
+
+    cuda_graphs: record passes that recur, and launch each as a whole. weight_budget: bytes of the target's weights that
+    stay on the device, if the plan was built with weight streaming; None is all.
+    """
+
+    cuda_graphs: bool = False
+    weight_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_budget is None:
+            return
+        whole("weight-budget", self.weight_budget, 0, 0, 1 << 50)
+        if self.cuda_graphs:
+            raise RequestError(
+                "weight-budget: found with cuda-graphs, but a pass that streams weights is no CUDA graph; leave one out"
+            )
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,7 @@ class Backend(Protocol):
         """Raise EngineError if engines with this record do not run on this host."""
         ...
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> Graphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> Graphs:
         """The built graphs, and the bundle's own for roles that were not built."""
         ...
 

@@ -15,9 +15,9 @@ from ..bundle import Bundle
 from ..errors import EngineError
 from ..manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
-from .backends import Function, Graphs, find_backend
+from .backends import Function, Graphs, PlanOptions, find_backend
 from .engine_folder import EngineFolder
-from .onnxruntime_backend import OrtGraphs
+from .onnxruntime_backend import OrtGraphs, refuse_plan_options
 from .onnxruntime_session import Array, Tensor, ThreadOptions
 
 
@@ -25,7 +25,8 @@ class Engines:
     """Everything a bundle can run, from its own graphs or from an engine folder built of it.
 
     Attributes may be used from several threads. EngineError if the folder's engines are of another bundle,
-    version or host, or altered; all of that is checked before anything is loaded.
+    version or host, or altered, or if what they run in does not take the options; all of that is checked before
+    anything is loaded.
     """
 
     def __init__(
@@ -34,15 +35,17 @@ class Engines:
         threads: ThreadOptions | None = None,
         provider: str = "cpu",
         folder: EngineFolder | None = None,
+        options: PlanOptions | None = None,
     ) -> None:
         self._bundle = bundle
-        self.backend = _backend_name(provider, folder)
+        options = options or PlanOptions()
+        self.backend = _backend_name(provider, folder, options)
         self.threads = threads or ThreadOptions()
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: Function | None = None
         manifest = bundle.manifest
-        self._graphs = _open_graphs(bundle, self.threads, provider, folder)
+        self._graphs = _open_graphs(bundle, self.threads, provider, folder, options)
         self.target = self._graphs.decoder("target", manifest.target, bundle.code_embeddings())
         self._condition = self._graphs.function("condition", *_condition_tensors(manifest))
 
@@ -82,21 +85,27 @@ def load_engines(
     threads: ThreadOptions | None = None,
     provider: str = "cpu",
     folder: EngineFolder | None = None,
+    options: PlanOptions | None = None,
 ) -> Engines:
     """Load a bundle's target and condition graph now, and the rest when it is needed."""
-    return Engines(bundle, threads, provider, folder)
+    return Engines(bundle, threads, provider, folder, options)
 
 
-def _backend_name(provider: str, folder: EngineFolder | None) -> str:
-    """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`."""
+def _backend_name(provider: str, folder: EngineFolder | None, options: PlanOptions) -> str:
+    """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx-cuda-graphs`."""
     if folder is None:
         return f"onnxruntime-{provider}"
-    manifest = folder.manifest
-    return f"{manifest.backend}-{manifest.provider}" if manifest.provider else manifest.backend
+    parts = [folder.manifest.backend, folder.manifest.provider]
+    parts += ["cuda-graphs" if options.cuda_graphs else None]
+    parts += [None if options.weight_budget is None else f"budget-{options.weight_budget}"]
+    return "-".join(part for part in parts if part)
 
 
-def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None) -> Graphs:
+def _open_graphs(
+    bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None, options: PlanOptions
+) -> Graphs:
     if folder is None:
+        refuse_plan_options(options, provider)
         return OrtGraphs(lambda role: (bundle.path(role), False), threads, provider)
     backend = find_backend(folder.manifest.backend)
     folder.check_bundle(bundle)
@@ -107,7 +116,7 @@ def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: 
         )
     backend.check_host(folder.manifest, str(folder.folder), folder.rebuild)
     folder.check_files()
-    return backend.open(bundle, folder, threads)
+    return backend.open(bundle, folder, threads, options)
 
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,7 +17,7 @@ from ..errors import EngineError, RequestError
 from ..external_data import external_locations
 from ..manifest import DecoderSpec, DrafterSpec
 from ..runtime.engine import Engine, Floats
-from .backends import Built, Function, Progress
+from .backends import Built, Function, PlanOptions, Progress
 from .engine_folder import EngineFolder, EngineManifest
 from .host import processor
 from .onnxruntime_device import OrtDeviceEngine
@@ -95,8 +95,9 @@ class OrtBackend:
                 f"rebuild with `{rebuild}`"
             )
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> OrtGraphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> OrtGraphs:
         """The saved graphs."""
+        refuse_plan_options(options, folder.manifest.provider or "cpu")
 
         def locate(role: str) -> tuple[Path, bool]:
             if role not in folder.manifest.graphs:
@@ -111,3 +112,13 @@ class OrtBackend:
             return path, True
 
         return OrtGraphs(locate, threads, folder.manifest.provider or "cpu")
+
+
+def refuse_plan_options(options: PlanOptions, provider: str) -> None:
+    """Raise EngineError on an option that only plans have."""
+    for name, given in (("cuda-graphs", options.cuda_graphs), ("weight-budget", options.weight_budget is not None)):
+        if given:
+            raise EngineError(
+                f"{name}: found ONNX Runtime with provider {provider}, expected an engine folder of tensorrt or "
+                f"tensorrt-rtx; leave {name} out"
+            )

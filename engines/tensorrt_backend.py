@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,36 @@ from ..manifest import DecoderSpec, DrafterSpec
 from ..onnx_nodes import place_of_node
 from ..outputs import write_output
 from ..runtime.engine import Engine, Floats
-from .backends import Built, Function, Graphs, Progress
+from .backends import Built, Function, Graphs, PlanOptions, Progress
 from .cuda_driver import find_gpu
 from .cuda_memory import DeviceMemory, open_gpu
 from .engine_folder import EngineFolder, EngineManifest
 from .onnxruntime_backend import OrtGraphs
 from .onnxruntime_session import Tensor, ThreadOptions
+from .plan_errors import PlanSource
 from .profiles import BuildOptions, Profile
 from .tensorrt_engine import TensorRTEngine, TensorRTFunction
 from .tensorrt_library import Messages, import_library, make_logger, make_monitor
-from .tensorrt_plan import PlanSource
 
 _AMPERE = 80
 
 
 class TensorRTGraphs:
-    """The plans of an engine folder, and `others` for graphs that were not built."""
+    """The plans of an engine folder, and `others` for graphs that were not built.
 
-    def __init__(self, library: Any, memory: DeviceMemory, folder: EngineFolder, others: Graphs) -> None:
+    CUDA graphs are for decoders: of the image decoder a pass takes long, and every one has its own addresses.
+    """
+
+    def __init__(
+        self, library: Any, memory: DeviceMemory, folder: EngineFolder, others: Graphs, options: PlanOptions
+    ) -> None:
         self._library, self._memory, self._folder, self._others = library, memory, folder, others
+        self._options = options
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target or the drafter as an engine."""
-        return TensorRTEngine(self._library, self._memory, self._source(role), spec, code_embeddings)
+        options = self._options if role == "target" else replace(self._options, weight_budget=None)
+        return TensorRTEngine(self._library, self._memory, self._source(role), spec, code_embeddings, options)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph."""
@@ -161,10 +169,10 @@ class TensorRTBackend:
                 f"rebuild with `{rebuild}`"
             )
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> Graphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> Graphs:
         """The plans on the first GPU; the condition graph on the CPU."""
         others = OrtGraphs(lambda role: (bundle.path(role), False), threads, "cpu")
-        return TensorRTGraphs(import_library(self.name), open_gpu(), folder, others)
+        return TensorRTGraphs(import_library(self.name), open_gpu(), folder, others, options)
 
     def _configure(self, library: Any, builder: Any, options: BuildOptions) -> Any:
         config = builder.create_builder_config()

@@ -19,20 +19,25 @@ import numpy as np
 from ..errors import EngineError
 from ..manifest import DecoderSpec, DrafterSpec
 from ..runtime.engine import Bools, Cache, Floats, Pass, PassOutput
-from .cuda_memory import ALIGNMENT, Block, DeviceMemory
+from .backends import PlanOptions
+from .block_pool import BlockPool
+from .cuda_memory import ALIGNMENT, Allocator, Block, DeviceMemory
 from .decoder_tensors import NodeInputs, check_span, decoder_tensors, kv_dtype
 from .device_cache import BlockCache, DeviceRows, Fresh
 from .kv_cache import round_up
 from .onnxruntime_session import Array, Tensor
+from .plan_errors import PlanSource
 from .profiles import Profile
-from .tensorrt_plan import Place, Plan, PlanSource, Shape
+from .tensorrt_contexts import Place, Shape
+from .tensorrt_plan import PLAIN, Plan
 
 
 class TensorRTEngine:
     """A decoder plan. With a table of code embeddings it is a target; without, a drafter.
 
     One engine may serve several threads, each with caches of its own. The outputs of a pass are good until the next
-    pass on the same cache; reading them later is a ValueError.
+    pass on the same cache; reading them later is a ValueError. With CUDA graphs, the memory of freed caches is kept
+    for the next ones: passes recur only where addresses do.
     """
 
     def __init__(
@@ -42,10 +47,12 @@ class TensorRTEngine:
         source: PlanSource,
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None = None,
+        options: PlanOptions = PLAIN,
     ) -> None:
         self.spec, self._memory, self._source = spec, memory, source
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._plan = Plan(library, memory, source, inputs, outputs)
+        self._plan = Plan(library, memory, source, inputs, outputs, options)
+        self._blocks: Allocator = BlockPool(memory) if options.cuda_graphs else memory
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._fresh = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
         self._entry = spec.kv_heads * spec.head_width * np.dtype(kv_dtype(source.path, self._plan.dtypes)).itemsize
@@ -60,7 +67,7 @@ class TensorRTEngine:
             raise self._too_small("rows", rows, most_rows)
         if (sure := capacity - most_nodes - 2) > most_past:  # what comes after those is dropped before it is read
             raise self._too_small("past", round_up(sure), most_past)
-        return BlockCache.zeros(self._memory, rows, capacity, len(self._past), self._entry)
+        return BlockCache.zeros(self._memory, rows, capacity, len(self._past), self._entry, self._blocks)
 
     def next_span(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up; EngineError if the plan has no profile for such a pass."""
@@ -108,14 +115,12 @@ class TensorRTEngine:
         return np.dtype(self._plan.dtypes[name]).itemsize
 
     def _place(self, cache: BlockCache, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Addresses one after the other in the cache's scratch memory, which grows to the largest pass."""
+        """Addresses one after the other in the cache's scratch memory."""
         offsets, end = {}, 0
         for name, size in sizes.items():
             offsets[name], end = end, end + round_up(size, ALIGNMENT)
-        if cache.scratch is None or cache.scratch.size < end:
-            cache.scratch = None  # given back before more is taken
-            cache.scratch = Block(self._memory, end)
-        return {name: cache.scratch.address + offset for name, offset in offsets.items()}
+        start = cache.take_scratch(end)
+        return {name: start + offset for name, offset in offsets.items()}
 
     def _fit(self, rows: int, nodes: int, span: int) -> tuple[int, int]:
         """The smallest profile for a pass, by number, and the nodes to run; EngineError if there is none."""

@@ -1,44 +1,31 @@
-"""One TensorRT or TensorRT-RTX plan, loaded: its tensors checked, and run on device memory by address.
+"""One TensorRT or TensorRT-RTX plan, loaded: its tensors checked, its weights where they were asked to be.
 
-A plan has optimisation profiles, ranges of shapes it was built for. Each has an execution context of its own, made
-when first needed; within a profile, shapes and addresses are set again only where they differ from the last run.
-
-Does not know what a graph is for, nor where its tensors lie.
+Does not know what a plan is for, nor how it runs.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import EngineError
+from .backends import PlanOptions
 from .cuda_memory import DeviceMemory
 from .onnxruntime_session import Tensor
-from .profiles import Profile
+from .plan_errors import PlanErrors, PlanSource
+from .tensorrt_contexts import Contexts, Place
 from .tensorrt_library import Messages, make_logger
 
-Shape = tuple[int, ...]
-Place = tuple[Shape, int]  # a tensor's shape and its address
-
-
-@dataclass(frozen=True)
-class PlanSource:
-    """Where a plan comes from: its file, the ranges it was built for, and the command that builds it again."""
-
-    path: Path
-    profiles: tuple[Profile, ...]
-    rebuild: str
+PLAIN = PlanOptions()
 
 
 class Plan:
     """A plan on a device. Several threads may run it; each run waits for its turn in the device's stream.
 
-    EngineError if the library does not load the plan, or if its tensors are others than expected.
+    EngineError if the library does not load the plan, if its tensors are others than expected, or if it does not take
+    the options.
     """
 
     def __init__(
@@ -48,61 +35,47 @@ class Plan:
         source: PlanSource,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
+        options: PlanOptions = PLAIN,
     ) -> None:
-        self.source, self.memory = source, memory
-        self._library, self._messages = library, Messages()
-        self._logger = make_logger(library, self._messages)  # the library keeps no reference of its own
-        self._lock = threading.Lock()
+        messages = Messages()
+        self._memory, self._library = memory, library
+        self._errors = errors = PlanErrors(library, source, messages)
+        self._logger = make_logger(library, messages)  # the library keeps no reference of its own
         memory.use()
         try:
             self._runtime = library.Runtime(self._logger)
             self._engine = self._runtime.deserialize_cuda_engine(source.path.read_bytes())
         except (TypeError, RuntimeError) as error:  # what the bindings raise where the library returns nothing
-            raise self._failure(f"does not load this plan ({' '.join(str(error).split())[:200]})") from error
+            raise errors.failure(f"does not load this plan ({' '.join(str(error).split())[:200]})") from error
         except OSError as error:
             raise EngineError(f"{source.path}: cannot be read ({error.strerror or error})") from error
         if self._engine is None:
-            raise self._failure("does not load this plan")
+            raise errors.failure("does not load this plan")
         if (found := self._engine.num_optimization_profiles) != len(source.profiles):
-            raise self._other(f"{found} profiles", f"{len(source.profiles)}, those of engine.json")
+            raise errors.other(f"{found} profiles", f"{len(source.profiles)}, those of engine.json")
         self.dtypes = self._check(inputs, outputs)
-        self._inputs, self._outputs = [t.name for t in inputs], [t.name for t in outputs]
-        self._contexts: dict[int, Any] = {}
-        self._set: dict[int, dict[str, Place]] = {}
+        if options.weight_budget is not None:
+            self._stream_weights(options.weight_budget)
+        self._contexts = Contexts(self._engine, memory, errors, options.cuda_graphs)
 
     def enqueue(self, profile: int, inputs: Mapping[str, Place], outputs: Mapping[str, Place]) -> None:
         """Ask for one run within a profile; it happens in the order of the memory's stream."""
-        with self._lock:
-            self._messages.errors.clear()
-            context = self._context(profile)
-            last = self._set.pop(profile, {})  # kept only if everything below succeeds
-            reshaped = False
-            for name, (shape, address) in inputs.items():
-                shape_before, address_before = last.get(name, (None, None))
-                if shape != shape_before:
-                    reshaped = True
-                    self._do(context.set_input_shape(name, shape), f"take `{name}` as {list(shape)}")
-                if address != address_before:
-                    self._do(context.set_tensor_address(name, address), f"take an address for `{name}`")
-            for name, (shape, address) in outputs.items():
-                if reshaped and (found := tuple(context.get_tensor_shape(name))) != shape:
-                    raise self._other(f"`{name}` as {list(found)}", f"{list(shape)}")
-                if address != last.get(name, (None, None))[1]:
-                    self._do(context.set_tensor_address(name, address), f"take an address for `{name}`")
-            self._do(context.execute_async_v3(self.memory.stream), "run this plan")
-            self._set[profile] = {**inputs, **outputs}
+        with self._memory.lock:
+            self._errors.messages.errors.clear()
+            self._contexts.enqueue(profile, inputs, outputs)
 
-    def _context(self, profile: int) -> Any:
-        if profile not in self._contexts:
-            self.memory.use()
-            strategy = self._library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE  # this profile's need only
-            context = self._engine.create_execution_context(strategy)
-            if context is None:
-                raise self._failure("makes no execution context (is the device's memory full?)")
-            name = self.source.profiles[profile].name
-            self._do(context.set_optimization_profile_async(profile, self.memory.stream), f"choose profile `{name}`")
-            self._contexts[profile] = context
-        return self._contexts[profile]
+    def _stream_weights(self, budget: int) -> None:
+        """Leave no more than `budget` bytes of the weights on the device; only before there are contexts."""
+        engine, source = self._engine, self._errors.source
+        if not engine.streamable_weights_size:
+            raise EngineError(
+                f"{source.path}: found no weights that can be streamed, expected a plan for it; rebuild with "
+                f"`{source.rebuild} --weight-streaming`, or leave weight-budget out"
+            )
+        engine.weight_streaming_budget_v2 = budget = min(budget, engine.streamable_weights_size)
+        self._errors.check(
+            engine.weight_streaming_budget_v2 == budget, f"keep to {budget / 2**20:,.0f} MiB of weights on the device"
+        )
 
     def _check(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str, type[np.generic]]:
         """Compare the plan's tensors with what is expected of them; NumPy types by name."""
@@ -112,7 +85,7 @@ class Plan:
         expected = {tensor.name for tensor in (*inputs, *outputs)}
         if found != expected:
             odd = sorted(found ^ expected)[0]
-            raise self._other(f"{'a' if odd in found else 'no'} tensor `{odd}`", f"{len(expected)} tensors")
+            raise self._errors.other(f"{'a' if odd in found else 'no'} tensor `{odd}`", f"{len(expected)} tensors")
         dtypes: dict[str, type[np.generic]] = {}
         for mode, tensors in ((modes.INPUT, inputs), (modes.OUTPUT, outputs)):
             for tensor in tensors:
@@ -123,23 +96,8 @@ class Plan:
                 )
                 if engine.get_tensor_mode(tensor.name) != mode or dtype not in tensor.dtypes or not fits:
                     sizes = ", ".join("any" if size is None else str(size) for size in tensor.shape)
-                    raise self._other(
+                    raise self._errors.other(
                         f"`{tensor.name}` as {dtype} {list(shape)}", f"{' or '.join(tensor.dtypes)} [{sizes}]"
                     )
                 dtypes[tensor.name] = np.dtype(dtype).type
         return dtypes
-
-    def _do(self, success: bool, what: str) -> None:
-        if not success:
-            raise self._failure(f"does not {what}")
-
-    def _failure(self, what: str) -> EngineError:
-        return EngineError(
-            f"{self.source.path}: {self._library.__name__} {self._library.__version__} {what}: "
-            f"{self._messages.brief()}; rebuild with `{self.source.rebuild}`"
-        )
-
-    def _other(self, found: str, expected: str) -> EngineError:
-        return EngineError(
-            f"{self.source.path}: found {found}, expected {expected}; rebuild with `{self.source.rebuild}`"
-        )

@@ -13,7 +13,7 @@ import typer
 
 from .cli_app_bench import commands as bench_commands
 from .cli_app_bundles import commands as bundle_commands
-from .cli_options import Force, Json
+from .cli_options import CudaGraphs, Force, Json, WeightBudget
 
 app = typer.Typer(
     name="lantern-rt",
@@ -154,6 +154,8 @@ def run(
     provider: Annotated[
         str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
     ] = "cpu",
+    cuda_graphs: CudaGraphs = False,
+    weight_budget: WeightBudget = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write every draft tree to this .npz, and a picture to NAME.trace.png.")
     ] = None,
@@ -199,6 +201,8 @@ def run(
             threads,
             engines,
             provider,
+            cuda_graphs,
+            None if weight_budget is None else weight_budget << 20,
             trace,
             scale,
             json,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import Force, Json
+from .cli_options import CudaGraphs, Force, Json, WeightBudget
 
 commands = typer.Typer()
 
@@ -48,6 +48,8 @@ def bench(
     provider: Annotated[
         str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
     ] = "cpu",
+    cuda_graphs: CudaGraphs = False,
+    weight_budget: WeightBudget = None,
     plot: Annotated[Path | None, typer.Option(help="Draw codes per second against quality, a .png file.")] = None,
     json: Json = False,
     force: Force = False,
@@ -56,7 +58,7 @@ def bench(
     from .cli_bench import BenchCommand, bench_command
 
     asked = BenchCommand(
-        bundle, methods, tuple(quality or ()), sweep, images, batch, threads, greedy, prompts, engines, provider, plot,
-        json, force,
+        bundle, methods, tuple(quality or ()), sweep, images, batch, threads, greedy, prompts, engines, provider,
+        cuda_graphs, None if weight_budget is None else weight_budget << 20, plot, json, force,
     )  # fmt: skip
     bench_command(asked)

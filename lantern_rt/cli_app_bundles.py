@@ -118,7 +118,7 @@ def build_engine(
         bool, typer.Option("--hardware-compatible", help="With tensorrt: run on every GPU from Ampere on.")
     ] = False,
     weight_streaming: Annotated[
-        bool, typer.Option("--weight-streaming", help="Keep weights in host memory where they do not fit.")
+        bool, typer.Option("--weight-streaming", help="Let `run --weight-budget` keep weights in host memory.")
     ] = False,
     refit: Annotated[bool, typer.Option("--refit", help="Allow weights to be replaced later.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print memory and shapes, build nothing.")] = False,

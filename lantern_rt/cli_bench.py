@@ -42,6 +42,8 @@ class BenchCommand:
     prompts: Path | None
     engines: Path | None
     provider: str
+    cuda_graphs: bool
+    weight_budget: int | None
     plot: Path | None
     json: bool
     force: bool
@@ -85,7 +87,14 @@ def run_bench(asked: BenchCommand) -> BenchReport:
     sampling = Options(temperature=0.0) if asked.greedy else Options()
     named = asked.methods or usual_ways(bundle.manifest, asked.qualities or _QUALITIES, asked.sweep)
     ways = parse_ways(named, sampling, bundle.manifest)
-    pipeline = Pipeline.from_bundle(bundle, asked.threads, provider=asked.provider, engines=asked.engines)
+    pipeline = Pipeline.from_bundle(
+        bundle,
+        asked.threads,
+        provider=asked.provider,
+        engines=asked.engines,
+        cuda_graphs=asked.cuda_graphs,
+        weight_budget=asked.weight_budget,
+    )
     found = bench(pipeline, ways, calibration, asked.images, lambda line: print(line, file=sys.stderr))
     return BenchReport(found, _facts(bundle, pipeline, asked), [found.figures(row) for row in found.rows])
 

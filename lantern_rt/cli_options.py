@@ -7,4 +7,16 @@ from typing import Annotated
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option("--cuda-graphs", help="With TensorRT engines: record passes that recur, launch each as a whole."),
+]
+WeightBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--weight-budget",
+        help="With TensorRT engines built with --weight-streaming: MiB of the target's weights that stay on the GPU. "
+        "[default: all]",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]

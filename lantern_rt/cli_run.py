@@ -55,6 +55,8 @@ class Run:
     threads: int | None
     engines: Path | None
     provider: str
+    cuda_graphs: bool
+    weight_budget: int | None
     trace: Path | None
     scale: int
     json: bool
@@ -76,7 +78,14 @@ def run_command(run: Run, options: Options) -> None:
     outputs = plan_outputs(run.output, [_stem(image) for image in request.images], run.force)
     picture = _check_trace(run.trace, outputs, run.force)
 
-    pipeline = Pipeline.from_bundle(bundle, run.threads, provider=run.provider, engines=engines)
+    pipeline = Pipeline.from_bundle(
+        bundle,
+        run.threads,
+        provider=run.provider,
+        engines=engines,
+        cuda_graphs=run.cuda_graphs,
+        weight_budget=run.weight_budget,
+    )
     began = time.perf_counter()
     trace = Trace(bundle.manifest.grid_rows, bundle.manifest.grid_columns)
     steps = pipeline.stream(run.prompts, class_ids=run.class_ids, seed=run.seed, num_images=run.num_images, **options)

@@ -15,15 +15,16 @@ from numpy.typing import NDArray
 from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
+from lantern_rt.engines.backends import PlanOptions
 from lantern_rt.engines.cuda_memory import DeviceMemory, open_gpu
 from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
 from lantern_rt.engines.onnxruntime_engine import OrtEngine
 from lantern_rt.engines.onnxruntime_session import ThreadOptions, save_optimised
+from lantern_rt.engines.plan_errors import PlanSource
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend
 from lantern_rt.engines.tensorrt_engine import TensorRTEngine
 from lantern_rt.engines.tensorrt_library import import_library
-from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.export.decoder import Decoder, DecoderConfig
 from lantern_rt.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
@@ -34,7 +35,14 @@ SMALL = DecoderConfig(
 )
 ONE = ThreadOptions(intra_op=1)
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
-ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
+GRAPHS = ("tensorrt, host, graphs", "tensorrt-rtx, host, graphs")
+ON_GPUS = (
+    "onnxruntime, cuda",
+    "tensorrt, gpu",
+    "tensorrt, gpu, graphs",
+    "tensorrt-rtx, gpu",
+    "tensorrt-rtx, gpu, graphs",
+)
 PROFILES = (
     Profile(name="prefill", rows=(1, 2, 16), nodes=(2, 3, 3), past=(64, 64, 64)),
     Profile(name="ar", rows=(1, 2, 16), nodes=(2, 2, 2), past=(64, 64, 64)),
@@ -83,21 +91,22 @@ class SmallModel:
         drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
 
-    def _on_tensorrt(self, name: str, where: str) -> Model:
+    def _on_tensorrt(self, name: str, where: str, graphs: str = "") -> Model:
         """Plans of both graphs, on the GPU, or with the host in its place."""
-        library, memory, build = self._host() if where == "host" else self._gpu(name)
+        library, memory, build = self._host(name) if where == "host" else self._gpu(name)
+        options = PlanOptions(cuda_graphs=bool(graphs))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            return TensorRTEngine(library, memory, PlanSource(build(role), PROFILES, "rebuild"), spec, table)
+            return TensorRTEngine(library, memory, PlanSource(build(role), PROFILES, "rebuild"), spec, table, options)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
 
-    def _host(self) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
+    def _host(self, name: str) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
         memory = HostMemory()
         return (
-            HostLibrary(memory),
+            HostLibrary(memory, records=name == "tensorrt-rtx"),
             memory,
             lambda role: write_plan(self.folder / f"{role}.onnx", PROFILES, self.folder / f"{role}.plan"),
         )

@@ -16,8 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import TINY, WIDE, Rig, close, spec_of
 
+from lantern_rt.engines.backends import PlanOptions
 from lantern_rt.engines.device_cache import BlockCache, DeviceRows, Fresh, runs
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.engines.plan_errors import PlanSource
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.tensorrt_engine import (
     TensorRTEngine,
@@ -25,7 +27,6 @@ from lantern_rt.engines.tensorrt_engine import (
     smallest_profile,
     stretch,
 )
-from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime.engine import Pass
 
@@ -39,18 +40,25 @@ PROFILES = (
 class HostRig:
     """A rig's graph behind the TensorRT engine, and behind the plain one."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, records: bool = False) -> None:
         self.rig, self.memory = rig, HostMemory()
-        self.library = HostLibrary(self.memory)
+        self.library = HostLibrary(self.memory, records)
         self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"))
         self.engine = self.load()
 
-    def load(self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any) -> TensorRTEngine:
-        options = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
+    def load(
+        self,
+        plan: Path | None = None,
+        profiles: tuple[Profile, ...] = PROFILES,
+        options: PlanOptions | None = None,
+        **change: Any,
+    ) -> TensorRTEngine:
+        source = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
         spec = spec_of(self.rig.config).model_copy(update=change)
-        return TensorRTEngine(self.library, self.memory, options, spec, self.rig.table)
+        return TensorRTEngine(self.library, self.memory, source, spec, self.rig.table, options or PlanOptions())
 
     def prefilled(self, rows: int, capacity: int = 300) -> Any:
+        """A cache that holds the first `rows` prefixes."""
         return self.rig.prefilled(rows, self.engine, capacity)  # type: ignore[arg-type]
 
     def extend(self, cache: Any, codes: list[list[int]]) -> None:
@@ -281,7 +289,7 @@ def test_shapes_and_addresses_are_set_again_only_where_they_changed(
 ) -> None:
     cache = tiny.prefilled(1)
     tiny.extend(cache, [[1, 2]])
-    context = tiny.engine._plan._contexts[1]
+    (context,) = (one for one in tiny.library.engines[0].contexts if one.profile == 1)
     calls: list[str] = []
     for name in ("set_input_shape", "set_tensor_address"):
         set_it = getattr(context, name)

@@ -15,29 +15,35 @@ from lantern_rt.engines.backends import Function
 from lantern_rt.engines.cuda_driver import find_gpu
 from lantern_rt.engines.cuda_memory import open_gpu
 from lantern_rt.engines.onnxruntime_session import GraphSession, Tensor
+from lantern_rt.engines.plan_errors import PlanSource
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend
 from lantern_rt.engines.tensorrt_engine import TensorRTFunction
 from lantern_rt.engines.tensorrt_library import MODULES, import_library
-from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.errors import EngineError
 
 USED = {
     "Runtime": ["deserialize_cuda_engine"],
     "ICudaEngine": [
         "num_optimization_profiles", "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_dtype",
-        "get_tensor_shape", "create_execution_context",
+        "get_tensor_shape", "create_execution_context", "device_memory_size_v2", "streamable_weights_size",
+        "weight_streaming_budget_v2",
     ],
     "IExecutionContext": [
         "set_optimization_profile_async", "set_input_shape", "set_tensor_address", "get_tensor_shape",
-        "execute_async_v3",
+        "execute_async_v3", "set_device_memory",
     ],
-    "ExecutionContextAllocationStrategy": ["ON_PROFILE_CHANGE"],
+    "ExecutionContextAllocationStrategy": ["USER_MANAGED"],
     "TensorIOMode": ["INPUT", "OUTPUT"],
     "DataType": ["FLOAT", "HALF", "INT64"],
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
 }  # fmt: skip
+RECORDS = {  # TensorRT-RTX only
+    "ICudaEngine": ["create_runtime_config"],
+    "IRuntimeConfig": ["set_execution_context_allocation_strategy", "cuda_graph_strategy"],
+    "CudaGraphStrategy": ["WHOLE_GRAPH_CAPTURE"],
+}
 # As the bindings print them, without the modules' own names.
 SIGNATURES = {
     ("ICudaEngine", "create_execution_context"): "strategy: tensorrt.ExecutionContextAllocationStrategy",
@@ -45,6 +51,7 @@ SIGNATURES = {
     ("IExecutionContext", "set_input_shape"): "name: str, shape: tuple) -> bool",
     ("IExecutionContext", "set_tensor_address"): "name: str, memory: typing.SupportsInt) -> bool",
     ("IExecutionContext", "execute_async_v3"): "stream_handle: typing.SupportsInt) -> bool",
+    ("IExecutionContext", "set_device_memory"): "memory: typing.SupportsInt, size: typing.SupportsInt) -> None",
 }
 
 
@@ -61,6 +68,19 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_the_library_has_everything_that_is_called(name: str, kind: str) -> None:
     library = import_library(name)
     assert [member for member in USED[kind] if not hasattr(getattr(library, kind), member)] == []
+
+
+def test_tensorrt_rtx_has_what_records_cuda_graphs() -> None:
+    library = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    missing = [
+        (kind, name) for kind, names in RECORDS.items() for name in names if not hasattr(getattr(library, kind), name)
+    ]
+    assert missing == []
+    described = library.ICudaEngine.create_execution_context.__doc__
+    assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in described
+    strategy = library.IRuntimeConfig.cuda_graph_strategy
+    assert strategy.fget.__doc__.strip().endswith("CudaGraphStrategy")
+    assert "CudaGraphStrategy) -> bool" in strategy.fset.__doc__
 
 
 @pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call[1])

@@ -273,6 +273,49 @@ def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: P
     assert str(caught.value) == f"provider: found cuda, but {built} was built for cpu; leave the provider out"
 
 
+@pytest.mark.parametrize(("option", "value"), [("cuda-graphs", True), ("weight-budget", 0)])
+def test_what_only_plans_can_do_is_refused_by_onnxruntime(bundle: Path, built: Path, option: str, value: Any) -> None:
+    for engines in (None, built):
+        with pytest.raises(EngineError) as caught:
+            Pipeline.from_bundle(bundle, engines=engines, **{option.replace("-", "_"): value})
+        assert str(caught.value) == (
+            f"{option}: found ONNX Runtime with provider cpu, expected an engine folder of tensorrt or tensorrt-rtx; "
+            f"leave {option} out"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["--cuda-graphs"],
+            "cuda-graphs: found ONNX Runtime with provider cpu, expected an engine folder of tensorrt or "
+            "tensorrt-rtx; leave cuda-graphs out",
+        ),
+        (
+            ["--cuda-graphs", "--weight-budget", "3"],
+            "weight-budget: found with cuda-graphs, but a pass that streams weights is no CUDA graph; leave one out",
+        ),
+        (
+            ["--weight-budget", "-1"],
+            "weight-budget: found -1048576, expected a whole number 0 .. 1125899906842624",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_both_commands_pass_on_what_is_for_plans(
+    program: Any, bundle: Path, tmp_path: Path, command: str, arguments: list[str], expected: str
+) -> None:
+    (tmp_path / "prompts.txt").write_text("red cube\n")
+    what = {
+        "run": ["--bundle", bundle, "--prompt", "red cube"],
+        "bench": [bundle, "--prompts", tmp_path / "prompts.txt"],
+    }
+    code, out, err = program(command, *what[command], *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1] == f"lantern-rt: {expected}"
+
+
 # ---------------------------------------------------------------- refusals when built
 
 
