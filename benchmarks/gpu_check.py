@@ -7,11 +7,11 @@
     python benchmarks/gpu_check.py --smoke               # tiny shapes in host memory: does the script itself run?
 
 Runs `pytest -m gpu`, then random-weight models of LlamaGen's sizes through ONNX Runtime's CUDA provider, and as plans
-through TensorRT and TensorRT-RTX where they are installed: milliseconds per pass against nodes and past, beside the
-time it takes to read the weights once; decode steps, and the host's own share of them; memory. Needs
-`lantern-rt[gpu,export,dev]` and an NVIDIA driver. Times are printed, never judged. What does not fit the GPU's memory,
-or a library does not build, is left out, and said so. Without plans it should take under ten minutes; their builds
-take minutes more.
+through TensorRT and TensorRT-RTX where they are installed, without and with CUDA graphs: milliseconds per pass against
+nodes and past, beside the time it takes to read the weights once; decode steps, and the host's own share of them;
+memory. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. Times are printed, never judged. What does not fit the
+GPU's memory, or a library does not build, is left out, and said so. Without plans it should take under ten minutes;
+their builds take minutes more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,17 +36,18 @@ from half_graph import halve_graph
 from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, RandomModel, Shapes, build_random_model
 
 from lantern_rt import EngineError, LanternError, __version__
+from lantern_rt.engines.backends import PlanOptions
 from lantern_rt.engines.cuda_driver import find_gpu
 from lantern_rt.engines.cuda_memory import open_gpu
 from lantern_rt.engines.graph_bytes import model_bytes, node_bytes
 from lantern_rt.engines.kv_cache import SPAN_STEP, round_up
 from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
 from lantern_rt.engines.onnxruntime_session import import_onnxruntime, load_helper
+from lantern_rt.engines.plan_errors import PlanSource
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend
 from lantern_rt.engines.tensorrt_engine import TensorRTEngine
 from lantern_rt.engines.tensorrt_library import MODULES, import_library
-from lantern_rt.engines.tensorrt_plan import PlanSource
 from lantern_rt.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Pass
@@ -106,9 +108,9 @@ def main() -> None:
                 measured = with_precision(model, precision)
                 for backend in backends:
                     try:
-                        load = loader(backend, arguments.smoke)
-                        found = measure(shapes, measured, f"{precision}, {backend}", bandwidth, load)
-                        report["models"].append({"backend": backend, "precision": precision, **found})
+                        for label, load in loaders(backend, arguments.smoke):
+                            found = measure(shapes, measured, f"{precision}, {label}", bandwidth, load)
+                            report["models"].append({"backend": label, "precision": precision, **found})
                     except LanternError as error:
                         print(f"{shapes.name} {precision}, {backend}: left out: {error}", flush=True)
     if arguments.end_to_end:
@@ -161,24 +163,32 @@ def installed() -> list[str]:
     return found
 
 
-def loader(backend: str, smoke: bool) -> Loader:
-    """What makes engines of a backend; plans are built on the way."""
+def loaders(backend: str, smoke: bool) -> list[tuple[str, Loader]]:
+    """What makes engines of a backend, in each way it can run them; plans are built on the way, once."""
     if backend == "onnxruntime":
         engine, provider = (HostEngine, "cpu") if smoke else (OrtDeviceEngine, "cuda")
-        return lambda path, spec, table: engine(path, spec, table, provider=provider)
+        return [(backend, lambda path, spec, table: engine(path, spec, table, provider=provider))]
+    shapes, plans = profiles(), {}
 
-    def load(path: Path, spec: DecoderSpec | DrafterSpec, table: np.ndarray | None) -> TensorRTEngine:
+    def build(path: Path) -> Path:
         bundle: Any = SimpleNamespace(path=lambda role: path)
-        shapes, options = profiles(), BuildOptions(backend, max_rows=ROWS, max_nodes=NODES[-1])
+        options = BuildOptions(backend, max_rows=ROWS, max_nodes=NODES[-1])
         began = time.perf_counter()
         built = TensorRTBackend(backend).build(
             bundle, path.stem, shapes, options, path.parent, lambda what, done, total: None
         )
         print(f"built {path.stem} in {time.perf_counter() - began:.0f} s", flush=True)
-        plan = PlanSource(built.files[0], shapes, "python benchmarks/gpu_check.py")
-        return TensorRTEngine(import_library(backend), open_gpu(), plan, spec, table)
+        return built.files[0]
 
-    return load
+    def load(
+        options: PlanOptions, path: Path, spec: DecoderSpec | DrafterSpec, table: np.ndarray | None
+    ) -> TensorRTEngine:
+        plans[path] = plans.get(path) or build(path)
+        plan = PlanSource(plans[path], shapes, "python benchmarks/gpu_check.py")
+        return TensorRTEngine(import_library(backend), open_gpu(), plan, spec, table, options)
+
+    plain, graphs = PlanOptions(), PlanOptions(cuda_graphs=True)
+    return [(backend, partial(load, plain)), (f"{backend}, CUDA graphs", partial(load, graphs))]
 
 
 def profiles() -> tuple[Profile, ...]:
@@ -237,14 +247,16 @@ def pass_ms(engine: Any, past: int, nodes: int) -> float:
 
 
 def step_times(shapes: Shapes, model: Model, name: str, method: Method) -> dict[str, Any]:
-    """Milliseconds per decode step, and the host's share, of one guided image."""
+    """Milliseconds per decode step, and the host's share, of one guided image, after one that warms up."""
     rng = np.random.default_rng(0)
     width = model.target.spec.width  # type: ignore[attr-defined]
     prefix = rng.standard_normal((2, 1, width), np.float32)
     prompt = Prompt(prefix[0], prefix[1], np.ones(1, bool))
     positions = model.target.spec.positions  # type: ignore[attr-defined]
     sampling = Sampling(cfg_scale=4.0, top_k=min(1000, shapes.vocabulary // 2))
-    steps = list(decode(replace(model, positions=positions, codes=shapes.codes), [prompt], [rng], sampling, method))
+    model = replace(model, positions=positions, codes=shapes.codes)
+    for _ in range(2):
+        steps = list(decode(model, [prompt], [rng], sampling, method))
     stats = steps[-1].statistics
     assert stats is not None
     count = len(steps) - 1
