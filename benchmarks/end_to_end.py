@@ -190,6 +190,8 @@ def measure(plan: Plan, work: Path, folder: Path) -> list[dict[str, Any]]:
             prompts=None,
             engines=None,
             provider=plan.provider,
+            cuda_graphs=False,
+            weight_budget=None,
             plot=None,
             json=False,
             force=False,
