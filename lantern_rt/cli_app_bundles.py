@@ -187,7 +187,8 @@ def tune(
 Examples:
   lantern-rt eval scenes --methods ar,sjd,eagle,lantern++
   lantern-rt eval scenes --methods sjd,sjd:lambda=2,lantern++:lambda=3:tree=chain-4 --count 32 --seeds 4
-  lantern-rt eval bundles/t2i --methods auto --prompts captions.txt --features inception.onnx --feature-size 299""",
+  lantern-rt eval bundles/t2i --methods auto --prompts captions.txt --features inception.onnx --feature-size 299
+  lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip.onnx --agreement-tokenizer tokenizer.json""",
 )
 def evaluate(
     bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
@@ -221,6 +222,31 @@ def evaluate(
     feature_std: Annotated[
         str | None, typer.Option("--feature-std", help="What they are then divided by. [default: 1]")
     ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help="Bandwidth of the kernel distance; 10 for CMMD. [default: the median distance between features]"
+        ),
+    ] = None,
+    agreement: Annotated[
+        Path | None,
+        typer.Option(
+            help="ONNX graph from pictures and token ids to how well they agree, such as CLIP. [default: none]"
+        ),
+    ] = None,
+    agreement_tokenizer: Annotated[
+        Path | None,
+        typer.Option("--agreement-tokenizer", help="Its tokenizer.json. [default: the bundle's list of words]"),
+    ] = None,
+    agreement_size: Annotated[
+        int | None, typer.Option("--agreement-size", help="As --feature-size, for --agreement.")
+    ] = None,
+    agreement_mean: Annotated[
+        str | None, typer.Option("--agreement-mean", help="As --feature-mean, for --agreement.")
+    ] = None,
+    agreement_std: Annotated[
+        str | None, typer.Option("--agreement-std", help="As --feature-std, for --agreement.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder for report.html and eval.json. [default: eval-NAME, here]")
     ] = None,
@@ -240,26 +266,18 @@ def evaluate(
 ) -> None:
     """Compare methods with plain decoding, on the same prompts and seeds. Needs lantern-rt[cpu,eval]."""
     from .cli_eval import Eval, eval_command
+    from .cli_eval_graphs import GivenGraph, GivenInstruments
     from .requests import Options
 
     sampling = Options(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    instruments = GivenInstruments(
+        GivenGraph(features, feature_size, feature_mean, feature_std),
+        bandwidth,
+        GivenGraph(agreement, agreement_size, agreement_mean, agreement_std),
+        agreement_tokenizer,
+    )
     asked = Eval(
-        bundle,
-        methods,
-        prompts,
-        count,
-        seeds,
-        seed,
-        images,
-        threads,
-        provider,
-        features,
-        feature_size,
-        feature_mean,
-        feature_std,
-        output,
-        json,
-        force,
+        bundle, methods, prompts, count, seeds, seed, images, threads, provider, instruments, output, json, force
     )
     eval_command(asked, sampling)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from . import __version__
 from .bundle import Bundle, open_bundle
-from .checks import short, whole
+from .checks import whole
+from .cli_eval_graphs import GivenInstruments, open_instruments
 from .engines.host import host_report, processor
 from .errors import RequestError
 from .evaluation.drawing import Show, Subjects, parse_ways
 from .evaluation.evaluate import Evaluation, as_dict, check_evaluation, evaluate
-from .evaluation.features import Extractor, GraphFeatures, Preprocessing, Triple, bundle_features
 from .evaluation.report import html_report, text_table
 from .evaluation.statistics import require_scipy
 from .folders import check_new_folder, folder_or_nothing
@@ -32,7 +32,6 @@ from .requests import SEED_LIMIT, Options
 
 _RESULT, _KIND = "eval.json", "folder of an evaluation"
 _CLASSES = 64  # class ids to draw where nothing is said, spread over all
-_MOST_SIZE = 4096
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,7 @@ class Eval:
     images: int
     threads: int | None
     provider: str
-    features: Path | None
-    feature_size: int | None
-    feature_mean: str | None
-    feature_std: str | None
+    instruments: GivenInstruments
     output: Path | None
     json: bool
     force: bool
@@ -71,10 +67,10 @@ def eval_command(asked: Eval, sampling: Options) -> None:
     for part in subjects.batches(asked.images, 0):  # a prompt that cannot be drawn shows before the work
         prompts, classes = part.get("prompts"), part.get("class_ids")
         check_request(bundle.manifest, tokenizer, prompts, classes, None, part["seed"], 1, ways[0].options)
-    extractor = _extractor(bundle, asked)
+    instruments = open_instruments(bundle, asked.instruments, asked.threads)
     pipeline = Pipeline.from_bundle(bundle, asked.threads, provider=asked.provider)
     with _progress() as show:
-        found = evaluate(pipeline, subjects, ways, asked.images, extractor, show)
+        found = evaluate(pipeline, subjects, ways, asked.images, instruments, show)
     facts = _facts(bundle, pipeline)
     result = {**facts, **as_dict(found)}
     with folder_or_nothing(output, asked.force, _RESULT, _KIND) as folder:
@@ -115,39 +111,6 @@ def _subjects(bundle: Bundle, asked: Eval) -> Subjects:
     prompts = read_prompts(path)
     count = whole("count", asked.count, len(prompts), 1, len(prompts))
     return Subjects(prompts[:count], None, seeds, seed)
-
-
-def _extractor(bundle: Bundle, asked: Eval) -> Extractor | None:
-    """The user's graph, or the bundle's."""
-    preparing = {
-        "feature-size": asked.feature_size,
-        "feature-mean": asked.feature_mean,
-        "feature-std": asked.feature_std,
-    }
-    if asked.features is None:
-        if idle := [name for name, value in preparing.items() if value is not None]:
-            raise RequestError(f"{idle[0]}: says how pictures are prepared for --features, which is not given")
-        return bundle_features(bundle, asked.threads)
-    size = None if asked.feature_size is None else whole("feature-size", asked.feature_size, 0, 8, _MOST_SIZE)
-    mean = _triple("feature-mean", asked.feature_mean, 0.0)
-    std = _triple("feature-std", asked.feature_std, 1.0)
-    if min(std) <= 0:
-        raise RequestError(f"feature-std: found {short(asked.feature_std)}, expected numbers above 0")
-    return GraphFeatures(asked.features, Preprocessing(size, mean, std), asked.features.stem, asked.threads)
-
-
-def _triple(name: str, text: str | None, default: float) -> Triple:
-    """One number for all channels, or three."""
-    if text is None:
-        return default, default, default
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 3) or not all(abs(number) < 1e6 for number in numbers):
-        raise RequestError(f"{name}: found {short(text)}, expected a number, or three as in 0.48,0.46,0.41")
-    red, green, blue = numbers * (3 // len(numbers))
-    return red, green, blue
 
 
 def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:

@@ -17,6 +17,7 @@ from PIL.Image import Image
 from ..errors import RequestError
 from ..images import blank
 from ..pipeline import Pipeline
+from .agreement import Agreement
 from .drawing import Drawn, Show, Subjects, Way, draw
 from .features import Extractor
 from .statistics import (
@@ -28,7 +29,9 @@ from .statistics import (
     Statistic,
     estimate,
     frechet_distance,
-    mean_distance,
+    kernel_terms,
+    mean_over_pairs,
+    median_distance,
     on_manifold,
     pairwise_distances,
 )
@@ -41,24 +44,48 @@ _WIDE = 256  # features, or pictures if fewer, from which on a Frechet distance 
 
 
 @dataclass(frozen=True)
+class Instruments:
+    """What pictures are measured with; None leaves those figures out.
+
+    bandwidth: of the kernel distance, None for the median distance of two pictures of the reference.
+    """
+
+    extractor: Extractor | None = None
+    bandwidth: float | None = None
+    agreement: Agreement | None = None
+
+
+@dataclass(frozen=True)
 class FeatureSource:
-    """Where features came from: a name, the graph's file and hash, and how many there are."""
+    """Where features came from: a name, the graph's file and hash, how many there are, and the kernel's bandwidth."""
 
     name: str
     file: str
     sha256: str
     width: int
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class AgreementSource:
+    """Where prompt agreement came from: a name, the graph's file and hash, and the tokenizer it was used with."""
+
+    name: str
+    file: str
+    sha256: str
+    tokenizer: str
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that was found. figures: by name, with one value per way, plain decoding's first; those of features are
-    missing where there is no extractor. notes: what limits them. reference: plain pictures with other seeds."""
+    """All that was found. figures: by name, with one value per way, plain decoding's first; those of instruments that
+    were not there are missing. notes: what limits them. reference: plain pictures with other seeds."""
 
     subjects: Subjects
     drawn: list[Drawn]
     reference: list[Image]
     features: FeatureSource | None
+    agreement: AgreementSource | None
     figures: dict[str, Figure]
     notes: list[str]
 
@@ -70,28 +97,46 @@ def check_evaluation(subjects: Subjects) -> None:
 
 
 def evaluate(
-    pipeline: Pipeline, subjects: Subjects, ways: Sequence[Way], images: int, extractor: Extractor | None, show: Show
+    pipeline: Pipeline, subjects: Subjects, ways: Sequence[Way], images: int, instruments: Instruments, show: Show
 ) -> Evaluation:
     """Draw all ways (the first is plain decoding) and the reference, `images` pictures at a time, and compare."""
     check_evaluation(subjects)
+    extractor, agreement = instruments.extractor, instruments.agreement
+    manifest = pipeline.bundle.manifest
+    nothing = blank(manifest.image_width, manifest.image_height)
     if extractor is not None:  # let it fail before the work
-        manifest = pipeline.bundle.manifest
-        extractor([blank(manifest.image_width, manifest.image_height)])
+        extractor([nothing])
+    if agreement is not None:
+        agreement([nothing], [max(subjects.labels, key=len)])
     drawn = [draw(pipeline, way, subjects, images, show) for way in ways]
     reference = [
         picture.image for picture in draw(pipeline, ways[0], subjects, images, show, other_seeds=True).pictures
     ]
     figures = _likelihood_figures(drawn, subjects.seeds)
-    source = None
+    judged = source = None
+    if agreement is not None:
+        figures["agreement"] = _agreement_figure(drawn, subjects, agreement, show)
+        judged = AgreementSource(agreement.name, agreement.file, agreement.sha256, agreement.tokenizer)
     if extractor is not None:
         sets: list[Floats] = []
         for one in [*drawn, None]:
             show("features", len(sets), len(drawn) + 1)
             sets.append(extractor(reference if one is None else [picture.image for picture in one.pictures]))
-        source = FeatureSource(extractor.name, extractor.file, extractor.sha256, sets[0].shape[1])
-        figures |= feature_figures(sets[:-1], sets[-1], subjects.seeds, show)
+        bandwidth = instruments.bandwidth or median_distance(sets[-1])
+        source = FeatureSource(extractor.name, extractor.file, extractor.sha256, sets[0].shape[1], bandwidth)
+        figures |= feature_figures(sets[:-1], sets[-1], subjects.seeds, bandwidth, show)
     notes = _notes(subjects, source, drawn[0].settings["temperature"] == 0)
-    return Evaluation(subjects, drawn, reference, source, figures, notes)
+    return Evaluation(subjects, drawn, reference, source, judged, figures, notes)
+
+
+def _agreement_figure(drawn: Sequence[Drawn], subjects: Subjects, agreement: Agreement, show: Show) -> Figure:
+    """How well pictures show their prompts."""
+    prompts = [prompt for prompt in subjects.labels for _ in range(subjects.seeds)]
+    found: list[Floats] = []
+    for one in drawn:
+        show("prompt agreement", len(found), len(drawn))
+        found.append(agreement([picture.image for picture in one.pictures], prompts))
+    return _mean(found, subjects.seeds)
 
 
 def _likelihood_figures(drawn: Sequence[Drawn], seeds: int) -> dict[str, Figure]:
@@ -114,7 +159,9 @@ def _likelihood_figures(drawn: Sequence[Drawn], seeds: int) -> dict[str, Figure]
     }
 
 
-def feature_figures(sets: Sequence[Floats], reference: Floats, seeds: int, show: Show) -> dict[str, Figure]:
+def feature_figures(
+    sets: Sequence[Floats], reference: Floats, seeds: int, bandwidth: float, show: Show
+) -> dict[str, Figure]:
     """Figures of `sets`, features `[prompts x seeds, width]` of every way, against those of the reference."""
     prompts = len(reference) // seeds
     of_prompts = np.arange(len(reference)).reshape(prompts, seeds)
@@ -128,8 +175,10 @@ def feature_figures(sets: Sequence[Floats], reference: Floats, seeds: int, show:
         pictures = of_prompts[chosen].ravel()
         return [frechet_distance(own[pictures], reference[pictures]) for own in sets]
 
+    terms = [kernel_terms(own, reference, seeds, bandwidth) for own in sets]
     return {
         "frechet": estimate(frechet, prompts, resamples, moved=True),
+        "kernel": estimate(lambda chosen: [mean_over_pairs(one, chosen) for one in terms], prompts, RESAMPLES),
         "precision": _mean([on_manifold(own, reference) for own in sets], seeds),
         "recall": _mean([on_manifold(reference, own) for own in sets], seeds),
         "diversity": estimate(_diversity(sets, of_prompts), prompts, RESAMPLES),
@@ -141,18 +190,18 @@ def _diversity(sets: Sequence[Floats], of_prompts: Ints) -> Statistic:
     distances = [pairwise_distances(own) for own in sets]
     seeds = of_prompts.shape[1]
     if seeds == 1:
-        return lambda chosen: [mean_distance(each, chosen) for each in distances]
-    within = np.array([[mean_distance(each, pictures) for pictures in of_prompts] for each in distances])
+        return lambda chosen: [mean_over_pairs(each, chosen) for each in distances]
+    within = np.array([[mean_over_pairs(each, pictures) for pictures in of_prompts] for each in distances])
     return lambda chosen: within[:, chosen].mean(1)
 
 
-def _by_prompt(values: Sequence[Sequence[float]] | Sequence[Bools], seeds: int) -> Floats:
+def _by_prompt(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Floats:
     """Means over a prompt's pictures `[ways, prompts]`."""
     table = np.array(values, np.float64)
     return np.asarray(table.reshape(len(table), -1, seeds).mean(2))
 
 
-def _mean(values: Sequence[Sequence[float]] | Sequence[Bools], seeds: int) -> Figure:
+def _mean(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Figure:
     table = _by_prompt(values, seeds)
     return estimate(lambda chosen: table[:, chosen].mean(1), table.shape[1], RESAMPLES)
 
@@ -164,8 +213,8 @@ def _notes(subjects: Subjects, source: FeatureSource | None, greedy: bool) -> li
         notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
     if source is None:
         notes.append(
-            "No features: the bundle has no vq_encoder and --features was not given, so Frechet distance, precision, "
-            "recall and diversity are missing."
+            "No features: the bundle has no vq_encoder and --features was not given, so Frechet distance, kernel "
+            "distance, precision, recall and diversity are missing."
         )
     elif pictures < (needed := PICTURES_PER_FEATURE * source.width):
         notes.append(
@@ -190,6 +239,7 @@ def as_dict(found: Evaluation) -> dict[str, object]:
         "first_seed": subjects.first_seed,
         "pictures_per_method": subjects.pictures,
         "features": None if found.features is None else asdict(found.features),
+        "agreement": None if found.agreement is None else asdict(found.agreement),
         "notes": found.notes,
         "methods": [
             {

@@ -5,26 +5,17 @@ Does not know what the features are compared for.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL.Image import Image, Resampling
+from PIL.Image import Image
 
 from ..bundle import Bundle
-from ..checks import brief
-from ..engines.host import usable_cores
-from ..engines.onnxruntime_session import import_onnxruntime
 from ..errors import RequestError
+from .picture_graph import PictureGraph, Preprocessing
 from .statistics import Floats
-
-BATCH = 8  # pictures in one run, where the graph leaves it open
-_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-Triple = tuple[float, float, float]
 
 
 class Extractor(Protocol):
@@ -39,16 +30,6 @@ class Extractor(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """What is done to pictures first: resized to size x size (bicubic) if given; then (value - mean) / std by channel,
-    of RGB values 0 .. 1."""
-
-    size: int | None = None
-    mean: Triple = (0.0, 0.0, 0.0)
-    std: Triple = (1.0, 1.0, 1.0)
-
-
 class GraphFeatures:
     """Features by an ONNX graph with one float input `[n, 3, height, width]`.
 
@@ -59,74 +40,30 @@ class GraphFeatures:
     def __init__(
         self, path: Path, prepare: Preprocessing, name: str, threads: int | None = None, output: str | None = None
     ) -> None:
-        self.name, self.file, self.prepare, self.output = name, path.name, prepare, output
-        runtime = import_onnxruntime()
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads = threads or usable_cores()
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        options.log_severity_level = 4
-        try:
-            with path.open("rb") as file:
-                self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:
-            raise RequestError(f"features {path}: no ONNX graph that can be loaded ({brief(error)})") from error
-        inputs = self.session.get_inputs()
-        shape = inputs[0].shape if inputs else []
-        pictures = len(shape) == 4 and (shape[1] == 3 or not isinstance(shape[1], int))
-        if len(inputs) != 1 or not pictures or inputs[0].type not in _TYPES:
-            found = ", ".join(f"{tensor.name} {tensor.type} {tensor.shape}" for tensor in inputs)
-            raise RequestError(f"features {path}: found inputs {found or 'none'}, expected one float [n, 3, h, w]")
-        self.input, self.dtype = inputs[0].name, _TYPES[inputs[0].type]
-        self.fixed = shape[0] if isinstance(shape[0], int) else None
-        self.height, self.width = (size if isinstance(size, int) else prepare.size for size in shape[2:])
-        if prepare.size is not None and (self.height, self.width) != (prepare.size, prepare.size):
-            raise RequestError(
-                f"feature-size: found {prepare.size}, but {path} takes {self.height} x {self.width}; leave it out"
-            )
+        self.graph = PictureGraph(path, prepare, "features", threads)
+        if self.graph.others:
+            self.graph.refuse_inputs("one float [n, 3, h, w]")
+        self.name, self.file, self.sha256, self.output = name, path.name, self.graph.sha256, output
 
     def __call__(self, pictures: Sequence[Image]) -> Floats:
         """Features float64 `[pictures, width]`."""
-        batch = self.fixed or BATCH
-        parts = []
-        for start in range(0, len(pictures), batch):
-            pixels = np.stack([self._pixels(picture) for picture in pictures[start : start + batch]])
-            count = len(pixels)
-            if self.fixed is not None and count < self.fixed:
-                pixels = np.concatenate([pixels, np.repeat(pixels[-1:], self.fixed - count, 0)])
-            parts.append(self._run(pixels)[:count])
-        return np.concatenate(parts)
+        batch = self.graph.batch
+        return np.concatenate([self._run(pictures[i : i + batch]) for i in range(0, len(pictures), batch)])
 
-    def _run(self, pixels: NDArray[Any]) -> Floats:
-        try:
-            found = self.session.run(None if self.output is None else [self.output], {self.input: pixels})[0]
-        except Exception as error:
-            raise RequestError(
-                f"features {self.file}: failed on pictures {list(pixels.shape)} ({brief(error)}); "
-                "--feature-size sets another size"
-            ) from error
-        features = np.asarray(found, np.float64)
-        if features.ndim not in (2, 3, 4) or len(features) != len(pixels):
+    def _run(self, pictures: Sequence[Image]) -> Floats:
+        features = self.graph.run(pictures, output=self.output)
+        if features.ndim not in (2, 3, 4) or len(features) != (self.graph.fixed or len(pictures)):
             raise RequestError(
                 f"features {self.file}: found an output {list(features.shape)}, "
                 "expected [n, width], [n, tokens, width] or [n, width, h, w]"
             )
-        if not np.isfinite(features).all():
-            raise RequestError(f"features {self.file}: gave NaN or infinity")
-        return self._pool(features)
+        return self._pool(features[: len(pictures)])
 
     def _pool(self, features: Floats) -> Floats:
         """One vector `[n, width]` per picture."""
         if features.ndim == 2:
             return features
         return np.asarray(features.mean((2, 3) if features.ndim == 4 else 1))
-
-    def _pixels(self, picture: Image) -> NDArray[Any]:
-        size = (self.width or picture.width, self.height or picture.height)
-        resized = picture if picture.size == size else picture.resize(size, Resampling.BICUBIC)
-        values = np.asarray(resized.convert("RGB"), np.float64) / 255
-        scaled = (values - self.prepare.mean) / self.prepare.std  # [height, width, 3]
-        return np.ascontiguousarray(scaled.transpose(2, 0, 1)).astype(self.dtype)
 
 
 class EncoderFeatures(GraphFeatures):

@@ -25,11 +25,14 @@ COLUMNS: dict[str, tuple[str, int, str]] = {
     "surprise": ("NLL above entropy, nats a code", 4, "as ar's"),
     "nll": ("NLL, nats a code", 3, "as ar's"),
     "nll_ratio": ("NLL against ar", 4, "as ar's"),
+    "agreement": ("prompt agreement", 4, "more is better"),
     "frechet": ("Frechet distance", 4, "less is better"),
+    "kernel": ("kernel distance", 3, "less is better"),
     "precision": ("precision", 3, "as ar's"),
     "recall": ("recall", 3, "as ar's"),
     "diversity": ("diversity", 3, "as ar's"),
 }
+_DISTANCES = ("frechet", "kernel")
 _STYLE = (
     "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:.5em 0 1.5em}"
     "td,th{text-align:left;padding:.25em 1em .25em 0;vertical-align:top;border-bottom:1px solid #ddd}"
@@ -75,6 +78,8 @@ def _meaning(found: Evaluation) -> str:
         f"{len(subjects.labels)} prompts, {subjects.seeds} seeds each, {subjects.pictures} pictures a method. Under "
         "every figure stands its 95 % bootstrap interval. "
     )
+    if found.agreement is not None:
+        words += f"Prompt agreement is what {found.agreement.name} says of a picture and its prompt. "
     if found.features is not None:
         words += (
             f"Sets of pictures are compared by {found.features.name} ({found.features.width} numbers) with pictures of "
@@ -98,7 +103,7 @@ def _cell(figure: Figure, name: str, way: int, differences: bool) -> str:
     decimals = COLUMNS[name][1]
     one = (figure.differences if differences else figure.values)[way]
     sign = "+" if differences else ""
-    mark = ' class="far"' if name == "frechet" and not differences and figure.above_first(way) else ""
+    mark = ' class="far"' if name in _DISTANCES and not differences and figure.above_first(way) else ""
     return (
         f"<td{mark}>{one.value:{sign}.{decimals}f}"
         f"<small>{one.low:{sign}.{decimals}f} .. {one.high:{sign}.{decimals}f}</small></td>"

@@ -23,6 +23,7 @@ Bools = NDArray[np.bool_]
 Statistic = Callable[[Ints], Sequence[float] | Floats]  # indices of prompts -> a figure of every way
 
 NEAREST = 3  # of precision and recall, as published
+KERNEL_SCALE = 1000  # of kernel distances, as published for CMMD
 CONFIDENCE = 0.95
 
 
@@ -74,11 +75,41 @@ def pairwise_distances(features: Floats) -> Floats:
     return np.asarray(cdist(features, features))
 
 
-def mean_distance(distances: Floats, chosen: Ints) -> float:
-    """Mean of `distances [n, n]` over pairs of `chosen`, which may name a row twice; a row is no pair with itself."""
-    counts = np.bincount(chosen, minlength=len(distances)).astype(np.float64)
+def median_distance(features: Floats) -> float:
+    """Median Euclidean distance of two rows of `features [n, width]` (n >= 2); 1 where most are the same."""
+    from scipy.spatial.distance import pdist
+
+    return float(np.median(pdist(features))) or 1.0
+
+
+def kernel_terms(own: Floats, reference: Floats, seeds: int, bandwidth: float) -> Floats:
+    """Terms `[prompts, prompts]` of the kernel distance of `own` and `reference`, `[prompts x seeds, width]` each.
+
+    Their mean over pairs of different prompts (`mean_over_pairs`) is an unbiased estimate of the squared maximum mean
+    discrepancy with a Gaussian kernel, times 1000 (CMMD, Jayasumana et al. 2024): the one-sample U-statistic of Gretton
+    et al. 2012. As no prompt is paired with itself, neither counting a picture twice nor that both sets show the same
+    prompts moves it; it may fall below 0.
+    """
+    from scipy.spatial.distance import cdist
+
+    prompts = len(own) // seeds
+
+    def kernel(first: Floats, second: Floats) -> Floats:
+        values = np.exp(cdist(first, second, "sqeuclidean") / (-2 * bandwidth**2))
+        return np.asarray(values.reshape(prompts, seeds, prompts, seeds).mean((1, 3)))
+
+    between = kernel(own, reference)
+    terms = kernel(own, own) + kernel(reference, reference) - between - between.T
+    np.fill_diagonal(terms, 0)
+    return KERNEL_SCALE * terms
+
+
+def mean_over_pairs(values: Floats, chosen: Ints) -> float:
+    """Mean of `values [n, n]`, with 0 on the diagonal, over pairs of `chosen`, which may name a row twice; a row is no
+    pair with itself."""
+    counts = np.bincount(chosen, minlength=len(values)).astype(np.float64)
     pairs = counts.sum() ** 2 - counts @ counts
-    return float(counts @ distances @ counts / pairs) if pairs else 0.0
+    return float(counts @ values @ counts / pairs) if pairs else 0.0
 
 
 # ---------------------------------------------------------------- intervals

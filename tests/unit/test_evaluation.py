@@ -1,81 +1,30 @@
-"""Evaluating methods: distances against closed forms, intervals that cover, features, and the command end to end."""
+"""Evaluating methods: ways of drawing, features, and the command end to end."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from bundle_folder import write_manifest
-from onnx import TensorProto, helper, numpy_helper
+from evaluation_graphs import add_encoder, make_agreement, make_features, quiet
 from PIL import Image
-from tiny_bundle import CELL, make_tiny_bundle
+from tiny_bundle import make_tiny_bundle
 
-from lantern_rt import EngineError, Pipeline, RequestError
+from lantern_rt import Pipeline, RequestError
 from lantern_rt.cli import run_program
 from lantern_rt.evaluation.drawing import Subjects, draw, parse_ways
-from lantern_rt.evaluation.evaluate import feature_figures
-from lantern_rt.evaluation.features import GraphFeatures, Preprocessing
+from lantern_rt.evaluation.evaluate import Instruments
+from lantern_rt.evaluation.evaluate import evaluate as evaluate_ways
+from lantern_rt.evaluation.features import GraphFeatures
+from lantern_rt.evaluation.picture_graph import Preprocessing
 from lantern_rt.evaluation.report import COLUMNS
-from lantern_rt.evaluation.statistics import (
-    estimate,
-    frechet_distance,
-    mean_distance,
-    on_manifold,
-    pairwise_distances,
-    require_scipy,
-)
+from lantern_rt.evaluation.statistics import Floats
 
-SIDE = 6 * CELL
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
-
-
-def quiet(what: str, done: int, total: int) -> None:
-    pass
-
-
-def make_features(path: Path, pooled: bool = True, size: int | str = "side", pictures: int | str = "n") -> Path:
-    """A graph whose features are the mean colour, or the picture itself."""
-    shape = (pictures, 3, size, size)
-    nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
-    constants = []
-    if pooled:
-        nodes = [helper.make_node("ReduceMean", ["pixels", "axes"], ["features"], keepdims=0)]
-        constants = [numpy_helper.from_array(np.array([2, 3]), "axes")]
-    axes = (pictures, 3) if pooled else shape
-    graph = helper.make_graph(
-        nodes,
-        "features",
-        [helper.make_tensor_value_info("pixels", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("features", TensorProto.FLOAT, axes)],
-        constants,
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    onnx.checker.check_model(model)
-    path.write_bytes(model.SerializeToString())
-    return path
-
-
-def add_encoder(folder: Path) -> Path:
-    """Give a tiny bundle a `vq_encoder`: cells are averaged to vectors of three."""
-    grid = SIDE // CELL
-    graph = helper.make_graph(
-        [helper.make_node("AveragePool", ["images"], ["pre_quant"], kernel_shape=[CELL, CELL], strides=[CELL, CELL])],
-        "vq_encoder",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ("n", 3, SIDE, SIDE))],
-        [helper.make_tensor_value_info("pre_quant", TensorProto.FLOAT, ("n", 3, grid, grid))],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    (folder / "vq_encoder.onnx").write_bytes(model.SerializeToString())
-    manifest = json.loads((folder / "bundle.json").read_text())
-    manifest["files"]["vq_encoder"] = {"path": "vq_encoder.onnx", "sha256": "0" * 64, "bytes": 0}
-    write_manifest(folder, manifest)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -95,109 +44,6 @@ def evaluate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         return code, *capsys.readouterr()
 
     return run
-
-
-# ---------------------------------------------------------------- distances
-
-
-def test_the_frechet_distance_of_a_set_to_itself_is_zero() -> None:
-    features = np.random.default_rng(0).normal(size=(50, 7))
-    assert frechet_distance(features, features) == pytest.approx(0, abs=1e-12)
-
-
-def test_a_shift_alone_is_a_frechet_distance_of_its_square() -> None:
-    features = np.random.default_rng(0).normal(size=(50, 3))
-    assert frechet_distance(features, features + np.array([3.0, 0.0, 4.0])) == pytest.approx(25)
-
-
-def test_the_frechet_distance_of_two_gaussians_is_the_closed_form() -> None:
-    """For commuting covariances: |m1 - m2|^2 + sum of (s1 - s2)^2 over the axes."""
-    rng = np.random.default_rng(1)
-    turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
-    first, second = np.array([1.0, 2.0, 0.5, 3.0]), np.array([2.0, 2.0, 1.0, 0.0])
-    own = (rng.normal(size=(200_000, 4)) * first) @ turn
-    other = (rng.normal(size=(200_000, 4)) * second + 1) @ turn
-    assert frechet_distance(own, other) == pytest.approx(4 + np.square(first - second).sum(), rel=0.01)
-
-
-@pytest.mark.parametrize("width", [5, 40])
-def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> None:
-    from scipy.linalg import sqrtm
-
-    rng = np.random.default_rng(2)
-    own, other = rng.normal(size=(60, width)), rng.normal(1, 2, size=(70, width)) @ rng.normal(size=(width, width))
-    first, second = np.cov(own.T), np.cov(other.T)
-    shift = own.mean(0) - other.mean(0)
-    expected = shift @ shift + np.trace(first + second - 2 * np.real(sqrtm(first @ second)))
-    assert frechet_distance(own, other) == pytest.approx(expected, rel=1e-6)
-
-
-def test_fewer_pictures_than_features_have_a_frechet_distance_too() -> None:
-    rng = np.random.default_rng(3)
-    own = rng.normal(size=(6, 30))
-    assert frechet_distance(own, own) == pytest.approx(0, abs=1e-12)
-    assert frechet_distance(own, rng.normal(size=(8, 30))) > 1
-
-
-def test_points_are_on_the_manifold_within_the_reach_of_its_points() -> None:
-    line = np.arange(10.0)[:, None]  # the third neighbour is at most 3 away
-    assert on_manifold(np.array([[4.5], [-2.9], [12.1]]), line).tolist() == [True, True, False]
-    assert on_manifold(line, line).all()
-
-
-def test_a_collapsed_set_has_precision_and_no_recall() -> None:
-    rng = np.random.default_rng(4)
-    reference, own = rng.normal(size=(200, 2)), rng.normal(scale=0.01, size=(200, 2))
-    assert on_manifold(own, reference).mean() > 0.95
-    assert on_manifold(reference, own).mean() < 0.1
-
-
-def test_a_row_chosen_twice_is_no_pair_with_itself() -> None:
-    features = np.array([[0.0], [1.0], [3.0]])
-    distances = pairwise_distances(features)
-    assert mean_distance(distances, np.array([0, 1, 2])) == pytest.approx(2)
-    assert mean_distance(distances, np.array([0, 0, 2])) == pytest.approx(3)
-    assert mean_distance(distances, np.array([1, 1])) == 0
-
-
-# ---------------------------------------------------------------- intervals
-
-
-def test_intervals_of_a_mean_cover_it_about_as_often_as_they_say() -> None:
-    rng = np.random.default_rng(5)
-    covered = 0
-    for _ in range(80):
-        values = rng.normal(1, 1, size=(1, 60))
-        (found,) = estimate(lambda chosen, values=values: values[:, chosen].mean(1), 60, 200).values
-        covered += found.low <= 1 <= found.high
-    assert 0.86 * 80 <= covered < 80
-
-
-def test_differences_are_paired() -> None:
-    rng = np.random.default_rng(6)
-    prompts = 10 * rng.normal(size=80)
-    table = np.stack([prompts, prompts + 1 + 0.1 * rng.normal(size=80)])
-    figure = estimate(lambda chosen: table[:, chosen].mean(1), 80)
-    assert figure.differences[0].value == figure.differences[0].high == 0
-    assert 0.9 < figure.differences[1].low < 1 < figure.differences[1].high < 1.1
-    assert figure.values[1].high - figure.values[1].low > 2
-
-
-def test_a_figure_that_never_varies_has_an_interval_of_no_width() -> None:
-    (found,) = estimate(lambda chosen: [1.0], 5).values
-    assert (found.value, found.low, found.high) == (1, 1, 1)
-
-
-def test_the_same_distribution_is_within_the_floor_and_another_is_not() -> None:
-    rng = np.random.default_rng(7)
-    sets = [rng.normal(size=(120, 4)), rng.normal(size=(120, 4)), rng.normal(0.8, 1, size=(120, 4))]
-    figures = feature_figures(sets, rng.normal(size=(120, 4)), 2, quiet)
-    frechet = figures["frechet"]
-    assert not frechet.above_first(1)
-    assert frechet.above_first(2)
-    assert frechet.differences[1].low < 0 < frechet.differences[1].high
-    assert frechet.differences[2].low > 1
-    assert all(one.low <= one.value <= one.high for figure in figures.values() for one in figure.values)
 
 
 # ---------------------------------------------------------------- ways
@@ -239,6 +85,32 @@ def test_figures_of_a_picture_are_those_of_the_pipeline(folder: Path) -> None:
     assert found == pytest.approx(scores)
 
 
+def test_prompt_agreement_is_asked_of_every_picture_and_the_prompt_it_was_drawn_from(folder: Path) -> None:
+    asked: list[tuple[bytes, str]] = []
+
+    class Recorder:
+        name, file, sha256, tokenizer = "recorder", "recorder.onnx", "0" * 64, "none"
+
+        def __call__(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
+            asked.extend((picture.tobytes(), prompt) for picture, prompt in zip(pictures, prompts, strict=True))
+            return np.arange(len(pictures)) / 10.0
+
+    pipeline = Pipeline.from_bundle(folder, threads=1)
+    ways = parse_ways("sjd", {}, pipeline.bundle.manifest)
+    found = evaluate_ways(
+        pipeline, Subjects(PROMPTS[:2], None, 2, 5), ways, 8, Instruments(agreement=Recorder()), quiet
+    )
+    drawn = [
+        (pipeline(prompt, seed=5 + 2 * i + k, method=way.label).images[0].tobytes(), prompt)
+        for way in ways
+        for i, prompt in enumerate(PROMPTS[:2])
+        for k in range(2)
+    ]
+    assert asked[1:] == drawn  # the first is a trial
+    assert [one.value for one in found.figures["agreement"].values] == pytest.approx([0.15, 0.15])
+    assert "frechet" not in found.figures
+
+
 # ---------------------------------------------------------------- features
 
 
@@ -271,7 +143,9 @@ def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path, folder: Path) 
 def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     evaluate: Any, folder: Path, tmp_path: Path
 ) -> None:
-    code, out, err = evaluate("--methods", "sjd,lantern++:lambda=4", "--seeds", "2", "--output", "found")
+    graph = str(make_agreement(tmp_path / "words.onnx"))
+    methods = ("--methods", "sjd,lantern++:lambda=4", "--seeds", "2")
+    code, out, err = evaluate(*methods, "--agreement", graph, "--output", "found")
     assert code == 0
     assert out.splitlines()[-1] == "found/report.html"
     assert "codes a target pass" in out
@@ -285,6 +159,13 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     plain, jacobi, relaxed = found["methods"]
     assert [one["method"] for one in found["methods"]] == ["ar", "sjd", "lantern++:lambda=4"]
     assert list(plain["figures"]) == list(COLUMNS)
+    assert found["agreement"]["tokenizer"] == "the tokenizer of tiny"
+    ids = {"red": 3, "green": 4, "sphere": 5, "cube": 6, "on": 7, "sand": 8, "snow": 9, "a": 2}
+    words = 10 * np.mean([sum(ids[word] for word in prompt.split()) for prompt in PROMPTS])
+    for one in found["methods"]:  # brightness is 0 .. 1
+        assert words < one["figures"]["agreement"]["value"] < words + 1
+        difference = one["figures"]["agreement"]["value"] - plain["figures"]["agreement"]["value"]
+        assert one["figures"]["agreement"]["difference_to_ar"]["value"] == pytest.approx(difference)
     assert plain["figures"]["codes_per_pass"]["value"] == 1
     assert plain["figures"]["tvd"]["value"] == jacobi["figures"]["tvd"]["value"] == 0
     assert relaxed["figures"]["tvd"]["value"] > 0
@@ -298,10 +179,14 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
 
 def test_json_is_one_object_and_features_may_be_a_graph(evaluate: Any, tmp_path: Path) -> None:
     make_features(tmp_path / "colour.onnx")
-    code, out, _ = evaluate("--methods", "ar", "--features", "colour.onnx", "--feature-mean", "0.5", "--json")
+    code, out, _ = evaluate(
+        "--methods", "ar", "--features", "colour.onnx", "--feature-mean", "0.5", "--bandwidth", "10", "--json"
+    )
     assert code == 0
     report = json.loads(out)
     assert report["features"]["name"] == "colour"
+    assert report["features"]["bandwidth"] == 10
+    assert report["agreement"] is None
     assert report["output"] == "eval-tiny"
 
 
@@ -350,6 +235,11 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--seeds", "0"], "seeds: found 0, expected"),
         (["--images", "0"], "images: found 0, expected"),
         (["--feature-size", "9"], "feature-size: says how pictures are prepared for --features, which is not given"),
+        (["--agreement-std", "2"], "agreement-std: says how pictures are prepared for --agreement, which is not given"),
+        (["--agreement-tokenizer", "t.json"], "agreement-tokenizer: makes tokens for --agreement, which is not given"),
+        (["--agreement", "colour.onnx"], "agreement colour.onnx: found inputs pixels"),
+        (["--agreement", "short.onnx"], "prompt: found 4 words, expected at most 3"),
+        (["--bandwidth", "0"], "bandwidth: found 0, expected"),
         (["--features", "no.onnx"], "features no.onnx: no ONNX graph that can be loaded"),
         (
             ["--features", "colour.onnx", "--feature-std", "0,1,1"],
@@ -365,6 +255,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
 )
 def test_what_cannot_be_done_is_one_line(evaluate: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
     make_features(tmp_path / "colour.onnx")
+    make_agreement(tmp_path / "short.onnx", length=3)
     code, out, err = evaluate(*arguments)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -388,7 +279,10 @@ def test_prompts_that_a_bundle_cannot_draw_are_refused(evaluate: Any, tmp_path: 
     assert "has no prompts to draw; give --prompts FILE" in evaluate(bundle=bundle, prompts=False)[2]
 
 
-def test_without_scipy_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[eval\]'"):
-        require_scipy()
+def test_class_ids_agree_with_nothing_and_have_no_features(evaluate: Any, tmp_path: Path) -> None:
+    bundle = make_tiny_bundle(tmp_path / "classes", "class")
+    graph = str(make_agreement(tmp_path / "g.onnx"))
+    _, _, err = evaluate("--agreement", graph, bundle=bundle, prompts=False)
+    assert err == "lantern-rt: agreement: bundle tiny takes class ids, not prompts; leave --agreement out\n"
+    _, _, err = evaluate("--bandwidth", "10", bundle=bundle, prompts=False)
+    assert "bandwidth: bundle tiny has no features of its own; give --features too" in err

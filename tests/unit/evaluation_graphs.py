@@ -1,0 +1,99 @@
+"""Small graphs to evaluate with: features, and agreement of pictures with token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+from bundle_folder import write_manifest
+from onnx import TensorProto, helper, numpy_helper
+from tiny_bundle import CELL
+
+SIDE = 6 * CELL
+
+
+def quiet(what: str, done: int, total: int) -> None:
+    pass
+
+
+def make_features(path: Path, pooled: bool = True, size: int | str = "side", pictures: int | str = "n") -> Path:
+    """A graph whose features are the mean colour, or the picture itself."""
+    shape = (pictures, 3, size, size)
+    nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
+    constants = []
+    if pooled:
+        nodes = [helper.make_node("ReduceMean", ["pixels", "axes"], ["features"], keepdims=0)]
+        constants = [numpy_helper.from_array(np.array([2, 3]), "axes")]
+    axes = (pictures, 3) if pooled else shape
+    graph = helper.make_graph(
+        nodes,
+        "features",
+        [helper.make_tensor_value_info("pixels", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("features", TensorProto.FLOAT, axes)],
+        constants,
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def make_agreement(
+    path: Path,
+    pictures: int | str = "n",
+    length: int | str = "length",
+    mask: bool = False,
+    every_pair: bool = False,
+) -> Path:
+    """A graph that adds a picture's mean value to ten times the sum of its token ids; `every_pair`: of all with all."""
+    nodes = [
+        helper.make_node("ReduceMean", ["pixels", "places"], ["brightness"], keepdims=int(every_pair)),
+        helper.make_node("Cast", ["mask" if mask else "one"], ["shown"], to=TensorProto.BOOL),
+        helper.make_node("Where", ["shown", "ids", "none"], ["seen"]),
+        helper.make_node("ReduceSum", ["seen", "last"], ["sum"], keepdims=0),
+        helper.make_node("Cast", ["sum"], ["words"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["words", "ten"], ["tens"]),
+        helper.make_node("Add", ["brightness", "tens"], ["agreement"]),
+    ]
+    if every_pair:  # brightness [n, 1]
+        nodes[0].output[0] = "kept"
+        nodes.insert(1, helper.make_node("Reshape", ["kept", "column"], ["brightness"]))
+    text = (pictures, length)
+    inputs = [helper.make_tensor_value_info("mask", TensorProto.INT64, text)] if mask else []  # before the ids
+    inputs += [
+        helper.make_tensor_value_info("ids", TensorProto.INT64, text),
+        helper.make_tensor_value_info("pixels", TensorProto.FLOAT, (pictures, 3, "h", "w")),
+    ]
+    constants = {"places": np.array([1, 2, 3]), "last": np.array([1]), "ten": np.array([10], np.float32)}
+    constants |= {"column": np.array([-1, 1]), "one": np.array([1]), "none": np.array([0])}
+    shape = (pictures, pictures) if every_pair else (pictures,)
+    graph = helper.make_graph(
+        nodes,
+        "agreement",
+        inputs,
+        [helper.make_tensor_value_info("agreement", TensorProto.FLOAT, shape)],
+        [numpy_helper.from_array(values, name) for name, values in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def add_encoder(folder: Path) -> Path:
+    """Give a tiny bundle a `vq_encoder`: cells are averaged to vectors of three."""
+    grid = SIDE // CELL
+    graph = helper.make_graph(
+        [helper.make_node("AveragePool", ["images"], ["pre_quant"], kernel_shape=[CELL, CELL], strides=[CELL, CELL])],
+        "vq_encoder",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ("n", 3, SIDE, SIDE))],
+        [helper.make_tensor_value_info("pre_quant", TensorProto.FLOAT, ("n", 3, grid, grid))],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    (folder / "vq_encoder.onnx").write_bytes(model.SerializeToString())
+    manifest = json.loads((folder / "bundle.json").read_text())
+    manifest["files"]["vq_encoder"] = {"path": "vq_encoder.onnx", "sha256": "0" * 64, "bytes": 0}
+    write_manifest(folder, manifest)
+    return folder
