@@ -91,6 +91,18 @@ def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2)
 
 
 @app.command()
+def judge_graph(
+    output: Annotated[Path, typer.Option(help="ONNX file to write.")] = Path("judge.onnx"),
+    work: Work = DEFAULT_WORK,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file that is there.")] = False,
+) -> None:
+    """Write the judge as a graph for `lantern-rt eval --agreement`."""
+    from .judge_graph import write_judge_graph
+
+    write_judge_graph(output, work, force)
+
+
+@app.command()
 def bundle(
     output: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("lantern_rt/bundles/scenes"),
     work: Work = DEFAULT_WORK,
