@@ -46,7 +46,8 @@ def estimate(bundle: Bundle, options: BuildOptions) -> list[Estimate]:
         try:
             weights = number * float_weights(bundle.path(role))
         except (NotOnnx, ValueError, OSError) as error:
-            raise BundleError(f"{bundle.path(role)}: expected an ONNX graph, found {error}") from error
+            found_instead = getattr(error, "strerror", None) or error
+            raise BundleError(f"{bundle.path(role)}: expected an ONNX graph, found {found_instead}") from error
         spec = specs.get(role)
         if spec is None:
             found.append(Estimate(role, weights, 0, 0))

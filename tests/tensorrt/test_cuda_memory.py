@@ -216,7 +216,8 @@ def test_strided_arrays_are_refused_before_they_are_misread(stand_in: Path) -> N
 
 def test_a_host_without_a_driver_is_told_so(tmp_path: Path) -> None:
     missing = tmp_path / "libcuda.so.1"
+    with pytest.raises(OSError, match="libcuda") as reason:
+        ctypes.CDLL(str(missing))
     with pytest.raises(EngineError) as caught:
         CudaMemory(str(missing))
-    assert str(caught.value).startswith(f"{missing}: cannot be used (")
-    assert str(caught.value).endswith("; install or update the NVIDIA driver")
+    assert str(caught.value) == f"{missing}: cannot be used ({reason.value}); install or update the NVIDIA driver"

@@ -23,7 +23,7 @@ from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.loader import load_engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_backend import TensorRTBackend, ranges
-from lantern_rt.errors import EngineError, LanternError, OutputError, RequestError
+from lantern_rt.errors import EngineError, LanternError, RequestError
 from lantern_rt.external_data import float_weights
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
@@ -280,18 +280,6 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
     assert calls[0][0] == "building vq_decoder: building engine"
     assert all(0 <= done <= total for _, done, total in calls)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorRT-RTX, which stands in for TensorRT here
-@pytest.mark.usefixtures("library")
-def test_an_unreadable_timing_cache_is_an_error_of_that_file(
-    scenes: Bundle, tmp_path: Path, library: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt", library)
-    options = BuildOptions("tensorrt", timing_cache=tmp_path)
-    backend = TensorRTBackend("tensorrt")
-    found = message(OutputError, lambda: backend.build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent))
-    assert found == f"{tmp_path}: cannot be read (Is a directory)"
 
 
 @pytest.mark.usefixtures("library")

@@ -9,16 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import pytest
+from onnx.external_data_helper import set_external_data
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli import run_program
 from lantern_rt.engines import build as build_module
-from lantern_rt.engines import onnxruntime_backend
+from lantern_rt.engines import engine_folder, onnxruntime_backend
 from lantern_rt.engines.build import build_engines, plan_build
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
+from lantern_rt.engines.estimates import estimate
 from lantern_rt.engines.host import processor
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import BundleError
@@ -260,6 +263,34 @@ def test_a_folder_without_engines_or_a_record_that_is_too_long_is_refused(bundle
     assert refusal(bundle, tmp_path) == f"{tmp_path / ENGINE_FILE}: cannot be read (Is a directory)"
 
 
+def test_an_engine_that_cannot_be_read_is_named(bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = engine_folder._hash
+
+    def read_or_refuse(path: Path) -> str:
+        if path.name == "drafter.onnx":
+            raise PermissionError(13, "Permission denied")
+        return read(path)
+
+    monkeypatch.setattr(engine_folder, "_hash", read_or_refuse)
+    assert refusal(bundle, engines) == f"{engines / 'drafter.onnx'}: cannot be read (Permission denied)"
+
+
+def test_a_graph_that_reads_a_file_which_is_not_listed_is_refused(bundle: Path, engines: Path) -> None:
+    model = onnx.load(engines / "target.onnx")
+    (weight,) = (tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT)
+    set_external_data(weight, "elsewhere.bin")
+    weight.ClearField("raw_data")
+    (engines / "target.onnx").write_bytes(model.SerializeToString())
+    found = hashlib.blake2b((engines / "target.onnx").read_bytes(), digest_size=32).hexdigest()
+    graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
+    graphs["target"]["files"][0]["blake2b"] = found
+    change(engines, graphs=graphs)
+    assert refusal(bundle, engines) == (
+        f"{engines / 'target.onnx'}: the graph reads the file 'elsewhere.bin', expected one that engine.json lists; "
+        f"{rebuild(bundle, engines)}"
+    )
+
+
 def test_an_unknown_backend_in_the_record_is_refused(bundle: Path, engines: Path) -> None:
     change(engines, backend="abacus")
     with pytest.raises(RequestError) as caught:
@@ -271,49 +302,6 @@ def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: P
     with pytest.raises(RequestError) as caught:
         Pipeline.from_bundle(bundle, engines=built, provider="cuda")
     assert str(caught.value) == f"provider: found cuda, but {built} was built for cpu; leave the provider out"
-
-
-@pytest.mark.parametrize(("option", "value"), [("cuda-graphs", True), ("weight-budget", 0)])
-def test_what_only_plans_can_do_is_refused_by_onnxruntime(bundle: Path, built: Path, option: str, value: Any) -> None:
-    for engines in (None, built):
-        with pytest.raises(EngineError) as caught:
-            Pipeline.from_bundle(bundle, engines=engines, **{option.replace("-", "_"): value})
-        assert str(caught.value) == (
-            f"{option}: found ONNX Runtime with provider cpu, expected an engine folder of tensorrt or tensorrt-rtx; "
-            f"leave {option} out"
-        )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["--cuda-graphs"],
-            "cuda-graphs: found ONNX Runtime with provider cpu, expected an engine folder of tensorrt or "
-            "tensorrt-rtx; leave cuda-graphs out",
-        ),
-        (
-            ["--cuda-graphs", "--weight-budget", "3"],
-            "weight-budget: found with cuda-graphs, but a pass that streams weights is no CUDA graph; leave one out",
-        ),
-        (
-            ["--weight-budget", "-1"],
-            "weight-budget: found -1048576, expected a whole number 0 .. 1125899906842624",
-        ),
-    ],
-)
-@pytest.mark.parametrize("command", ["run", "bench"])
-def test_both_commands_pass_on_what_is_for_plans(
-    program: Any, bundle: Path, tmp_path: Path, command: str, arguments: list[str], expected: str
-) -> None:
-    (tmp_path / "prompts.txt").write_text("red cube\n")
-    what = {
-        "run": ["--bundle", bundle, "--prompt", "red cube"],
-        "bench": [bundle, "--prompts", tmp_path / "prompts.txt"],
-    }
-    code, out, err = program(command, *what[command], *arguments)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1] == f"lantern-rt: {expected}"
 
 
 # ---------------------------------------------------------------- refusals when built
@@ -329,6 +317,7 @@ def test_both_commands_pass_on_what_is_for_plans(
             ["--dry-run", "--max-past", "39"],
             "max-past: found 39, expected at least 40: prefix 4 and 36 codes of one image",
         ),
+        (["--max-past", "0"], "max-past: found 0, expected 1 .. 1048576"),
         (["--optimization-level", "6"], "optimization-level: found 6, expected 0 .. 5"),
         (["--workspace", "0"], "workspace: found 0, expected 1 .. 1125899906842624"),
         (["--provider", "abacus"], "provider: found 'abacus', expected one of cpu, cuda, openvino, coreml, directml"),
@@ -346,6 +335,19 @@ def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == f"lantern-rt: {expected}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_that_is_gone_or_spoilt_meanwhile_has_no_estimate(bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "tiny"))
+    opened = open_bundle(copy)
+    for content, expected in (
+        (b"\xff\xff", "a number runs past the end: cut short, or no ONNX file"),
+        (None, "No such file or directory"),
+    ):
+        (copy / "drafter.onnx").unlink() if content is None else (copy / "drafter.onnx").write_bytes(content)
+        with pytest.raises(BundleError) as caught:
+            estimate(opened, PLAIN)
+        assert str(caught.value) == f"{copy / 'drafter.onnx'}: expected an ONNX graph, found {expected}"
 
 
 def test_a_build_needs_a_goal(program: Any, bundle: Path) -> None:

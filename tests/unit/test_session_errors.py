@@ -1,0 +1,164 @@
+"""What goes wrong in ONNX Runtime, in one line each: with a stand-in for the module, so that all of it can be seen."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lantern_rt.engines.decoder_tensors import kv_dtype
+from lantern_rt.engines.onnxruntime_session import GraphSession, Tensor, ThreadOptions, import_onnxruntime
+from lantern_rt.errors import BundleError, EngineError, LanternError
+
+GRAPH = Path("target.onnx")
+CODES, IMAGES = Tensor("codes", ("int64",), (None, 4)), Tensor("images", ("float32", "float16"), (None, 3))
+
+
+def message(kind: type[LanternError], action: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def value(name: str, kind: str, *shape: Any) -> Any:
+    return SimpleNamespace(name=name, type=f"tensor({kind})", shape=list(shape))
+
+
+class Session:
+    """A graph from four codes to an image, which fails when it runs."""
+
+    inputs, outputs = (value("codes", "int64", "rows", 4),), (value("images", "float", "rows", 3),)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def get_providers(self) -> list[str]:
+        return ["CPUExecutionProvider"]
+
+    def get_inputs(self) -> tuple[Any, ...]:
+        return self.inputs
+
+    def get_outputs(self) -> tuple[Any, ...]:
+        return self.outputs
+
+    def run(self, names: list[str], feeds: Mapping[str, Any]) -> None:
+        raise RuntimeError("Gather node:\n index out of bounds")
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        raise RuntimeError("no memory")
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Stands in for the onnxruntime module."""
+
+    class Options:
+        def add_session_config_entry(self, key: str, text: str) -> None:
+            pass
+
+    module: Any = ModuleType("onnxruntime")
+    module.__version__, module.SessionOptions, module.InferenceSession = "1.31.1", Options, Session
+    module.GraphOptimizationLevel = SimpleNamespace(ORT_DISABLE_ALL=0, ORT_ENABLE_ALL=99)
+    module.get_available_providers = lambda: ["CPUExecutionProvider"]
+    monkeypatch.setitem(sys.modules, "onnxruntime", module)
+    return module
+
+
+def load(inputs: tuple[Tensor, ...] = (CODES,), outputs: tuple[Tensor, ...] = (IMAGES,)) -> GraphSession:
+    return GraphSession(GRAPH, inputs, outputs, ThreadOptions(intra_op=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("InvalidProtobuf", BundleError, "not a graph that can be loaded: bad bytes; export the bundle again"),
+        ("NoSuchFile", BundleError, "not a graph that can be loaded: bad bytes; export the bundle again"),
+        ("NotImplemented", EngineError, "ONNX Runtime 1.31.1 does not take this graph: bad bytes; update onnxruntime"),
+    ],
+)
+def test_a_damaged_graph_is_told_from_one_that_cannot_be_run(
+    runtime: Any, name: str, kind: type[LanternError], expected: str
+) -> None:
+    error = type(name, (Exception,), {})
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise error(" bad\nbytes ")
+
+    runtime.InferenceSession = refuse
+    assert message(kind, load) == f"{GRAPH}: {expected}"
+
+
+@pytest.mark.usefixtures("runtime")
+def test_a_graph_that_fails_says_which_and_why() -> None:
+    session = load()
+    assert message(EngineError, lambda: session.run({"codes": np.zeros((1, 4), np.int64)})) == (
+        f"{GRAPH}: ONNX Runtime failed to run the graph: Gather node: index out of bounds"
+    )
+    assert message(EngineError, lambda: session.run_bound(None)) == (
+        f"{GRAPH}: ONNX Runtime failed to run the graph: no memory"
+    )
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        ((CODES, IMAGES), (IMAGES,), "input `images`: not in the graph, which has codes"),
+        ((), (IMAGES,), "input `codes`: not expected; expected "),
+        ((CODES,), (CODES,), "output `codes`: not in the graph, which has images"),
+        (
+            (Tensor("codes", ("int32",), (None, 4)),),
+            (IMAGES,),
+            "input `codes`: found int64 [rows, 4], expected int32 [any, 4]; the graph is not the one bundle.json "
+            "describes",
+        ),
+        (
+            (CODES,),
+            (Tensor("images", ("float32", "float16"), (None, 5)),),
+            "output `images`: found float32 [rows, 3], expected float32 or float16 [any, 5]; the graph is not the one "
+            "bundle.json describes",
+        ),
+    ],
+)
+def test_a_graph_with_other_tensors_is_named_by_the_first(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], expected: str
+) -> None:
+    assert message(BundleError, lambda: load(inputs, outputs)) == f"{GRAPH}: {expected}"
+
+
+def test_a_missing_onnxruntime_and_two_of_them_come_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert message(EngineError, import_onnxruntime) == (
+        "onnxruntime cannot be imported (import of onnxruntime halted; None in sys.modules); install it with "
+        "`pip install 'lantern-rt[cpu]'`"
+    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
+    assert message(EngineError, import_onnxruntime) == (
+        "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files, expected one; "
+        "run `pip uninstall -y onnxruntime onnxruntime-gpu`, then install the one you need"
+    )
+
+
+def test_numbers_of_threads_have_bounds() -> None:
+    for count in (0, 1025):
+        assert message(EngineError, lambda n=count: ThreadOptions(intra_op=n)) == (  # type: ignore[misc]
+            f"threads: found {count}, expected 1 .. 1024"
+        )
+
+
+def test_keys_and_values_of_two_types_are_refused() -> None:
+    kinds = {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32}
+    assert message(BundleError, lambda: kv_dtype(GRAPH, kinds)) == (
+        f"{GRAPH}: found keys and values of both float16 and float32, expected one type; export again"
+    )
