@@ -35,10 +35,11 @@ from .eagle import EagleDrafter, drafter_graph
 from .graphs import Arrays, Case, Graph, target_graph
 from .llamagen_vq import LlamaGenVQ, VQDecoder, VQEncoder
 from .neighbours import neighbour_table
-from .onnx_ops import Value
+from .onnx_ops import Ops, Value
 
 _LICENCE = "unknown (see the checkpoint's source)"
 _TOKENIZER = "tokenizer.json"
+_LARGE_PICTURE = 256  # pixels a side, beyond which a check with more than one picture takes too much memory
 
 
 @dataclass(frozen=True)
@@ -184,10 +185,10 @@ class TokenCondition(nn.Module):
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
-        self.table = nn.Parameter(embeddings, requires_grad=False)  # [vocabulary, width]
+        self.table = nn.Embedding(*embeddings.shape, _weight=embeddings, _freeze=True)
 
     def forward(self, token_ids: Tensor, uncond_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.table[token_ids].float(), self.table[uncond_ids].float()
+        return self.table(token_ids), self.table(uncond_ids)
 
 
 def token_graph(embeddings: Tensor) -> Graph:
@@ -204,7 +205,14 @@ def token_graph(embeddings: Tensor) -> Graph:
         {name: generator.integers(vocabulary, size=(rows, length)) for name, length in zip(axes, lengths, strict=True)}
         for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
     ]
-    return Graph("condition", TokenCondition(embeddings), inputs, outputs, plain_cases(cases))
+
+    def write() -> Ops:
+        ops = Ops()
+        for source, result in zip(inputs, outputs, strict=True):
+            ops.op("Gather", ops.weight("table.weight", embeddings), source.name, name=result.name)
+        return ops
+
+    return Graph("condition", TokenCondition(embeddings), inputs, outputs, plain_cases(cases), write)
 
 
 def _decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
@@ -226,10 +234,11 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
     config = tokenizer.config
     cells, pixels = grid * grid, grid * config.scale
     generator = np.random.default_rng(0)
-    codes = [{"codes": generator.integers(config.codes, size=(images, cells))} for images in (2, 1)]
+    counts = (2, 1) if pixels <= _LARGE_PICTURE else (1,)
+    codes = [{"codes": generator.integers(config.codes, size=(images, cells))} for images in counts]
     image = Value("images", ("images", 3, pixels, pixels))
     pictures: list[Arrays] = [
-        {"images": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in (2, 1)
+        {"images": generator.uniform(-1, 1, (images, 3, pixels, pixels)).astype(np.float32)} for images in counts
     ]
     return [
         Graph(

@@ -37,6 +37,7 @@ from .weight_file import GraphFile, graph_file
 HIDDEN = -1e9
 
 _LONGEST_CASE = 128  # nodes of a check: longer prefixes show nothing new
+_CASE_BYTES = 1 << 24  # of one row's keys and values in a check: the checks of a large model are shorter
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -129,7 +130,8 @@ def decoder_cases(
 ) -> Iterable[Case]:
     """Checks of a decoder: prefill on nothing, prefill, one node, a tree, two rows of different length."""
     generator = np.random.default_rng(0)
-    prefix = min(prefix, _LONGEST_CASE)
+    entry = 4 * sum(int(np.prod([int(axis) for axis in value.axes[2:]])) for value in past)
+    prefix = min(prefix, _LONGEST_CASE, max(2, _CASE_BYTES // entry))
 
     def case(name: str, rows: int, spans: list[int], visible: NDArray[np.bool_]) -> Case:
         """`spans`: committed entries per row; `visible [nodes, nodes]` among the new nodes."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,21 @@ def run_module(graph: Graph, inputs: Arrays, plan: GraphFile | None = None) -> l
 
 @contextmanager
 def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None]:
-    """The module computes in float32, whatever its weights are stored as, converting one layer at a time."""
+    """The module computes in float32, whatever its weights are stored as, converting one part's at a time.
+
+    A part is a module with weights of its own, such as one product of a layer; only it may use them. Of a table that
+    rows are looked up in, only the rows found are converted.
+    """
     handles: list[Any] = []
-    layers = {layer: name for name, layer in module.named_modules() if name.rpartition(".")[2].isdecimal()}
-    inside = {part for layer in layers for part in layer.modules() if part is not layer}
     for name, part in module.named_modules():
-        if part in inside:
-            continue
-        swap = _Swap(name, part, part in layers, plan)
-        handles += [
-            part.register_forward_pre_hook(swap.enter),
-            part.register_forward_hook(swap.leave, always_call=True),
-        ]
+        if isinstance(part, nn.Embedding):
+            handles.append(part.register_forward_hook(partial(_convert_rows, f"{name}.weight", plan)))
+        elif part._parameters or part._buffers:
+            swap = _Swap(name, part, plan)
+            handles += [
+                part.register_forward_pre_hook(swap.enter),
+                part.register_forward_hook(swap.leave, always_call=True),
+            ]
     try:
         yield
     finally:
@@ -88,22 +92,20 @@ def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None
 
 
 class _Swap:
-    """Float32 weights in a module (`whole`: in its submodules as well) while it runs, its own afterwards."""
+    """Float32 weights in a module, not those of its submodules, while it runs; its own afterwards."""
 
-    def __init__(self, name: str, module: nn.Module, whole: bool, plan: GraphFile | None) -> None:
-        self.plan = plan
-        self.owners = dict(module.named_modules(prefix=name)) if whole else {name: module}
+    def __init__(self, name: str, module: nn.Module, plan: GraphFile | None) -> None:
+        self.name, self.module, self.plan = name, module, plan
         self.kept: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def enter(self, *_: Any) -> None:
-        for owner, module in self.owners.items():
-            both: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for own in both:
-                for leaf, value in own.items():
-                    if value is not None and value.is_floating_point():
-                        self.kept.append((own, leaf, value))
-                        new = _as_stored(f"{owner}.{leaf}" if owner else leaf, value, self.plan)
-                        own[leaf] = nn.Parameter(new, requires_grad=False) if own is module._parameters else new
+        both: tuple[dict[str, Any], ...] = (self.module._parameters, self.module._buffers)
+        for own in both:
+            for leaf, value in own.items():
+                if value is not None and value.is_floating_point():
+                    self.kept.append((own, leaf, value))
+                    new = _as_stored(f"{self.name}.{leaf}" if self.name else leaf, value, self.plan)
+                    own[leaf] = nn.Parameter(new, requires_grad=False) if own is self.module._parameters else new
 
     def leave(self, *_: Any) -> None:
         for own, leaf, value in self.kept:
@@ -111,14 +113,17 @@ class _Swap:
         self.kept.clear()
 
 
+def _convert_rows(name: str, plan: GraphFile | None, _module: nn.Module, _ids: Any, rows: Tensor) -> Tensor:
+    return _as_stored(name, rows, plan)
+
+
 def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
     """A module's weight in float32, rounded as the graph has it; the graph omits leading parts of its name."""
-    made = computed(weight).float()
     if plan is None:
-        return made
+        return computed(weight).float()
     known: Mapping[str, Storage] = plan.storages
     found = next((n for n in (name, name.partition(".")[2]) if n in known), None)
-    return made if found is None else rounded(made, known[found], found in plan.matrices)
+    return computed(weight).float() if found is None else rounded(weight, known[found], found in plan.matrices)
 
 
 class Sessions:

@@ -122,12 +122,16 @@ def quantise(weight: Tensor, kind: Storage) -> tuple[Tensor, Tensor]:
 
 def rounded(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
     """The float32 numbers a runtime computes with; a module's matrix is `[out, in]`."""
+    made = computed(weight)
+    if kind == "float32" or (kind in _LARGEST and not matrix):
+        return made.float()
+    result = torch.empty(made.shape)
     if kind == "float16":
-        return weight.half().float()
-    if kind == "float32" or not matrix:
-        return weight.float()
-    whole = weight.float().t()
-    integers, scales = quantise(whole, kind)
-    size = len(whole) // len(scales)
-    back = integers.float().view(len(scales), size, -1) * scales[:, None]
-    return back.view(whole.shape).t()
+        result.copy_(made.half())
+        return result
+    step = max(1, _PIECE // made.shape[1])  # rows of the module's matrix: columns of the stored one
+    for start in range(0, len(made), step):
+        integers, scales = quantise(made[start : start + step].float().t(), kind)
+        blocks = integers.view(len(scales), -1, integers.shape[1]) * scales[:, None]
+        result[start : start + step] = blocks.view(integers.shape).t()
+    return result

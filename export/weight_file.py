@@ -2,7 +2,8 @@
 
 Large weights go to one file beside the graph (`<role>.onnx.data`), aligned so that a runtime can map them. A
 weight that is stored in another type than the graph computes with is turned back by a node right before its
-first use: `Cast` for float16, `DequantizeLinear` for integers. Runtimes fold or fuse these when they load.
+first use: `Cast` for float16, `DequantizeLinear` for integers. Runtimes fold or fuse these when they load. Of
+a float16 table that rows are looked up in, only the rows found are turned back, so that it stays as small when loaded.
 
 Does not know models or checkpoints; how weights are rounded is `precision.py`'s.
 """
@@ -136,17 +137,31 @@ class GraphFile:
 
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
-        waiting = {name: kind for name, kind in self.storages.items() if kind != "float32"}
         nodes = list(self.model.graph.node)
+        tables = {name for name, kind in self.storages.items() if kind == "float16"} - {
+            name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
+        }
+        waiting = {name: kind for name, kind in self.storages.items() if kind != "float32"}
+        read: set[str] = set()
         del self.model.graph.node[:]
         for node in nodes:
+            read.update(node.input)
+            if node.input and node.input[0] in tables:
+                self.model.graph.node.extend(self._looked_up(node))
+                continue
             for name in node.input:
                 if kind := waiting.pop(name, None):
                     self.model.graph.node.append(self._decoder(name, kind))
             self.model.graph.node.append(node)
-        assert not waiting, "weights that no node reads"
+        assert set(self.storages) <= read, "weights that no node reads"
         if any(kind in ("int8", "int4") for kind in self.storages.values()):
             self.model.opset_import[0].version = BLOCK_OPSET
+
+    def _looked_up(self, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+        """A look-up in a float16 table, and the node that turns the rows found back."""
+        (part,), (output,) = self.parts(node.input[0]), node.output
+        node.input[0], node.output[0] = part.name, f"{output}.half"
+        return [node, helper.make_node("Cast", [f"{output}.half"], [output], f"{output}.cast", to=TensorProto.FLOAT)]
 
     def _decoder(self, name: str, kind: Storage) -> onnx.NodeProto:
         inputs = [part.name for part in self.parts(name)]
@@ -170,6 +185,11 @@ def graph_file(
         if weight.is_floating_point()
     }
     return GraphFile(model, weights, storages, matrices, rule)
+
+
+def _looks_up(node: onnx.NodeProto) -> bool:
+    """Whether a node takes whole rows of its first input."""
+    return node.op_type == "Gather" and all(helper.get_attribute_value(each) == 0 for each in node.attribute)
 
 
 def _pack(integers: NDArray[np.int8]) -> bytes:

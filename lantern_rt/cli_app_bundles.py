@@ -292,7 +292,10 @@ def verify(
     bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
     against: Annotated[
         Path | None,
-        typer.Option(help="The target's checkpoint. Without it, ONNX's reference evaluator on small inputs."),
+        typer.Option(
+            help="The target's checkpoint, a path or hf:owner/name as in export. Without it, ONNX's reference "
+            "evaluator on small inputs."
+        ),
     ] = None,
     vq: Annotated[Path | None, typer.Option(help="Checkpoint of the VQ model, with --against.")] = None,
     drafter: Annotated[Path | None, typer.Option(help="Folder of the drafter, with --against.")] = None,

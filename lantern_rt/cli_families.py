@@ -1,12 +1,12 @@
-"""Which checkpoints each model family is exported from, and its exporter: what `export` and `verify` share.
+"""Which checkpoints each model family is exported from, fetching them, and its exporter: for `export` and `verify`.
 
-Does not know files, graphs or bundles.
+Does not know graphs or bundles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ _TAKES = {
     "janus": (),
 }
 FAMILIES = tuple(_TAKES)
+# Fetched with weights, where not config.json alone.
+_SIDE_FILES = {
+    "text_encoder": ("config.json", "tokenizer.json"),
+    "anole target": ("config.json", "tokenizer.json"),
+    "janus target": ("config.json", "generation_config.json", "tokenizer.json"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,21 @@ class Checkpoints:
                 raise CheckpointError(f"--{option.replace('_', '-')}: family {family} does not take it; leave it out")
         if self.vq is None and "vq" in _TAKES[family]:
             raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
+
+    def fetched(self, family: str) -> tuple[Checkpoints, dict[Path, str]]:
+        """The same on this machine, and where each path that was fetched came from; errors as `hub.fetch` has them."""
+        from .export.hub import fetch
+
+        paths: dict[str, Any] = {}
+        origins: dict[Path, str] = {}
+        for role in ("target", "vq", "drafter", "text_encoder"):
+            if place := getattr(self, role):
+                sides = _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",)))
+                found = fetch(place, sides)
+                paths[role] = found.path
+                if found.origin:
+                    origins[found.path] = found.origin
+        return replace(self, **paths), origins
 
 
 def export_family(family: str, given: Checkpoints, output: Path, common: Mapping[str, Any]) -> None:

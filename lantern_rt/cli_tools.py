@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -28,12 +27,6 @@ from .memory import PeakMemory
 if TYPE_CHECKING:
     from .bundle import Fact
 
-# Fetched with weights, where not config.json alone.
-_SIDE_FILES = {
-    "text_encoder": ("config.json", "tokenizer.json"),
-    "anole target": ("config.json", "tokenizer.json"),
-    "janus target": ("config.json", "generation_config.json", "tokenizer.json"),
-}
 _PACKAGES = ("numpy", "pillow", "pydantic", "rich", "typer", "torch", "onnx")
 
 
@@ -96,22 +89,15 @@ def export_command(
         )
     given.check(family)
     from .export.bundle_writer import check_output, write_bundle
-    from .export.hub import fetch
     from .export.precision import read_precisions
 
     write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision))
     check_output(output, force)  # before anything is fetched
-    found = {
-        role: fetch(place, _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",))))
-        for role in ("target", "vq", "drafter", "text_encoder")
-        if (place := getattr(given, role))
-    }
-    paths: dict[str, Any] = {role: one.path for role, one in found.items()}
-    fetched = replace(given, **paths)
+    fetched, origins = given.fetched(family)
     common: dict[str, Any] = {
         "name": name,
         "force": force,
-        "origins": {one.path: one.origin for one in found.values() if one.origin},
+        "origins": origins,
         "write": write,
     }
     start = time.perf_counter()

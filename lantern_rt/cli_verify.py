@@ -69,6 +69,7 @@ def _graphs(bundle: Bundle, given: Checkpoints) -> list[Graph]:
     if (given.text_encoder is None) == (manifest.condition.kind == "text"):
         wanted = "none: the bundle has none" if given.text_encoder else "the folder of the bundle's text encoder"
         raise CheckpointError(f"--text-encoder: found {given.text_encoder or 'nothing'}, expected {wanted}")
+    given, _ = given.fetched(manifest.family)
     kept: list[Graph] = []
 
     def keep(output: Path, *, graphs: list[Graph], **_: Any) -> Path:

@@ -195,7 +195,9 @@ def test_offline_it_says_what_to_download_by_hand(fetches: Fetches) -> None:
     assert str(file).endswith("; try again, or download other.pt of owner/files by hand and give its path")
 
 
-def test_the_command_line_exports_from_the_hub_and_pins_the_commit(endpoint: str, tmp_path: Path) -> None:
+def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from_the_cache(
+    endpoint: str, tmp_path: Path
+) -> None:
     output = tmp_path / "bundle"
     arguments = ["--target", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1", "--output", str(output)]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt.cli", "export", *arguments)
@@ -205,6 +207,10 @@ def test_the_command_line_exports_from_the_hub_and_pins_the_commit(endpoint: str
         ("config", "config.json", f"hf:owner/target@{COMMIT}"),
         ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
     ]
+    places = ["--against", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1"]
+    verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt.cli", "verify", str(output), *places)
+    assert verified.returncode == 0, verified.stderr
+    assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -112,6 +113,21 @@ def test_the_graphs_of_an_image_tokenizer_equal_its_module(
     for graph in vq_graphs(tokenizer, grid):
         written = write_graph(graph, tmp_path_factory.mktemp("graph"))
         assert check_parity(graph, written[0]) < 1e-4
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: bool
+) -> None:
+    torch.manual_seed(0)
+    tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 64), (64, 32), 1, attention))
+    randomise_norms(tokenizer)
+    tokenizer.codebook.normal_()
+    usual = vq_graphs(tokenizer, 3)
+    monkeypatch.setattr("lantern_rt.export.family._LARGE_PICTURE", 5)  # pixels; these have 6
+    for graph, two in zip(vq_graphs(tokenizer, 3), usual, strict=True):
+        assert [case.name for case in graph.cases] == ["1 rows"]
+        assert check_parity(replace(graph, cases=two.cases), write_graph(graph, tmp_path)[0]) < 1e-4
 
 
 SMALL = DecoderConfig(
