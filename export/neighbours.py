@@ -1,7 +1,8 @@
 """Which codes look alike: each code's nearest codes by Euclidean distance between codebook rows.
 
-Distances are sums of squared differences in float64, a block of rows at a time, so the order is exact and
-memory stays small. Does not know where the rows come from or what neighbours are for.
+Distances come from matrix products in float64. Where their rounding could change the order, they are sums of squared
+differences instead: the order is exact. A block of rows at a time, so memory stays small. Does not know where the rows
+come from or what neighbours are for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = 1024  # neighbours kept per code, where there are as many
+_FINE = 1e9  # how much larger than the products' error a square must be to give a float32 distance
 _BLOCK_BYTES = 1 << 20  # of one float64 block of distances: it stays in a core's cache
 
 
@@ -26,25 +28,38 @@ class Neighbours:
 
 def neighbour_table(codebook: NDArray[np.floating[Any]], k: int = MOST) -> Neighbours:
     """The `k` nearest rows of every row of `codebook [codes, width]`; equal distances in order of index."""
-    codes, _ = codebook.shape
+    codes, width = codebook.shape
     k = min(k, codes - 1)
-    columns = np.ascontiguousarray(codebook.T, np.float64)  # [width, codes]
+    table = np.ascontiguousarray(codebook, np.float64)
+    columns, norms = np.ascontiguousarray(table.T), np.square(table).sum(1)
+    error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # of a product's square, with room to spare
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     distances = np.empty((codes, k), np.float32)
     block = max(1, _BLOCK_BYTES // (8 * codes))
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
-        square = np.zeros((len(rows), codes))
-        for column in columns:
-            difference = column[rows, None] - column
-            square += np.square(difference, out=difference)
-        square[np.arange(len(rows)), rows] = np.inf  # itself, last of all
-        nearest = np.sort(np.argpartition(square, k - 1)[:, :k]) if k < codes - 1 else _all_but(rows, codes)
-        close = np.take_along_axis(square, nearest, 1)
-        order = np.argsort(close, kind="stable")  # of equal distances, the smaller index stays first
-        indices[rows] = np.take_along_axis(nearest, order, 1)
-        distances[rows] = np.sqrt(np.take_along_axis(close, order, 1))
+        square = norms[rows, None] + norms - 2 * table[rows] @ table.T
+        indices[rows], close = _nearest(square, rows, k)
+        if (close[:, 0] < _FINE * error).any() or (np.diff(close[:, : k + 1]) < 2 * error).any():
+            square[:] = 0
+            for column in columns:
+                difference = column[rows, None] - column
+                square += np.square(difference, out=difference)
+            indices[rows], close = _nearest(square, rows, k)
+        distances[rows] = np.sqrt(close[:, :k])
     return Neighbours(indices, distances)
+
+
+def _nearest(
+    square: NDArray[np.float64], rows: NDArray[np.int64], k: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The k nearest of each row in order, and their squares and the next one's; `square [rows, codes]`."""
+    codes = square.shape[1]
+    square[np.arange(len(rows)), rows] = np.inf  # itself, last of all
+    some = np.sort(np.argpartition(square, k)[:, : k + 1]) if k < codes - 1 else _all_but(rows, codes)
+    close = np.take_along_axis(square, some, 1)
+    order = np.argsort(close, kind="stable")  # of equal distances, the smaller index stays first
+    return np.take_along_axis(some, order, 1)[:, :k], np.take_along_axis(close, order, 1)
 
 
 def _all_but(rows: NDArray[np.int64], codes: int) -> NDArray[np.int64]:
