@@ -185,7 +185,7 @@ class TokenCondition(nn.Module):
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
-        self.table = nn.Embedding(*embeddings.shape, _weight=embeddings, _freeze=True)
+        self.table = nn.Embedding(len(embeddings), embeddings.shape[1], _weight=embeddings, _freeze=True)
 
     def forward(self, token_ids: Tensor, uncond_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.table(token_ids), self.table(uncond_ids)

@@ -43,12 +43,16 @@ def check_parity(graph: Graph, path: Path, tolerance: float = TOLERANCE, plan: G
     integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
     # Fused products of integer weights round activations as well: look at the graph without them.
     sessions = Sessions(path, lean=large or integers)
-    for case in (graph.cases[0], graph.cases[-1]) if large else graph.cases:
+    cases = (graph.cases[0], graph.cases[-1]) if large else graph.cases
+    results = []
+    for case in cases:
         try:
-            found = sessions.run(case.inputs)
+            results.append(sessions.run(case.inputs))
         except Exception as error:  # ONNX Runtime's own exceptions share no base class
             reason = " ".join(str(error).split())[:200]
             raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case.name}: {reason}") from error
+    del sessions  # and its memory, before the module takes as much
+    for case, found in zip(cases, results, strict=True):
         for value, expected in zip(graph.outputs, run_module(graph, case.inputs, plan), strict=True):
             difference = _difference(found[value.name], expected)
             worst = max(worst, difference)
@@ -158,12 +162,11 @@ class Sessions:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # which outlive the session
         if self.lean:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
             options.add_session_config_entry("session.disable_prepacking", "1")
-            options.enable_cpu_mem_arena = False
-            options.enable_mem_pattern = False
         return options
 
 
