@@ -28,6 +28,7 @@ from half_graph import halve_bundle
 
 from lantern_rt import EngineError, LanternError, open_bundle
 from lantern_rt.cli_bench import BenchCommand, print_table, run_bench
+from lantern_rt.cli_running import Running
 from lantern_rt.export.decoder import DecoderConfig
 from lantern_rt.train.scenes.bundle import write_scenes_bundle
 from lantern_rt.train.scenes.checkpoints import load_checkpoint
@@ -185,13 +186,9 @@ def measure(plan: Plan, work: Path, folder: Path) -> list[dict[str, Any]]:
             sweep=False,
             images=plan.images,
             batch=1,
-            threads=None,
             greedy=False,
             prompts=None,
-            engines=None,
-            provider=plan.provider,
-            cuda_graphs=False,
-            weight_budget=None,
+            running=Running(provider=plan.provider),
             plot=None,
             json=False,
             force=False,

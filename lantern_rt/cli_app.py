@@ -13,7 +13,7 @@ import typer
 
 from .cli_app_bench import commands as bench_commands
 from .cli_app_bundles import commands as bundle_commands
-from .cli_options import CudaGraphs, Force, Json, WeightBudget
+from .cli_options import CudaGraphs, Engines, Force, Json, Provider, Threads, WeightBudget
 
 app = typer.Typer(
     name="lantern-rt",
@@ -147,13 +147,9 @@ def run(
         str | None,
         typer.Option(help="First draft of a position (sjd): random, left or above. [default: the bundle's]"),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
-    engines: Annotated[
-        Path | None, typer.Option(help="Folder made by build-engine from this bundle, to run instead of its graphs.")
-    ] = None,
-    provider: Annotated[
-        str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
-    ] = "cpu",
+    threads: Threads = None,
+    engines: Engines = None,
+    provider: Provider = "cpu",
     cuda_graphs: CudaGraphs = False,
     weight_budget: WeightBudget = None,
     trace: Annotated[
@@ -168,6 +164,7 @@ def run(
     Paths of the files go to stdout, progress and a line of statistics to stderr.
     """
     from .cli_run import Run, run_command
+    from .cli_running import Running
     from .requests import Options
 
     options = Options(
@@ -198,11 +195,7 @@ def run(
             output,
             seed,
             num_images,
-            threads,
-            engines,
-            provider,
-            cuda_graphs,
-            None if weight_budget is None else weight_budget << 20,
+            Running(threads, engines, provider, cuda_graphs, weight_budget),
             trace,
             scale,
             json,

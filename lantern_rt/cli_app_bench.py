@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import CudaGraphs, Force, Json, WeightBudget
+from .cli_options import CudaGraphs, Engines, Force, Json, Provider, Threads, WeightBudget
 
 commands = typer.Typer()
 
@@ -39,15 +39,11 @@ def bench(
     sweep: Annotated[bool, typer.Option("--sweep", help="Also relax to several degrees.")] = False,
     images: Annotated[int, typer.Option(help="Images of every method, at least three turns.")] = 8,
     batch: Annotated[int, typer.Option(help="Images decoded together.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    threads: Threads = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Temperature 0.")] = False,
     prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line. [default: the bundle's]")] = None,
-    engines: Annotated[
-        Path | None, typer.Option(help="Folder made by build-engine from this bundle, to run instead of its graphs.")
-    ] = None,
-    provider: Annotated[
-        str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
-    ] = "cpu",
+    engines: Engines = None,
+    provider: Provider = "cpu",
     cuda_graphs: CudaGraphs = False,
     weight_budget: WeightBudget = None,
     plot: Annotated[Path | None, typer.Option(help="Draw codes per second against quality, a .png file.")] = None,
@@ -56,9 +52,10 @@ def bench(
 ) -> None:
     """Measure methods against ar, in turns on the same prompts and seeds. Best with nothing else running."""
     from .cli_bench import BenchCommand, bench_command
+    from .cli_running import Running
 
+    running = Running(threads, engines, provider, cuda_graphs, weight_budget)
     asked = BenchCommand(
-        bundle, methods, tuple(quality or ()), sweep, images, batch, threads, greedy, prompts, engines, provider,
-        cuda_graphs, None if weight_budget is None else weight_budget << 20, plot, json, force,
-    )  # fmt: skip
+        bundle, methods, tuple(quality or ()), sweep, images, batch, greedy, prompts, running, plot, json, force
+    )
     bench_command(asked)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_options import Force, Json
+from .cli_options import CudaGraphs, Engines, Force, Json, Provider, Threads, WeightBudget
 from .errors import RequestError
 
 commands = typer.Typer()
@@ -160,7 +160,11 @@ def tune(
         str, typer.Option(help="What may be given away: strict (nothing), balanced, fast, or TVD=x per code.")
     ] = "balanced",
     images: Annotated[int, typer.Option(help="Images decoded together, as in later use.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    threads: Threads = None,
+    engines: Engines = None,
+    provider: Provider = "cpu",
+    cuda_graphs: CudaGraphs = False,
+    weight_budget: WeightBudget = None,
     prompts: Annotated[
         Path | None, typer.Option(help="Text file, one prompt a line, to measure with. [default: the bundle's]")
     ] = None,
@@ -176,9 +180,11 @@ def tune(
     force: Force = False,
 ) -> None:
     """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
+    from .cli_running import Running
     from .cli_tune import Tune, tune_command
 
-    tune_command(Tune(bundle, minutes, quality, images, threads, prompts, temperature, rates, plot, json, force))
+    running = Running(threads, engines, provider, cuda_graphs, weight_budget)
+    tune_command(Tune(bundle, minutes, quality, images, prompts, temperature, running, rates, plot, json, force))
 
 
 @commands.command(
@@ -257,16 +263,18 @@ def evaluate(
     top_k: Annotated[int | None, typer.Option("--top-k", help="0 is off. [default: the bundle's]")] = None,
     top_p: Annotated[float | None, typer.Option("--top-p", help="1 is off. [default: the bundle's]")] = None,
     images: Annotated[int, typer.Option(help="Pictures decoded together; changes none of them.")] = 8,
-    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
-    provider: Annotated[
-        str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.")
-    ] = "cpu",
+    threads: Threads = None,
+    engines: Engines = None,
+    provider: Provider = "cpu",
+    cuda_graphs: CudaGraphs = False,
+    weight_budget: WeightBudget = None,
     json: Json = False,
     force: Force = False,
 ) -> None:
     """Compare methods with plain decoding, on the same prompts and seeds. Needs lantern-rt[cpu,eval]."""
     from .cli_eval import Eval, eval_command
     from .cli_eval_graphs import GivenGraph, GivenInstruments
+    from .cli_running import Running
     from .requests import Options
 
     sampling = Options(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -276,9 +284,8 @@ def evaluate(
         GivenGraph(agreement, agreement_size, agreement_mean, agreement_std),
         agreement_tokenizer,
     )
-    asked = Eval(
-        bundle, methods, prompts, count, seeds, seed, images, threads, provider, instruments, output, json, force
-    )
+    running = Running(threads, engines, provider, cuda_graphs, weight_budget)
+    asked = Eval(bundle, methods, prompts, count, seeds, seed, images, running, instruments, output, json, force)
     eval_command(asked, sampling)
 
 
@@ -335,7 +342,7 @@ def reduce_drafter(
     prompts: Annotated[
         Path | None, typer.Option(help="File with one prompt a line to draw. [default: the bundle's]")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None,
+    threads: Threads = None,
     json: Json = False,
     force: Force = False,
 ) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .bundle import Bundle, open_bundle
+from .bundle import Bundle
 from .charts import Chart, Line, chart_png
 from .checks import whole
+from .cli_running import Running
 from .cli_tune import calibration_of
 from .errors import RequestError
 from .evaluation.drawing import parse_ways
@@ -37,13 +38,9 @@ class BenchCommand:
     sweep: bool
     images: int
     batch: int
-    threads: int | None
     greedy: bool
     prompts: Path | None
-    engines: Path | None
-    provider: str
-    cuda_graphs: bool
-    weight_budget: int | None
+    running: Running
     plot: Path | None
     json: bool
     force: bool
@@ -82,19 +79,12 @@ def run_bench(asked: BenchCommand) -> BenchReport:
     whole("batch", asked.batch, 1, 1, 64)
     if asked.methods is not None and (asked.sweep or asked.qualities):
         raise RequestError("methods: says what to run; leave --sweep and --quality out, or leave --methods out")
-    bundle = open_bundle(asked.bundle)
+    bundle = asked.running.open_bundle(asked.bundle)
     calibration = calibration_of(bundle, asked.prompts, asked.batch)
     sampling = Options(temperature=0.0) if asked.greedy else Options()
     named = asked.methods or usual_ways(bundle.manifest, asked.qualities or _QUALITIES, asked.sweep)
     ways = parse_ways(named, sampling, bundle.manifest)
-    pipeline = Pipeline.from_bundle(
-        bundle,
-        asked.threads,
-        provider=asked.provider,
-        engines=asked.engines,
-        cuda_graphs=asked.cuda_graphs,
-        weight_budget=asked.weight_budget,
-    )
+    pipeline = asked.running.load(bundle)
     found = bench(pipeline, ways, calibration, asked.images, lambda line: print(line, file=sys.stderr))
     return BenchReport(found, _facts(bundle, pipeline, asked), [found.figures(row) for row in found.rows])
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .bundle import Bundle, open_bundle
+from .bundle import Bundle
 from .checks import whole
 from .cli_eval_graphs import GivenInstruments, open_instruments
+from .cli_running import Running
 from .engines.host import host_report, processor
 from .errors import RequestError
 from .evaluation.drawing import Show, Subjects, parse_ways
@@ -45,8 +46,7 @@ class Eval:
     seeds: int
     seed: int
     images: int
-    threads: int | None
-    provider: str
+    running: Running
     instruments: GivenInstruments
     output: Path | None
     json: bool
@@ -56,7 +56,7 @@ class Eval:
 def eval_command(asked: Eval, sampling: Options) -> None:
     """Draw, compare, write a folder, and print the figures."""
     require_scipy()
-    bundle = open_bundle(asked.bundle)
+    bundle = asked.running.open_bundle(asked.bundle)
     output = asked.output or Path(f"eval-{slug(bundle.manifest.name)}")
     check_new_folder(output, asked.force, _RESULT, _KIND)
     ways = parse_ways(asked.methods, sampling, bundle.manifest)
@@ -67,8 +67,8 @@ def eval_command(asked: Eval, sampling: Options) -> None:
     for part in subjects.batches(asked.images, 0):  # a prompt that cannot be drawn shows before the work
         prompts, classes = part.get("prompts"), part.get("class_ids")
         check_request(bundle.manifest, tokenizer, prompts, classes, None, part["seed"], 1, ways[0].options)
-    instruments = open_instruments(bundle, asked.instruments, asked.threads)
-    pipeline = Pipeline.from_bundle(bundle, asked.threads, provider=asked.provider)
+    instruments = open_instruments(bundle, asked.instruments, asked.running.threads)
+    pipeline = asked.running.load(bundle)
     with _progress() as show:
         found = evaluate(pipeline, subjects, ways, asked.images, instruments, show)
     facts = _facts(bundle, pipeline)

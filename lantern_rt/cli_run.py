@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .bundle import Bundle, open_bundle
+from .bundle import Bundle
 from .choosing import with_default_method
-from .engines.engine_folder import open_engine_folder
+from .cli_running import Running
 from .errors import OutputError, RequestError
 from .images import enlarge, png_bytes
 from .outputs import check_output, plan_outputs, slug, write_output
-from .pipeline import Pipeline, Request, bundle_tokenizer, check_request
+from .pipeline import Request, bundle_tokenizer, check_request
 from .requests import ImageRequest, Options, Settings
 from .results import StreamStep
 from .trace import Trace
@@ -52,11 +52,7 @@ class Run:
     output: str | None
     seed: int
     num_images: int
-    threads: int | None
-    engines: Path | None
-    provider: str
-    cuda_graphs: bool
-    weight_budget: int | None
+    running: Running
     trace: Path | None
     scale: int
     json: bool
@@ -69,8 +65,7 @@ def run_command(run: Run, options: Options) -> None:
         raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
     if not 1 <= run.scale <= MOST_SCALE:
         raise RequestError(f"scale: found {run.scale}, expected a whole number 1 .. {MOST_SCALE}")
-    engines = None if run.engines is None else open_engine_folder(run.engines)
-    bundle = open_bundle(run.bundle, unread=engines.replaced() if engines else ())
+    bundle = run.running.open_bundle(run.bundle)
     options = with_default_method(bundle, options)
     request = check_request(
         bundle.manifest, bundle_tokenizer(bundle), run.prompts, run.class_ids, None, run.seed, run.num_images, options
@@ -78,14 +73,7 @@ def run_command(run: Run, options: Options) -> None:
     outputs = plan_outputs(run.output, [_stem(image) for image in request.images], run.force)
     picture = _check_trace(run.trace, outputs, run.force)
 
-    pipeline = Pipeline.from_bundle(
-        bundle,
-        run.threads,
-        provider=run.provider,
-        engines=engines,
-        cuda_graphs=run.cuda_graphs,
-        weight_budget=run.weight_budget,
-    )
+    pipeline = run.running.load(bundle)
     began = time.perf_counter()
     trace = Trace(bundle.manifest.grid_rows, bundle.manifest.grid_columns)
     steps = pipeline.stream(run.prompts, class_ids=run.class_ids, seed=run.seed, num_images=run.num_images, **options)

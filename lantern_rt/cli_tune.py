@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .bundle import Bundle, open_bundle
+from .bundle import Bundle
 from .charts import Chart, Line, chart_png
+from .cli_running import Running
 from .errors import LanternError, RequestError
 from .manifest import Manifest
 from .outputs import check_output, check_png, write_output
-from .pipeline import Pipeline
 from .prompt_files import read_prompts
 from .requests import Options
 from .tuning.candidates import Measured, parse_budget
@@ -40,9 +40,9 @@ class Tune:
     minutes: float
     quality: str
     images: int
-    threads: int | None
     prompts: Path | None
     temperature: float | None
+    running: Running
     rates: Path | None
     plot: Path | None
     json: bool
@@ -56,13 +56,13 @@ def tune_command(asked: Tune) -> None:
     if not 1 <= asked.images <= 64:
         raise RequestError(f"images: found {asked.images}, expected a whole number 1 .. 64")
     budget = parse_budget(asked.quality)
-    bundle = open_bundle(asked.bundle)
+    bundle = asked.running.open_bundle(asked.bundle)
     calibration = calibration_of(bundle, asked.prompts, asked.images)
     earlier = () if asked.rates is None else _earlier_rates(asked.rates, bundle.manifest, asked.force)
     if asked.plot is not None:
         check_png(asked.plot, asked.force)
     sampling = Options() if asked.temperature is None else Options(temperature=asked.temperature)
-    pipeline = Pipeline.from_bundle(bundle, asked.threads)
+    pipeline = asked.running.load(bundle)
     result = tune(pipeline, calibration, budget, asked.minutes, sampling, lambda line: print(line, file=sys.stderr))
     if asked.rates is not None:
         _write_rates(asked.rates, bundle.manifest, result, earlier)

@@ -1,12 +1,21 @@
-"""Bundles exported once per test session from the small checkpoints in `tests/data`."""
+"""Bundles exported once per test session from the small checkpoints in `tests/data`; no test reads what this user's
+host was tuned to, or changes it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        yield
 
 
 @pytest.fixture(scope="session")

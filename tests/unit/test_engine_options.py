@@ -1,4 +1,4 @@
-"""Options for running plans: refused where there are none, from Python and from the command line."""
+"""What commands decode with: engines in place of graphs, and what only plans of TensorRT can do."""
 
 from __future__ import annotations
 
@@ -54,17 +54,31 @@ def test_what_only_plans_can_do_is_refused_by_onnxruntime(bundle: Path, option: 
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "bench"])
-def test_both_commands_pass_on_what_is_for_plans(
+@pytest.mark.parametrize("command", ["run", "bench", "tune", "eval"])
+def test_all_commands_pass_on_what_is_for_plans(
     capsys: pytest.CaptureFixture[str], bundle: Path, command: str, arguments: list[str], expected: str
 ) -> None:
     prompts = bundle.parent / "prompts.txt"
-    prompts.write_text("red cube\n")
-    what = {
-        "run": ["--bundle", bundle, "--prompt", "red cube"],
-        "bench": [bundle, "--prompts", prompts],
-    }
-    code = run_program([str(argument) for argument in (command, *what[command], *arguments)])
+    prompts.write_text("red cube\ngreen sphere\n")
+    what = ["--bundle", bundle, "--prompt", "red cube"] if command == "run" else [bundle, "--prompts", prompts]
+    code = run_program([str(argument) for argument in (command, *what, *arguments)])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert err.splitlines()[-1] == f"lantern-rt: {expected}"
+
+
+def test_tuning_engines_stores_what_they_then_decode_with(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bundle: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
+    engines, prompts = tmp_path / "engines", tmp_path / "prompts.txt"
+    prompts.write_text("red cube\ngreen sphere\n")
+    assert run_program(["build-engine", str(bundle), "--output", str(engines)]) == 0
+    (altered := engines / "drafter.onnx").write_bytes(b"")
+    arguments = ["tune", str(bundle), "--minutes", "0.01", "--prompts", str(prompts), "--engines", str(engines)]
+    assert run_program(arguments) == 2
+    assert f"{altered}: " in capsys.readouterr().err  # so the engines are what is measured
+    assert run_program(["build-engine", str(bundle), "--output", str(engines), "--force"]) == 0
+    assert run_program(arguments) == 0
+    pipeline = Pipeline.from_bundle(bundle, engines=engines)
+    assert "here when tuned" in str(pipeline("red cube", method="auto").settings.choice)
