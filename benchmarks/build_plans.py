@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from half_graph import halve_graph
 from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, build_random_model
 
 from lantern_rt.engines.kv_cache import SPAN_STEP, round_up
@@ -42,12 +41,10 @@ def main() -> None:
     print(f"LlamaGen-{arguments.size} shapes, {', '.join(capabilities)}, tensorrt-rtx {library_version()}")
     print(f"{'graph':10} {'precision':10} {'seconds':>8} {'cpu s':>8} {'plan MB':>9} {'peak MB':>9}")
     with tempfile.TemporaryDirectory() as folder:
-        model = build_random_model(SIZES[arguments.size], Path(folder))
-        for path in (model.target, model.drafter):
-            half = Path(folder) / "half" / path.name
-            half.parent.mkdir(exist_ok=True)
-            halve_graph(path, half)
-            for graph in (half, path):
+        for compute in ("float16", "float32"):
+            (own := Path(folder) / compute).mkdir()
+            model = build_random_model(SIZES[arguments.size], own, compute)
+            for graph in (model.target, model.drafter):
                 command = [sys.executable, __file__, "--build", str(graph), "--size", arguments.size]
                 command += [word for name in capabilities for word in ("--capability", name)]
                 subprocess.run(command, check=True)
@@ -71,10 +68,10 @@ def build(path: Path, size: str, capabilities: tuple[str, ...]) -> None:
         plan = built.files[0].stat().st_size
     status = Path("/proc/self/status").read_text()  # Linux; getrusage would count the parent's peak
     peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
-    precision = "float16" if path.parent.name == "half" else "float32"
     cpu = time.process_time()
     print(
-        f"{path.stem:10} {precision:10} {built.seconds:8.1f} {cpu:8.1f} {plan / 1e6:9.0f} {peak / 1e6:9.0f}", flush=True
+        f"{path.stem:10} {path.parent.name:10} {built.seconds:8.1f} {cpu:8.1f} {plan / 1e6:9.0f} {peak / 1e6:9.0f}",
+        flush=True,
     )
 
 

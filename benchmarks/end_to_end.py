@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from half_graph import halve_bundle
 
 from lantern_rt import EngineError, LanternError, open_bundle
 from lantern_rt.cli_bench import BenchCommand, print_table, run_bench
@@ -171,13 +170,10 @@ def train(plan: Plan, work: Path) -> dict[str, Any]:
 
 def measure(plan: Plan, work: Path, folder: Path) -> list[dict[str, Any]]:
     """Bundles of the work folder in every precision, each measured as `lantern-rt bench` does it."""
-    bundles = {"float32": folder / "float32", "float16": folder / "float16"}
-    write_scenes_bundle(work, bundles["float32"], force=False, progress=lambda line: print(line, flush=True))
     reports = []
     for precision in plan.precisions:
-        bundle = bundles[precision]
-        if precision == "float16":
-            halve_bundle(bundles["float32"], bundle)
+        bundle = folder / precision
+        write_scenes_bundle(work, bundle, False, lambda line: print(line, flush=True), precision)
         manifest = open_bundle(bundle).manifest
         asked = BenchCommand(
             bundle=str(bundle),

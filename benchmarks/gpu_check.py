@@ -32,7 +32,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from half_graph import halve_graph
 from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, RandomModel, Shapes, build_random_model
 
 from lantern_rt import EngineError, LanternError, __version__
@@ -102,14 +101,13 @@ def main() -> None:
     report["models"] = []
     backends = ["onnxruntime"] if arguments.smoke else arguments.backend or installed()
     for shapes in [SMOKE] if arguments.smoke else [SIZES[name] for name in arguments.size or SIZES]:
-        with tempfile.TemporaryDirectory() as folder:
-            model = build_random_model(shapes, Path(folder))
-            for precision in arguments.precision or ("float16", "float32"):
-                measured = with_precision(model, precision)
+        for precision in arguments.precision or ("float16", "float32"):
+            with tempfile.TemporaryDirectory() as folder:
+                model = build_random_model(shapes, Path(folder), precision)
                 for backend in backends:
                     try:
                         for label, load in loaders(backend, arguments.smoke):
-                            found = measure(shapes, measured, f"{precision}, {label}", bandwidth, load)
+                            found = measure(shapes, model, f"{precision}, {label}", bandwidth, load)
                             report["models"].append({"backend": label, "precision": precision, **found})
                     except LanternError as error:
                         print(f"{shapes.name} {precision}, {backend}: left out: {error}", flush=True)
@@ -128,27 +126,6 @@ def train_and_measure(smoke: bool) -> dict[str, Any] | None:
     except LanternError as error:
         print(f"end to end: left out: {error}", flush=True)
         return None
-
-
-def with_precision(model: RandomModel, precision: str) -> RandomModel:
-    """The model's graphs in float16, written beside them; or the model as it is."""
-    if precision == "float32":
-        return model
-    halves = []
-    for path in (model.target, model.drafter):
-        half = path.parent / "half" / path.name
-        half.parent.mkdir(exist_ok=True)
-        halve_graph(path, half)
-        halves.append(half)
-    spec = model.target_spec.model_copy(update={"dtype": "float16"})
-    return replace(
-        model,
-        target=halves[0],
-        drafter=halves[1],
-        target_spec=spec,
-        target_bytes=model.target_bytes // 2,
-        drafter_bytes=model.drafter_bytes // 2,
-    )
 
 
 def installed() -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -102,13 +102,13 @@ class RandomModel:
     drafter_bytes: int
 
 
-def build_random_model(shapes: Shapes, folder: Path) -> RandomModel:
-    """Write both graphs; imports torch and onnx."""
+def build_random_model(shapes: Shapes, folder: Path, compute: Literal["float32", "float16"] = "float32") -> RandomModel:
+    """Write the graphs, to compute in float32 or in float16; imports torch and onnx."""
     import torch
 
     from lantern_rt.export.decoder import Decoder, DecoderConfig
     from lantern_rt.export.eagle import EagleDrafter, drafter_graph
-    from lantern_rt.export.graphs import target_graph, write_graph
+    from lantern_rt.export.graphs import in_half, target_graph, write_graph
 
     torch.manual_seed(0)
     config = DecoderConfig(
@@ -136,18 +136,20 @@ def build_random_model(shapes: Shapes, folder: Path) -> RandomModel:
         drafter.fc.bias.zero_()
         drafter.fc.weight.normal_(std=DRAFTER_NOISE / (2 * shapes.width) ** 0.5)
         drafter.fc.weight[:, : shapes.width] += torch.eye(shapes.width)
-    (target_file, *_), (drafter_file, *_) = (
-        write_graph(graph, folder) for graph in (target_graph(target, code_embeddings), drafter_graph(drafter))
-    )
+    graphs = [target_graph(target, code_embeddings), drafter_graph(drafter)]
+    if compute == "float16":
+        graphs = [in_half(graph) for graph in graphs]
+    (target_file, *_), (drafter_file, *_) = (write_graph(graph, folder) for graph in graphs)
     (folder / "int8").mkdir()
     drafter_int8, *_ = write_graph(drafter_graph(drafter), folder / "int8", "int8-weights")
-    target_bytes = _matrix_bytes(target)
-    drafter_bytes = _matrix_bytes(drafter) - 4 * drafter.embed.weight.numel()  # a few rows of the table are read
+    number = 2 if compute == "float16" else 4
+    target_bytes = number * _matrix_numbers(target)
+    drafter_bytes = number * (_matrix_numbers(drafter) - drafter.embed.weight.numel())  # few rows of the table are read
     return RandomModel(
         target_file,
         drafter_file,
         drafter_int8,
-        DecoderSpec(**_sizes(config)),
+        DecoderSpec(**_sizes(config), dtype=compute),
         DrafterSpec(**_sizes(drafter.config)),
         code_embeddings.numpy(),
         target_bytes,
@@ -160,5 +162,5 @@ def _sizes(config: DecoderConfig) -> dict[str, Any]:
     return fields if config.input_norm is False else fields | {"positions": config.positions}
 
 
-def _matrix_bytes(module: Any) -> int:
-    return sum(4 * weight.numel() for weight in module.parameters() if weight.ndim == 2)
+def _matrix_numbers(module: Any) -> int:
+    return sum(weight.numel() for weight in module.parameters() if weight.ndim == 2)

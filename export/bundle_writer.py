@@ -18,7 +18,7 @@ from ..errors import OutputError
 from ..folders import check_new_folder, folder_or_nothing
 from ..manifest import FORMAT_VERSION, FileEntry, Manifest
 from ..progress import Progress
-from .graphs import Graph, plan_graph
+from .graphs import Graph, in_half, plan_graph
 from .neighbours import Neighbours
 from .parity import check_parity
 from .precision import Precisions
@@ -51,6 +51,8 @@ def write_bundle(
     say = progress or Progress()
     rounding = precisions or Precisions()
     check_output(output, force)
+    if rounding.compute == "float16":
+        graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
     plans = {graph.role: plan_graph(graph, "lossless" if halve else rounding.of(graph.role)) for graph in graphs}
     total = sum(plan.size for plan in plans.values())
     arrays = [code_embeddings] + ([] if neighbours is None else [neighbours.indices, neighbours.distances])
@@ -115,8 +117,11 @@ def _with_precision(fields: Mapping[str, Any], rounding: Precisions) -> dict[str
     """The manifest's fields with the precision of each decoder."""
     known = dict(fields)
     for role in ("target", "drafter"):
+        given: dict[str, Any] = {"precision": rounding.of(role)}
+        if role == "target":
+            given["dtype"] = rounding.compute
         if isinstance(part := known.get(role), Mapping):
-            known[role] = {**part, "precision": rounding.of(role)}
+            known[role] = {**part, **given}
         elif part is not None:
-            known[role] = part.model_copy(update={"precision": rounding.of(role)})
+            known[role] = part.model_copy(update=given)
     return known

@@ -51,27 +51,31 @@ def node_values() -> list[Value]:
     ]
 
 
-def write_target(decoder: Decoder) -> Ops:
-    """Ops of the target: `input_embeds` and the values above to `logits`, `hidden_states` and new keys and values."""
-    ops = Ops()
+def write_target(ops: Ops, decoder: Decoder) -> None:
+    """The target: `input_embeds` and the values above to `logits`, `hidden_states` and new keys and values."""
     hidden = write_layers(ops, decoder.layers, decoder.turns, "input_embeds")
     hidden = write_norm(ops, hidden, "norm", decoder.norm, name="hidden_states")
     write_head(ops, hidden, decoder.head)
-    return ops
 
 
 def write_head(ops: Ops, hidden: str, head: nn.Linear | DeepHead) -> None:
-    """Hidden states to the output `logits`."""
+    """Hidden states to the output `logits`, always float32."""
+    own = "narrow_logits" if ops.half else "logits"
     if isinstance(head, nn.Linear):
-        ops.many("MatMul", hidden, ops.weight("head.weight", transposed(head.weight)), outputs=["logits"])
-        return
+        ops.op("MatMul", hidden, ops.weight("head.weight", transposed(head.weight)), name=own)
+    else:
+        _write_deep_head(ops, hidden, head, own)
+    ops.widen(own, name="logits")
+
+
+def _write_deep_head(ops: Ops, hidden: str, head: DeepHead, name: str) -> None:
     first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
     root = ops.weight("root_half", torch.tensor(0.5**0.5))
     # GELU: x / 2 * (1 + erf(x / sqrt(2)))
     erf = ops.op("Add", ops.op("Erf", ops.op("Mul", first, root)), ops.weight("one", torch.tensor(1.0)))
     active = ops.op("Mul", ops.op("Mul", first, erf), ops.weight("half", torch.tensor(0.5)))
     second = ops.linear(active, "head.second", head.second.weight)
-    ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name="logits")
+    ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name=name)
 
 
 def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
@@ -87,25 +91,31 @@ def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
 
 
 def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None = None) -> str:
-    """x / rms(x), scaled; or `x` itself where the module is no norm."""
+    """x / rms(x), scaled, in float32; or `x` itself where the module is no norm."""
     if not isinstance(norm, RMSNorm):
         return x if name is None else ops.op("Identity", x, name=name)
-    square = ops.op("Pow", x, ops.weight("two", torch.tensor(2.0)))
+    x = ops.widen(x)
+    square = ops.op("Pow", x, ops.weight("two", torch.tensor(2.0), wide=True))
     mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{norm.eps}", torch.tensor(norm.eps))))
-    return ops.op("Mul", ops.op("Div", x, rms), ops.weight(prefix + ".weight", norm.weight), name=name)
+    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{norm.eps}", torch.tensor(norm.eps), wide=True)))
+    weight = ops.weight(prefix + ".weight", norm.weight, wide=True)
+    return ops.narrow(ops.op("Mul", ops.op("Div", x, rms), weight, name=None if ops.half else name), name=name)
 
 
 def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
-    """Every head of queries and keys `[rows, nodes, heads + kv_heads, width]` by itself; queries times `scale`."""
+    """Every head of queries and keys `[rows, nodes, heads + kv_heads, width]` by itself, in float32; queries times
+    `scale`."""
     query, key = attention.query_norm, attention.key_norm
+    x = ops.widen(x)
     centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
-    square = ops.op("Pow", centred, ops.weight("two", torch.tensor(2.0)))
+    square = ops.op("Pow", centred, ops.weight("two", torch.tensor(2.0), wide=True))
     variance = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    deviation = ops.op("Sqrt", ops.op("Add", variance, ops.weight(f"eps_{key.eps}", torch.tensor(key.eps))))
-    weight = ops.weight(prefix + ".weight", torch.cat([query.weight.float() * scale, key.weight.float()]))
-    bias = ops.weight(prefix + ".bias", torch.cat([query.bias.float() * scale, key.bias.float()]))
-    return ops.op("Add", ops.op("Mul", ops.op("Div", centred, deviation), weight), bias)
+    eps = ops.weight(f"eps_{key.eps}", torch.tensor(key.eps), wide=True)
+    deviation = ops.op("Sqrt", ops.op("Add", variance, eps))
+    weight = torch.cat([query.weight.float() * scale, key.weight.float()])
+    bias = torch.cat([query.bias.float() * scale, key.bias.float()])
+    scaled = ops.op("Mul", ops.op("Div", centred, deviation), ops.weight(prefix + ".weight", weight, wide=True))
+    return ops.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
 
 
 def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:

@@ -122,18 +122,16 @@ def drafter_graph(drafter: EagleDrafter) -> Graph:
         ),
         outputs=(*decoder_outputs(config.vocabulary, config.width), *new),
         cases=tuple(decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
-        write=lambda: _write(drafter),
+        write=lambda ops: _write(ops, drafter),
     )
 
 
-def _write(drafter: EagleDrafter) -> Ops:
-    ops = Ops()
+def _write(ops: Ops, drafter: EagleDrafter) -> None:
     token = ops.op("Gather", ops.weight("embed.weight", drafter.embed.weight), "input_ids")
     joint = ops.op("Concat", token, "target_hidden", axis=-1)
     x = write_layers(ops, drafter.layers, drafter.turns, ops.linear(joint, "fc", drafter.fc.weight, drafter.fc.bias))
     hidden = ops.op("Identity", x, name="hidden_states")
     write_head(ops, hidden, drafter.head)
-    return ops
 
 
 def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfig, tokens: int) -> DecoderConfig:

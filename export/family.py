@@ -206,11 +206,9 @@ def token_graph(embeddings: Tensor) -> Graph:
         for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
     ]
 
-    def write() -> Ops:
-        ops = Ops()
+    def write(ops: Ops) -> None:
         for source, result in zip(inputs, outputs, strict=True):
             ops.op("Gather", ops.weight("table.weight", embeddings), source.name, name=result.name)
-        return ops
 
     return Graph("condition", TokenCondition(embeddings), inputs, outputs, plain_cases(cases), write)
 

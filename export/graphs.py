@@ -17,7 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ from .decoder_graph import cache_values, node_values, write_target
 from .deferred import computed, deferred
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
 from .precision import Rule
-from .weight_file import GraphFile, graph_file
+from .weight_file import GraphFile, graph_file, half_graph_file
 
 HIDDEN = -1e9
+HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
 
 _LONGEST_CASE = 128  # nodes of a check: longer prefixes show nothing new
 _CASE_BYTES = 1 << 24  # of one row's keys and values in a check: the checks of a large model are shorter
@@ -58,7 +59,7 @@ class Graph:
     case is the one a traced module is traced with: give it sizes other than 0 and 1 on the named axes. Large
     graphs are compared on the first and the last case only.
     `tolerance`: how far outputs may lie from the module's, as `check_parity` takes it; more than usual for a deep
-    module that rounding alone moves that far.
+    module that rounding alone moves that far. `half`: it computes in float16; cases and module stay float32.
     """
 
     role: str
@@ -66,8 +67,20 @@ class Graph:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     cases: tuple[Case, ...]
-    write: Callable[[], Ops] | None = None
+    write: Callable[[Ops], None] | None = None
     tolerance: float = 1e-4
+    half: bool = False
+
+
+def in_half(graph: Graph) -> Graph:
+    """A decoder's graph as one that computes in float16: inputs, weights and outputs, but for norms and logits."""
+    assert graph.write is not None
+
+    def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
+
+    inputs, outputs = halved(graph.inputs), halved(graph.outputs)
+    return replace(graph, inputs=inputs, outputs=outputs, half=True, tolerance=HALF_TOLERANCE)
 
 
 def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
@@ -75,11 +88,15 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     if graph.write is None:
         model, weights = _trace(graph)
         return graph_file(model, weights, set(weights), set(), rule)
-    ops = graph.write()
+    ops = Ops(half=graph.half)
+    graph.write(ops)
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
     matrices = {name for name in ops.matrices if not name.startswith("head.")}  # a head stays float16 at the least
-    return graph_file(ops.model(graph.role, graph.inputs, graph.outputs), ops.weights, own, matrices, rule)
+    model = ops.model(graph.role, graph.inputs, graph.outputs)
+    if graph.half:
+        return half_graph_file(model, ops.weights, ops.wide)
+    return graph_file(model, ops.weights, own, matrices, rule)
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
@@ -102,7 +119,7 @@ def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
         inputs=(Value("input_embeds", ("rows", "nodes", config.width)), *node_values(), *past),
         outputs=(*decoder_outputs(config.vocabulary, config.width), *new),
         cases=tuple(decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
-        write=lambda: write_target(decoder),
+        write=lambda ops: write_target(ops, decoder),
     )
 
 

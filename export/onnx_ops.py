@@ -17,7 +17,7 @@ from torch import Tensor
 from .deferred import transposed
 
 OPSET, IR_VERSION = 20, 10
-_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
+_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int64": TensorProto.INT64}
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,31 @@ class Value:
 
 @dataclass
 class Ops:
-    """A graph being written. Every method returns names of values."""
+    """A graph being written. Every method returns names of values.
 
+    half: it computes in float16, but for what lies between `widen` and `narrow`; weights there are `wide`, float32.
+    """
+
+    half: bool = False
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     matrices: set[str] = field(default_factory=set)  # names of weights that `linear` multiplies with
+    wide: set[str] = field(default_factory=set)  # names of weights that stay float32 in a graph of float16
 
-    def weight(self, name: str, tensor: Tensor) -> str:
+    def weight(self, name: str, tensor: Tensor, wide: bool = False) -> str:
         """A constant of the graph; the same name may be given twice."""
         self.weights.setdefault(name, tensor.detach())
+        if wide:
+            self.wide.add(name)
         return name
+
+    def widen(self, x: str, name: str | None = None) -> str:
+        """`x` in float32."""
+        return self.op("Cast", x, name=name, to=TensorProto.FLOAT) if self.half else x
+
+    def narrow(self, x: str, name: str | None = None) -> str:
+        """`x` in what the graph computes in."""
+        return self.op("Cast", x, name=name, to=TensorProto.FLOAT16) if self.half else x
 
     def ints(self, *values: int) -> str:
         """A constant int64 vector, for axes and shapes."""

@@ -9,7 +9,7 @@ Does not know what the graphs mean, and does not judge the module itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from .precision import Storage, rounded
 from .weight_file import GraphFile
 
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
+_LEAST_HALF = -6e4  # a mask's lowest number in float16
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 
 
@@ -146,7 +147,7 @@ class Sessions:
         self._sessions: dict[bool, onnxruntime.InferenceSession] = {}
 
     def run(self, inputs: Arrays) -> Arrays:
-        """All outputs by name."""
+        """All outputs by name. A graph of float16 is given float32 rounded, and its outputs come back as float32."""
         empty = not self.lean and any(array.size == 0 for array in inputs.values())
         if empty not in self._sessions:
             self._sessions[empty] = onnxruntime.InferenceSession(
@@ -156,7 +157,9 @@ class Sessions:
                 disabled_optimizers=["MatmulTransposeFusion"] if empty else None,
             )
         session = self._sessions[empty]
-        return dict(zip((o.name for o in session.get_outputs()), session.run(None, inputs), strict=True))
+        halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
+        found = session.run(None, narrowed(inputs, halves))
+        return dict(zip((o.name for o in session.get_outputs()), map(widened, found), strict=True))
 
     def _options(self) -> onnxruntime.SessionOptions:
         options = onnxruntime.SessionOptions()
@@ -168,6 +171,19 @@ class Sessions:
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
             options.add_session_config_entry("session.disable_prepacking", "1")
         return options
+
+
+def narrowed(inputs: Arrays, names: Collection[str]) -> Arrays:
+    """The inputs, those named in float16."""
+    return {
+        name: np.maximum(array, _LEAST_HALF).astype(np.float16) if name in names else array
+        for name, array in inputs.items()
+    }
+
+
+def widened(array: NDArray[Any]) -> NDArray[Any]:
+    """The array in float32 if it is in float16."""
+    return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 def _difference(found: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -21,6 +21,7 @@ from ..manifest import Precision
 from .deferred import computed
 
 Storage = Literal["float32", "float16", "int8", "int4"]
+Compute = Literal["float32", "float16"]
 # `lossless`: float16 where that holds the weight exactly. Recorded as fp32, since it computes the same.
 Rule = Precision | Literal["lossless"]
 
@@ -35,10 +36,12 @@ _PIECE = 1 << 23  # numbers held as float32 at a time
 
 @dataclass(frozen=True)
 class Precisions:
-    """What the user chose. The drafter follows the target unless it has a precision of its own."""
+    """What the user chose. The drafter follows the target unless it has a precision of its own. compute: what target
+    and drafter compute in; in float16 they also store it."""
 
     target: Precision = "fp32"
     drafter: Precision | None = None
+    compute: Compute = "float32"
 
     def of(self, role: str) -> Precision:
         """The precision of a graph; image tokenizers are small and sensitive, and stay float32."""
@@ -49,12 +52,17 @@ class Precisions:
         return self.target if role == "target" else "fp32"
 
 
-def read_precisions(target: str, drafter: str | None = None) -> Precisions:
-    """Precisions by the names that users give them."""
+def read_precisions(target: str | None = None, drafter: str | None = None, compute: str = "float32") -> Precisions:
+    """Precisions by the names that users give them; by default what is computed with is stored."""
+    if compute not in get_args(Compute):
+        raise RequestError(f"--compute: found {compute!r}, expected float32 or float16")
     for option, value in (("precision", target), ("drafter-precision", drafter)):
         if value is not None and value not in get_args(Precision):
             raise RequestError(f"--{option}: found {value!r}, expected one of {', '.join(get_args(Precision))}")
-    return Precisions(cast(Precision, target), cast(Precision | None, drafter))
+        if compute == "float16" and value not in (None, "fp16"):
+            raise RequestError(f"--{option}: found {value}, but --compute float16 stores fp16; leave it out")
+    usual: Precision = "fp16" if compute == "float16" else "fp32"
+    return Precisions(cast(Precision, target or usual), cast(Precision | None, drafter), cast(Compute, compute))
 
 
 def storage(weight: Tensor, matrix: bool, rule: Rule) -> Storage:

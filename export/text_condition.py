@@ -60,13 +60,13 @@ def text_condition_graph(encoder: T5Encoder, caption: CaptionCondition) -> Graph
         tuple(Value(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
         tuple(Value(name, ("rows", prefix, width)) for name in ("prefix_embeds", "uncond_embeds")),
         (case("three prompts", [prefix, max(prefix // 2, 1), 1]), case("one prompt", [max(prefix // 3, 1)])),
-        lambda: _write(condition),
+        lambda ops: _write(ops, condition),
         _TOLERANCE,
     )
 
 
-def _write(condition: TextCondition) -> Ops:
-    ops, caption = Ops(), condition.caption
+def _write(ops: Ops, condition: TextCondition) -> None:
+    caption = condition.caption
     prefix = len(caption.uncond)
     states, mask = write_encoder(ops, condition.encoder, prefix)
     real = ops.op("Mul", states, ops.op("Unsqueeze", mask, ops.ints(2)))
@@ -81,4 +81,3 @@ def _write(condition: TextCondition) -> Ops:
     rows = ops.op("Shape", "token_ids", start=0, end=1)
     shape = ops.op("Concat", rows, ops.ints(*uncond.shape), axis=0)
     ops.op("Expand", ops.weight("uncond", uncond), shape, name="uncond_embeds")
-    return ops

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..bundle import Bundle
 from ..manifest import Manifest, Precision
 from .graphs import HIDDEN, Arrays, Case, Graph
-from .parity import Sessions, run_module
+from .parity import Sessions, narrowed, run_module, widened
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,10 @@ def _reference_pairs(path: Path, manifest: Manifest) -> Iterator[Pair]:
     evaluator = ReferenceEvaluator(str(path))
     sessions = Sessions(path)
     model = onnx.load(path, load_external_data=False)
+    halves = {value.name for value in model.graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
     for case in small_cases(model.graph.input, manifest):
-        expected = dict(zip((o.name for o in model.graph.output), evaluator.run(None, case.inputs), strict=True))
+        found = map(widened, evaluator.run(None, narrowed(case.inputs, halves)))
+        expected = dict(zip((o.name for o in model.graph.output), found, strict=True))
         yield sessions.run(case.inputs), expected
 
 

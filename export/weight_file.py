@@ -61,6 +61,7 @@ class GraphFile:
     storages: dict[str, Storage]
     matrices: set[str]
     rule: Rule
+    half: bool = False  # the graph computes in float16, so that float16 weights are used as they are stored
 
     @property
     def size(self) -> int:
@@ -76,7 +77,7 @@ class GraphFile:
         if kind == "float32":
             return [Part(name, kind, shape)]
         if kind == "float16":
-            return [Part(f"{name}.half", kind, shape)]
+            return [Part(name if self.half else f"{name}.half", kind, shape)]
         size = block_size(kind, shape[0])
         assert size is not None
         return [Part(f"{name}.{kind}", kind, shape), Part(f"{name}.scales", "float32", (shape[0] // size, shape[1]))]
@@ -137,6 +138,8 @@ class GraphFile:
 
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
+        if self.half:
+            return
         nodes = list(self.model.graph.node)
         tables = {name for name, kind in self.storages.items() if kind == "float16"} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
@@ -185,6 +188,17 @@ def graph_file(
         if weight.is_floating_point()
     }
     return GraphFile(model, weights, storages, matrices, rule)
+
+
+def half_graph_file(model: onnx.ModelProto, weights: dict[str, Tensor], wide: set[str]) -> GraphFile:
+    """Plan the files of a graph that computes in float16, with float32 for the weights in `wide`.
+
+    Writing raises CheckpointError for a weight that does not fit float16.
+    """
+    storages: dict[str, Storage] = {
+        name: "float32" if name in wide else "float16" for name, weight in weights.items() if weight.is_floating_point()
+    }
+    return GraphFile(model, weights, storages, set(), "fp16", half=True)
 
 
 def _looks_up(node: onnx.NodeProto) -> bool:

@@ -60,11 +60,17 @@ def export(
     grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where the weights do not tell.")] = None,
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
-        str, typer.Option(help="How weights are stored: fp32, fp16, bf16-safe, int8-weights or int4-weights.")
-    ] = "fp32",
+        str | None,
+        typer.Option(
+            help="How weights are stored: fp32, fp16, bf16-safe, int8-weights or int4-weights. [default: fp32]"
+        ),
+    ] = None,
     drafter_precision: Annotated[
         str | None, typer.Option("--drafter-precision", help="The same for the drafter. [default: --precision]")
     ] = None,
+    compute: Annotated[
+        str, typer.Option(help="What target and drafter compute in: float32, or float16 for GPUs.")
+    ] = "float32",
     force: Force = False,
 ) -> None:
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
@@ -72,7 +78,7 @@ def export(
     from .cli_tools import export_command
 
     given = Checkpoints(target, vq, drafter, text_encoder, model, config, grid)
-    export_command(family, given, output, name, force, precision, drafter_precision)
+    export_command(family, given, output, name, force, precision, drafter_precision, compute)
 
 
 @commands.command(

@@ -77,8 +77,9 @@ def export_command(
     output: Path,
     name: str | None,
     force: bool,
-    precision: str = "fp32",
+    precision: str | None = None,
     drafter_precision: str | None = None,
+    compute: str = "float32",
 ) -> None:
     """Write a bundle from checkpoints, and say what it took."""
     if family not in FAMILIES:
@@ -91,7 +92,7 @@ def export_command(
     from .export.bundle_writer import check_output, write_bundle
     from .export.precision import read_precisions
 
-    write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision))
+    write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision, compute))
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
     common: dict[str, Any] = {

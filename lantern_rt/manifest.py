@@ -47,7 +47,7 @@ class FileEntry(Part):
 class DecoderSpec(Part):
     """Sizes of a decoder graph. Cache tensors are `[past, rows, kv_heads, head_width]`.
 
-    `precision` is that of the stored weights, `dtype` that of the cache.
+    `precision` is that of the stored weights, `dtype` that of the cache and of what target and drafter compute in.
     """
 
     width: Count

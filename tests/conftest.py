@@ -4,6 +4,7 @@ host was tuned to, or changes it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -54,12 +55,20 @@ def lantern_fullprefix_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _export(tmp_path_factory, "lantern-e2e-llamagen-fullprefix/target", "lantern-drafter-llamagen")
 
 
-def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -> Path:
+@pytest.fixture(scope="session")
+def t2i_half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text-conditional LlamaGen with its EAGLE drafter, computing in float16."""
+    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", "float16")
+
+
+def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None, compute: str = "float32") -> Path:
     for needed in ("torch", "onnx", "onnxruntime", "safetensors"):
         pytest.importorskip(needed)
     import torch
 
+    from lantern_rt.export.bundle_writer import write_bundle
     from lantern_rt.export.llamagen import export_llamagen
+    from lantern_rt.export.precision import read_precisions
 
     torch.set_num_threads(1)
     name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
@@ -71,6 +80,7 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None) -
         drafter=None if drafter is None else DATA / drafter,
         config=(DATA / target).with_name("config.json") if official else None,
         name=name,
+        write=partial(write_bundle, precisions=read_precisions(compute=compute)),
     )
 
 

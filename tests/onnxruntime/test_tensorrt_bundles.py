@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from host_tensorrt import HostLibrary, HostMemory, write_plan
-from test_tensorrt_engine import PROFILES, message
+from test_tensorrt_engine import message
 from tiny_bundle import make_tiny_bundle
 from tiny_graphs import Painter, export
 
@@ -17,16 +17,15 @@ from lantern_rt.engines import tensorrt_backend
 from lantern_rt.engines.backends import Built
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.cuda_driver import Gpu
+from lantern_rt.engines.device_cache import BlockCache
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.onnxruntime_session import Tensor
 from lantern_rt.engines.plan_errors import PlanSource
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.tensorrt_engine import (
-    TensorRTEngine,
     TensorRTFunction,
 )
 from lantern_rt.pipeline import Pipeline
-from lantern_rt.runtime.engine import Pass
 
 # ---------------------------------------------------------------- functions and bundles
 
@@ -150,24 +149,17 @@ def test_an_altered_plan_is_not_loaded(plans: tuple[Path, Path, HostLibrary]) ->
     assert library.engines == []
 
 
-def test_a_float16_drafter_is_fed_float16(tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
-    from half_graph import halve_graph
-
-    scenes, memory = open_bundle("scenes"), HostMemory()
-    halve_graph(scenes.path("drafter"), tmp_path / "half.onnx")
-    options = PlanSource(write_plan(tmp_path / "half.onnx", PROFILES, tmp_path / "half.plan"), PROFILES, "again")
-    spec = scenes.manifest.drafter
-    assert spec is not None
-    engine = TensorRTEngine(HostLibrary(memory), memory, options, spec)
-    cache = engine.new_cache(2, 20)
-    span = engine.next_span(cache, 3)
-    visible = np.zeros((2, 3, span + 3), bool)
-    visible[:, :, span:] = np.tri(3, dtype=bool)
-    hidden = np.random.default_rng(0).standard_normal((2, 3, spec.width)).astype(np.float32)
-    output = engine.run(Pass(np.tile(np.arange(3), (2, 1)), visible, np.ones((2, 3), np.int64), hidden=hidden), cache)
-    assert np.isfinite(output.logits[:, :]).all()
-    assert output.hidden[0].dtype == np.float32
-    cache.append(output.fresh, [np.arange(3)] * 2)
-    assert cache.entry == 2 * spec.kv_heads * spec.head_width
-    memory.synchronise()
+def test_a_bundle_of_float16_is_fed_float16_and_draws(
+    tmp_path: Path, library: HostLibrary, t2i_half_bundle: Path
+) -> None:
+    folder = build_plans(t2i_half_bundle, tmp_path / "plans", max_nodes=64)
+    manifest = open_engine_folder(folder).manifest
+    assert manifest.precision == "float16"
+    pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
+    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_width
+    states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
+    result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
+    assert result.codes[0].shape == (36,)
+    cache = pipeline._engines.target.new_cache(2, 64)
+    assert isinstance(cache, BlockCache)
+    assert cache.entry == 2 * pipeline.bundle.manifest.target.kv_heads * pipeline.bundle.manifest.target.head_width

@@ -107,11 +107,12 @@ def bundle(
     output: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("lantern_rt/bundles/scenes"),
     work: Work = DEFAULT_WORK,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is there.")] = False,
+    compute: Annotated[str, typer.Option(help="What it computes in: float32, or float16 for GPUs.")] = "float32",
 ) -> None:
     """Write the bundle."""
     from .bundle import write_scenes_bundle
 
-    write_scenes_bundle(work, output, force, progress=lambda line: print(line, flush=True))
+    write_scenes_bundle(work, output, force, lambda line: print(line, flush=True), compute)
 
 
 @app.command()

@@ -20,6 +20,7 @@ from ...export.eagle import EagleDrafter, drafter_graph
 from ...export.graphs import Case, Graph, target_graph
 from ...export.neighbours import neighbour_table
 from ...export.onnx_ops import Value
+from ...export.precision import read_precisions
 from ...manifest import (
     ConditionSpec,
     DecoderSpec,
@@ -95,9 +96,12 @@ class PictureEncoder(nn.Module):
         return self.vq.nearest(vectors).flatten(1), vectors
 
 
-def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callable[[str], None]) -> Path:
+def write_scenes_bundle(
+    work: Path, output: Path, force: bool, progress: Callable[[str], None], compute: str = "float32"
+) -> Path:
     """Write the bundle of a work folder's `vq.pt`, `target.pt` and `drafter.pt`, and `rates.json` where there is one.
 
+    compute: what target and drafter compute in, float32 or float16.
     `lantern-rt tune scenes --rates work/scenes/rates.json` measures the rates, with a bundle written before.
     """
     vq, target = load_vq(work), load_target(work)
@@ -177,6 +181,7 @@ def write_scenes_bundle(work: Path, output: Path, force: bool, progress: Callabl
         neighbours=neighbour_table(vq.codebook.numpy(), NEIGHBOURS),
         files=files,
         halve=True,
+        precisions=read_precisions(compute=compute),
         force=force,
         progress=progress,
     )
