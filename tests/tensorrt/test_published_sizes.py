@@ -1,0 +1,74 @@
+"""TensorRT-RTX plans of LlamaGen-XL's size and of the scenes model in float16, for two GPUs, on a host without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lantern_rt.bundle import open_bundle
+from lantern_rt.engines.build import build_engines
+from lantern_rt.engines.engine_folder import EngineManifest, open_engine_folder
+from lantern_rt.engines.profiles import BuildOptions
+from lantern_rt.external_data import float_weights
+
+for needed in ("torch", "tensorrt_rtx"):
+    pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
+pytestmark = pytest.mark.slow
+GPUS = ("SM89", "SM120")
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+def build(bundle: Path) -> EngineManifest:
+    """Engines of a bundle beside it; what they record, checked against the bundle."""
+    opened, folder = open_bundle(bundle), bundle.with_name("engines")
+    options = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=64, compute_capabilities=GPUS)
+    build_engines(opened, str(bundle), options, folder, False, silent)
+    manifest = open_engine_folder(folder).manifest
+    assert manifest.compute_capabilities == GPUS
+    assert manifest.bundle_sha256 == opened.digest
+    for role, graph in manifest.graphs.items():
+        for name, found in graph.onnx_sha256.items():
+            assert found == opened.manifest.files[name].sha256  # the very files that ONNX Runtime runs
+        (plan,) = graph.files
+        number = 2 if opened.manifest.target.dtype == "float16" and role != "vq_decoder" else 4
+        assert plan.bytes > number * float_weights(opened.path(role))  # the weights are in it
+        if role == "target":
+            assert plan.bytes < 1.2 * number * float_weights(opened.path(role))  # and once
+    return manifest
+
+
+@pytest.mark.parametrize("compute", ["float16", "float32"])
+def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_path: Path) -> None:
+    import torch
+    from random_checkpoints import SHAPES, write_checkpoints
+
+    from lantern_rt.cli_families import export_family
+    from lantern_rt.export.bundle_writer import write_bundle
+    from lantern_rt.export.precision import read_precisions
+
+    shape = replace(SHAPES["GPT-XL"], dtype=torch.bfloat16, vq_width=32)  # a file of half the size
+    family, checkpoints = write_checkpoints(shape, tmp_path)
+    write = partial(write_bundle, precisions=read_precisions(compute=compute))
+    export_family(family, checkpoints, tmp_path / "bundle", {"write": write})
+    manifest = build(tmp_path / "bundle")
+    assert manifest.precision == compute
+    assert manifest.graphs.keys() == {"target", "vq_decoder"}
+    names = [(p.name, p.nodes[2], p.past[2]) for p in manifest.graphs["target"].profiles]
+    assert names == [("prefill", 2, 64), ("ar", 2, 320), ("tree", 64, 320)]
+
+
+def test_the_scenes_model_is_built_in_float16_too(tmp_path: Path) -> None:
+    from lantern_rt.train.scenes.bundle import write_scenes_bundle
+    from lantern_rt.train.scenes.restore import restore_work
+
+    restore_work("scenes", tmp_path / "work")
+    write_scenes_bundle(tmp_path / "work", tmp_path / "bundle", False, silent, "float16")
+    manifest = build(tmp_path / "bundle")
+    assert manifest.precision == "float16"
+    assert manifest.graphs.keys() == {"target", "drafter", "vq_decoder"}
