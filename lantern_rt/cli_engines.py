@@ -26,6 +26,12 @@ def build_engine_command(
 ) -> None:
     """Print what a build would take, or build."""
     bundle = open_bundle(name)
+    if options.backend != "onnxruntime" and bundle.manifest.target.dtype == "float32":
+        print(
+            "note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
+            "half the memory",
+            file=sys.stderr,
+        )
     if dry_run:
         _print_plan(plan_build(bundle, options), options, as_json)
         return

@@ -146,10 +146,19 @@ def test_a_dry_run_prints_memory_and_writes_nothing(program: Any, bundle: Path, 
     assert parts["drafter"]["weights"] == 4 * 2 * 8 * 32  # head and table
     assert parts["target"]["cache"] == 2 * past * 4 * heads * width * 4
     assert plan["total"] == sum(sum(part.values()) for part in parts.values())
-    assert program("build-engine", bundle, "--dry-run")[1].startswith(
-        "memory for 8 rows and 64 nodes, estimated\n  target "
-    )
+    code, out, err = program("build-engine", bundle, "--dry-run")
+    assert out.startswith("memory for 8 rows and 64 nodes, estimated\n  target ")
+    assert err == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plans_of_a_bundle_that_computes_in_float32_come_with_a_word_on_float16(program: Any, bundle: Path) -> None:
+    code, _, err = program("build-engine", bundle, "--dry-run", "--backend", "tensorrt-rtx")
+    assert (code, err) == (
+        0,
+        "note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take half "
+        "the memory\n",
+    )
 
 
 def test_profiles_cover_prefill_plain_decoding_and_trees(bundle: Path) -> None:
