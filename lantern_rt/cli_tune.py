@@ -210,7 +210,8 @@ def _finalist(finalist: Finalist) -> dict[str, Any]:
         "speeds_against_ar": finalist.speeds,
         "tokens_per_target_pass": finalist.tokens,
         "tvd_per_code": finalist.tvd,
-        "nll_per_code": finalist.nats,
+        "nll_per_code": [score.nats for score in finalist.scores],
+        "entropy_per_code": [score.entropy for score in finalist.scores],
     }
 
 

@@ -24,7 +24,7 @@ from ..manifest import Manifest
 from ..pipeline import Pipeline
 from ..requests import Settings
 from ..runtime.statistics import Statistics
-from .measure import Calibration, Say, paired_ratio
+from .measure import Calibration, Say
 
 FEWEST_TURNS = 3
 _DYNAMIC, _STATIC = "dynamic-8-4-2", "chain-3"  # trees where the bundle has none of the kind
@@ -160,3 +160,14 @@ def target_bytes(bundle: Bundle) -> int:
         return 4 * float_weights(path)
     except (NotOnnx, ValueError, OSError) as error:
         raise BundleError(f"{path}: expected an ONNX graph, found {error}") from error
+
+
+def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
+    """Ratio of the sums over the images that both have, and its standard error (infinite for one image)."""
+    pairs = list(zip(scores, plain, strict=False))  # the same prompts and seeds, one list longer
+    own, other = (sum(column) for column in zip(*pairs, strict=True))
+    ratio = own / other
+    if len(pairs) < 2:
+        return ratio, float("inf")
+    spread = statistics.stdev(a - ratio * b for a, b in pairs)
+    return ratio, spread * len(pairs) ** 0.5 / other

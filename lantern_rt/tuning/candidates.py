@@ -24,7 +24,7 @@ NO_RATES = np.zeros((0, 0))
 class Measured:
     """What a candidate does, and what it costs in quality.
 
-    nll_ratio: nats per code over those of plain decoding on the same prompts; nll_error: its standard error. images:
+    nll_ratio: `measure.likelihood_ratio` on the same prompts; nll_error: its standard error. images:
     how many of them were drawn. rates: acceptance `[depth, rank]`, for methods with a drafter. windows: codes per
     target pass by window, for `sjd`.
     """
@@ -40,11 +40,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Budget:
-    """What may be given away: mean total variation per code, and likelihood against plain decoding's."""
+    """What may be given away: mean total variation per code, and how far the likelihood may lie from plain decoding's,
+    to either side of 1: likelier codes than the target's own are a departure, too."""
 
     name: str
     tvd_per_code: float
-    nll_ratio: float
+    nll_change: float
 
     @property
     def exact(self) -> bool:
@@ -56,14 +57,14 @@ class Budget:
 
         What is exact always does: its likelihood differs from plain decoding's by chance only.
         """
-        within = tvd_per_code <= self.tvd_per_code and nll_ratio - nll_error <= self.nll_ratio
+        within = tvd_per_code <= self.tvd_per_code and abs(nll_ratio - 1) - nll_error <= self.nll_change
         return candidate.exact or (within and not self.exact)
 
 
 _BUDGETS = {
     "strict": Budget("strict", 0.0, float("inf")),
-    "balanced": Budget("balanced", 0.06, 1.02),
-    "fast": Budget("fast", 0.15, 1.08),
+    "balanced": Budget("balanced", 0.06, 0.02),
+    "fast": Budget("fast", 0.15, 0.08),
 }
 
 

@@ -18,6 +18,7 @@ from ..results import StreamStep
 from ..runtime.published_trees import tree_name
 from .candidates import WINDOWS, Budget, Measured, exact_candidates, ladders
 from .costs import HostCosts
+from .likelihood import Likelihood
 from .rates import PROBE, AcceptanceCounts
 from .records import Candidate
 
@@ -66,10 +67,10 @@ def measure_candidates(
 
 @dataclass
 class _Drawn:
-    """What a few decoded batches gave; `scores` are nats per code, image by image."""
+    """What a few decoded batches gave; `scores` are image by image."""
 
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    scores: list[float] = field(default_factory=list)
+    scores: list[Likelihood] = field(default_factory=list)
     tvd_per_code: float = 0.0
     host_seconds: float = 0.0
     passes: int = 0
@@ -157,7 +158,7 @@ class _Measuring:
         drawn = self._draw({**parameters(candidate), "tree": tree_name(PROBE.paths)}, seconds)
         level = max(0.0, drawn.host_per_pass - self.costs.step) / PROBE.depth
         self.costs = replace(self.costs, level=level)
-        ratio, error = paired_ratio(drawn.scores, self.plain.scores)
+        ratio, error = likelihood_ratio(drawn.scores, self.plain.scores)
         return Measured(candidate, drawn.tvd_per_code, ratio, error, len(drawn.scores), rates=drawn.counts.rates())
 
     def _window(self, candidate: Candidate, seconds: float) -> Measured:
@@ -172,9 +173,9 @@ class _Measuring:
             self.windows = tuple(sorted(by_rate[:RELAXED_WINDOWS]))
         fewest = min(len(one.scores) for one in drawn.values())
         means = [
-            statistics.mean(scores) for scores in zip(*(one.scores[:fewest] for one in drawn.values()), strict=True)
+            mean_likelihood(scores) for scores in zip(*(one.scores[:fewest] for one in drawn.values()), strict=True)
         ]
-        ratio, error = paired_ratio(means, self.plain.scores)
+        ratio, error = likelihood_ratio(means, self.plain.scores)
         return Measured(
             candidate,
             max(one.tvd_per_code for one in drawn.values()),
@@ -203,7 +204,7 @@ class _Measuring:
             drawn.steps += sum(stats.accepted_lengths)
             drawn.codes += sum((length + 1) * times for length, times in enumerate(stats.accepted_lengths))
             drawn.tvd_per_code += stats.realised_tvd / len(last.codes[0])
-            drawn.scores += self.pipeline.negative_log_likelihoods(last.codes, **request, **asked)
+            drawn.scores += self.pipeline.likelihoods(last.codes, **request, **asked)
             if time.monotonic() - began > seconds:
                 break
         drawn.tvd_per_code /= index + 1
@@ -215,12 +216,19 @@ def parameters(candidate: Candidate) -> Options:
     return cast(Options, {"method": candidate.method, **candidate.relaxing()})
 
 
-def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
-    """Ratio of the sums over the images that both have, and its standard error (infinite for one image)."""
+def likelihood_ratio(scores: Sequence[Likelihood], plain: Sequence[Likelihood]) -> tuple[float, float]:
+    """Negative log-likelihood against plain decoding's, and its standard error (infinite for one image).
+
+    What was to be expected, the entropy, is taken off both: it varies from picture to picture far more than methods
+    differ. Above 1 codes are less likely than the target's own, below 1 likelier.
+    """
     pairs = list(zip(scores, plain, strict=False))  # the same prompts and seeds, one list longer
-    own, other = (sum(column) for column in zip(*pairs, strict=True))
-    ratio = own / other
-    if len(pairs) < 2:
-        return ratio, float("inf")
-    spread = statistics.stdev(a - ratio * b for a, b in pairs)
-    return ratio, spread * len(pairs) ** 0.5 / other
+    more = [(one.nats - one.entropy) - (other.nats - other.entropy) for one, other in pairs]
+    scale = statistics.mean(other.nats for _, other in pairs)
+    error = statistics.stdev(more) / len(more) ** 0.5 / scale if len(more) > 1 else float("inf")
+    return 1 + statistics.mean(more) / scale, error
+
+
+def mean_likelihood(scores: Sequence[Likelihood]) -> Likelihood:
+    """Of several images, as of one."""
+    return Likelihood(statistics.mean(one.nats for one in scores), statistics.mean(one.entropy for one in scores))

@@ -37,8 +37,8 @@ class WindowCodes(Part):
 class RatesEntry(Part):
     """One candidate, and what it gives and costs.
 
-    images: how many of them it was measured on. rates: `[depth][rank]`, for methods with a drafter. windows: for
-    `sjd`, ascending.
+    images: how many of them it was measured on. nll_ratio: `measure.likelihood_ratio`. rates: `[depth][rank]`, for
+    methods with a drafter. windows: for `sjd`, ascending.
     """
 
     candidate: Candidate

@@ -33,7 +33,7 @@ class Choice(Relaxing):
 
     tree, stop, window and the relaxation are None where the method has no such thing. speed_against_ar: images per
     second over those of `ar`, the median of paired runs. tvd_per_code: mean total variation distance given away per
-    code. nll_ratio: negative log-likelihood of the codes over that of `ar`'s.
+    code. nll_ratio: `measure.likelihood_ratio`, how likely the target finds the codes.
     """
 
     method: Literal["ar"] | Drafting

@@ -22,7 +22,8 @@ from ..pipeline import Pipeline
 from ..requests import Options
 from .candidates import Budget, Measured
 from .costs import HostCosts
-from .measure import Calibration, Say, measure_candidates, paired_ratio, parameters
+from .likelihood import Likelihood
+from .measure import Calibration, Say, likelihood_ratio, measure_candidates, parameters
 from .probe import measure_costs
 from .rates_file import as_entries
 from .records import Candidate
@@ -38,8 +39,8 @@ STOPS = (0.1, 0.3)  # early stops that the best tree is also run with
 class Finalist:
     """A plan with the candidate it is for, and what the comparison found of it.
 
-    speeds (against plain decoding), tokens (per target pass) and tvd (given away per code): run by run. nats: per code,
-    image by image.
+    speeds (against plain decoding), tokens (per target pass) and tvd (given away per code): run by run. scores: image
+    by image.
     """
 
     measured: Measured
@@ -48,7 +49,7 @@ class Finalist:
     speeds: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
     tvd: list[float] = field(default_factory=list)
-    nats: list[float] = field(default_factory=list)
+    scores: list[Likelihood] = field(default_factory=list)
 
     @property
     def speed(self) -> float:
@@ -98,9 +99,9 @@ def tune(
     found = measure_candidates(pipeline, calibration, budget, costs, 0.6 * seconds, sampling, say)
     finalists = choose_finalists(found.measured, found.costs)
     left = max(0.2 * seconds, seconds - (time.monotonic() - began))
-    plain_nats = compare(pipeline, calibration, finalists, left, sampling, say)
+    plain_scores = compare(pipeline, calibration, finalists, left, sampling, say)
     situation = pipeline.situation(calibration.images, sampling.get("temperature"), budget.name)
-    choice = choose(finalists, plain_nats, budget)
+    choice = choose(finalists, plain_scores, budget)
     date = datetime.date.today().isoformat()
     tuning = read_tuning(pipeline.bundle.digest).with_rates(as_entries(found.measured, situation.greedy))
     path = write_tuning(tuning.with_entry(Entry(situation=situation, choice=choice, version=__version__, date=date)))
@@ -123,14 +124,14 @@ def compare(
     seconds: float,
     sampling: Options,
     say: Say,
-) -> list[float]:
+) -> list[Likelihood]:
     """Run every finalist and plain decoding in turns on the same prompts and seeds; at least three turns.
 
-    Returns plain decoding's nats per code, image by image. Likelihoods are computed at the end of a turn.
+    Returns plain decoding's likelihoods, image by image. They are computed at the end of a turn.
     """
-    plain_nats: list[float] = []
+    plain_scores: list[Likelihood] = []
     if not finalists:
-        return plain_nats
+        return plain_scores
     began = time.monotonic()
     plainly = cast(Options, {**sampling, "method": "ar"})
     for turn in itertools.count():
@@ -146,17 +147,17 @@ def compare(
             finalist.tokens.append(result.stats.tokens_per_target_pass)
             finalist.tvd.append(result.stats.realised_tvd / len(result.codes[0]))
             drawn.append(result.codes)
-        plain_nats += pipeline.negative_log_likelihoods(plain.codes, **request, **plainly)
+        plain_scores += pipeline.likelihoods(plain.codes, **request, **plainly)
         for finalist, codes in zip(finalists, drawn, strict=True):
-            finalist.nats.extend(pipeline.negative_log_likelihoods(codes, **request, **plainly))
-    return plain_nats
+            finalist.scores.extend(pipeline.likelihoods(codes, **request, **plainly))
+    return plain_scores
 
 
-def choose(finalists: Sequence[Finalist], plain_nats: Sequence[float], budget: Budget) -> Choice:
+def choose(finalists: Sequence[Finalist], plain_scores: Sequence[Likelihood], budget: Budget) -> Choice:
     """The fastest finalist that kept to the budget in the comparison too, if it beats plain decoding."""
     best = Choice(method="ar")
     for finalist in sorted(finalists, key=lambda finalist: finalist.speed):
-        ratio, error = paired_ratio(finalist.nats, plain_nats)
+        ratio, error = likelihood_ratio(finalist.scores, plain_scores)
         tvd = statistics.mean(finalist.tvd)
         if finalist.speed > MARGIN and budget.allows(finalist.measured.candidate, tvd, ratio, error):
             best = as_choice(finalist, ratio)

@@ -88,6 +88,8 @@ def test_budgets_are_named_and_others_refused() -> None:
     assert balanced.allows(relaxed, 0.05, 1.03, 0.02)
     assert not balanced.allows(relaxed, 0.07, 1.0, 0.0)
     assert not balanced.allows(relaxed, 0.05, 1.03, 0.0)
+    assert balanced.allows(relaxed, 0.05, 0.97, 0.02)
+    assert not balanced.allows(relaxed, 0.05, 0.97, 0.0)  # likelier codes than the target's own are a departure too
     for wrong in ("best", "TVD=2", "TVD", ""):
         with pytest.raises(RequestError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
             parse_budget(wrong)

@@ -16,6 +16,8 @@ from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.tuning.candidates import NO_RATES, Measured, parse_budget
 from lantern_rt.tuning.costs import HostCosts, PassCost
+from lantern_rt.tuning.likelihood import Likelihood
+from lantern_rt.tuning.measure import likelihood_ratio
 from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
 from lantern_rt.tuning.records import Candidate
 from lantern_rt.tuning.store import Situation
@@ -139,15 +141,32 @@ def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> N
     def finalist(speed: float, tvd: float, nats: float, **way: Any) -> Finalist:
         found = Measured(Candidate(method="sjd", **way), 0.0, 1.0, 0.0, 4, windows={7: 2.0})
         plan = best_plan(NO_RATES, found.windows, CHEAP)
-        return Finalist(found, plan, None, [speed] * 3, [2.0] * 3, [tvd] * 3, [nats - 0.01, nats, nats + 0.01])
+        return Finalist(found, plan, None, [speed] * 3, [2.0] * 3, [tvd] * 3, three(nats))
 
-    plain, balanced = [0.99, 1.0, 1.01], parse_budget("balanced")
+    def three(nats: float) -> list[Likelihood]:
+        return [Likelihood(nats + more, 1.0) for more in (-0.01, 0.0, 0.01)]
+
+    plain, balanced = three(1.0), parse_budget("balanced")
     exact = finalist(1.5, 0.0, 1.3)
     wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
     assert choose([wasteful, exact, unlikely], plain, balanced).parameters() == {"method": "sjd", "window": 7}
     assert choose([wasteful, exact, unlikely], plain, parse_budget("TVD=0.1")).omega == 2.0
     assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced).method == "ar"
     assert choose([], [], balanced).method == "ar"
+
+
+def test_likelihoods_are_compared_by_what_exceeds_the_entropy() -> None:
+    plain = [Likelihood(1.0, 0.9), Likelihood(2.0, 2.1), Likelihood(3.0, 3.0)]  # pictures differ a lot
+    assert likelihood_ratio(plain, plain) == (1.0, 0.0)
+    alike = [Likelihood(score.nats + 0.7, score.entropy + 0.7) for score in plain]  # other pictures, drawn as fairly
+    assert likelihood_ratio(alike, plain) == pytest.approx((1.0, 0.0))
+    unlikely = [
+        Likelihood(score.nats + more, score.entropy) for score, more in zip(plain, (0.1, 0.2, 0.3), strict=True)
+    ]
+    ratio, error = likelihood_ratio(unlikely, plain)
+    assert ratio == pytest.approx(1 + 0.2 / 2)
+    assert error == pytest.approx(0.1 / 3**0.5 / 2)
+    assert likelihood_ratio(unlikely[:1], plain)[1] == float("inf")
 
 
 def test_speed_by_nodes_is_that_of_the_best_draft_of_each_size() -> None:
