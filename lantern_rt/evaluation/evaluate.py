@@ -120,8 +120,8 @@ def evaluate(
     if extractor is not None:
         sets: list[Floats] = []
         for one in [*drawn, None]:
-            show("features", len(sets), len(drawn) + 1)
             sets.append(extractor(reference if one is None else [picture.image for picture in one.pictures]))
+            show("features", len(sets), len(drawn) + 1)
         bandwidth = instruments.bandwidth or median_distance(sets[-1])
         source = FeatureSource(extractor.name, extractor.file, extractor.sha256, sets[0].shape[1], bandwidth)
         figures |= feature_figures(sets[:-1], sets[-1], subjects.seeds, bandwidth, show)
@@ -134,8 +134,8 @@ def _agreement_figure(drawn: Sequence[Drawn], subjects: Subjects, agreement: Agr
     prompts = [prompt for prompt in subjects.labels for _ in range(subjects.seeds)]
     found: list[Floats] = []
     for one in drawn:
-        show("prompt agreement", len(found), len(drawn))
         found.append(agreement([picture.image for picture in one.pictures], prompts))
+        show("prompt agreement", len(found), len(drawn))
     return _mean(found, subjects.seeds)
 
 
@@ -170,10 +170,11 @@ def feature_figures(
 
     def frechet(chosen: Ints) -> list[float]:
         nonlocal evaluated
-        show("Frechet distances", min(evaluated, resamples), resamples)
-        evaluated += 1
         pictures = of_prompts[chosen].ravel()
-        return [frechet_distance(own[pictures], reference[pictures]) for own in sets]
+        found = [frechet_distance(own[pictures], reference[pictures]) for own in sets]
+        evaluated += 1
+        show("Frechet distances", min(evaluated, resamples), resamples)
+        return found
 
     terms = [kernel_terms(own, reference, seeds, bandwidth) for own in sets]
     return {
