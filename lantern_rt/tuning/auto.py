@@ -36,7 +36,8 @@ def stored_choice(tuning: Tuning, situation: Situation) -> tuple[Choice, str] | 
 def known_rates(
     manifest: Manifest, brought: Rates | None, tuning: Tuning, greedy: bool
 ) -> tuple[tuple[RatesEntry, ...], str]:
-    """Rates to plan with, those that `tune` found here first; where there are none, a line that says why."""
+    """Rates to plan with, found here or brought by the bundle, whichever is of more images; where there are none, a
+    line that says why."""
     fitting = brought.fitting(manifest) if brought is not None else ()
     known = merge(tuning.rates, fitting)
     found = tuple(entry for entry in known if entry.greedy == greedy)
@@ -59,9 +60,7 @@ def predicted_choice(entries: Iterable[RatesEntry], costs: HostCosts, situation:
     best, best_rate = Choice(method="ar"), PROBE_MARGIN * plain
     for entry in entries:
         way = entry.candidate
-        if entry.greedy != situation.greedy or not budget.allows(
-            way, entry.tvd_per_code, entry.nll_ratio, entry.nll_error
-        ):
+        if entry.greedy != situation.greedy or not budget.allows(way, entry.quality):
             continue
         plan = best_plan(entry.tree_rates(), entry.window_codes(), costs)
         if plan.drafts and plan.rate > best_rate:

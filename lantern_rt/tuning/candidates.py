@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,17 @@ from .records import Candidate
 # Windows of sjd. A pass has one node more: these are sizes at which passes are timed, and two between them.
 WINDOWS = (3, 5, 7, 11, 15, 31)
 NO_RATES = np.zeros((0, 0))
+
+
+class Quality(NamedTuple):
+    """What a candidate gives away, and how many images say so; of several, the one with the most images counts.
+
+    It is the same on every host, unlike speed.
+    """
+
+    images: int
+    tvd_per_code: float
+    nll_ratio: float
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,11 @@ class Measured:
     rates: NDArray[np.float64] = field(default_factory=lambda: NO_RATES)
     windows: Mapping[int, float] = field(default_factory=dict)
 
+    @property
+    def quality(self) -> Quality:
+        """What was found of it here."""
+        return Quality(self.images, self.tvd_per_code, self.nll_ratio)
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -52,12 +69,13 @@ class Budget:
         """Whether nothing may be given away."""
         return self.tvd_per_code == 0
 
-    def allows(self, candidate: Candidate, tvd_per_code: float, nll_ratio: float, nll_error: float) -> bool:
-        """Whether a candidate stays within the budget, the likelihood as far as its standard error can tell.
+    def allows(self, candidate: Candidate, *found: Quality) -> bool:
+        """Whether a candidate stays within the budget, by the best of what was found.
 
         What is exact always does: its likelihood differs from plain decoding's by chance only.
         """
-        within = tvd_per_code <= self.tvd_per_code and abs(nll_ratio - 1) - nll_error <= self.nll_change
+        best = max(found, key=lambda one: one.images)
+        within = best.tvd_per_code <= self.tvd_per_code and abs(best.nll_ratio - 1) <= self.nll_change
         return candidate.exact or (within and not self.exact)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from ..pipeline import Pipeline
 from ..requests import Options
 from ..results import StreamStep
 from ..runtime.published_trees import tree_name
-from .candidates import WINDOWS, Budget, Measured, exact_candidates, ladders
+from .candidates import WINDOWS, Budget, Measured, Quality, exact_candidates, ladders
 from .costs import HostCosts
 from .likelihood import Likelihood
 from .rates import PROBE, AcceptanceCounts
@@ -59,10 +59,14 @@ def measure_candidates(
     costs: HostCosts,
     seconds: float,
     sampling: Options,
+    known: Mapping[Candidate, Quality],
     say: Say,
 ) -> Found:
-    """Measure for about `seconds`: what is exact in any case, then relaxations, from careful to bold."""
-    return _Measuring(pipeline, calibration, budget, costs, seconds, sampling, say).run()
+    """Measure for about `seconds`: what is exact in any case, then relaxations, from careful to bold.
+
+    known: what has been found before, perhaps of more images.
+    """
+    return _Measuring(pipeline, calibration, budget, costs, seconds, sampling, known, say).run()
 
 
 @dataclass
@@ -99,11 +103,12 @@ class _Measuring:
         costs: HostCosts,
         seconds: float,
         sampling: Options,
+        known: Mapping[Candidate, Quality],
         say: Say,
     ) -> None:
         manifest = pipeline.bundle.manifest
         self.pipeline, self.calibration, self.budget = pipeline, calibration, budget
-        self.costs, self.sampling, self.say = costs, sampling, say
+        self.costs, self.sampling, self.known, self.say = costs, sampling, known, say
         temperature = sampling.get("temperature")
         greedy = (manifest.sampling.temperature if temperature is None else temperature) == 0
         self.exact = exact_candidates(manifest, greedy)
@@ -149,7 +154,7 @@ class _Measuring:
         self.say(f"trying {candidate.label}")
         seconds = self._seconds(EXACT_SHARES if candidate.exact else 1)
         found = self._window(candidate, seconds) if candidate.method == "sjd" else self._tree(candidate, seconds)
-        if not self.budget.allows(candidate, found.tvd_per_code, found.nll_ratio, found.nll_error):
+        if not self.budget.allows(candidate, found.quality, self.known.get(candidate, found.quality)):
             return False
         self.measured.append(found)
         return True

@@ -9,7 +9,7 @@ Does not measure, and does not know costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 from ..checks import brief
 from ..errors import BundleError
 from ..manifest import Manifest
-from .candidates import Measured
+from .candidates import Measured, Quality
 from .records import Candidate, Part
 
 FORMAT = 1
@@ -65,6 +65,11 @@ class RatesEntry(Part):
     def key(self) -> tuple[Candidate, bool]:
         """Entries with the same key are of the same thing."""
         return self.candidate, self.greedy
+
+    @property
+    def quality(self) -> Quality:
+        """What the candidate gives away."""
+        return Quality(self.images, self.tvd_per_code, self.nll_ratio)
 
     def tree_rates(self) -> NDArray[np.float64]:
         """Acceptance rates `[depth, rank]`; `[0, 0]` for `sjd`."""
@@ -133,10 +138,13 @@ def as_entries(measured: Iterable[Measured], greedy: bool) -> tuple[RatesEntry, 
     )
 
 
-def merge(new: Sequence[RatesEntry], old: Iterable[RatesEntry]) -> tuple[RatesEntry, ...]:
-    """New entries, and the old ones of other candidates."""
-    known = {entry.key for entry in new}
-    return (*new, *(entry for entry in old if entry.key not in known))
+def merge(new: Iterable[RatesEntry], old: Iterable[RatesEntry]) -> tuple[RatesEntry, ...]:
+    """An entry for every candidate: the one of more images, of as many the new one."""
+    best = {entry.key: entry for entry in new}
+    for entry in old:
+        if entry.key not in best or entry.images > best[entry.key].images:
+            best[entry.key] = entry
+    return tuple(best.values())
 
 
 def _unreadable(path: Path, found: str) -> str:

@@ -13,19 +13,21 @@ import datetime
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from .. import __version__
+from ..bundle import Bundle
 from ..pipeline import Pipeline
 from ..requests import Options
-from .candidates import Budget, Measured
+from .auto import known_rates
+from .candidates import Budget, Measured, Quality
 from .costs import HostCosts
 from .likelihood import Likelihood
 from .measure import Calibration, Say, likelihood_ratio, measure_candidates, parameters
 from .probe import measure_costs
-from .rates_file import as_entries
+from .rates_file import as_entries, read_rates
 from .records import Candidate
 from .store import Choice, Entry, Situation, read_tuning, write_tuning
 from .tree_search import Plan, best_plan
@@ -96,12 +98,13 @@ def tune(
     scale = sampling.get("cfg_scale")
     rows = calibration.images * (1 if (manifest.sampling.cfg_scale if scale is None else scale) == 1 else 2)
     costs = measure_costs(manifest, target, drafter, rows, 0.1 * seconds)
-    found = measure_candidates(pipeline, calibration, budget, costs, 0.6 * seconds, sampling, say)
+    situation = pipeline.situation(calibration.images, sampling.get("temperature"), budget.name)
+    known = _known(pipeline.bundle, situation.greedy)
+    found = measure_candidates(pipeline, calibration, budget, costs, 0.6 * seconds, sampling, known, say)
     finalists = choose_finalists(found.measured, found.costs)
     left = max(0.2 * seconds, seconds - (time.monotonic() - began))
     plain_scores = compare(pipeline, calibration, finalists, left, sampling, say)
-    situation = pipeline.situation(calibration.images, sampling.get("temperature"), budget.name)
-    choice = choose(finalists, plain_scores, budget)
+    choice = choose(finalists, plain_scores, budget, known)
     date = datetime.date.today().isoformat()
     tuning = read_tuning(pipeline.bundle.digest).with_rates(as_entries(found.measured, situation.greedy))
     path = write_tuning(tuning.with_entry(Entry(situation=situation, choice=choice, version=__version__, date=date)))
@@ -153,13 +156,27 @@ def compare(
     return plain_scores
 
 
-def choose(finalists: Sequence[Finalist], plain_scores: Sequence[Likelihood], budget: Budget) -> Choice:
-    """The fastest finalist that kept to the budget in the comparison too, if it beats plain decoding."""
+def _known(bundle: Bundle, greedy: bool) -> dict[Candidate, Quality]:
+    """What the bundle and earlier measurements say of candidates."""
+    brought = read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
+    entries, _ = known_rates(bundle.manifest, brought, read_tuning(bundle.digest), greedy)
+    return {entry.candidate: entry.quality for entry in entries}
+
+
+def choose(
+    finalists: Sequence[Finalist],
+    plain_scores: Sequence[Likelihood],
+    budget: Budget,
+    known: Mapping[Candidate, Quality],
+) -> Choice:
+    """The fastest finalist that keeps to the budget by whatever is known best, if it beats plain decoding."""
     best = Choice(method="ar")
     for finalist in sorted(finalists, key=lambda finalist: finalist.speed):
-        ratio, error = likelihood_ratio(finalist.scores, plain_scores)
-        tvd = statistics.mean(finalist.tvd)
-        if finalist.speed > MARGIN and budget.allows(finalist.measured.candidate, tvd, ratio, error):
+        ratio, _ = likelihood_ratio(finalist.scores, plain_scores)
+        measured = finalist.measured
+        here = Quality(len(finalist.scores), statistics.mean(finalist.tvd), ratio)
+        before = known.get(measured.candidate, measured.quality)
+        if finalist.speed > MARGIN and budget.allows(measured.candidate, here, measured.quality, before):
             best = as_choice(finalist, ratio)
     return best
 

@@ -18,7 +18,7 @@ from lantern_rt.cli import run_program
 from lantern_rt.errors import BundleError, OutputError
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.tuning.auto import known_rates, predicted_choice
-from lantern_rt.tuning.candidates import WINDOWS, Measured, exact_candidates, ladders, parse_budget
+from lantern_rt.tuning.candidates import WINDOWS, Measured, Quality, exact_candidates, ladders, parse_budget
 from lantern_rt.tuning.costs import HostCosts, PassCost
 from lantern_rt.tuning.likelihood import likelihood, negative_log_likelihood
 from lantern_rt.tuning.rates import DEPTHS, RANKS
@@ -83,13 +83,16 @@ def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_be
 def test_budgets_are_named_and_others_refused() -> None:
     strict, balanced = parse_budget("strict"), parse_budget("balanced")
     exact, relaxed = Candidate(method="sjd"), Candidate(method="sjd", omega=1.5)
-    assert strict.allows(exact, 0.0, 1.1, 0.0)  # by chance: its distribution is the target's
-    assert not strict.allows(relaxed, 0.0, 1.0, 0.0)
-    assert balanced.allows(relaxed, 0.05, 1.03, 0.02)
-    assert not balanced.allows(relaxed, 0.07, 1.0, 0.0)
-    assert not balanced.allows(relaxed, 0.05, 1.03, 0.0)
-    assert balanced.allows(relaxed, 0.05, 0.97, 0.02)
-    assert not balanced.allows(relaxed, 0.05, 0.97, 0.0)  # likelier codes than the target's own are a departure too
+    assert strict.allows(exact, Quality(4, 0.0, 1.1))  # by chance: its distribution is the target's
+    assert not strict.allows(relaxed, Quality(4, 0.0, 1.0))
+    assert balanced.allows(relaxed, Quality(4, 0.05, 1.015))
+    assert balanced.allows(relaxed, Quality(4, 0.05, 0.985))
+    assert not balanced.allows(relaxed, Quality(4, 0.07, 1.0))
+    assert not balanced.allows(relaxed, Quality(4, 0.05, 1.03))
+    assert balanced.allows(relaxed, Quality(4, 0.05, 1.03), Quality(5, 0.05, 1.01))  # more images say otherwise
+    assert not balanced.allows(
+        relaxed, Quality(4, 0.05, 0.97)
+    )  # likelier codes than the target's own are a departure too
     for wrong in ("best", "TVD=2", "TVD", ""):
         with pytest.raises(RequestError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
             parse_budget(wrong)

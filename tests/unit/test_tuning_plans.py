@@ -14,7 +14,7 @@ from lantern_rt.runtime.decode import Method, RequestStep, decode
 from lantern_rt.runtime.published_trees import named_tree, tree_name
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
-from lantern_rt.tuning.candidates import NO_RATES, Measured, parse_budget
+from lantern_rt.tuning.candidates import NO_RATES, Measured, Quality, parse_budget
 from lantern_rt.tuning.costs import HostCosts, PassCost
 from lantern_rt.tuning.likelihood import Likelihood
 from lantern_rt.tuning.measure import likelihood_ratio
@@ -139,7 +139,7 @@ def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
 
 def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> None:
     def finalist(speed: float, tvd: float, nats: float, **way: Any) -> Finalist:
-        found = Measured(Candidate(method="sjd", **way), 0.0, 1.0, 0.0, 4, windows={7: 2.0})
+        found = Measured(Candidate(method="sjd", **way), 0.0, 1.0, 0.0, 2, windows={7: 2.0})
         plan = best_plan(NO_RATES, found.windows, CHEAP)
         return Finalist(found, plan, None, [speed] * 3, [2.0] * 3, [tvd] * 3, three(nats))
 
@@ -149,10 +149,12 @@ def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> N
     plain, balanced = three(1.0), parse_budget("balanced")
     exact = finalist(1.5, 0.0, 1.3)
     wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
-    assert choose([wasteful, exact, unlikely], plain, balanced).parameters() == {"method": "sjd", "window": 7}
-    assert choose([wasteful, exact, unlikely], plain, parse_budget("TVD=0.1")).omega == 2.0
-    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced).method == "ar"
-    assert choose([], [], balanced).method == "ar"
+    assert choose([wasteful, exact, unlikely], plain, balanced, {}).parameters() == {"method": "sjd", "window": 7}
+    assert choose([wasteful, exact, unlikely], plain, parse_budget("TVD=0.1"), {}).omega == 2.0
+    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced, {}).method == "ar"
+    assert choose([], [], balanced, {}).method == "ar"
+    known = {wasteful.measured.candidate: Quality(50, 0.05, 1.0)}  # of more images than the three compared
+    assert choose([wasteful, exact, unlikely], plain, balanced, known).omega == 2.0
 
 
 def test_likelihoods_are_compared_by_what_exceeds_the_entropy() -> None:
