@@ -1,6 +1,6 @@
 """Whether a written graph computes what its torch module computes, in ONNX Runtime on the CPU.
 
-Neither side ever holds all weights as float32: the module's layers are converted one at a time while it runs,
+Neither side ever holds all weights as float32: the module's matrices are converted one at a time while it runs,
 and large graphs run from the mapped file. Weights that were rounded for storage are rounded in the module too, so
 that what is compared is the graph, not the rounding; `verify.py` measures that.
 

@@ -20,7 +20,7 @@ from .runtime.published_trees import named_tree
 from .tuning.auto import PROBE_SECONDS, known_rates, predicted_choice, stored_choice
 from .tuning.costs import HostCosts
 from .tuning.probe import CHAIN, WINDOW, measure_costs, with_overhead
-from .tuning.rates_file import read_rates
+from .tuning.rates_file import brought_rates
 from .tuning.store import Choice, Probe, Situation, read_tuning, write_tuning
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Chooser:
 
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
         self.bundle, self.engines = bundle, engines
-        self._rates = read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
+        self._rates = brought_rates(bundle)
         self._probing = threading.Lock()
         self._probed: dict[int, Probe] = {}
         self._predicted: dict[tuple[Situation, int], tuple[Choice, str]] = {}

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
+from ..bundle import Bundle
 from ..checks import brief
 from ..errors import BundleError
 from ..manifest import Manifest
@@ -102,6 +103,11 @@ def weights_of(manifest: Manifest) -> dict[str, str]:
     """Hashes of the files that hold the weights of target and drafter."""
     files = {role: manifest.files.get(f"{role}.data") or manifest.files.get(role) for role in ("target", "drafter")}
     return {role: entry.sha256 for role, entry in files.items() if entry is not None}
+
+
+def brought_rates(bundle: Bundle) -> Rates | None:
+    """The rates that a bundle brings, None if it has none; errors as `read_rates` has them."""
+    return read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
 
 
 def read_rates(path: Path) -> Rates:

@@ -120,7 +120,7 @@ class Tuning(Part):
         return self.model_copy(update={"entries": (*others, entry)})
 
     def with_rates(self, rates: tuple[RatesEntry, ...]) -> Tuning:
-        """The same with these rates in place of older ones of the same candidates."""
+        """The same with these rates added; of a candidate that has some, those of more images stay."""
         return self.model_copy(update={"rates": merge(rates, self.rates)})
 
 

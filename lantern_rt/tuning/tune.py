@@ -27,7 +27,7 @@ from .costs import HostCosts
 from .likelihood import Likelihood
 from .measure import Calibration, Say, likelihood_ratio, measure_candidates, parameters
 from .probe import measure_costs
-from .rates_file import as_entries, read_rates
+from .rates_file import as_entries, brought_rates
 from .records import Candidate
 from .store import Choice, Entry, Situation, read_tuning, write_tuning
 from .tree_search import Plan, best_plan
@@ -158,8 +158,7 @@ def compare(
 
 def _known(bundle: Bundle, greedy: bool) -> dict[Candidate, Quality]:
     """What the bundle and earlier measurements say of candidates."""
-    brought = read_rates(bundle.path("rates")) if "rates" in bundle.manifest.files else None
-    entries, _ = known_rates(bundle.manifest, brought, read_tuning(bundle.digest), greedy)
+    entries, _ = known_rates(bundle.manifest, brought_rates(bundle), read_tuning(bundle.digest), greedy)
     return {entry.candidate: entry.quality for entry in entries}
 
 
