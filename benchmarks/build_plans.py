@@ -21,7 +21,7 @@ from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, build_rand
 
 from lantern_rt.engines.kv_cache import SPAN_STEP, round_up
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.tensorrt_backend import TensorRTBackend
+from lantern_rt.engines.trt.backend import TensorRTBackend
 
 SIZES = {"tiny": SMOKE, "B": LLAMAGEN_B, "XL": LLAMAGEN_XL, "3B": LLAMAGEN_3B}
 PREFIX, ROWS, NODES = 120, 8, 64  # LlamaGen's caption; what `build-engine` takes by default

@@ -30,18 +30,18 @@ import numpy as np
 from random_model import LLAMAGEN_B, SMOKE, RandomModel, Shapes, build_random_model
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
-from lantern_rt.bundle import embedded_names
+from lantern_rt.bundle.files import embedded_names
+from lantern_rt.bundle.manifest import DrafterSpec, Manifest
 from lantern_rt.engines.bandwidth import read_bandwidth
 from lantern_rt.engines.host import host_report, usable_cores
-from lantern_rt.engines.onnxruntime_engine import OrtEngine
-from lantern_rt.engines.onnxruntime_session import ThreadOptions
-from lantern_rt.manifest import DrafterSpec, Manifest
+from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.session import ThreadOptions
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Cache, Pass, PassOutput
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.statistics import Statistics
+from lantern_rt.runtime.tree_names import named_tree
 
 GUIDED_ROWS = 2  # one image with guidance
 METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++")
@@ -119,7 +119,7 @@ def measure_passes(shapes: Shapes, random: RandomModel, threads: int, bandwidth:
 
 def _drafters(random: RandomModel, vocabulary: int) -> dict[str, Path]:
     """The drafter's graph, and cheaper ones: 8-bit matrices, and heads as `lantern-rt reduce-drafter` makes them."""
-    from lantern_rt.export.draft_head import reduce_head
+    from lantern_rt.export.graph.draft_head import reduce_head
 
     kinds = {"drafter": random.drafter, "int8 matrices": random.drafter_int8}
     for share in (4, 16):

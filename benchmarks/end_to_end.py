@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from lantern_rt import EngineError, LanternError, open_bundle
-from lantern_rt.cli_bench import BenchCommand, print_table, run_bench
-from lantern_rt.cli_running import Running
-from lantern_rt.export.decoder import DecoderConfig
+from lantern_rt.cli.bench import BenchCommand, print_table, run_bench
+from lantern_rt.cli.running import Running
+from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.train.scenes.bundle import write_scenes_bundle
 from lantern_rt.train.scenes.checkpoints import load_checkpoint
 from lantern_rt.train.scenes.drafter import CFG_SCALE, train_drafter

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from random_checkpoints import SHAPES, write_checkpoints
 
-from lantern_rt.cli_families import export_family
-from lantern_rt.export.bundle_writer import write_bundle
-from lantern_rt.export.precision import read_precisions
-from lantern_rt.memory import PeakMemory
+from lantern_rt.cli.families import export_family
+from lantern_rt.cli.memory import PeakMemory
+from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.writer import write_bundle
 
 # Bytes a weight as stored.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16-safe": 2.0, "int8-weights": 1.0625, "int4-weights": 0.625}

@@ -35,23 +35,23 @@ import numpy as np
 from random_model import LLAMAGEN_3B, LLAMAGEN_B, LLAMAGEN_XL, SMOKE, RandomModel, Shapes, build_random_model
 
 from lantern_rt import EngineError, LanternError, __version__
-from lantern_rt.engines.backends import PlanOptions
-from lantern_rt.engines.cuda_driver import find_gpu
-from lantern_rt.engines.cuda_memory import open_gpu
-from lantern_rt.engines.graph_bytes import model_bytes, node_bytes
+from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.contracts import PlanOptions
 from lantern_rt.engines.kv_cache import SPAN_STEP, round_up
-from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
-from lantern_rt.engines.onnxruntime_session import import_onnxruntime, load_helper
-from lantern_rt.engines.plan_errors import PlanSource
+from lantern_rt.engines.ort.device import OrtDeviceEngine
+from lantern_rt.engines.ort.graph_bytes import model_bytes, node_bytes
+from lantern_rt.engines.ort.session import import_onnxruntime, load_helper
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.tensorrt_backend import TensorRTBackend
-from lantern_rt.engines.tensorrt_engine import TensorRTEngine
-from lantern_rt.engines.tensorrt_library import MODULES, import_library
-from lantern_rt.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.trt.backend import TensorRTBackend
+from lantern_rt.engines.trt.cuda_driver import find_gpu
+from lantern_rt.engines.trt.cuda_memory import open_gpu
+from lantern_rt.engines.trt.engine import TensorRTEngine
+from lantern_rt.engines.trt.library import MODULES, import_library
+from lantern_rt.engines.trt.plan_errors import PlanSource
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Pass
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.runtime.tree_names import named_tree
 
 NODES, PASTS, ROWS, REPEATS = (1, 2, 4, 8, 16, 32, 60, 128), (128, 600, 1100), 2, 20
 SIZES = {"B": LLAMAGEN_B, "XL": LLAMAGEN_XL, "3B": LLAMAGEN_3B}

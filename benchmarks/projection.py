@@ -25,17 +25,17 @@ from random_model import LLAMAGEN_B, LLAMAGEN_XL, SMOKE, RandomModel, Shapes, bu
 
 from lantern_rt import LanternError, open_bundle
 from lantern_rt.engines.host import usable_cores
-from lantern_rt.engines.onnxruntime_engine import OrtEngine
-from lantern_rt.engines.onnxruntime_session import ThreadOptions
+from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.session import ThreadOptions
+from lantern_rt.planning.costs import HostCosts, measure_pass
+from lantern_rt.planning.rates_file import RatesEntry, read_rates
+from lantern_rt.planning.tree_search import Plan, best_plan, expected_codes, slots_per_level
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Engine
 from lantern_rt.runtime.jacobi import Jacobi
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
-from lantern_rt.tuning.costs import HostCosts, measure_pass
-from lantern_rt.tuning.rates_file import RatesEntry, read_rates
-from lantern_rt.tuning.tree_search import Plan, best_plan, expected_codes, slots_per_level
+from lantern_rt.runtime.tree_names import named_tree
 
 ROWS = 2  # one image with guidance
 PAPER_TREES = ("mc-25", "naive-57")

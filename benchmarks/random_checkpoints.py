@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lantern_rt.cli_families import Checkpoints
-from lantern_rt.export.llamagen_vq import LlamaGenVQ, VQConfig
+from lantern_rt.cli.families import Checkpoints
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
 
 CLASSES = 1000
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lantern_rt.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 
 if TYPE_CHECKING:
-    from lantern_rt.export.decoder import DecoderConfig
+    from lantern_rt.export.models.decoder import DecoderConfig
 
 # How much a layer adds to what enters it, and how well the drafter reads its token: random weights whose
 # drafter is right about as often as a trained one, so that every path of the decode loop is walked.
@@ -106,9 +106,9 @@ def build_random_model(shapes: Shapes, folder: Path, compute: Literal["float32",
     """Write the graphs, to compute in float32 or in float16; imports torch and onnx."""
     import torch
 
-    from lantern_rt.export.decoder import Decoder, DecoderConfig
-    from lantern_rt.export.eagle import EagleDrafter, drafter_graph
-    from lantern_rt.export.graphs import in_half, target_graph, write_graph
+    from lantern_rt.export.graph.graphs import in_half, target_graph, write_graph
+    from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+    from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 
     torch.manual_seed(0)
     config = DecoderConfig(

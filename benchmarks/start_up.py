@@ -27,7 +27,7 @@ WORKER = """
 import json, sys, time
 import numpy, onnxruntime
 from lantern_rt import Pipeline
-import lantern_rt.pipeline, lantern_rt.engines.loader, lantern_rt.engines.onnxruntime_session
+import lantern_rt.pipeline, lantern_rt.engines.loader, lantern_rt.engines.ort.session
 bundle, engines, threads = sys.argv[1], sys.argv[2] or None, int(sys.argv[3])
 start, cpu = time.perf_counter(), time.process_time()
 pipe = Pipeline.from_bundle(bundle, threads=threads, engines=engines)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ..bundle import Bundle
-from ..folders import check_new_folder, folder_or_nothing
-from .backends import Backend, Progress, find_backend
+from ..bundle.files import Bundle
+from ..output.folders import check_new_folder, folder_or_nothing
+from .contracts import Backend, Progress, find_backend
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
 from .estimates import Estimate, estimate
 from .host import processor

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..errors import BundleError
-from ..manifest import DecoderSpec, DrafterSpec
 from ..runtime.engine import Floats, Pass
 from .kv_cache import KVCache, round_up
-from .onnxruntime_session import Array, Tensor
+from .ort.session import Array, Tensor
 
 _FLOATS = ("float32", "float16")
 # Added to the scores of hidden columns: finite, so that softmax never meets inf - inf; large enough to

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from ..bundle import Bundle, Fact
+from ..bundle.files import Bundle, Fact
+from ..bundle.manifest import Part
 from ..errors import EngineError
-from ..manifest import Part
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..bundle import Bundle
+from ..bundle.files import Bundle
+from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.onnx_scan import NotOnnx, float_weights
 from ..errors import BundleError
-from ..external_data import NotOnnx, float_weights
-from ..manifest import DecoderSpec, DrafterSpec
 from .profiles import BuildOptions, largest_past
 
 FFN_RATIO = 3  # width of the feed-forward layer over the model's: 8/3 in Llama-style models, rounded up

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..bundle import Bundle
+from ..bundle.files import Bundle
+from ..bundle.manifest import Manifest
 from ..errors import EngineError
-from ..manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
-from .backends import Function, Graphs, PlanOptions, find_backend
+from .contracts import Function, Graphs, PlanOptions, find_backend
 from .engine_folder import EngineFolder
-from .onnxruntime_backend import OrtGraphs, refuse_plan_options
-from .onnxruntime_session import Array, Tensor, ThreadOptions
+from .ort.backend import OrtGraphs, refuse_plan_options
+from .ort.session import Array, Tensor, ThreadOptions
 
 
 class Engines:

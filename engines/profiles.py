@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ..bundle.manifest import Manifest, Part
 from ..errors import RequestError
-from ..manifest import Manifest, Part
 from .kv_cache import SPAN_STEP, round_up
 
 Size = Annotated[int, Field(ge=0, le=1 << 24)]

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import ParityError
-from .deferred import computed
-from .graphs import Arrays, Graph
-from .precision import Storage, rounded
-from .weight_file import GraphFile
+from .checkpoints.deferred import computed
+from .graph.graphs import Arrays, Graph
+from .graph.precision import Storage, rounded
+from .graph.weight_file import GraphFile
 
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
 _LEAST_HALF = -6e4  # a mask's lowest number in float16

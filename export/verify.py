@@ -18,9 +18,9 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from ..bundle import Bundle
-from ..manifest import Manifest, Precision
-from .graphs import HIDDEN, Arrays, Case, Graph
+from ..bundle.files import Bundle
+from ..bundle.manifest import Manifest, Precision
+from .graph.graphs import HIDDEN, Arrays, Case, Graph
 from .parity import Sessions, narrowed, run_module, widened
 
 

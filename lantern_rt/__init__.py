@@ -28,7 +28,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .bundle import open_bundle
+    from .bundle.files import open_bundle
     from .pipeline import Pipeline
     from .results import Result
     from .runtime.statistics import Statistics
@@ -58,7 +58,7 @@ _LAZY = {
     "Pipeline": ".pipeline",
     "Result": ".results",
     "Statistics": ".runtime.statistics",
-    "open_bundle": ".bundle",
+    "open_bundle": ".bundle.files",
 }
 
 

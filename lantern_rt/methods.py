@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
+from .bundle.manifest import Manifest, Method, MethodDefaults, WindowDefaults
 from .checks import choice, number, short, whole
 from .errors import BundleError, RequestError, TreeError
-from .manifest import Manifest, Method, MethodDefaults, WindowDefaults
-from .runtime.drafting import Children
+from .planning.candidates import parse_budget
+from .runtime.drafter import Children
 from .runtime.jacobi import Redraft, Start
-from .runtime.published_trees import named_tree
 from .runtime.tree import StaticTree, TreeShape
-from .tuning.candidates import parse_budget
+from .runtime.tree_names import named_tree
 
 Residual = Literal["borrowed", "neighborhood"]
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 from PIL.Image import Image
 
-from .bundle import Bundle, open_bundle
-from .caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
-from .choosing import Chooser, with_default_method
+from .bundle.files import Bundle, open_bundle
+from .bundle.manifest import Manifest
 from .errors import BundleError, RequestError
-from .images import blank, grey_out, to_image
-from .manifest import Manifest
+from .output.images import blank, grey_out, to_image
+from .planning.choosing import Chooser, with_default_method
+from .planning.store import Situation
 from .requests import (
     Embeddings,
     ImageRequest,
@@ -38,15 +38,15 @@ from .runtime.acceptance import Relaxation
 from .runtime.decode import DrafterLayout, Method, Model, Prompt, decode
 from .runtime.jacobi import Jacobi
 from .runtime.sampling import Sampling
-from .template_tokenizer import TemplateTokenizer, read_template_tokenizer
-from .tokenizer import WordTokenizer, read_tokenizer
-from .tuning.store import Situation
+from .text.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
+from .text.template_tokenizer import TemplateTokenizer, read_template_tokenizer
+from .text.words import WordTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
     from .engines.loader import Engines
     from .runtime.engine import Engine
-    from .tuning.likelihood import Likelihood
+    from .runtime.likelihood import Likelihood
 
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 
@@ -87,10 +87,10 @@ class Pipeline:
         cuda_graphs: with engines of TensorRT, record passes that recur and launch each as a whole. weight_budget: with
         engines of TensorRT built with weight streaming, bytes of the target's weights that stay on the device.
         """
-        from .engines.backends import PlanOptions
+        from .engines.contracts import PlanOptions
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import load_engines
-        from .engines.onnxruntime_session import ThreadOptions
+        from .engines.ort.session import ThreadOptions
 
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
             raise RequestError(f"threads: found {threads!r}, expected a whole number from 1")
@@ -190,7 +190,7 @@ class Pipeline:
         **options: Unpack[Options],
     ) -> list[Likelihood]:
         """The same with the entropy beside it: what a code drawn from the model was to be expected to have."""
-        from .tuning.likelihood import likelihood
+        from .runtime.likelihood import likelihood
 
         request = self._check(prompts, class_ids, embeddings, seed, num_images, options)
         if len(codes) != len(request.images):

@@ -16,14 +16,14 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .bundle.manifest import ConditionSpec, Manifest, Method, TokenLayout
 from .checks import brief as _brief
 from .checks import number as _number
 from .checks import short as _short
 from .checks import whole as _whole
 from .errors import RequestError
-from .manifest import ConditionSpec, Manifest, Method, TokenLayout
 from .methods import Residual, check_method, resolve_method
-from .runtime.drafting import Children
+from .runtime.drafter import Children
 from .runtime.jacobi import Redraft, Start
 from .runtime.sampling import FilterOrder
 from .runtime.tree import TreeShape

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .acceptance import Acceptance, Relaxation, walk, walk_greedy
-from .drafting import Children, Drafter
+from .drafter import Children, Drafter
 from .engine import Bools, Engine, Floats, Ints, Pass, PassOutput
 from .jacobi import Jacobi, Window
 from .passes import MINIMUM_NODES, append_nodes, committed_mask, prefill_pass, run_pass, stack_padding

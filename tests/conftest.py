@@ -66,9 +66,9 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None, c
         pytest.importorskip(needed)
     import torch
 
-    from lantern_rt.export.bundle_writer import write_bundle
-    from lantern_rt.export.llamagen import export_llamagen
-    from lantern_rt.export.precision import read_precisions
+    from lantern_rt.export.families.llamagen import export_llamagen
+    from lantern_rt.export.graph.precision import read_precisions
+    from lantern_rt.export.writer import write_bundle
 
     torch.set_num_threads(1)
     name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
@@ -91,7 +91,7 @@ def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(needed)
     import torch
 
-    from lantern_rt.export.anole import export_anole
+    from lantern_rt.export.families.anole import export_anole
 
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("bundles") / "tiny-anole"

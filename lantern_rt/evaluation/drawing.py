@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from PIL.Image import Image
 
+from ..bundle.manifest import Manifest
 from ..errors import RequestError
-from ..manifest import Manifest
 from ..pipeline import Pipeline
 from ..requests import Options, resolve_settings
 from ..results import StreamStep
-from ..tuning.likelihood import Likelihood
+from ..runtime.likelihood import Likelihood
 
 Show = Callable[[str, int, int], None]  # what is being done, how many pictures are done, of how many
 

@@ -15,7 +15,7 @@ import numpy as np
 from PIL.Image import Image
 
 from ..errors import RequestError
-from ..images import blank
+from ..output.images import blank
 from ..pipeline import Pipeline
 from .agreement import Agreement
 from .drawing import Drawn, Show, Subjects, Way, draw

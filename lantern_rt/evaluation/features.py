@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from PIL.Image import Image
 
-from ..bundle import Bundle
+from ..bundle.files import Bundle
 from ..errors import RequestError
 from .picture_graph import PictureGraph, Preprocessing
 from .statistics import Floats

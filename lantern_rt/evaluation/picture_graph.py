@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
 
+from ..bundle.manifest import file_sha256
 from ..checks import brief
 from ..engines.host import usable_cores
-from ..engines.onnxruntime_session import import_onnxruntime
+from ..engines.ort.session import import_onnxruntime
 from ..errors import RequestError
-from ..manifest import file_sha256
 from .statistics import Floats, Ints
 
 BATCH = 8  # pictures in one run, where the graph leaves it open

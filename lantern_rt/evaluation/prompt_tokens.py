@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bundle import Bundle
+from ..bundle.files import Bundle
 from ..checks import brief
 from ..errors import EngineError, RequestError
-from ..tokenizer import read_tokenizer
+from ..text.words import read_tokenizer
 from .statistics import Ints
 
 Tokens = tuple[Ints, Ints]  # ids and attention mask, [length] each

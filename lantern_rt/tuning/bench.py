@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..bundle import Bundle
+from ..bundle.files import Bundle
+from ..bundle.manifest import Manifest
+from ..bundle.onnx_scan import NotOnnx, float_weights
 from ..engines.bandwidth import read_bandwidth
 from ..errors import BundleError
 from ..evaluation.drawing import Way
-from ..external_data import NotOnnx, float_weights
-from ..manifest import Manifest
 from ..pipeline import Pipeline
 from ..requests import Settings
 from ..runtime.statistics import Statistics

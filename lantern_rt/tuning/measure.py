@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from ..pipeline import Pipeline
+from ..planning.candidates import WINDOWS, Budget, Measured, Quality, exact_candidates, ladders
+from ..planning.costs import HostCosts
+from ..planning.rates import PROBE, AcceptanceCounts
+from ..planning.records import Candidate
 from ..requests import Options
 from ..results import StreamStep
-from ..runtime.published_trees import tree_name
-from .candidates import WINDOWS, Budget, Measured, Quality, exact_candidates, ladders
-from .costs import HostCosts
-from .likelihood import Likelihood
-from .rates import PROBE, AcceptanceCounts
-from .records import Candidate
+from ..runtime.likelihood import Likelihood
+from ..runtime.tree_names import tree_name
 
 Say = Callable[[str], None]
 EXACT_SHARES = 3  # time for what is exact, against that for one relaxation

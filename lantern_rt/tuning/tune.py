@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from .. import __version__
-from ..bundle import Bundle
+from ..bundle.files import Bundle
 from ..pipeline import Pipeline
+from ..planning.auto import known_rates
+from ..planning.candidates import Budget, Measured, Quality
+from ..planning.costs import HostCosts
+from ..planning.probe import measure_costs
+from ..planning.rates_file import as_entries, brought_rates
+from ..planning.records import Candidate
+from ..planning.store import Choice, Entry, Situation, read_tuning, write_tuning
+from ..planning.tree_search import Plan, best_plan
 from ..requests import Options
-from .auto import known_rates
-from .candidates import Budget, Measured, Quality
-from .costs import HostCosts
-from .likelihood import Likelihood
+from ..runtime.likelihood import Likelihood
 from .measure import Calibration, Say, likelihood_ratio, measure_candidates, parameters
-from .probe import measure_costs
-from .rates_file import as_entries, brought_rates
-from .records import Candidate
-from .store import Choice, Entry, Situation, read_tuning, write_tuning
-from .tree_search import Plan, best_plan
 
 FINALISTS = 4
 MARGIN = 1.02  # a finalist must beat plain decoding by this much, or plain decoding is chosen

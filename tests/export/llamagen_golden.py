@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_rt.export.graphs import HIDDEN
+from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.parity import Sessions
-from lantern_rt.manifest import Manifest
 
 Arrays = dict[str, NDArray[Any]]
 DATA = Path(__file__).parent.parent / "data"

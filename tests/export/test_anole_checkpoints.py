@@ -14,11 +14,11 @@ import torch
 from llamagen_golden import DATA
 from safetensors.torch import load_file, save_file
 
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, LanternError
-from lantern_rt.export.anole import arrange_codes, export_anole, read_chameleon
-from lantern_rt.export.eagle import read_drafter
-from lantern_rt.export.vqgan import read_vqgan
+from lantern_rt.export.families.anole import arrange_codes, export_anole, read_chameleon
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.vqgan import read_vqgan
 
 TARGET, VQ, DRAFTER = DATA / "anole/target", DATA / "chameleon-vqgan", DATA / "anole/drafter"
 

@@ -13,15 +13,15 @@ import torch
 from llamagen_golden import DATA
 from torch import Tensor, nn
 
-from lantern_rt.bundle import open_bundle
+from lantern_rt.bundle.files import open_bundle
 from lantern_rt.errors import CheckpointError, OutputError, ParityError, RequestError
-from lantern_rt.export.bundle_writer import write_bundle
-from lantern_rt.export.decoder import Decoder, DecoderConfig
-from lantern_rt.export.graphs import Case, Graph, target_graph
-from lantern_rt.export.llamagen import export_llamagen
+from lantern_rt.export.families.llamagen import export_llamagen
+from lantern_rt.export.graph.graphs import Case, Graph, target_graph
+from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.graph.precision import Precisions
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.neighbours import neighbour_table
-from lantern_rt.export.onnx_ops import Value
-from lantern_rt.export.precision import Precisions
+from lantern_rt.export.writer import write_bundle
 from lantern_rt.progress import Progress
 
 CONFIG = DecoderConfig(width=8, layers=1, heads=2, kv_heads=2, ffn_width=8, vocabulary=16, grid=2, prefix=1)
@@ -148,7 +148,7 @@ def stop(error: BaseException) -> Callable[..., None]:
 def test_nothing_half_written_stays_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, step: str
 ) -> None:
-    monkeypatch.setattr(f"lantern_rt.export.bundle_writer.{step}", stop(error))
+    monkeypatch.setattr(f"lantern_rt.export.writer.{step}", stop(error))
     with pytest.raises(type(error)):
         write_bundle(tmp_path / "toy", **parts())
     assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 from llamagen_golden import Arrays, golden
 
 from lantern_rt.export.parity import Sessions
-from lantern_rt.images import to_image
+from lantern_rt.output.images import to_image
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ import torch
 from llamagen_golden import DATA, golden
 from safetensors.torch import save_file
 
+from lantern_rt.bundle.manifest import file_sha256
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints import read_weights
-from lantern_rt.export.decoder import Decoder
-from lantern_rt.export.eagle import read_drafter
-from lantern_rt.export.llamagen_gpt import CaptionCondition, ClassCondition, read_llamagen
-from lantern_rt.export.llamagen_vq import read_vq
-from lantern_rt.manifest import file_sha256
+from lantern_rt.export.checkpoints.files import read_weights
+from lantern_rt.export.models.decoder import Decoder
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_gpt import CaptionCondition, ClassCondition, read_llamagen
+from lantern_rt.export.models.llamagen_vq import read_vq
 
 C2I, T2I, VQ = (
     DATA / name for name in ("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt", "llamagen-vq/vq_tiny.pt")

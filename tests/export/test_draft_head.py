@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("onnx")
 
 from lantern_rt import Pipeline, open_bundle
-from lantern_rt.cli import run_program
-from lantern_rt.cli_reduce import most_frequent
-from lantern_rt.engines.onnxruntime_engine import OrtEngine
+from lantern_rt.cli.main import run_program
+from lantern_rt.cli.reduce_drafter import most_frequent
+from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.errors import BundleError
-from lantern_rt.export.draft_head import reduce_head
+from lantern_rt.export.graph.draft_head import reduce_head
 from lantern_rt.runtime.engine import Pass
 
 CODES = 600

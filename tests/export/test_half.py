@@ -13,13 +13,13 @@ from llamagen_golden import DATA
 from onnx import TensorProto
 
 from lantern_rt import Pipeline, open_bundle
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, RequestError
-from lantern_rt.export.decoder import Decoder, DecoderConfig
-from lantern_rt.export.eagle import EagleDrafter, drafter_graph
-from lantern_rt.export.graphs import Graph, in_half, target_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, in_half, target_graph, write_graph
+from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.export.parity import check_parity
-from lantern_rt.export.precision import read_precisions
 
 SMALL = DecoderConfig(64, 3, 4, 2, 96, 40, 3, 2, spare_positions=8)
 NORMED = DecoderConfig(

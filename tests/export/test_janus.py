@@ -12,9 +12,9 @@ import torch
 from llamagen_golden import Run, guide, manifest
 
 from lantern_rt import Pipeline
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.janus import export_janus
+from lantern_rt.export.families.janus import export_janus
 from lantern_rt.export.parity import Sessions
 
 transformers = pytest.importorskip("transformers")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lantern_rt.errors import ParityError
-from lantern_rt.export.decoder import Decoder, DecoderConfig
-from lantern_rt.export.eagle import EagleDrafter, drafter_graph
-from lantern_rt.export.family import vq_graphs
-from lantern_rt.export.graphs import Case, Graph, target_graph, write_graph
-from lantern_rt.export.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.onnx_ops import Value
+from lantern_rt.export.families.common import vq_graphs
+from lantern_rt.export.graph.graphs import Case, Graph, target_graph, write_graph
+from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
 from lantern_rt.export.parity import check_parity
 
 
@@ -124,7 +124,7 @@ def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
     randomise_norms(tokenizer)
     tokenizer.codebook.normal_()
     usual = vq_graphs(tokenizer, 3)
-    monkeypatch.setattr("lantern_rt.export.family._LARGE_PICTURE", 5)  # pixels; these have 6
+    monkeypatch.setattr("lantern_rt.export.families.common._LARGE_PICTURE", 5)  # pixels; these have 6
     for graph, two in zip(vq_graphs(tokenizer, 3), usual, strict=True):
         assert [case.name for case in graph.cases] == ["1 rows"]
         assert check_parity(replace(graph, cases=two.cases), write_graph(graph, tmp_path)[0]) < 1e-4

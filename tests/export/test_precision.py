@@ -12,11 +12,11 @@ import torch
 from onnx import TensorProto
 from test_streaming import stored
 
+from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, ParityError, RequestError
-from lantern_rt.export.graphs import plan_graph
+from lantern_rt.export.graph.graphs import plan_graph
+from lantern_rt.export.graph.precision import block_size, pieces, quantise, read_precisions, rounded, settle, storage
 from lantern_rt.export.parity import Sessions, check_parity
-from lantern_rt.export.precision import block_size, pieces, quantise, read_precisions, rounded, settle, storage
-from lantern_rt.manifest import Precision
 
 PRECISIONS = get_args(Precision)
 
@@ -42,7 +42,7 @@ def test_a_block_of_zeros_stays_zero() -> None:
 
 
 def test_pieces_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lantern_rt.export.precision._PIECE", 40)
+    monkeypatch.setattr("lantern_rt.export.graph.precision._PIECE", 40)
     weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
     assert [len(piece) for piece in pieces(weight)] == [5] * 19 + [1]
     assert [len(piece) for piece in pieces(weight, 32)] == [32] * 3

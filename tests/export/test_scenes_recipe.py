@@ -12,7 +12,7 @@ from lantern_rt import open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.export.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402

@@ -11,7 +11,7 @@ from lantern_rt import CheckpointError, RequestError, open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.export.decoder import DecoderConfig  # noqa: E402
+from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
 from lantern_rt.train.scenes.drafter import (  # noqa: E402

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lantern_rt.export.checkpoints import fill, read_weights
-from lantern_rt.export.decoder import Decoder, DecoderConfig
-from lantern_rt.export.deferred import computed, deferred, joined, transposed, without_weights
-from lantern_rt.export.graphs import Case, Graph, plan_graph, target_graph, write_graph
-from lantern_rt.export.onnx_ops import Value
+from lantern_rt.cli.memory import PeakMemory, anonymous_memory
+from lantern_rt.export.checkpoints.deferred import computed, deferred, joined, transposed, without_weights
+from lantern_rt.export.checkpoints.files import fill, read_weights
+from lantern_rt.export.graph.graphs import Case, Graph, plan_graph, target_graph, write_graph
+from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.parity import Sessions, check_parity, computing
-from lantern_rt.memory import PeakMemory, anonymous_memory
 
 MEGABYTE = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

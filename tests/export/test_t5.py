@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.graphs import write_graph
-from lantern_rt.export.llamagen_gpt import CaptionCondition
+from lantern_rt.export.graph.graphs import write_graph
+from lantern_rt.export.graph.text_condition import text_condition_graph
+from lantern_rt.export.models.llamagen_gpt import CaptionCondition
+from lantern_rt.export.models.t5 import distance_buckets, read_t5
 from lantern_rt.export.parity import Sessions, check_parity
-from lantern_rt.export.t5 import distance_buckets, read_t5
-from lantern_rt.export.text_condition import text_condition_graph
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

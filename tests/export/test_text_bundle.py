@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from test_t5 import save_t5
 
 from lantern_rt import Pipeline
-from lantern_rt.captions import clean_caption
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, LanternError, RequestError
-from lantern_rt.export.eagle import read_drafter
-from lantern_rt.export.llamagen import export_llamagen
-from lantern_rt.export.llamagen_gpt import read_llamagen
-from lantern_rt.export.text_encoder import read_text_encoder
+from lantern_rt.export.families.llamagen import export_llamagen
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_gpt import read_llamagen
+from lantern_rt.export.models.text_encoder import read_text_encoder
 from lantern_rt.requests import Options
+from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
 TEXT, CLASS = DATA / "lantern-llamagen-hf/t2i", DATA / "lantern-llamagen-hf/c2i"

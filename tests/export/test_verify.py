@@ -14,8 +14,8 @@ from llamagen_golden import DATA
 from safetensors.torch import load_file, save_file
 
 from lantern_rt import Pipeline
-from lantern_rt.bundle import open_bundle
-from lantern_rt.cli import run_program
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.cli.main import run_program
 from lantern_rt.export.verify import agree, divergence
 
 C2I, T2I, VQ = (

@@ -14,10 +14,10 @@ from llamagen_golden import DATA
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.checkpoints import Weights, read_weights
-from lantern_rt.export.eagle import read_drafter
-from lantern_rt.export.llamagen_gpt import LlamaGen, read_llamagen
-from lantern_rt.export.weight_folders import find_weights, read_weight_files
+from lantern_rt.export.checkpoints.files import Weights, read_weights
+from lantern_rt.export.checkpoints.folders import find_weights, read_weight_files
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_gpt import LlamaGen, read_llamagen
 
 LANTERN = DATA / "lantern-llamagen-hf"
 DRAFTER = DATA / "lantern-drafter-llamagen"

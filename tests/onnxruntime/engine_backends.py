@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
-from lantern_rt.engines.backends import PlanOptions
-from lantern_rt.engines.cuda_memory import DeviceMemory, open_gpu
-from lantern_rt.engines.onnxruntime_device import OrtDeviceEngine
-from lantern_rt.engines.onnxruntime_engine import OrtEngine
-from lantern_rt.engines.onnxruntime_session import ThreadOptions, save_optimised
-from lantern_rt.engines.plan_errors import PlanSource
+from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.contracts import PlanOptions
+from lantern_rt.engines.ort.device import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.session import ThreadOptions, save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.tensorrt_backend import TensorRTBackend
-from lantern_rt.engines.tensorrt_engine import TensorRTEngine
-from lantern_rt.engines.tensorrt_library import import_library
-from lantern_rt.export.decoder import Decoder, DecoderConfig
-from lantern_rt.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.trt.backend import TensorRTBackend
+from lantern_rt.engines.trt.cuda_memory import DeviceMemory, open_gpu
+from lantern_rt.engines.trt.engine import TensorRTEngine
+from lantern_rt.engines.trt.library import import_library
+from lantern_rt.engines.trt.plan_errors import PlanSource
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
 from lantern_rt.runtime.sampling import Sampling
 

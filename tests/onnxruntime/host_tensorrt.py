@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from lantern_rt.engines.cuda_memory import ALIGNMENT
 from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.tensorrt_backend import ranges
+from lantern_rt.engines.trt.backend import ranges
+from lantern_rt.engines.trt.cuda_memory import ALIGNMENT
 from lantern_rt.errors import EngineError
 
 Array = np.ndarray[Any, Any]

@@ -17,12 +17,12 @@ from lantern_rt.engines.loader import load_engines
 from lantern_rt.requests import Options
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
-from lantern_rt.runtime.drafting import Drafter
-from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.drafter import Drafter
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.streams import open_streams
 from lantern_rt.runtime.tree import DynamicTree, TreeShape
+from lantern_rt.runtime.tree_names import named_tree
 
 DATA = Path(__file__).parent.parent / "data"
 DRAFTER = np.load(DATA / "anole" / "drafter" / "golden.npz")

@@ -12,12 +12,12 @@ import pytest
 import torch
 from tiny_graphs import TINY, DrafterGraph, TargetGraph, export_decoder
 
+from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
-from lantern_rt.engines.onnxruntime_engine import OrtEngine
-from lantern_rt.engines.onnxruntime_session import ThreadOptions
+from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.session import ThreadOptions
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.decoder import Decoder, DecoderConfig
-from lantern_rt.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import Pass, PassOutput
 
 ONE = ThreadOptions(intra_op=1)

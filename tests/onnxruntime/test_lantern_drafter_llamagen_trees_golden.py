@@ -10,12 +10,12 @@ import pytest
 
 from lantern_rt import open_bundle
 from lantern_rt.engines.loader import load_engines
-from lantern_rt.runtime.drafting import Drafter
-from lantern_rt.runtime.published_trees import named_tree
+from lantern_rt.runtime.drafter import Drafter
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.streams import open_streams
 from lantern_rt.runtime.tree import DynamicTree
+from lantern_rt.runtime.tree_names import named_tree
 
 DATA = Path(__file__).parent.parent / "data" / "lantern-drafter-llamagen"
 GOLDEN = np.load(DATA / "golden.npz")

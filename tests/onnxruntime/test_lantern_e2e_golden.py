@@ -16,9 +16,9 @@ from lantern_rt import open_bundle
 from lantern_rt.engines.loader import load_engines
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import DynamicTree
+from lantern_rt.runtime.tree_names import named_tree
 
 DATA = Path(__file__).parent.parent / "data"
 BUNDLES = {  # recorded runs, the file of their traces, and the bundle they ran on

@@ -15,12 +15,12 @@ import pytest
 import torch
 from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, export, export_decoder
 
-from lantern_rt.bundle import open_bundle
+from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import host
 from lantern_rt.engines.loader import load_engines
-from lantern_rt.engines.onnxruntime_session import ThreadOptions
+from lantern_rt.engines.ort.session import ThreadOptions
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.decoder import Decoder
+from lantern_rt.export.models.decoder import Decoder
 
 ONE = ThreadOptions(intra_op=1)
 SIZES = {"width": TINY.width, "layers": TINY.layers, "kv_heads": TINY.kv_heads, "head_width": TINY.head_width}
@@ -102,7 +102,7 @@ def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.Cap
 
 def test_loading_and_running_imports_neither_torch_nor_onnx(folder: Path) -> None:
     code = (
-        "import sys, numpy as np; from lantern_rt.bundle import open_bundle; "
+        "import sys, numpy as np; from lantern_rt.bundle.files import open_bundle; "
         "from lantern_rt.engines.loader import load_engines; e = load_engines(open_bundle(sys.argv[1])); "
         "e.load_all(); e.condition({'class_ids': np.array([1])}); print({'torch', 'onnx'} & set(sys.modules))"
     )

@@ -11,14 +11,14 @@ import pytest
 from engine_backends import BACKENDS, GRAPHS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
 
-from lantern_rt.engines.cuda_driver import find_gpu
-from lantern_rt.engines.tensorrt_library import MODULES, import_library
+from lantern_rt.engines.trt.cuda_driver import find_gpu
+from lantern_rt.engines.trt.library import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import Method, Model, Prompt, decode
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
+from lantern_rt.runtime.tree_names import named_tree
 
 CODES = SMALL.grid**2
 NEAR = np.array([[n for n in range(SMALL.vocabulary) if n != code] for code in range(SMALL.vocabulary)])

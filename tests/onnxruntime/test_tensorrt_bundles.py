@@ -12,19 +12,19 @@ from test_tensorrt_engine import message
 from tiny_bundle import make_tiny_bundle
 from tiny_graphs import Painter, export
 
-from lantern_rt.bundle import Bundle, open_bundle
-from lantern_rt.engines import tensorrt_backend
-from lantern_rt.engines.backends import Built
+from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines.build import build_engines
-from lantern_rt.engines.cuda_driver import Gpu
-from lantern_rt.engines.device_cache import BlockCache
+from lantern_rt.engines.contracts import Built
 from lantern_rt.engines.engine_folder import open_engine_folder
-from lantern_rt.engines.onnxruntime_session import Tensor
-from lantern_rt.engines.plan_errors import PlanSource
+from lantern_rt.engines.ort.session import Tensor
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.tensorrt_engine import (
+from lantern_rt.engines.trt import backend as tensorrt_backend
+from lantern_rt.engines.trt.cuda_driver import Gpu
+from lantern_rt.engines.trt.device_cache import BlockCache
+from lantern_rt.engines.trt.engine import (
     TensorRTFunction,
 )
+from lantern_rt.engines.trt.plan_errors import PlanSource
 from lantern_rt.pipeline import Pipeline
 
 # ---------------------------------------------------------------- functions and bundles

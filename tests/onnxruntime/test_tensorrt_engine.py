@@ -16,17 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine import TINY, WIDE, Rig, close, spec_of
 
-from lantern_rt.engines.backends import PlanOptions
-from lantern_rt.engines.device_cache import BlockCache, DeviceRows, Fresh, runs
+from lantern_rt.engines.contracts import PlanOptions
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.engines.plan_errors import PlanSource
 from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.tensorrt_engine import (
+from lantern_rt.engines.trt.device_cache import BlockCache, DeviceRows, Fresh, runs
+from lantern_rt.engines.trt.engine import (
     TensorRTEngine,
     bucket,
     smallest_profile,
     stretch,
 )
+from lantern_rt.engines.trt.plan_errors import PlanSource
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime.engine import Pass
 

@@ -12,11 +12,11 @@ from host_tensorrt import HostMemory, write_plan
 from test_engine import TINY, Rig, close
 from test_tensorrt_engine import PROFILES, HostRig, message
 
-from lantern_rt.engines import tensorrt_contexts
-from lantern_rt.engines.backends import PlanOptions
-from lantern_rt.engines.block_pool import BlockPool
-from lantern_rt.engines.cuda_memory import Block
-from lantern_rt.engines.device_cache import BlockCache
+from lantern_rt.engines.contracts import PlanOptions
+from lantern_rt.engines.trt import contexts as tensorrt_contexts
+from lantern_rt.engines.trt.block_pool import BlockPool
+from lantern_rt.engines.trt.cuda_memory import Block
+from lantern_rt.engines.trt.device_cache import BlockCache
 from lantern_rt.errors import EngineError
 
 GRAPHS = PlanOptions(cuda_graphs=True)

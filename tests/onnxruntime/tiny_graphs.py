@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lantern_rt.export.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 
 TINY = DecoderConfig(
     width=64, layers=2, heads=4, kv_heads=2, ffn_width=96, vocabulary=48, grid=8, prefix=4, prefix_rotation="identity"

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lantern_rt.engines.cuda_driver import find_gpu
-from lantern_rt.engines.cuda_memory import ALIGNMENT, Block, CudaMemory, Graph, open_gpu
-from lantern_rt.engines.device_cache import BlockCache, Fresh
+from lantern_rt.engines.trt.cuda_driver import find_gpu
+from lantern_rt.engines.trt.cuda_memory import ALIGNMENT, Block, CudaMemory, Graph, open_gpu
+from lantern_rt.engines.trt.device_cache import BlockCache, Fresh
 from lantern_rt.errors import EngineError
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lantern_rt.bundle import open_bundle
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.onnx_scan import float_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import EngineManifest, open_engine_folder
 from lantern_rt.engines.profiles import BuildOptions
-from lantern_rt.external_data import float_weights
 
 for needed in ("torch", "tensorrt_rtx"):
     pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
@@ -44,9 +44,9 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
     import torch
     from random_checkpoints import SHAPES, write_checkpoints
 
-    from lantern_rt.cli_families import export_family
-    from lantern_rt.export.bundle_writer import write_bundle
-    from lantern_rt.export.precision import read_precisions
+    from lantern_rt.cli.families import export_family
+    from lantern_rt.export.graph.precision import read_precisions
+    from lantern_rt.export.writer import write_bundle
 
     shape = replace(SHAPES["GPT-XL"], dtype=torch.bfloat16, vq_width=32)  # a file of half the size
     family, checkpoints = write_checkpoints(shape, tmp_path)

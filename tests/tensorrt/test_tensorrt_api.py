@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from host_tensorrt import HostMemory
 
-from lantern_rt.bundle import open_bundle
-from lantern_rt.engines.backends import Function
-from lantern_rt.engines.cuda_driver import find_gpu
-from lantern_rt.engines.cuda_memory import open_gpu
-from lantern_rt.engines.onnxruntime_session import GraphSession, Tensor
-from lantern_rt.engines.plan_errors import PlanSource
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.engines.contracts import Function
+from lantern_rt.engines.ort.session import GraphSession, Tensor
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.tensorrt_backend import TensorRTBackend
-from lantern_rt.engines.tensorrt_engine import TensorRTFunction
-from lantern_rt.engines.tensorrt_library import MODULES, import_library
+from lantern_rt.engines.trt.backend import TensorRTBackend
+from lantern_rt.engines.trt.cuda_driver import find_gpu
+from lantern_rt.engines.trt.cuda_memory import open_gpu
+from lantern_rt.engines.trt.engine import TensorRTFunction
+from lantern_rt.engines.trt.library import MODULES, import_library
+from lantern_rt.engines.trt.plan_errors import PlanSource
 from lantern_rt.errors import EngineError
 
 USED = {

@@ -15,14 +15,14 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from random_model import SMOKE, build_random_model
 
-from lantern_rt.bundle import Bundle, open_bundle
-from lantern_rt.engines import tensorrt_backend
+from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines.build import build_engines, plan_build
-from lantern_rt.engines.cuda_driver import Gpu, find_gpu
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.loader import load_engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.tensorrt_backend import TensorRTBackend, ranges
+from lantern_rt.engines.trt import backend as tensorrt_backend
+from lantern_rt.engines.trt.backend import TensorRTBackend, ranges
+from lantern_rt.engines.trt.cuda_driver import Gpu, find_gpu
 from lantern_rt.errors import EngineError, LanternError, RequestError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))

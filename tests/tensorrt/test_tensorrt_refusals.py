@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from test_tensorrt_backend import ONE_ROW, RTX, bad_graph, message, silent
 
-from lantern_rt.bundle import open_bundle
-from lantern_rt.engines import tensorrt_backend
+from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.profiles import BuildOptions
-from lantern_rt.engines.tensorrt_backend import TensorRTBackend
+from lantern_rt.engines.trt import backend as tensorrt_backend
+from lantern_rt.engines.trt.backend import TensorRTBackend
 from lantern_rt.errors import EngineError, OutputError, RequestError
 
 

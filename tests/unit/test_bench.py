@@ -12,9 +12,9 @@ from PIL import Image
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import open_bundle
-from lantern_rt.charts import HEIGHT, WIDTH, Chart, Line, chart_png, draw_chart, round_ticks
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.engines.bandwidth import read_bandwidth
+from lantern_rt.output.charts import HEIGHT, WIDTH, Chart, Line, chart_png, draw_chart, round_ticks
 from lantern_rt.tuning.bench import target_bytes, usual_ways
 
 

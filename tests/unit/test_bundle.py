@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from bundle_folder import CODES, WIDTH, K, make_bundle, neighbor_table, read_manifest, stub_graph, write_manifest
 
-from lantern_rt import bundle as bundle_module
-from lantern_rt.bundle import as_dict, describe, open_bundle
+from lantern_rt.bundle import files as bundle_module
+from lantern_rt.bundle.files import as_dict, describe, open_bundle
+from lantern_rt.bundle.onnx_scan import NotOnnx, external_locations
 from lantern_rt.errors import BundleError
-from lantern_rt.external_data import NotOnnx, external_locations
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_valid_bundle_opens_with_its_tables(folder: Path) -> None:
 
 def test_opening_a_bundle_imports_neither_torch_nor_onnx(folder: Path) -> None:
     code = (
-        "import sys; from lantern_rt.bundle import open_bundle; open_bundle(sys.argv[1]).neighbors(); "
+        "import sys; from lantern_rt.bundle.files import open_bundle; open_bundle(sys.argv[1]).neighbors(); "
         "print(sorted({'torch', 'onnx', 'onnxruntime'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)

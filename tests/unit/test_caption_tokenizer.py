@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lantern_rt.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
 from lantern_rt.errors import BundleError, EngineError, RequestError
+from lantern_rt.text.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("ftfy")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_rt.captions import clean_caption
+from lantern_rt.text.captions import clean_caption
 
 pytest.importorskip("ftfy")
 DATA = Path(__file__).parent.parent / "data" / "llamagen-captions"

@@ -22,13 +22,14 @@ from tiny_bundle import CELL, make_tiny_bundle
 from typer.testing import CliRunner
 
 import lantern_rt
-from lantern_rt import Pipeline, cli_tools
-from lantern_rt.cli import run_program
-from lantern_rt.cli_app import app
+from lantern_rt import Pipeline
+from lantern_rt.cli import tools as cli_tools
+from lantern_rt.cli.app import app
+from lantern_rt.cli.main import run_program
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_target_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
-PROGRAM = [sys.executable, "-m", "lantern_rt.cli"]
+PROGRAM = [sys.executable, "-m", "lantern_rt.cli.main"]
 
 
 @pytest.fixture(scope="module")

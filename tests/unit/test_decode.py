@@ -17,14 +17,15 @@ from toy_engine import ToyCache, ToyDrafter, ToyTarget, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
 from lantern_rt.runtime import decode as decode_module
-from lantern_rt.runtime import drafting, passes
+from lantern_rt.runtime import drafter as drafting
+from lantern_rt.runtime import passes
 from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, Step, decode
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.jacobi import Jacobi
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import DraftTree, StaticTree
+from lantern_rt.runtime.tree_names import named_tree
 
 VOCABULARY, CODES = 5, 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])

@@ -16,13 +16,14 @@ from onnx.external_data_helper import set_external_data
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, OutputError, Pipeline, RequestError, open_bundle
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.engines import build as build_module
-from lantern_rt.engines import engine_folder, onnxruntime_backend
+from lantern_rt.engines import engine_folder
 from lantern_rt.engines.build import build_engines, plan_build
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.estimates import estimate
 from lantern_rt.engines.host import processor
+from lantern_rt.engines.ort import backend as onnxruntime_backend
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import BundleError
 

@@ -9,7 +9,7 @@ import pytest
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, Pipeline, open_bundle
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.profiles import BuildOptions
 

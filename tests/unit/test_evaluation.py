@@ -15,7 +15,7 @@ from PIL import Image
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.evaluation.drawing import Subjects, draw, parse_ways
 from lantern_rt.evaluation.evaluate import Instruments
 from lantern_rt.evaluation.evaluate import evaluate as evaluate_ways
@@ -217,7 +217,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lantern_rt.cli_eval.html_report", interrupt)
+    monkeypatch.setattr("lantern_rt.cli.evaluate.html_report", interrupt)
     assert evaluate("--methods", "ar", "--count", "2")[0] == 130
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 

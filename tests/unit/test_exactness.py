@@ -14,12 +14,13 @@ from scipy.stats import chisquare
 from toy_engine import joint_distribution, make_model, make_prompt, next_distribution
 from toy_script import Script
 
-from lantern_rt.runtime import acceptance, decode, drafting
+from lantern_rt.runtime import acceptance, decode
+from lantern_rt.runtime import drafter as drafting
 from lantern_rt.runtime.decode import Method, Model
 from lantern_rt.runtime.jacobi import Jacobi, Window
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Probabilities, Sampling, shape_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
+from lantern_rt.runtime.tree_names import named_tree
 
 BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
 SLIM = StaticTree(((0,), (1,), (0, 0)), "slim")

@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_bundle import CAPTION, CELL, PREFIX, make_tiny_bundle
 
 from lantern_rt import BundleError, EngineError, Pipeline, RequestError, Result
-from lantern_rt.images import GREY
+from lantern_rt.output.images import GREY
 
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 PROMPTS = ["red sphere on sand", "a green cube", "red cube on snow"]

@@ -11,8 +11,8 @@ import pytest
 from tiny_bundle import CAPTION, CODES, PREFIX, K, make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, RequestError, TreeError
-from lantern_rt.bundle import open_bundle
-from lantern_rt.manifest import WindowDefaults
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.manifest import WindowDefaults
 from lantern_rt.pipeline import bundle_tokenizer, check_request
 from lantern_rt.requests import Options, Settings, resolve_settings
 

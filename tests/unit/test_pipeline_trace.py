@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
+from lantern_rt.output.trace import Trace
 from lantern_rt.results import StreamStep
-from lantern_rt.trace import Trace
 
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 

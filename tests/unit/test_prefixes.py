@@ -12,8 +12,8 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.passes import prefill_pass, stack_padding
-from lantern_rt.runtime.published_trees import named_tree
 from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.runtime.tree_names import named_tree
 
 WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
 

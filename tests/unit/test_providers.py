@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_rt.engines.providers import PROVIDERS, check_taken, find_provider
+from lantern_rt.engines.ort.providers import PROVIDERS, check_taken, find_provider
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lantern_rt.engines.decoder_tensors import kv_dtype
-from lantern_rt.engines.onnxruntime_session import GraphSession, Tensor, ThreadOptions, import_onnxruntime
+from lantern_rt.engines.ort.session import GraphSession, Tensor, ThreadOptions, import_onnxruntime
 from lantern_rt.errors import BundleError, EngineError, LanternError
 
 GRAPH = Path("target.onnx")

@@ -11,8 +11,8 @@ import pytest
 from bundle_folder import make_bundle, read_manifest, write_manifest
 
 from lantern_rt import open_bundle
+from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.errors import BundleError
-from lantern_rt.manifest import Manifest
 from lantern_rt.requests import resolve_images
 
 PREFIX = 6

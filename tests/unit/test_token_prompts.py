@@ -12,11 +12,11 @@ import pytest
 from pydantic import ValidationError
 from tiny_bundle import make_tiny_bundle
 
+from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.errors import BundleError, EngineError, RequestError
-from lantern_rt.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.requests import ImageRequest, resolve_images, token_slots
 from lantern_rt.runtime.decode import DrafterLayout, Prompt
-from lantern_rt.template_tokenizer import read_template_tokenizer
+from lantern_rt.text.template_tokenizer import read_template_tokenizer
 
 ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
 JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), uncond_fill=2)

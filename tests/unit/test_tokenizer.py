@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.tokenizer import WordTokenizer, read_tokenizer
+from lantern_rt.text.words import WordTokenizer, read_tokenizer
 
 WORDS = ["<pad>", "<unk>", "a", "ball", "blue", "cube", "on", "red", "snow", "under"]
 

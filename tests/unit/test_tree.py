@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_rt.errors import TreeError
-from lantern_rt.runtime.published_trees import PUBLISHED, named_tree
 from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree, ancestor_mask
+from lantern_rt.runtime.tree_names import PUBLISHED, named_tree
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))

@@ -14,17 +14,17 @@ from tiny_bundle import make_tiny_bundle
 from toy_engine import make_model, make_prompt, next_distribution
 
 from lantern_rt import Pipeline, RequestError
-from lantern_rt.cli import run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.errors import BundleError, OutputError
+from lantern_rt.planning.auto import known_rates, predicted_choice
+from lantern_rt.planning.candidates import WINDOWS, Measured, Quality, exact_candidates, ladders, parse_budget
+from lantern_rt.planning.costs import HostCosts, PassCost
+from lantern_rt.planning.rates import DEPTHS, RANKS
+from lantern_rt.planning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
+from lantern_rt.planning.records import Candidate
+from lantern_rt.planning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
+from lantern_rt.runtime.likelihood import likelihood, negative_log_likelihood
 from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.tuning.auto import known_rates, predicted_choice
-from lantern_rt.tuning.candidates import WINDOWS, Measured, Quality, exact_candidates, ladders, parse_budget
-from lantern_rt.tuning.costs import HostCosts, PassCost
-from lantern_rt.tuning.likelihood import likelihood, negative_log_likelihood
-from lantern_rt.tuning.rates import DEPTHS, RANKS
-from lantern_rt.tuning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
-from lantern_rt.tuning.records import Candidate
-from lantern_rt.tuning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
 
 SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
 CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free

@@ -10,18 +10,18 @@ import pytest
 from toy_engine import make_model, make_prompt
 
 from lantern_rt.errors import TreeError
+from lantern_rt.planning.candidates import NO_RATES, Measured, Quality, parse_budget
+from lantern_rt.planning.costs import HostCosts, PassCost
+from lantern_rt.planning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
+from lantern_rt.planning.records import Candidate
+from lantern_rt.planning.store import Situation
+from lantern_rt.planning.tree_search import best_plan, expected_codes, slots_per_level, speed_by_nodes
 from lantern_rt.runtime.decode import Method, RequestStep, decode
-from lantern_rt.runtime.published_trees import named_tree, tree_name
+from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
-from lantern_rt.tuning.candidates import NO_RATES, Measured, Quality, parse_budget
-from lantern_rt.tuning.costs import HostCosts, PassCost
-from lantern_rt.tuning.likelihood import Likelihood
+from lantern_rt.runtime.tree_names import named_tree, tree_name
 from lantern_rt.tuning.measure import likelihood_ratio
-from lantern_rt.tuning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
-from lantern_rt.tuning.records import Candidate
-from lantern_rt.tuning.store import Situation
-from lantern_rt.tuning.tree_search import best_plan, expected_codes, slots_per_level, speed_by_nodes
 from lantern_rt.tuning.tune import Finalist, choose, choose_finalists
 
 SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")

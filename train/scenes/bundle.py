@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import __version__
-from ...export.bundle_writer import write_bundle
-from ...export.eagle import EagleDrafter, drafter_graph
-from ...export.graphs import Case, Graph, target_graph
-from ...export.neighbours import neighbour_table
-from ...export.onnx_ops import Value
-from ...export.precision import read_precisions
-from ...manifest import (
+from ...bundle.manifest import (
     ConditionSpec,
     DecoderSpec,
     DecodingDefaults,
@@ -32,6 +26,12 @@ from ...manifest import (
     Source,
     file_sha256,
 )
+from ...export.graph.graphs import Case, Graph, target_graph
+from ...export.graph.onnx_ops import Value
+from ...export.graph.precision import read_precisions
+from ...export.models.eagle import EagleDrafter, drafter_graph
+from ...export.neighbours import neighbour_table
+from ...export.writer import write_bundle
 from .data import render_pictures
 from .drafter import load_drafter
 from .model import CONFIG, ScenesTarget, size_name
@@ -202,7 +202,7 @@ def _prompts() -> bytes:
 
 
 def _tokenizer() -> bytes:
-    """The vocabulary in the layout that `lantern_rt.tokenizer` describes."""
+    """The vocabulary in the layout that `lantern_rt.text.words` describes."""
     pattern = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
     content: dict[str, Any] = {
         "version": "1.0",

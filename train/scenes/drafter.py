@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...export.decoder import Decoder, DecoderConfig
+from ...export.models.decoder import Decoder, DecoderConfig
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes
 from .model import CONFIG, ScenesTarget, mixed_precision, saved_config

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...export.graphs import Case, Graph, plan_graph
-from ...export.onnx_ops import Value
+from ...export.graph.graphs import Case, Graph, plan_graph
+from ...export.graph.onnx_ops import Value
 from ...export.parity import check_parity
-from ...outputs import check_output, write_output
+from ...output.files import check_output, write_output
 from .data import draw_scenes, render_scenes
 from .judge import ABSENT, Judge, load_judge
 from .render import SIZE

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import RequestError
-from ...export.decoder import Decoder, DecoderConfig
+from ...export.models.decoder import Decoder, DecoderConfig
 from .text import SLOTS, WORDS
 from .vq import CODE_DIM, CODES, GRID
 

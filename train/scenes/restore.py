@@ -13,9 +13,9 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from ...bundle import Bundle, open_bundle
-from ...export.bundle_writer import check_output
-from ...export.decoder import DecoderConfig
+from ...bundle.files import Bundle, open_bundle
+from ...export.models.decoder import DecoderConfig
+from ...export.writer import check_output
 from .checkpoints import save_checkpoint
 from .drafter import ScenesDrafter, drafter_config
 from .model import CONFIG, ScenesTarget

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...export.decoder import DecoderConfig
+from ...export.models.decoder import DecoderConfig
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
 from .model import CONFIG, ScenesTarget, mixed_precision, saved_config, size_name

@@ -1,0 +1,1 @@
+"""A file a model family: which checkpoints, which prompts, which defaults."""

@@ -1,0 +1,198 @@
+"""The target and drafter graphs, op by op: what `Decoder.forward` computes, in the fewest ops that runtimes fuse.
+
+Written by hand rather than traced because these graphs run hundreds of times an image: reshapes need no shape
+arithmetic, query weights carry the attention scale where it is a power of two, and the order of transposes is the
+one that ONNX Runtime folds into its matrix products, so that the past is read where it lies. `parity.py` holds the
+result against the torch module.
+
+Past tensors may be empty (`past` = 0) as far as ONNX goes, but ONNX Runtime 1.31 divides by zero and dies in
+the fused product on an empty past: an engine on it feeds at least one column and hides it with the mask.
+
+Does not know checkpoints, prompts or trees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoints.deferred import computed, deferred, transposed
+from ..models.decoder import Attention, Decoder, DeepHead, FeedForward, Layer, RMSNorm
+from .onnx_ops import Ops, Value
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Values that all layers read: the two halves of the rotation, the mask, and how to part past from new."""
+
+    cos: str  # [rows, nodes, 1, head_width], each number twice
+    sin: str  # the same, negative at the first number of each pair
+    swap: str  # [head_width, head_width]: exchanges the two numbers of each pair
+    mask: str  # [rows, 1, group * nodes, past + nodes]
+    sizes: str  # int64 [2]: past, nodes
+
+
+def cache_values(layers: int, heads: int, width: int) -> tuple[list[Value], list[Value]]:
+    """Inputs and outputs that hold keys and values."""
+    parts = [f"{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    past = [Value(f"past_key_values.{part}", ("past", "rows", heads, width)) for part in parts]
+    return past, [Value(f"new_key_values.{part}", ("nodes", "rows", heads, width)) for part in parts]
+
+
+def node_values() -> list[Value]:
+    """The inputs that say where nodes are and whom they see."""
+    return [
+        Value("position_ids", ("rows", "nodes"), "int64"),
+        Value("attention_mask", ("rows", 1, "nodes", "past + nodes")),
+    ]
+
+
+def write_target(ops: Ops, decoder: Decoder) -> None:
+    """The target: `input_embeds` and the values above to `logits`, `hidden_states` and new keys and values."""
+    hidden = write_layers(ops, decoder.layers, decoder.turns, "input_embeds")
+    hidden = write_norm(ops, hidden, "norm", decoder.norm, name="hidden_states")
+    write_head(ops, hidden, decoder.head)
+
+
+def write_head(ops: Ops, hidden: str, head: nn.Linear | DeepHead) -> None:
+    """Hidden states to the output `logits`, always float32."""
+    own = "narrow_logits" if ops.half else "logits"
+    if isinstance(head, nn.Linear):
+        ops.op("MatMul", hidden, ops.weight("head.weight", transposed(head.weight)), name=own)
+    else:
+        _write_deep_head(ops, hidden, head, own)
+    ops.widen(own, name="logits")
+
+
+def _write_deep_head(ops: Ops, hidden: str, head: DeepHead, name: str) -> None:
+    first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
+    root = ops.weight("root_half", torch.tensor(0.5**0.5))
+    # GELU: x / 2 * (1 + erf(x / sqrt(2)))
+    erf = ops.op("Add", ops.op("Erf", ops.op("Mul", first, root)), ops.weight("one", torch.tensor(1.0)))
+    active = ops.op("Mul", ops.op("Mul", first, erf), ops.weight("half", torch.tensor(0.5)))
+    second = ops.linear(active, "head.second", head.second.weight)
+    ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name=name)
+
+
+def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
+    """All layers over `x [rows, nodes, width]`; writes the new keys and values as outputs."""
+    stack = [cast(Layer, layer) for layer in layers]
+    shared = _write_shared(ops, turns, stack[0].attention)
+    for i, layer in enumerate(stack):
+        normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
+        x = ops.op("Add", x, _write_attention(ops, normed, i, layer.attention, shared))
+        normed = write_norm(ops, x, f"layers.{i}.ffn_norm", layer.ffn_norm)
+        x = ops.op("Add", x, _write_ffn(ops, normed, f"layers.{i}.ffn", layer.ffn))
+    return x
+
+
+def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None = None) -> str:
+    """x / rms(x), scaled, in float32; or `x` itself where the module is no norm."""
+    if not isinstance(norm, RMSNorm):
+        return x if name is None else ops.op("Identity", x, name=name)
+    x = ops.widen(x)
+    square = ops.op("Pow", x, ops.weight("two", torch.tensor(2.0), wide=True))
+    mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
+    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{norm.eps}", torch.tensor(norm.eps), wide=True)))
+    weight = ops.weight(prefix + ".weight", norm.weight, wide=True)
+    return ops.narrow(ops.op("Mul", ops.op("Div", x, rms), weight, name=None if ops.half else name), name=name)
+
+
+def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
+    """Every head of queries and keys `[rows, nodes, heads + kv_heads, width]` by itself, in float32; queries times
+    `scale`."""
+    query, key = attention.query_norm, attention.key_norm
+    x = ops.widen(x)
+    centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
+    square = ops.op("Pow", centred, ops.weight("two", torch.tensor(2.0), wide=True))
+    variance = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
+    eps = ops.weight(f"eps_{key.eps}", torch.tensor(key.eps), wide=True)
+    deviation = ops.op("Sqrt", ops.op("Add", variance, eps))
+    weight = torch.cat([query.weight.float() * scale, key.weight.float()])
+    bias = torch.cat([query.bias.float() * scale, key.bias.float()])
+    scaled = ops.op("Mul", ops.op("Div", centred, deviation), ops.weight(prefix + ".weight", weight, wide=True))
+    return ops.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
+
+
+def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:
+    width = 2 * turns.shape[1]
+    halves = attention.pairs == "halves"
+    order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
+    place = order.flatten().argsort()  # where each number stands in `order`
+    pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
+    tables = {"cos": turns[:, place // 2, 0], "sin": turns[:, place // 2, 1] * sign}
+    group = attention.heads // attention.kv_heads
+    cos, sin = (
+        ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
+        for part, table in tables.items()
+    )
+    past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
+    nodes = ops.op("Shape", "position_ids", start=1, end=2)
+    mask = "attention_mask"
+    if group > 1:
+        mask = ops.op("Tile", mask, ops.ints(1, 1, group, 1))
+    swap = ops.weight("rotary.swap", torch.eye(width)[pairs])
+    return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0))
+
+
+def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared: _Shared) -> str:
+    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_width
+    scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
+    # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
+    folds = not attention.normed and math.log2(scale).is_integer()
+    weight = _scale_rows(attention.qkv.weight, heads * width, scale) if folds else attention.qkv.weight
+    joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * kv_heads, width)
+    at = f"layers.{index}"
+    turned, value = ops.many(
+        "Split", joint, ops.ints(heads + kv_heads, kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
+    )
+    if attention.normed:  # the root goes into the norm
+        turned = _write_head_norms(ops, turned, f"{at}.attention.head_norm", attention, width**-0.5)
+    swapped = ops.op("MatMul", turned, shared.swap)
+    turned = ops.op("Add", ops.op("Mul", turned, shared.cos), ops.op("Mul", swapped, shared.sin))
+    query, key = ops.many("Split", turned, ops.ints(heads, kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
+    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_key_values.{index}.key")  # [nodes, rows, kv_heads, width]
+    new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_key_values.{index}.value")
+    past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"
+
+    if not folds and not attention.normed:
+        query = ops.op("Mul", query, ops.weight("attention_scale", torch.tensor(scale)))
+    query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
+    if heads > kv_heads:  # queries of one group share a key head: stack them along the nodes
+        query = ops.reshape(query, 0, kv_heads, -1, width)
+    scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
+    weights = ops.op("Softmax", ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask), axis=-1)
+    parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
+    mixed = [
+        ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3))
+        for part, v in zip(parts, (past_value, new_value), strict=True)
+    ]
+    together = ops.op("Add", *mixed)  # [rows, kv_heads, group * nodes, width]
+    if heads > kv_heads:
+        nodes = ops.op("Shape", "position_ids", start=1, end=2)
+        shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
+        together = ops.op("Reshape", together, shape)
+    joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
+    return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
+
+
+def _scale_rows(weight: Tensor, rows: int, scale: float) -> Tensor:
+    """`weight [out, in]` with its first `rows` rows scaled, deferred."""
+
+    def make() -> Tensor:
+        scaled = computed(weight).to(torch.float32, copy=True)
+        scaled[:rows] *= scale
+        return scaled
+
+    return deferred(make, weight.shape, torch.float32)
+
+
+def _write_ffn(ops: Ops, x: str, prefix: str, ffn: FeedForward) -> str:
+    gate = ops.linear(x, prefix + ".gate", ffn.gate.weight)
+    up = ops.linear(x, prefix + ".up", ffn.up.weight)
+    active = ops.op("Mul", gate, ops.op("Sigmoid", gate))
+    return ops.linear(ops.op("Mul", active, up), prefix + ".down", ffn.down.weight)

@@ -1,0 +1,1 @@
+"""A bundle: its manifest, its files, and what their graphs refer to."""

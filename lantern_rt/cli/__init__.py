@@ -1,0 +1,1 @@
+"""The program `lantern-rt`: a file a command."""

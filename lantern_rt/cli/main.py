@@ -1,0 +1,71 @@
+"""The `lantern-rt` program: runs a command and turns its outcome into an exit code.
+
+0: done. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C. Anything else is a bug and
+shows its traceback. Commands are imported inside, so that Ctrl-C is answered from the start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from ..errors import LanternError
+
+PROGRAM = "lantern-rt"
+FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program with `arguments` (by default those of the process) and exit."""
+    sys.exit(run_program(sys.argv[1:] if arguments is None else arguments))
+
+
+def run_program(arguments: Sequence[str]) -> int:
+    """Run a command; the exit code."""
+    try:
+        code = _run_command(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except LanternError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return PIPE_CLOSED
+    if code == INTERRUPTED:
+        _say("interrupted; no file was left half-written")
+    return code
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    import typer
+
+    from .app import app
+
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="backslashreplace")  # a file name may hold what the terminal cannot show
+    try:
+        code = app(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # every usage error has it
+            raise
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else PROGRAM
+        return _fail(f"{error.format_message()} (see `{command} --help`)")
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str) -> int:
+    _say(" ".join(message.split()))
+    return FAILED
+
+
+def _say(message: str) -> None:
+    print(f"{PROGRAM}: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

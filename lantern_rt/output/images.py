@@ -1,0 +1,58 @@
+"""Pixels: from decoder output to pictures, enlarging, and PNG with text chunks.
+
+Does not know codes, models, or where a file goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import BytesIO
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from ..errors import BundleError
+
+GREY = (128, 128, 128)  # painted where nothing has been decoded yet
+
+
+def to_image(pixels: NDArray[np.float32]) -> Image.Image:
+    """A picture of `pixels [3, height, width]`; -1 is black, 1 is full, what lies outside is clamped."""
+    if not np.isfinite(pixels).all():
+        raise BundleError("the image decoder gave NaN or infinity; its weights are damaged, export the bundle again")
+    levels = np.rint((np.clip(pixels, -1, 1) + 1) * 127.5).astype(np.uint8)
+    return Image.fromarray(np.ascontiguousarray(levels.transpose(1, 2, 0)))
+
+
+def blank(width: int, height: int) -> Image.Image:
+    """A picture of which nothing is known."""
+    return Image.new("RGB", (width, height), GREY)
+
+
+def grey_out(image: Image.Image, known: int, rows: int, columns: int) -> Image.Image:
+    """Paint over all cells of the `rows x columns` grid but the first `known`, in raster order."""
+    pixels = np.array(image)
+    height, width = pixels.shape[0] // rows, pixels.shape[1] // columns
+    row, column = divmod(known, columns)
+    pixels[(row + 1) * height :] = GREY
+    pixels[row * height : (row + 1) * height, column * width :] = GREY
+    return Image.fromarray(pixels)
+
+
+def enlarge(image: Image.Image, scale: int) -> Image.Image:
+    """The picture, `scale` times as wide and high, bicubic."""
+    if scale == 1:
+        return image
+    return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
+
+
+def png_bytes(image: Image.Image, texts: Mapping[str, str]) -> bytes:
+    """A PNG file with one text chunk per entry of `texts`; the same input gives the same bytes."""
+    info = PngInfo()
+    for key, text in texts.items():
+        info.add_text(key, text)  # Pillow writes iTXt where Latin-1 does not suffice
+    buffer = BytesIO()
+    image.save(buffer, "PNG", pnginfo=info)
+    return buffer.getvalue()

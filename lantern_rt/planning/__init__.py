@@ -1,0 +1,1 @@
+"""What is known of a host and a model, and the method that follows from it."""
