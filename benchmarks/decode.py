@@ -67,8 +67,8 @@ class Watched:
         self.caches.append(self.engine.new_cache(rows, capacity))
         return self.caches[-1]
 
-    def next_span(self, cache: Cache, nodes: int) -> int:
-        return self.engine.next_span(cache, nodes)
+    def next_past_length(self, cache: Cache, nodes: int) -> int:
+        return self.engine.next_past_length(cache, nodes)
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         return self.engine.run(batch, cache)
@@ -133,20 +133,20 @@ def _pass_ms(engine: OrtEngine, past: int, nodes: int, repeats: int) -> float:
     spec = engine.spec
     rng = np.random.default_rng(0)
     cache = engine.new_cache(GUIDED_ROWS, past)
-    entry = (past, GUIDED_ROWS, spec.kv_heads, spec.head_width)
+    entry = (past, GUIDED_ROWS, spec.num_kv_heads, spec.head_dim)
     cache.append(
-        [rng.standard_normal(entry, np.float32) for _ in range(2 * spec.layers)], [np.arange(past)] * GUIDED_ROWS
+        [rng.standard_normal(entry, np.float32) for _ in range(2 * spec.num_layers)], [np.arange(past)] * GUIDED_ROWS
     )
-    span = engine.next_span(cache, nodes)
-    visible = np.zeros((GUIDED_ROWS, nodes, span + nodes), bool)
-    visible[:, :, :past] = True
-    visible[:, :, span:] = np.tri(nodes, dtype=bool)
+    past_length = engine.next_past_length(cache, nodes)
+    attention_mask = np.zeros((GUIDED_ROWS, nodes, past_length + nodes), bool)
+    attention_mask[:, :, :past] = True
+    attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
     rows = (GUIDED_ROWS, nodes)
-    hidden = rng.standard_normal((*rows, spec.width), np.float32) if isinstance(spec, DrafterSpec) else None
+    hidden = rng.standard_normal((*rows, spec.hidden_size), np.float32) if isinstance(spec, DrafterSpec) else None
     batch = Pass(
         positions=np.broadcast_to(past + np.arange(nodes) % 8, rows),
-        visible=visible,
-        tokens=rng.integers(spec.vocabulary, size=rows),
+        attention_mask=attention_mask,
+        tokens=rng.integers(spec.vocab_size, size=rows),
         hidden=hidden,
     )
     seconds = [_time(lambda: engine.run(batch, cache)) for _ in range(repeats + 2)]
@@ -157,7 +157,7 @@ def measure_decoding(shapes: Shapes, random: RandomModel, threads: int) -> list[
     """Whole decodes with the random model; what counts is the share of time outside the engines."""
     target = Watched(OrtEngine(random.target, random.target_spec, random.code_embeddings, ThreadOptions(threads)))
     drafter = Watched(OrtEngine(random.drafter, random.drafter_spec, None, ThreadOptions(threads)))
-    model = Model(target, drafter, shapes.codes, random.target_spec.positions)
+    model = Model(target, drafter, shapes.codes, random.target_spec.max_positions)
     prefix = np.random.default_rng(1).standard_normal((2, 1, shapes.width), np.float32)
     prompt = Prompt(prefix[0], prefix[1], np.ones(1, bool))
     sampling = Sampling(cfg_scale=4.0)
@@ -234,7 +234,7 @@ def _subject(manifest: Manifest, i: int) -> dict[str, Any]:
     if condition.kind == "class":
         return {"class_ids": i % (condition.classes or 1)}
     rng = np.random.default_rng(i)
-    return {"embeddings": rng.standard_normal((condition.prefix // 2 + 1, condition.caption_width or 1), np.float32)}
+    return {"embeddings": rng.standard_normal((condition.prefix // 2 + 1, condition.caption_dim or 1), np.float32)}
 
 
 def _describe(stats: Statistics) -> dict[str, Any]:

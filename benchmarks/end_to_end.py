@@ -60,7 +60,7 @@ class Plan:
 
 
 SMOKE = Plan(
-    size=replace(CONFIG, width=64, layers=2, ffn_width=128),
+    size=replace(CONFIG, hidden_size=64, num_layers=2, intermediate_size=128),
     minutes=0.03,
     drafter_minutes=0.03,
     device="cpu",

@@ -213,11 +213,11 @@ def pass_ms(engine: Any, past: int, nodes: int) -> float:
     spec, rng = engine.spec, np.random.default_rng(0)
     cache = engine.new_cache(ROWS, past)
     cache.lengths = np.full(ROWS, past)  # what the columns hold costs nothing
-    span = engine.next_span(cache, nodes)
-    visible = np.ones((ROWS, nodes, span + nodes), bool)
+    past_length = engine.next_past_length(cache, nodes)
+    attention_mask = np.ones((ROWS, nodes, past_length + nodes), bool)
     batch = Pass(
         positions=np.zeros((ROWS, nodes), np.int64),
-        visible=visible,
+        attention_mask=attention_mask,
         tokens=rng.integers(spec.vocabulary, size=(ROWS, nodes)),
     )
     return 1e3 * median_seconds(lambda: engine.run(batch, cache).logits[:, 0])

@@ -36,7 +36,7 @@ class Shape:
     layers: int
     heads: int
     width: int
-    ffn_width: int
+    intermediate_size: int
     codes: int
     grid: int
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Shape:
     @property
     def layer_numbers(self) -> int:
         """Weights of a layer."""
-        return 4 * self.width**2 + 3 * self.width * self.ffn_width
+        return 4 * self.width**2 + 3 * self.width * self.intermediate_size
 
 
 SHAPES = {
@@ -83,9 +83,9 @@ def _llamagen(shape: Shape) -> Sizes:
     for i in range(shape.layers):
         yield f"layers.{i}.attention.wqkv.weight", (3 * width, width)
         yield f"layers.{i}.attention.wo.weight", (width, width)
-        yield f"layers.{i}.feed_forward.w1.weight", (shape.ffn_width, width)
-        yield f"layers.{i}.feed_forward.w3.weight", (shape.ffn_width, width)
-        yield f"layers.{i}.feed_forward.w2.weight", (width, shape.ffn_width)
+        yield f"layers.{i}.feed_forward.w1.weight", (shape.intermediate_size, width)
+        yield f"layers.{i}.feed_forward.w3.weight", (shape.intermediate_size, width)
+        yield f"layers.{i}.feed_forward.w2.weight", (width, shape.intermediate_size)
         yield f"layers.{i}.attention_norm.weight", (width,)
         yield f"layers.{i}.ffn_norm.weight", (width,)
     yield "norm.weight", (width,)
@@ -105,7 +105,7 @@ def _write_anole(shape: Shape, folder: Path) -> tuple[str, Checkpoints]:
     sizes = {
         "model_type": "chameleon",
         "hidden_size": shape.width,
-        "intermediate_size": shape.ffn_width,
+        "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.heads,
         "max_position_embeddings": 4096,
@@ -148,8 +148,8 @@ def _hugging_face_layer(shape: Shape, prefix: str) -> Sizes:
     for part in "qkvo":
         yield f"{prefix}self_attn.{part}_proj.weight", (shape.width, shape.width)
     for part in ("gate", "up"):
-        yield f"{prefix}mlp.{part}_proj.weight", (shape.ffn_width, shape.width)
-    yield f"{prefix}mlp.down_proj.weight", (shape.width, shape.ffn_width)
+        yield f"{prefix}mlp.{part}_proj.weight", (shape.intermediate_size, shape.width)
+    yield f"{prefix}mlp.down_proj.weight", (shape.width, shape.intermediate_size)
     yield f"{prefix}post_attention_layernorm.weight", (shape.width,)
 
 

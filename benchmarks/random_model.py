@@ -29,7 +29,7 @@ class Shapes:
     width: int
     layers: int
     heads: int
-    ffn_width: int
+    intermediate_size: int
     vocabulary: int
     grid: int
     nodes: tuple[int, ...]
@@ -47,7 +47,7 @@ LLAMAGEN_B = Shapes(
     width=768,
     layers=12,
     heads=12,
-    ffn_width=2048,
+    intermediate_size=2048,
     vocabulary=16384,
     grid=16,
     nodes=(1, 2, 4, 8, 16, 32, 60),
@@ -67,14 +67,14 @@ LLAMAGEN_B = Shapes(
     bandwidth_bytes=1 << 28,
     images=4,
 )
-LLAMAGEN_XL = replace(LLAMAGEN_B, name="LlamaGen-XL", width=1280, layers=36, heads=20, ffn_width=3584)
-LLAMAGEN_3B = replace(LLAMAGEN_B, name="LlamaGen-3B", width=3200, layers=24, heads=32, ffn_width=8704)
+LLAMAGEN_XL = replace(LLAMAGEN_B, name="LlamaGen-XL", width=1280, layers=36, heads=20, intermediate_size=3584)
+LLAMAGEN_3B = replace(LLAMAGEN_B, name="LlamaGen-3B", width=3200, layers=24, heads=32, intermediate_size=8704)
 SMOKE = Shapes(
     name="tiny",
     width=64,
     layers=2,
     heads=4,
-    ffn_width=128,
+    intermediate_size=128,
     vocabulary=256,
     grid=4,
     nodes=(1, 2, 4),
@@ -116,14 +116,14 @@ def build_random_model(shapes: Shapes, folder: Path, compute: Literal["float32",
         shapes.layers,
         shapes.heads,
         shapes.heads,
-        shapes.ffn_width,
+        shapes.intermediate_size,
         shapes.vocabulary,
         shapes.grid,
         prefix=1,
     )
     target = Decoder(config)
     drafter = EagleDrafter(
-        replace(config, layers=1, prefix=0, input_norm=False, final_norm=False), target.head, bias=True
+        replace(config, num_layers=1, prefix=0, input_norm=False, final_norm=False), target.head, bias=True
     )
     with torch.no_grad():
         for module in (target, drafter):
@@ -158,8 +158,10 @@ def build_random_model(shapes: Shapes, folder: Path, compute: Literal["float32",
 
 
 def _sizes(config: DecoderConfig) -> dict[str, Any]:
-    fields = {name: getattr(config, name) for name in ("width", "layers", "kv_heads", "head_width", "vocabulary")}
-    return fields if config.input_norm is False else fields | {"positions": config.positions}
+    fields = {
+        name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+    }
+    return fields if config.input_norm is False else fields | {"max_positions": config.positions}
 
 
 def _matrix_numbers(module: Any) -> int:

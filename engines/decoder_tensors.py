@@ -25,14 +25,14 @@ _HIDDEN = {np.float32: -1e30, np.float16: -6e4}
 def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and outputs of a target or drafter graph; keys and values come last, layer by layer."""
     numbers: tuple[str, ...] = (spec.dtype,) if isinstance(spec, DecoderSpec) else _FLOATS
-    rows: list[Tensor] = [Tensor("input_embeds", _FLOATS, (None, None, spec.width))]
+    rows: list[Tensor] = [Tensor("input_embeds", _FLOATS, (None, None, spec.hidden_size))]
     if drafts:
         rows = [
             Tensor("input_ids", ("int64",), (None, None)),
-            Tensor("target_hidden", _FLOATS, (None, None, spec.width)),
+            Tensor("target_hidden", _FLOATS, (None, None, spec.hidden_size)),
         ]
-    entry = (None, None, spec.kv_heads, spec.head_width)
-    names = [f"key_values.{i}.{part}" for i in range(spec.layers) for part in ("key", "value")]
+    entry = (None, None, spec.num_kv_heads, spec.head_dim)
+    names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
     inputs = [
         *rows,
         Tensor("position_ids", ("int64",), (None, None)),
@@ -40,8 +40,8 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list
         *(Tensor(f"past_{name}", numbers, entry) for name in names),
     ]
     outputs = [
-        Tensor("logits", _FLOATS, (None, None, spec.vocabulary)),
-        Tensor("hidden_states", _FLOATS, (None, None, spec.width)),
+        Tensor("logits", _FLOATS, (None, None, spec.vocab_size)),
+        Tensor("hidden_states", _FLOATS, (None, None, spec.hidden_size)),
         *(Tensor(f"new_{name}", numbers, entry) for name in names),
     ]
     return inputs, outputs
@@ -58,11 +58,13 @@ def kv_dtype(where: object, dtypes: Mapping[str, type[np.generic]]) -> type[np.f
 
 
 def check_span(batch: Pass, cache: KVCache) -> int:
-    """Columns of the past that a pass reads; ValueError if the caller did not ask `next_span`."""
-    span: int = batch.visible.shape[2] - batch.positions.shape[1]
-    if not cache.span() <= span <= round_up(max(1, cache.capacity)):
-        raise ValueError(f"a pass over {span} past columns, expected {cache.span()}: `next_span` says how many")
-    return span
+    """Columns of the past that a pass reads; ValueError if the caller did not ask `next_past_length`."""
+    past_length: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
+    if not cache.past_length() <= past_length <= round_up(max(1, cache.capacity)):
+        raise ValueError(
+            f"a pass over {past_length} past columns, expected {cache.past_length()}, as `next_past_length` says"
+        )
+    return past_length
 
 
 class NodeInputs:
@@ -81,7 +83,7 @@ class NodeInputs:
         inputs = self._rows(batch)
         inputs["position_ids"] = np.ascontiguousarray(batch.positions, np.int64)
         hidden = self._mask_dtype(_HIDDEN[self._mask_dtype])
-        inputs["attention_mask"] = np.where(batch.visible, self._mask_dtype(0), hidden)[:, None]
+        inputs["attention_mask"] = np.where(batch.attention_mask, self._mask_dtype(0), hidden)[:, None]
         return inputs
 
     def _rows(self, batch: Pass) -> dict[str, Array]:

@@ -53,7 +53,7 @@ def estimate(bundle: Bundle, options: BuildOptions) -> list[Estimate]:
             found.append(Estimate(role, weights, 0, 0))
             continue
         past = largest_past(manifest, options)
-        cache = 2 * spec.layers * past * options.max_rows * spec.kv_heads * spec.head_width * number
+        cache = 2 * spec.num_layers * past * options.max_rows * spec.num_kv_heads * spec.head_dim * number
         found.append(Estimate(role, weights, cache, _activations(spec, options, past, number)))
     return found
 
@@ -61,9 +61,9 @@ def estimate(bundle: Bundle, options: BuildOptions) -> list[Estimate]:
 def _activations(spec: DecoderSpec | DrafterSpec, options: BuildOptions, past: int, number: int) -> int:
     """Logits, the mask, two copies of one layer's scores, and its hidden states, gates and projections."""
     nodes = options.max_rows * options.max_nodes
-    heads = spec.width // spec.head_width
+    heads = spec.hidden_size // spec.head_dim
     columns = past + options.max_nodes
-    logits = nodes * spec.vocabulary * 4  # float32
+    logits = nodes * spec.vocab_size * 4  # float32
     scores = nodes * columns * (2 * heads + 1) * number
-    states = nodes * spec.width * (4 + 2 * FFN_RATIO) * number
+    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * number
     return logits + scores + states

@@ -1,6 +1,6 @@
-"""Keys and values in NumPy buffers, past first: `[columns, rows, kv_heads, head_width]`.
+"""Keys and values in NumPy buffers, past first: `[columns, rows, num_kv_heads, head_dim]`.
 
-The first `span` columns of a buffer are contiguous whatever the number of rows, so ONNX Runtime reads them
+The first `past_length` columns of a buffer are contiguous whatever the number of rows, so ONNX Runtime reads them
 in place; the usual rows-first layout would be copied at every pass. Buffers start as zeros and only ever
 receive what a graph computed, so that columns no node may see are finite and weigh exactly nothing.
 
@@ -45,51 +45,53 @@ class KVCache:
 
     @classmethod
     def empty(
-        cls, rows: int, capacity: int, layers: int, kv_heads: int, head_width: int, dtype: type[np.floating]
+        cls, rows: int, capacity: int, layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
         """A cache without entries. Memory is taken from the system only as columns are written."""
-        shape = (round_up(max(1, capacity)), rows, kv_heads, head_width)
+        shape = (round_up(max(1, capacity)), rows, num_kv_heads, head_dim)
         return cls(_slices(2 * layers, shape, dtype), np.zeros(rows, np.int64), capacity)
 
-    def span(self) -> int:
+    def past_length(self) -> int:
         """Columns that a pass reads: the longest row, rounded up to the next `SPAN_STEP`.
 
         Never 0: ONNX Runtime's fused matrix product divides by the number of columns and dies (SIGFPE).
         """
         return round_up(max(1, int(self.lengths.max(initial=0))))
 
-    def past(self, span: int) -> list[Halves]:
-        """The first `span` columns of every tensor: contiguous views, no copies."""
-        return [tensor[:span] for tensor in self.tensors]
+    def past(self, past_length: int) -> list[Halves]:
+        """The first `past_length` columns of every tensor: contiguous views, no copies."""
+        return [tensor[:past_length] for tensor in self.tensors]
 
-    def append(self, fresh: list[Halves], picks: list[Ints]) -> None:
-        """Append nodes `picks[r]` of `fresh` (tensors `[nodes, rows, kv_heads, head_width]`) to each row r."""
-        rows, start, pick = len(self.lengths), int(self.lengths[0]), picks[0]
+    def append(self, new_kv: list[Halves], accepted_indices: list[Ints]) -> None:
+        """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
+        rows, start, pick = len(self.lengths), int(self.lengths[0]), accepted_indices[0]
         end = start + len(pick)
-        alike = len(picks) == rows and all(other is pick or np.array_equal(other, pick) for other in picks)
+        alike = len(accepted_indices) == rows and all(
+            other is pick or np.array_equal(other, pick) for other in accepted_indices
+        )
         if alike and end <= self.capacity and self.lengths.tolist() == [start] * rows:
-            for tensor, new in zip(self.tensors, fresh, strict=True):
+            for tensor, new in zip(self.tensors, new_kv, strict=True):
                 new.take(pick, 0, tensor[start:end], "clip")  # "raise" would copy twice
             self.lengths = self.lengths + len(pick)
             return
-        counts = self.check_picks(picks)
+        counts = self.check_picks(accepted_indices)
         if not counts.any():
             return
         row = np.repeat(np.arange(rows), counts)
-        node = np.concatenate(picks)
+        node = np.concatenate(accepted_indices)
         column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
         source, target = node * rows + row, column * rows + row
-        for tensor, new in zip(self.tensors, fresh, strict=True):
+        for tensor, new in zip(self.tensors, new_kv, strict=True):
             entry = tensor.shape[2:]
             tensor.reshape(-1, *entry)[target] = new.reshape(-1, *entry)[source]
         self.lengths = self.lengths + counts
 
-    def check_picks(self, picks: list[Ints]) -> Ints:
+    def check_picks(self, accepted_indices: list[Ints]) -> Ints:
         """Nodes to append per row, int64 `[rows]`; ValueError if they do not fit."""
-        counts = np.array([len(pick) for pick in picks], np.int64)
-        if len(picks) != len(self.lengths) or (self.lengths + counts > self.capacity).any():
+        counts = np.array([len(pick) for pick in accepted_indices], np.int64)
+        if len(accepted_indices) != len(self.lengths) or (self.lengths + counts > self.capacity).any():
             raise ValueError(
-                f"{len(picks)} rows of {counts} entries do not fit lengths {self.lengths}, {self.capacity}"
+                f"{len(accepted_indices)} rows of {counts} entries do not fit lengths {self.lengths}, {self.capacity}"
             )
         return counts
 
@@ -102,7 +104,7 @@ class KVCache:
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; one copy of what they hold."""
         self.lengths = self.lengths[rows]
-        used = self.span()
+        used = self.past_length()
         columns, _, *entry = self.tensors[0].shape
         kept = _slices(len(self.tensors), (columns, len(rows), *entry), self.tensors[0].dtype.type)
         for tensor, narrower in zip(self.tensors, kept, strict=True):

@@ -125,12 +125,12 @@ def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
         "class": [Tensor("class_ids", ("int64",), (None,))],
         "words": [Tensor("token_ids", ("int64",), (None, condition.prefix))],
         "embeddings": [
-            Tensor("caption_embeds", ("float32",), (None, condition.prefix, condition.caption_width)),
+            Tensor("caption_embeds", ("float32",), (None, condition.prefix, condition.caption_dim)),
             Tensor("caption_mask", ("int64",), (None, condition.prefix)),
         ],
         "text": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "token_mask")],
         "tokens": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "uncond_ids")],
     }
-    rows = (None, None if condition.kind == "tokens" else condition.prefix, manifest.target.width)
+    rows = (None, None if condition.kind == "tokens" else condition.prefix, manifest.target.hidden_size)
     outputs = [Tensor(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]
     return inputs[condition.kind], outputs

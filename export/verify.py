@@ -164,8 +164,8 @@ def small_cases(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> It
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1}
     ranges = {
         "codes": manifest.codebook_size,
-        "input_ids": manifest.target.vocabulary,
-        "position_ids": manifest.target.positions,
+        "input_ids": manifest.target.vocab_size,
+        "position_ids": manifest.target.max_positions,
         "class_ids": manifest.condition.classes or 1,
     }
     generator = np.random.default_rng(0)

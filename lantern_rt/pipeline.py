@@ -276,7 +276,7 @@ class Pipeline:
         if manifest.drafter is not None:
             spec = manifest.drafter
             layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token, spec.code_offset)
-        return Model(self._engines.target, drafter, manifest.codes_per_image, manifest.target.positions, layout)
+        return Model(self._engines.target, drafter, manifest.codes_per_image, manifest.target.max_positions, layout)
 
     def _method(self, settings: Settings) -> Method:
         relaxation = None

@@ -279,7 +279,7 @@ def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:
 
 def _embeddings(manifest: Manifest, given: Embeddings) -> list[tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]]:
     """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
-    prefix, width = manifest.condition.prefix, manifest.condition.caption_width or 0
+    prefix, width = manifest.condition.prefix, manifest.condition.caption_dim or 0
     rows, mask = given if isinstance(given, tuple) else (given, None)
     try:
         values = np.asarray(rows, np.float32)

@@ -171,7 +171,7 @@ class _Decoding:
         self.active = list(self.requests)
         sides = ["cond", "uncond"] if sampling.guided else ["cond"]
         self.prefix: list[Floats] = [getattr(prompt, side) for side in sides for prompt in prompts]
-        self.hidden_columns = stack_padding([prompt.padding(side) for side in sides for prompt in prompts])
+        self.prefix_padding = stack_padding([prompt.padding(side) for side in sides for prompt in prompts])
         self.sides = len(sides)
         self.drafter: Drafter | None = None
         if method.shape is not None:
@@ -217,8 +217,8 @@ class _Decoding:
         prefix = int(lengths.max())
         capacity = prefix + self.model.codes + self._most_nodes()
         self.cache = self.model.target.new_cache(rows, capacity)
-        output = self._run(prefill_pass(self.model.target, self.cache, self.prefix, self.hidden_columns))
-        append_nodes(self.cache, output.fresh, [np.arange(length) for length in lengths], self.clock.target)
+        output = self._run(prefill_pass(self.model.target, self.cache, self.prefix, self.prefix_padding))
+        append_nodes(self.cache, output.new_kv, [np.arange(length) for length in lengths], self.clock.target)
         last = output.logits[np.arange(rows), lengths - 1]  # [rows, vocabulary]
         parts = []
         for slot, request in enumerate(self.active):
@@ -226,7 +226,7 @@ class _Decoding:
             request.codes.append(code)
             parts.append(RequestStep(request.index, np.array([code]), 1))
         if self.drafter is not None:
-            hidden = self.hidden_columns if self.model.layout.masks_prefix else np.zeros_like(self.hidden_columns)
+            hidden = self.prefix_padding if self.model.layout.masks_prefix else np.zeros_like(self.prefix_padding)
             read = self._drafter_rows()
             self.drafter.start(len(read), capacity, hidden[read, :-1], self.drafter_prefix)
             self.new_codes = [part.codes for part in parts]
@@ -246,7 +246,7 @@ class _Decoding:
         trees = self._draft()
         output = self._verify(trees)
         drafted = self.method.nodes > 1
-        parts, picks = [], []
+        parts, accepted_indices = [], []
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
             accepted = self._accept(request, tree, output, slot)
             codes = np.append(tree.tokens[accepted.path[1:]], accepted.bonus)
@@ -257,14 +257,16 @@ class _Decoding:
             request.statistics.realised_tvd += accepted.realised_tvd
             if request.window is not None and len(request.codes) < self.model.codes:
                 request.window.advance(len(accepted.path) - 1, partial(self._distribution, output, slot))
-            picks.append(np.array(accepted.path, np.int64))
+            accepted_indices.append(np.array(accepted.path, np.int64))
             parts.append(
                 RequestStep(request.index, codes, committed, tree if drafted else None, accepted if drafted else None)
             )
-        append_nodes(self.cache, output.fresh, picks * self.sides, self.clock.target)
+        append_nodes(self.cache, output.new_kv, accepted_indices * self.sides, self.clock.target)
         if self.drafter is not None:
             self.new_codes = [part.codes for part in parts]
-            self.new_hidden = [output.hidden[row, picks[row % len(picks)]] for row in self._drafter_rows()]
+            self.new_hidden = [
+                output.hidden[row, accepted_indices[row % len(accepted_indices)]] for row in self._drafter_rows()
+            ]
         self._drop_finished()
         return parts
 
@@ -286,18 +288,18 @@ class _Decoding:
         largest = max(tree.nodes for tree in trees) if self.method.stop else self.method.nodes
         nodes = max(MINIMUM_NODES, largest)
         lengths = self.cache.lengths
-        span = self.model.target.next_span(self.cache, nodes)
+        past_length = self.model.target.next_past_length(self.cache, nodes)
         tokens = np.zeros((rows, nodes), np.int64)
         depths = np.zeros((rows, nodes), np.int64)
-        visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, :span] = committed_mask(lengths, self.hidden_columns, span)[:, None]
-        visible[:, np.arange(nodes), span + np.arange(nodes)] = True
+        attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+        attention_mask[:, :, :past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
+        attention_mask[:, np.arange(nodes), past_length + np.arange(nodes)] = True
         for row in range(rows):
             tree = trees[row % len(trees)]
             tokens[row, : tree.nodes], depths[row, : tree.nodes] = tree.tokens, tree.depths
-            visible[row, : tree.nodes, span : span + tree.nodes] = tree.ancestors
+            attention_mask[row, : tree.nodes, past_length : past_length + tree.nodes] = tree.ancestors
         positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
-        return self._run(Pass(positions=positions, visible=visible, tokens=tokens))
+        return self._run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens))
 
     def _accept(self, request: _Request, tree: DraftTree, output: PassOutput, slot: int) -> Acceptance:
         target = partial(self._distribution, output, slot)
@@ -335,7 +337,7 @@ class _Decoding:
         if not kept:
             return
         self.cache.keep_rows(rows)
-        self.hidden_columns = self.hidden_columns[rows]
+        self.prefix_padding = self.prefix_padding[rows]
         if self.drafter is not None:
             self.drafter.keep_rows(drafter_rows)
             self.new_codes = [self.new_codes[slot] for slot in kept]

@@ -73,22 +73,22 @@ class Drafter:
         self.children, self.stop = children, stop
         self.committed_masks: dict[int, Bools] = {}  # by span, for as long as the same slots are committed
         self.cache: Cache
-        self.hidden_columns: Bools
+        self.prefix_padding: Bools
         self.prefix: list[Ints]
 
-    def start(self, rows: int, capacity: int, hidden_columns: Bools, prefix: list[Ints] | None = None) -> None:
-        """Open a cache; `hidden_columns [rows, slots]` marks prefix slots nobody may see.
+    def start(self, rows: int, capacity: int, prefix_padding: Bools, prefix: list[Ints] | None = None) -> None:
+        """Open a cache; `prefix_padding [rows, slots]` marks prefix slots nobody may see.
 
         prefix: per row the token ids that its prefix slots read, before the first code; none if they are
         given as codes.
         """
-        self.cache, self.hidden_columns = self.engine.new_cache(rows, capacity), hidden_columns
+        self.cache, self.prefix_padding = self.engine.new_cache(rows, capacity), prefix_padding
         self.prefix = prefix or []
 
     def keep_rows(self, rows: Ints) -> None:
         """Go on with these rows only."""
         self.cache.keep_rows(rows)
-        self.hidden_columns = self.hidden_columns[rows]
+        self.prefix_padding = self.prefix_padding[rows]
         self.prefix = [self.prefix[row] for row in rows] if self.prefix else []
 
     def draft(self, tokens: list[Ints], hidden: list[Floats], streams: Sequence[Streams]) -> list[DraftTree]:
@@ -124,15 +124,15 @@ class Drafter:
         states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
             codes[row, :count], states[row, :count] = read[row], hidden[row]
-        lengths, prefix = self.cache.lengths, self.hidden_columns.shape[1]
-        visible, span = self._visible(lengths, slots)
-        visible[:, :, span:] = np.tri(slots, dtype=bool)
+        lengths, prefix = self.cache.lengths, self.prefix_padding.shape[1]
+        attention_mask, past_length = self._visible(lengths, slots)
+        attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # the prefix itself is being committed
-            seen = ~self.hidden_columns[row] | np.eye(slots, prefix, dtype=bool)
-            visible[row, :, span : span + prefix] &= seen
-        output = self._run(codes, states, lengths[:, None] + np.arange(slots), visible)
+            seen = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
+            attention_mask[row, :, past_length : past_length + prefix] &= seen
+        output = self._run(codes, states, lengths[:, None] + np.arange(slots), attention_mask)
         kept = {count: np.arange(count) for count in counts}
-        append_nodes(self.cache, output.fresh, [kept[count] for count in counts], self.clock.drafter)
+        append_nodes(self.cache, output.new_kv, [kept[count] for count in counts], self.clock.drafter)
         last = np.array(counts) - 1
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, width]
         logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocabulary]
@@ -144,16 +144,16 @@ class Drafter:
 
     def _visible(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, span + slots]`, and the span."""
-        span = self.engine.next_span(self.cache, slots)
-        if span not in self.committed_masks:
-            self.committed_masks[span] = committed_mask(lengths, self.hidden_columns, span)[:, None]
-        visible = np.zeros((len(lengths), slots, span + slots), bool)
-        visible[:, :, :span] = self.committed_masks[span]
-        return visible, span
+        past_length = self.engine.next_past_length(self.cache, slots)
+        if past_length not in self.committed_masks:
+            self.committed_masks[past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
+        attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
+        attention_mask[:, :, :past_length] = self.committed_masks[past_length]
+        return attention_mask, past_length
 
-    def _run(self, tokens: Ints, hidden: Floats, positions: Ints, visible: Bools) -> PassOutput:
+    def _run(self, tokens: Ints, hidden: Floats, positions: Ints, attention_mask: Bools) -> PassOutput:
         last = self.last_position + self.position_shift
-        batch = Pass(positions=np.minimum(positions, last), visible=visible, tokens=tokens, hidden=hidden)
+        batch = Pass(positions=np.minimum(positions, last), attention_mask=attention_mask, tokens=tokens, hidden=hidden)
         return run_pass(self.engine, batch, self.cache, self.clock.drafter)
 
     def _expand(
@@ -176,13 +176,13 @@ class Drafter:
         sees = np.zeros((requests, slots, drafted + slots), bool)
         sees[:, :, :drafted] = above[np.arange(requests)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
-        visible, span = self._visible(base, padded)
-        visible[:, :, span:] = np.eye(padded, dtype=bool)
+        attention_mask, past_length = self._visible(base, padded)
+        attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
-            visible[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
+            attention_mask[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
         positions = np.repeat((base + depth - 1)[:, None], padded, 1)
-        output = self._run(codes, states, positions, visible)
-        append_nodes(self.cache, output.fresh, [np.arange(slots)] * rows, self.clock.drafter)
+        output = self._run(codes, states, positions, attention_mask)
+        append_nodes(self.cache, output.new_kv, [np.arange(slots)] * rows, self.clock.drafter)
         logits = [self._guided(output, r, requests, slots) for r in range(requests)]
         return Level(output.hidden[:, :slots], logits), sees
 

@@ -24,13 +24,13 @@ class Pass:
 
     tokens: codes, int64 `[rows, nodes]`. embeds: prefix rows, float32 `[rows, nodes, width]`.
     positions: int64 `[rows, nodes]`. visible: bool `[rows, nodes, span + nodes]`, where span is the
-    engine's `next_span` for this cache and number of nodes; past columns come first. Every node sees at
+    engine's `next_past_length` for this cache and number of nodes; past columns come first. Every node sees at
     least itself. hidden: float32 `[rows, nodes, width]`, for drafters only (they take tokens and hidden
     states).
     """
 
     positions: Ints
-    visible: Bools
+    attention_mask: Bools
     tokens: Ints | None = None
     embeds: Floats | None = None
     hidden: Floats | None = None
@@ -51,12 +51,12 @@ class Rows(Protocol):
 class PassOutput:
     """Output of one pass: logits float32 `[rows, nodes, vocabulary]`, hidden float32 `[rows, nodes, width]`.
 
-    `fresh` are the new keys and values in a form that the same engine's cache can append.
+    `new_kv` are the new keys and values in a form that the same engine's cache can append.
     """
 
     logits: Rows
     hidden: Rows
-    fresh: Any
+    new_kv: Any
 
 
 class Cache(Protocol):
@@ -71,8 +71,8 @@ class Cache(Protocol):
         """Committed entries per row, int64 `[rows]`."""
         ...
 
-    def append(self, fresh: Any, picks: list[Ints]) -> None:
-        """Append, for each row r, the nodes `picks[r]` of a pass's `fresh`, in that order."""
+    def append(self, new_kv: Any, accepted_indices: list[Ints]) -> None:
+        """Append, for each row r, the nodes `accepted_indices[r]` of a pass's `new_kv`, in that order."""
         ...
 
     def truncate(self, lengths: Ints) -> None:
@@ -91,7 +91,7 @@ class Engine(Protocol):
         """An empty cache for `rows` sequences of at most `capacity` entries each."""
         ...
 
-    def next_span(self, cache: Cache, nodes: int) -> int:
+    def next_past_length(self, cache: Cache, nodes: int) -> int:
         """Columns of the past that a pass over `nodes` new nodes will read.
 
         At least the longest row; an engine may round up, so that shapes repeat and sums are formed in the same

@@ -36,11 +36,11 @@ def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling:
     """How probable one image's `codes [cells]` are, given its prompt and the codes before."""
     sides = ["cond", "uncond"] if sampling.guided else ["cond"]
     prefix = [getattr(prompt, side) for side in sides]
-    hidden_columns = stack_padding([prompt.padding(side) for side in sides])
+    prefix_padding = stack_padding([prompt.padding(side) for side in sides])
     rows, lengths = len(prefix), np.array([len(row) for row in prefix])
     cache = model.target.new_cache(rows, int(lengths.max()) + len(codes))
-    output = model.target.run(prefill_pass(model.target, cache, prefix, hidden_columns), cache)
-    cache.append(output.fresh, [np.arange(length) for length in lengths])
+    output = model.target.run(prefill_pass(model.target, cache, prefix, prefix_padding), cache)
+    cache.append(output.new_kv, [np.arange(length) for length in lengths])
     # each [rows, codes, vocabulary], predicting the next code
     logits = [output.logits[np.arange(rows), lengths - 1][:, None]]
     for start in range(0, len(codes) - 1, CHUNK):
@@ -48,13 +48,13 @@ def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling:
         count = len(chunk)
         tokens = np.broadcast_to(np.append(chunk, chunk[-1:]) if count == 1 else chunk, (rows, max(2, count)))
         nodes = tokens.shape[1]
-        span = model.target.next_span(cache, nodes)
-        visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, :span] = committed_mask(cache.lengths, hidden_columns, span)[:, None]
-        visible[:, :, span:] = np.tri(nodes, dtype=bool)
+        past_length = model.target.next_past_length(cache, nodes)
+        attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+        attention_mask[:, :, :past_length] = committed_mask(cache.lengths, prefix_padding, past_length)[:, None]
+        attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = cache.lengths[:, None] + np.arange(nodes)
-        output = model.target.run(Pass(positions=positions, visible=visible, tokens=tokens), cache)
-        cache.append(output.fresh, [np.arange(count)] * rows)
+        output = model.target.run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens), cache)
+        cache.append(output.new_kv, [np.arange(count)] * rows)
         logits.append(output.logits[:, :count])
     scored = 0
     nats = entropy = 0.0

@@ -13,15 +13,15 @@ from .statistics import CallClock
 MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
-def committed_mask(lengths: Ints, hidden_columns: Bools, span: int) -> Bools:
+def committed_mask(lengths: Ints, prefix_padding: Bools, past_length: int) -> Bools:
     """Which cache columns hold visible committed entries, bool `[rows, span]`.
 
-    `lengths [rows]` entries are committed; `hidden_columns [rows, prefix]` marks padded prefix columns.
+    `lengths [rows]` entries are committed; `prefix_padding [rows, prefix]` marks padded prefix columns.
     """
-    visible: Bools = np.arange(span) < lengths[:, None]
-    prefix = min(hidden_columns.shape[1], span)
-    visible[:, :prefix] &= ~hidden_columns[:, :prefix]
-    return visible
+    attention_mask: Bools = np.arange(past_length) < lengths[:, None]
+    prefix = min(prefix_padding.shape[1], past_length)
+    attention_mask[:, :prefix] &= ~prefix_padding[:, :prefix]
+    return attention_mask
 
 
 def run_pass(engine: Engine, batch: Pass, cache: Cache, clock: CallClock) -> PassOutput:
@@ -33,10 +33,10 @@ def run_pass(engine: Engine, batch: Pass, cache: Cache, clock: CallClock) -> Pas
     return output
 
 
-def append_nodes(cache: Cache, fresh: Any, picks: list[Ints], clock: CallClock) -> None:
+def append_nodes(cache: Cache, new_kv: Any, accepted_indices: list[Ints], clock: CallClock) -> None:
     """Have the engine's cache take in accepted nodes; the seconds are the engine's."""
     start = time.perf_counter()
-    cache.append(fresh, picks)
+    cache.append(new_kv, accepted_indices)
     clock.seconds += time.perf_counter() - start
 
 
@@ -65,14 +65,16 @@ def prefix_mask(real: Bools, nodes: int) -> Bools:
     return mask
 
 
-def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], hidden_columns: Bools) -> Pass:
+def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padding: Bools) -> Pass:
     """A pass over whole prefixes `[length, width]`, each of its own length, on an empty cache.
 
-    `hidden_columns [rows, longest]` marks padding. Rows are stretched to one length by nodes to be dropped.
+    `prefix_padding [rows, longest]` marks padding. Rows are stretched to one length by nodes to be dropped.
     """
     rows, nodes = len(prefix), max(MINIMUM_NODES, *map(len, prefix))
     embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in prefix])
-    span = engine.next_span(cache, nodes)
-    visible = np.zeros((rows, nodes, span + nodes), bool)
-    visible[:, :, span:] = prefix_mask(~hidden_columns, nodes)
-    return Pass(positions=np.broadcast_to(np.arange(nodes), (rows, nodes)), visible=visible, embeds=embeds)
+    past_length = engine.next_past_length(cache, nodes)
+    attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+    attention_mask[:, :, past_length:] = prefix_mask(~prefix_padding, nodes)
+    return Pass(
+        positions=np.broadcast_to(np.arange(nodes), (rows, nodes)), attention_mask=attention_mask, embeds=embeds
+    )

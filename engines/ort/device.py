@@ -52,23 +52,23 @@ class DeviceCache(KVCache):
     helper: Any = None
     device: str = "cpu"
 
-    def past(self, span: int) -> list[Halves]:
+    def past(self, past_length: int) -> list[Halves]:
         """Not for device memory: passes bind the tensors themselves."""
         raise TypeError("a cache on a device has no NumPy views")
 
-    def append(self, fresh: list[Any], picks: list[Ints]) -> None:
-        """Append nodes `picks[r]` of `fresh` to each row r, all tensors in one run of the helper graph."""
-        counts = self.check_picks(picks)
+    def append(self, new_kv: list[Any], accepted_indices: list[Ints]) -> None:
+        """Append nodes `accepted_indices[r]` of `new_kv` to each row r, all tensors in one run of the helper graph."""
+        counts = self.check_picks(accepted_indices)
         if not counts.sum():
             return
         rows = len(self.lengths)
         row = np.repeat(np.arange(rows), counts)
         column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
         binding = self.helper.io_binding()
-        source, target = np.concatenate(picks) * rows + row, (column * rows + row)[:, None]
+        source, target = np.concatenate(accepted_indices) * rows + row, (column * rows + row)[:, None]
         binding.bind_cpu_input("source", source)
         binding.bind_cpu_input("target", target)
-        for i, (tensor, new) in enumerate(zip(self.tensors, fresh, strict=True)):
+        for i, (tensor, new) in enumerate(zip(self.tensors, new_kv, strict=True)):
             _bind(binding, f"fresh.{i}", new, _flat(new))
             _bind(binding, f"cache.{i}", tensor, _flat(tensor))
             _bind(binding, f"joined.{i}", tensor, _flat(tensor), output=True)  # the same memory: nothing is copied
@@ -91,8 +91,10 @@ class OrtDeviceEngine(OrtEngine):
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         """An empty cache in device memory, all of it taken at once."""
         spec = self.spec
-        shape = (round_up(max(1, capacity)), rows, spec.kv_heads, spec.head_width)
-        zeros = [np.zeros(shape, self._kv_dtype) for _ in range(2 * spec.layers)]  # on the host they become the cache
+        shape = (round_up(max(1, capacity)), rows, spec.num_kv_heads, spec.head_dim)
+        zeros = [
+            np.zeros(shape, self._kv_dtype) for _ in range(2 * spec.num_layers)
+        ]  # on the host they become the cache
         tensors = cast(list[Halves], [_to_device(tensor, self.device) for tensor in zeros])
         return DeviceCache(
             tensors, np.zeros(rows, np.int64), capacity, helper=self._helpers["append"], device=self.device
@@ -102,22 +104,22 @@ class OrtDeviceEngine(OrtEngine):
         """Run one pass; logits and hidden states come back as `DeviceRows`."""
         if not isinstance(cache, DeviceCache):
             raise TypeError(f"a cache of another engine: {type(cache).__name__}")
-        span = check_span(batch, cache)
+        past_length = check_span(batch, cache)
         binding = self._graph.session.io_binding()
         inputs = {name: _to_device(array, self.device) for name, array in self.node_inputs(batch).items()}
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
         for name, tensor in zip(self._past, cache.tensors, strict=True):
-            _bind(binding, name, tensor, (span, *_shape(tensor)[1:]))
+            _bind(binding, name, tensor, (past_length, *_shape(tensor)[1:]))
         for name in self._graph.output_names:
             binding.bind_output(name, self.device)
         start = time.perf_counter()
         self._graph.run_bound(binding)
         cache.seconds += time.perf_counter() - start
         cache.passes += 1
-        logits, hidden, *fresh = binding.get_outputs()
+        logits, hidden, *new_kv = binding.get_outputs()
         logits_rows = DeviceRows(logits, self._helpers["logits"], self.device)
-        return PassOutput(logits_rows, DeviceRows(hidden, self._helpers["hidden"], self.device), fresh)
+        return PassOutput(logits_rows, DeviceRows(hidden, self._helpers["hidden"], self.device), new_kv)
 
     @property
     def _helpers(self) -> dict[str, Any]:
@@ -126,12 +128,12 @@ class OrtDeviceEngine(OrtEngine):
         return self._loaded
 
     def _load_helpers(self) -> dict[str, Any]:
-        spec, entry = self.spec, (self.spec.kv_heads, self.spec.head_width)
+        spec, entry = self.spec, (self.spec.num_kv_heads, self.spec.head_dim)
         kinds = {name: np.dtype(self._graph.dtypes[name]).name for name in ("logits", "hidden_states")}
         graphs = {
-            "append": _append_graph(2 * spec.layers, entry, np.dtype(self._kv_dtype).name),
-            "logits": _gather_graph(spec.vocabulary, kinds["logits"]),
-            "hidden": _gather_graph(spec.width, kinds["hidden_states"]),
+            "append": _append_graph(2 * spec.num_layers, entry, np.dtype(self._kv_dtype).name),
+            "logits": _gather_graph(spec.vocab_size, kinds["logits"]),
+            "hidden": _gather_graph(spec.hidden_size, kinds["hidden_states"]),
         }
         return {name: load_helper(content, self._graph.provider) for name, content in graphs.items()}
 

@@ -41,11 +41,11 @@ class OrtEngine:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` entries each."""
         spec = self.spec
-        return KVCache.empty(rows, capacity, spec.layers, spec.kv_heads, spec.head_width, self._kv_dtype)
+        return KVCache.empty(rows, capacity, spec.num_layers, spec.num_kv_heads, spec.head_dim, self._kv_dtype)
 
-    def next_span(self, cache: Cache, nodes: int) -> int:
+    def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up so that sums are formed in one order whatever else is in the batch."""
-        return _own(cache).span()
+        return _own(cache).past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
@@ -53,10 +53,10 @@ class OrtEngine:
         feeds = self.node_inputs(batch)
         feeds.update(zip(self._past, own.past(check_span(batch, own)), strict=True))
         start = time.perf_counter()
-        logits, features, *fresh = self._graph.run(feeds)
+        logits, features, *new_kv = self._graph.run(feeds)
         own.seconds += time.perf_counter() - start
         own.passes += 1
-        return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), fresh)
+        return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 
 
 def _own(cache: Cache) -> KVCache:

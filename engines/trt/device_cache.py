@@ -22,7 +22,7 @@ from .cuda_memory import Allocator, Block, DeviceMemory
 
 @dataclass(frozen=True)
 class Fresh:
-    """New keys and values on the device: tensors `[nodes, rows, kv_heads, head_width]`, `stride` bytes apart.
+    """New keys and values on the device: tensors `[nodes, rows, num_kv_heads, head_dim]`, `stride` bytes apart.
 
     number: of the pass, for they are overwritten by the next one on the same cache.
     """
@@ -83,22 +83,22 @@ class BlockCache(KVCache):
         """Where each tensor begins."""
         return [self.block.address + i * self.stride for i in range(self.count)]
 
-    def past(self, span: int) -> list[Halves]:
+    def past(self, past_length: int) -> list[Halves]:
         """Not for device memory: passes bind addresses."""
         raise TypeError("a cache on a device has no NumPy views")
 
-    def append(self, fresh: Any, picks: list[Ints]) -> None:
-        """Append nodes `picks[r]` of `fresh` to each row r."""
-        counts, rows = self.check_picks(picks), len(self.lengths)
-        self.check_number(fresh.number)
+    def append(self, new_kv: Any, accepted_indices: list[Ints]) -> None:
+        """Append nodes `accepted_indices[r]` of `new_kv` to each row r."""
+        counts, rows = self.check_picks(accepted_indices), len(self.lengths)
+        self.check_number(new_kv.number)
         row = np.repeat(np.arange(rows), counts)
         column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
-        for source, target, length in runs(np.concatenate(picks) * fresh.rows + row, column * rows + row):
+        for source, target, length in runs(np.concatenate(accepted_indices) * new_kv.rows + row, column * rows + row):
             self.memory.copy2d(
                 self.block.address + target * self.entry,
                 self.stride,
-                fresh.address + source * self.entry,
-                fresh.stride,
+                new_kv.address + source * self.entry,
+                new_kv.stride,
                 length * self.entry,
                 self.count,
             )
@@ -128,7 +128,7 @@ class BlockCache(KVCache):
                     start + source * self.entry,
                     old_rows * self.entry,
                     length * self.entry,
-                    self.span(),
+                    self.past_length(),
                 )
         del before  # given back after the copies, in the order of the stream
 

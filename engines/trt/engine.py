@@ -55,7 +55,7 @@ class TensorRTEngine:
         self._blocks: Allocator = BlockPool(memory) if options.cuda_graphs else memory
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._fresh = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
-        self._entry = spec.kv_heads * spec.head_width * np.dtype(kv_dtype(source.path, self._plan.dtypes)).itemsize
+        self._entry = spec.num_kv_heads * spec.head_dim * np.dtype(kv_dtype(source.path, self._plan.dtypes)).itemsize
         self._node_inputs = NodeInputs(code_embeddings, self._plan.dtypes)
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
@@ -69,18 +69,18 @@ class TensorRTEngine:
             raise self._too_small("past", round_up(sure), most_past)
         return BlockCache.zeros(self._memory, rows, capacity, len(self._past), self._entry, self._blocks)
 
-    def next_span(self, cache: Cache, nodes: int) -> int:
+    def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up; EngineError if the plan has no profile for such a pass."""
         own = _own(cache)
-        span = own.span()
-        self._fit(len(own.lengths), nodes, span)
-        return span
+        past_length = own.past_length()
+        self._fit(len(own.lengths), nodes, past_length)
+        return past_length
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
         own = _own(cache)
-        span, (rows, nodes) = check_span(batch, own), batch.positions.shape
-        profile, stretched = self._fit(rows, nodes, span)
+        past_length, (rows, nodes) = check_span(batch, own), batch.positions.shape
+        profile, stretched = self._fit(rows, nodes, past_length)
         arrays = self._node_inputs(stretch(batch, stretched))
         start = time.perf_counter()
         shapes = self._output_shapes(rows, stretched)
@@ -90,7 +90,7 @@ class TensorRTEngine:
         for name, array in arrays.items():
             self._memory.upload(places[name], array)
         inputs: dict[str, Place] = {name: (array.shape, places[name]) for name, array in arrays.items()}
-        past = (span, rows, self.spec.kv_heads, self.spec.head_width)
+        past = (past_length, rows, self.spec.num_kv_heads, self.spec.head_dim)
         inputs |= {name: (past, address) for name, address in zip(self._past, own.addresses(), strict=True)}
         self._plan.enqueue(profile, inputs, {name: (shape, places[name]) for name, shape in shapes.items()})
         self._memory.synchronise()
@@ -106,10 +106,10 @@ class TensorRTEngine:
     def _output_shapes(self, rows: int, nodes: int) -> dict[str, Shape]:
         spec = self.spec
         shapes: dict[str, Shape] = {
-            "logits": (rows, nodes, spec.vocabulary),
-            "hidden_states": (rows, nodes, spec.width),
+            "logits": (rows, nodes, spec.vocab_size),
+            "hidden_states": (rows, nodes, spec.hidden_size),
         }
-        return shapes | dict.fromkeys(self._fresh, (nodes, rows, spec.kv_heads, spec.head_width))
+        return shapes | dict.fromkeys(self._fresh, (nodes, rows, spec.num_kv_heads, spec.head_dim))
 
     def _item(self, name: str) -> int:
         return np.dtype(self._plan.dtypes[name]).itemsize
@@ -122,17 +122,17 @@ class TensorRTEngine:
         start = cache.take_scratch(end)
         return {name: start + offset for name, offset in offsets.items()}
 
-    def _fit(self, rows: int, nodes: int, span: int) -> tuple[int, int]:
+    def _fit(self, rows: int, nodes: int, past_length: int) -> tuple[int, int]:
         """The smallest profile for a pass, by number, and the nodes to run; EngineError if there is none."""
         profiles = self._source.profiles
-        found = smallest_profile(profiles, rows, nodes, span)
+        found = smallest_profile(profiles, rows, nodes, past_length)
         if found is not None:
             return found, bucket(nodes, profiles[found])
-        for name, wanted in (("rows", rows), ("nodes", nodes), ("past", span)):
+        for name, wanted in (("rows", rows), ("nodes", nodes), ("past", past_length)):
             if wanted > (most := max(getattr(profile, name)[2] for profile in profiles)):
                 raise self._too_small(name, wanted, most)
         # each fits some profile, but no profile all: many nodes come with a short past only
-        most = max(profile.nodes[2] for profile in profiles if profile.past[2] >= span)
+        most = max(profile.nodes[2] for profile in profiles if profile.past[2] >= past_length)
         raise self._too_small("nodes", nodes, most)
 
     def _too_small(self, name: str, wanted: int, most: int) -> EngineError:
@@ -189,14 +189,14 @@ class TensorRTFunction:
         return list(results.values())
 
 
-def smallest_profile(profiles: Sequence[Profile], rows: int, nodes: int, span: int) -> int | None:
+def smallest_profile(profiles: Sequence[Profile], rows: int, nodes: int, past_length: int) -> int | None:
     """The number of the profile with the fewest nodes, then the shortest past, that takes such a pass."""
     fitting = [
         (profile.nodes[2], profile.past[2], number)
         for number, profile in enumerate(profiles)
         if profile.rows[0] <= rows <= profile.rows[2]
         and nodes <= profile.nodes[2]
-        and profile.past[0] <= span <= profile.past[2]
+        and profile.past[0] <= past_length <= profile.past[2]
     ]
     return min(fitting)[2] if fitting else None
 
@@ -213,15 +213,17 @@ def stretch(batch: Pass, nodes: int) -> Pass:
     more = nodes - before
     if more == 0:
         return batch
-    span = batch.visible.shape[2] - before
-    visible: Bools = np.zeros((rows, nodes, span + nodes), bool)
-    visible[:, :before, : span + before] = batch.visible
-    visible[:, np.arange(before, nodes), span + np.arange(before, nodes)] = True
+    past_length = batch.attention_mask.shape[2] - before
+    attention_mask: Bools = np.zeros((rows, nodes, past_length + nodes), bool)
+    attention_mask[:, :before, : past_length + before] = batch.attention_mask
+    attention_mask[:, np.arange(before, nodes), past_length + np.arange(before, nodes)] = True
 
     def longer(array: Any) -> Any:
         return None if array is None else np.pad(array, [(0, 0), (0, more)] + [(0, 0)] * (array.ndim - 2))
 
-    return Pass(longer(batch.positions), visible, longer(batch.tokens), longer(batch.embeds), longer(batch.hidden))
+    return Pass(
+        longer(batch.positions), attention_mask, longer(batch.tokens), longer(batch.embeds), longer(batch.hidden)
+    )
 
 
 def _own(cache: Cache) -> BlockCache:

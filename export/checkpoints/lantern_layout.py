@@ -58,7 +58,7 @@ def is_lantern_layout(weights: Mapping[str, Any]) -> bool:
 def official_weights(weights: Weights, path: Path) -> tuple[Weights, dict[str, str]]:
     """Weights under official names, and the map from those names to the file's.
 
-    Queries, keys and values `[heads * head_width, width]` of a layer become one `wqkv`. Names that are not known
+    Queries, keys and values `[heads * head_dim, width]` of a layer become one `wqkv`. Names that are not known
     are left as they are. Raises CheckpointError if a layer lacks one of the three.
     """
     shown = dict(_NAMES)

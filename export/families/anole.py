@@ -129,7 +129,7 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
             )
     embeddings, head = weights.pop(_EMBEDDINGS), weights.pop(_HEAD)
     sizes = decoder_sizes(config, config_path, weights, folder, "model.", len(codes), grid)
-    named, shown = rename_layers(weights, "model.", sizes.layers, sizes.width, folder)
+    named, shown = rename_layers(weights, "model.", sizes.num_layers, sizes.hidden_size, folder)
     with without_weights():
         decoder = Decoder(sizes)
     fill(decoder, named | {"head.weight": _rows(head, codes)}, folder, shown | {"head.weight": _HEAD})

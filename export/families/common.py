@@ -99,9 +99,9 @@ def export_model(
     """
     check_output(output, force)
     sizes = model.decoder.config
-    if model.vq.config.codes != sizes.vocabulary:
+    if model.vq.config.codes != sizes.vocab_size:
         raise CheckpointError(
-            f"the VQ tokenizer has {model.vq.config.codes} codes, but the transformer has {sizes.vocabulary}; "
+            f"the VQ tokenizer has {model.vq.config.codes} codes, but the transformer has {sizes.vocab_size}; "
             "give the one that belongs to it"
         )
     if progress:
@@ -113,7 +113,7 @@ def export_model(
         "family": model.family,
         "grid_rows": sizes.grid,
         "grid_columns": sizes.grid,
-        "codebook_size": sizes.vocabulary,
+        "codebook_size": sizes.vocab_size,
         "image_height": pixels,
         "image_width": pixels,
         "target": _decoder_spec(sizes),
@@ -271,23 +271,23 @@ def plain_cases(inputs: list[Arrays]) -> tuple[Case, ...]:
 def _decoder_spec(sizes: DecoderConfig) -> DecoderSpec:
     """A target's sizes in the manifest."""
     return DecoderSpec(
-        width=sizes.width,
-        layers=sizes.layers,
-        kv_heads=sizes.kv_heads,
-        head_width=sizes.head_width,
-        vocabulary=sizes.vocabulary,
-        positions=sizes.positions,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=sizes.vocab_size,
+        max_positions=sizes.positions,
     )
 
 
 def _drafter_spec(drafting: Drafting) -> DrafterSpec:
     sizes = drafting.drafter.config
     return DrafterSpec(
-        width=sizes.width,
-        layers=sizes.layers,
-        kv_heads=sizes.kv_heads,
-        head_width=sizes.head_width,
-        vocabulary=sizes.vocabulary,
+        hidden_size=sizes.hidden_size,
+        num_layers=sizes.num_layers,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        vocab_size=sizes.vocab_size,
         masks_prefix=drafting.masks_prefix,
         code_offset=drafting.code_offset,
     )

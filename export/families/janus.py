@@ -84,7 +84,7 @@ def read_janus(folder: Path) -> Model:
     image = fill_vq(images, folder, {ours: _VQ + theirs for ours, theirs in shown.items()}, unit_encoding=False)
     code_embeddings = _fold_codes(weights.pop(_CODES), _take(weights, _ALIGNER), folder)
     text_embeddings = weights.pop(_TEXT)
-    named, shown = rename_layers(weights, _LANGUAGE, sizes.layers, sizes.width, folder)
+    named, shown = rename_layers(weights, _LANGUAGE, sizes.num_layers, sizes.hidden_size, folder)
     back = {theirs: ours for ours, theirs in _HEAD_NAMES.items()}
     with without_weights():
         decoder = Decoder(sizes)

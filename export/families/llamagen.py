@@ -57,8 +57,8 @@ def export_llamagen(
     transformer = read_llamagen(target, model=model, config=config, grid=grid)
     sizes = transformer.decoder.config
     image = read_vq(vq)
-    if image.config.codes != sizes.vocabulary:
-        raise CheckpointError(f"{vq}: has {image.config.codes} codes, but the transformer has {sizes.vocabulary}")
+    if image.config.codes != sizes.vocab_size:
+        raise CheckpointError(f"{vq}: has {image.config.codes} codes, but the transformer has {sizes.vocab_size}")
     draft = None if drafter is None else read_drafter(drafter, transformer.decoder)
     sources = [*transformer.files, ("vq", vq), *(draft.files if draft else ())]
     if text_encoder is None:
@@ -97,7 +97,7 @@ def _condition(transformer: LlamaGen) -> Condition:
         inputs = (Value("class_ids", ("rows",), "int64"),)
         cases = [{"class_ids": generator.integers(transformer.classes, size=rows)} for rows in (3, 1)]
     else:
-        width = transformer.caption_width or 0
+        width = transformer.caption_dim or 0
         inputs = (
             Value("caption_embeds", ("rows", sizes.prefix, width)),
             Value("caption_mask", ("rows", sizes.prefix), "int64"),
@@ -109,12 +109,14 @@ def _condition(transformer: LlamaGen) -> Condition:
             }
             for rows in (3, 1)
         ]
-    outputs = tuple(Value(name, ("rows", sizes.prefix, sizes.width)) for name in ("prefix_embeds", "uncond_embeds"))
+    outputs = tuple(
+        Value(name, ("rows", sizes.prefix, sizes.hidden_size)) for name in ("prefix_embeds", "uncond_embeds")
+    )
     graph = Graph("condition", transformer.condition, inputs, outputs, plain_cases(cases))
     spec = ConditionSpec(
         kind="embeddings" if transformer.classes is None else "class",
         prefix=sizes.prefix,
         classes=transformer.classes,
-        caption_width=transformer.caption_width,
+        caption_dim=transformer.caption_dim,
     )
     return Condition(spec, graph)

@@ -29,9 +29,9 @@ from .onnx_ops import Ops, Value
 class _Shared:
     """Values that all layers read: the two halves of the rotation, the mask, and how to part past from new."""
 
-    cos: str  # [rows, nodes, 1, head_width], each number twice
+    cos: str  # [rows, nodes, 1, head_dim], each number twice
     sin: str  # the same, negative at the first number of each pair
-    swap: str  # [head_width, head_width]: exchanges the two numbers of each pair
+    swap: str  # [head_dim, head_dim]: exchanges the two numbers of each pair
     mask: str  # [rows, 1, group * nodes, past + nodes]
     sizes: str  # int64 [2]: past, nodes
 
@@ -103,7 +103,7 @@ def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None 
 
 
 def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
-    """Every head of queries and keys `[rows, nodes, heads + kv_heads, width]` by itself, in float32; queries times
+    """Every head of queries and keys `[rows, nodes, heads + num_kv_heads, width]` by itself, in float32; queries times
     `scale`."""
     query, key = attention.query_norm, attention.key_norm
     x = ops.widen(x)
@@ -120,12 +120,12 @@ def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale
 
 def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:
     width = 2 * turns.shape[1]
-    halves = attention.pairs == "halves"
+    halves = attention.rope_style == "half"
     order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
     place = order.flatten().argsort()  # where each number stands in `order`
     pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
     tables = {"cos": turns[:, place // 2, 0], "sin": turns[:, place // 2, 1] * sign}
-    group = attention.heads // attention.kv_heads
+    group = attention.num_heads // attention.num_kv_heads
     cos, sin = (
         ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
         for part, table in tables.items()
@@ -140,30 +140,30 @@ def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:
 
 
 def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared: _Shared) -> str:
-    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.head_width
+    heads, num_kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
     scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
     # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
     folds = not attention.normed and math.log2(scale).is_integer()
     weight = _scale_rows(attention.qkv.weight, heads * width, scale) if folds else attention.qkv.weight
-    joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * kv_heads, width)
+    joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * num_kv_heads, width)
     at = f"layers.{index}"
     turned, value = ops.many(
-        "Split", joint, ops.ints(heads + kv_heads, kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
+        "Split", joint, ops.ints(heads + num_kv_heads, num_kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
     )
     if attention.normed:  # the root goes into the norm
         turned = _write_head_norms(ops, turned, f"{at}.attention.head_norm", attention, width**-0.5)
     swapped = ops.op("MatMul", turned, shared.swap)
     turned = ops.op("Add", ops.op("Mul", turned, shared.cos), ops.op("Mul", swapped, shared.sin))
-    query, key = ops.many("Split", turned, ops.ints(heads, kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
-    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_key_values.{index}.key")  # [nodes, rows, kv_heads, width]
+    query, key = ops.many("Split", turned, ops.ints(heads, num_kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
+    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_key_values.{index}.key")  # [nodes, rows, num_kv_heads, width]
     new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_key_values.{index}.value")
     past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"
 
     if not folds and not attention.normed:
         query = ops.op("Mul", query, ops.weight("attention_scale", torch.tensor(scale)))
     query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
-    if heads > kv_heads:  # queries of one group share a key head: stack them along the nodes
-        query = ops.reshape(query, 0, kv_heads, -1, width)
+    if heads > num_kv_heads:  # queries of one group share a key head: stack them along the nodes
+        query = ops.reshape(query, 0, num_kv_heads, -1, width)
     scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
     weights = ops.op("Softmax", ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask), axis=-1)
     parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
@@ -171,8 +171,8 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
         ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3))
         for part, v in zip(parts, (past_value, new_value), strict=True)
     ]
-    together = ops.op("Add", *mixed)  # [rows, kv_heads, group * nodes, width]
-    if heads > kv_heads:
+    together = ops.op("Add", *mixed)  # [rows, num_kv_heads, group * nodes, width]
+    if heads > num_kv_heads:
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
         shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
         together = ops.op("Reshape", together, shape)

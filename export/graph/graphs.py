@@ -107,7 +107,7 @@ def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
 def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
     """The graph of a decoder; `code_embeddings [codes, width]` serve as inputs of the checks."""
     config = decoder.config
-    past, new = cache_values(config.layers, config.kv_heads, config.head_width)
+    past, new = cache_values(config.num_layers, config.num_kv_heads, config.head_dim)
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
@@ -116,8 +116,8 @@ def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
     return Graph(
         role="target",
         module=Flat(decoder),
-        inputs=(Value("input_embeds", ("rows", "nodes", config.width)), *node_values(), *past),
-        outputs=(*decoder_outputs(config.vocabulary, config.width), *new),
+        inputs=(Value("input_embeds", ("rows", "nodes", config.hidden_size)), *node_values(), *past),
+        outputs=(*decoder_outputs(config.vocab_size, config.hidden_size), *new),
         cases=tuple(decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
         write=lambda ops: write_target(ops, decoder),
     )

@@ -21,7 +21,7 @@ class DecoderConfig:
     """Sizes and conventions of a decoder.
 
     `rotary`: positions are cells of a `grid` with rows and columns (LlamaGen), or a plain `sequence` (Llama,
-    Chameleon). `pairs`: which numbers of a head turn together, `neighbours` (2i, 2i + 1) or `halves`
+    Chameleon). `rope_style`: which numbers of a head turn together, `interleaved` (2i, 2i + 1) or `half`
     (i, i + half). `prefix_rotation`: rotary rows of the prefix before a grid; `zero` makes prefix queries and
     keys vanish (LlamaGen), `identity` leaves them unturned. `spare_positions`: rows after the grid, for draft
     nodes that lie past the last cell. `input_norm`: whether the first layer normalises its input (an EAGLE
@@ -30,18 +30,18 @@ class DecoderConfig:
     a hidden layer in the output head (Janus), 0 for a plain linear one.
     """
 
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn_width: int
-    vocabulary: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
     grid: int
     prefix: int
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
     rotary: Literal["grid", "sequence"] = "grid"
-    pairs: Literal["neighbours", "halves"] = "neighbours"
+    rope_style: Literal["interleaved", "half"] = "interleaved"
     prefix_rotation: Literal["zero", "identity"] = "zero"
     spare_positions: int = 64
     input_norm: bool = True
@@ -50,9 +50,9 @@ class DecoderConfig:
     head_hidden: int = 0
 
     @property
-    def head_width(self) -> int:
+    def head_dim(self) -> int:
         """Numbers per head."""
-        return self.width // self.heads
+        return self.hidden_size // self.num_heads
 
     @property
     def positions(self) -> int:
@@ -61,13 +61,13 @@ class DecoderConfig:
 
 
 def rotary_table(config: DecoderConfig) -> Tensor:
-    """Cosines and sines `[positions, head_width / 2, 2]` of the rotary embedding.
+    """Cosines and sines `[positions, head_dim / 2, 2]` of the rotary embedding.
 
     On a grid the first half of the pairs turns by the row of the cell, the second half by its column, both with
-    frequencies base^(-2k / (head_width / 2)). In a sequence pair k turns by the position, with frequency
-    base^(-2k / head_width).
+    frequencies base^(-2k / (head_dim / 2)). In a sequence pair k turns by the position, with frequency
+    base^(-2k / head_dim).
     """
-    half = config.head_width // 2
+    half = config.head_dim // 2
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # also in a module built without weights
     if config.rotary == "sequence":
         pair = torch.arange(half, **real) / half
@@ -87,11 +87,11 @@ def rotary_table(config: DecoderConfig) -> Tensor:
     return table.float()
 
 
-def rotate(x: Tensor, turn: Tensor, pairs: str = "neighbours") -> Tensor:
+def rotate(x: Tensor, turn: Tensor, rope_style: str = "interleaved") -> Tensor:
     """Turn pairs of `x [rows, nodes, heads, width]` by `turn [rows, nodes, width / 2, 2]`."""
     rows, nodes, heads, width = x.shape
     cos, sin = turn[:, :, None, :, 0], turn[:, :, None, :, 1]
-    if pairs == "halves":
+    if rope_style == "half":
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     even, odd = x.view(rows, nodes, heads, width // 2, 2).unbind(-1)
@@ -127,57 +127,59 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
-        self.pairs = config.pairs
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.rope_style = config.rope_style
         if config.query_key_norm:
-            self.query_norm = HeadNorm(config.heads, config.head_width)
-            self.key_norm = HeadNorm(config.kv_heads, config.head_width)
+            self.query_norm = HeadNorm(config.num_heads, config.head_dim)
+            self.key_norm = HeadNorm(config.num_kv_heads, config.head_dim)
         self.normed = config.query_key_norm
-        self.qkv = nn.Linear(config.width, (config.heads + 2 * config.kv_heads) * config.head_width, bias=False)
-        self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+        self.qkv = nn.Linear(
+            config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, bias=False
+        )
+        self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def project(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values: each `[rows, nodes, heads or kv_heads, head_width]`."""
+        """Rotated queries and keys, and values: each `[rows, nodes, heads or num_kv_heads, head_dim]`."""
         rows, nodes, _ = x.shape
-        sizes = [self.heads * self.head_width, self.kv_heads * self.head_width, self.kv_heads * self.head_width]
+        sizes = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
         query, key, value = self.qkv(x).split(sizes, -1)
-        query = query.view(rows, nodes, self.heads, self.head_width)
-        key = key.view(rows, nodes, self.kv_heads, self.head_width)
+        query = query.view(rows, nodes, self.num_heads, self.head_dim)
+        key = key.view(rows, nodes, self.num_kv_heads, self.head_dim)
         if self.normed:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, turn, self.pairs), rotate(key, turn, self.pairs)
-        return query, key, value.view(rows, nodes, self.kv_heads, self.head_width)
+        query, key = rotate(query, turn, self.rope_style), rotate(key, turn, self.rope_style)
+        return query, key, value.view(rows, nodes, self.num_kv_heads, self.head_dim)
 
     def forward(
         self, x: Tensor, turn: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to the past and to the new nodes; the past is used where it lies, not copied.
 
-        `mask` is additive, `[rows, 1, nodes, past + nodes]`; past tensors are `[past, rows, kv_heads,
-        head_width]`. Returns the output and the new keys and values `[nodes, rows, kv_heads, head_width]`.
+        `mask` is additive, `[rows, 1, nodes, past + nodes]`; past tensors are `[past, rows, num_kv_heads,
+        head_dim]`. Returns the output and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
         """
         rows, nodes, _ = x.shape
         query, key, value = self.project(x, turn)
-        group = self.heads // self.kv_heads
-        query = query.transpose(1, 2) * self.head_width**-0.5  # [rows, heads, nodes, head_width]
+        group = self.num_heads // self.num_kv_heads
+        query = query.transpose(1, 2) * self.head_dim**-0.5  # [rows, heads, nodes, head_dim]
         if group > 1:  # queries of one group share a key head: stack them along the nodes
-            query = query.reshape(rows, self.kv_heads, group * nodes, self.head_width)
+            query = query.reshape(rows, self.num_kv_heads, group * nodes, self.head_dim)
             mask = mask.repeat(1, 1, group, 1)
-        with_past = query @ past_key.permute(1, 2, 3, 0)  # [rows, kv_heads, group * nodes, past]
-        with_new = query @ key.permute(0, 2, 3, 1)  # [rows, kv_heads, group * nodes, nodes]
+        with_past = query @ past_key.permute(1, 2, 3, 0)  # [rows, num_kv_heads, group * nodes, past]
+        with_new = query @ key.permute(0, 2, 3, 1)  # [rows, num_kv_heads, group * nodes, nodes]
         weights = torch.softmax(torch.cat([with_past, with_new], -1) + mask, -1)
         past = past_key.shape[0]
         mixed = weights[..., :past] @ past_value.permute(1, 2, 0, 3) + weights[..., past:] @ value.transpose(1, 2)
         if group > 1:
-            mixed = mixed.reshape(rows, self.heads, nodes, self.head_width)
-        mixed = mixed.transpose(1, 2).reshape(rows, nodes, self.heads * self.head_width)
+            mixed = mixed.reshape(rows, self.num_heads, nodes, self.head_dim)
+        mixed = mixed.transpose(1, 2).reshape(rows, nodes, self.num_heads * self.head_dim)
         return self.out(mixed), key.transpose(0, 1), value.transpose(0, 1)
 
     def full(self, x: Tensor, turn: Tensor) -> Tensor:
         """Causal attention over a whole sequence, without a cache."""
         query, key, value = (t.transpose(1, 2) for t in self.project(x, turn))
         mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            query, key, value, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
         )
         attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
@@ -188,9 +190,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
-        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
-        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         mixed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -202,9 +204,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.width, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.width, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(
@@ -241,11 +243,11 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.layers))
-        self.norm = RMSNorm(config.width, config.norm_eps) if config.final_norm else nn.Identity()
-        self.head: nn.Linear | DeepHead = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
+        self.head: nn.Linear | DeepHead = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
-            self.head = DeepHead(config.width, config.head_hidden, config.vocabulary)
+            self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
         self.register_buffer("turns", rotary_table(config), persistent=False)
 
     def forward(
@@ -254,9 +256,9 @@ class Decoder(nn.Module):
         """One pass over new nodes.
 
         `embeds [rows, nodes, width]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +
-        nodes]`, `past` per layer keys and values `[past, rows, kv_heads, head_width]`. Returns logits
+        nodes]`, `past` per layer keys and values `[past, rows, num_kv_heads, head_dim]`. Returns logits
         `[rows, nodes, vocabulary]`, hidden states `[rows, nodes, width]` and per layer the new keys and
-        values `[nodes, rows, kv_heads, head_width]`.
+        values `[nodes, rows, num_kv_heads, head_dim]`.
         """
         turn = self.turns[position_ids]
         fresh = []

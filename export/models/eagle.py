@@ -38,9 +38,9 @@ class EagleDrafter(nn.Module):
         """`tokens`: rows of the embedding table, where it holds more than the codes."""
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(tokens or config.vocabulary, config.width)
-        self.fc = nn.Linear(2 * config.width, config.width, bias=bias)
-        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.layers))
+        self.embed = nn.Embedding(tokens or config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("turns", rotary_table(config), persistent=False)
         self.head = head
 
@@ -88,11 +88,11 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
         raise CheckpointError(f"{path}: has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
     if not isinstance(target.head, nn.Linear):
         raise CheckpointError(f"{path}: the target's head has a hidden layer; EAGLE drafters borrow a plain one")
-    config = _infer(weights, path, config_path, target.config, tokens or target.config.vocabulary)
+    config = _infer(weights, path, config_path, target.config, tokens or target.config.vocab_size)
     with without_weights():
-        head = nn.Linear(config.width, config.vocabulary, bias=False)
+        head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         drafter = EagleDrafter(config, head, "fc.bias" in weights, tokens)
-    renamed, shown = rename_layers(weights, "", config.layers, config.width, path)
+    renamed, shown = rename_layers(weights, "", config.num_layers, config.hidden_size, path)
     renamed["embed.weight"], shown["embed.weight"] = renamed.pop("embed_tokens.weight"), "embed_tokens.weight"
     fill(drafter, renamed | {"head.weight": target.head.weight}, path, shown)
     index = [] if found.index is None else [("drafter_index", found.index)]
@@ -103,12 +103,12 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
 def drafter_graph(drafter: EagleDrafter) -> Graph:
     """The graph of a drafter."""
     config = drafter.config
-    past, new = cache_values(config.layers, config.kv_heads, config.head_width)
+    past, new = cache_values(config.num_layers, config.num_kv_heads, config.head_dim)
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
         return {
             "input_ids": generator.integers(drafter.embed.num_embeddings, size=(rows, nodes)),
-            "target_hidden": generator.standard_normal((rows, nodes, config.width), dtype=np.float32),
+            "target_hidden": generator.standard_normal((rows, nodes, config.hidden_size), dtype=np.float32),
         }
 
     return Graph(
@@ -116,11 +116,11 @@ def drafter_graph(drafter: EagleDrafter) -> Graph:
         module=Flat(drafter, leading=4),
         inputs=(
             Value("input_ids", ("rows", "nodes"), "int64"),
-            Value("target_hidden", ("rows", "nodes", config.width)),
+            Value("target_hidden", ("rows", "nodes", config.hidden_size)),
             *node_values(),
             *past,
         ),
-        outputs=(*decoder_outputs(config.vocabulary, config.width), *new),
+        outputs=(*decoder_outputs(config.vocab_size, config.hidden_size), *new),
         cases=tuple(decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
         write=lambda ops: _write(ops, drafter),
     )
@@ -137,10 +137,10 @@ def _write(ops: Ops, drafter: EagleDrafter) -> None:
 def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfig, tokens: int) -> DecoderConfig:
     arguments = read_config(config_path)
     vocabulary, width = shape_of(weights, "embed_tokens.weight", 2, path)
-    if (vocabulary, width) != (tokens, target.width):
-        kind = "codes" if tokens == target.vocabulary else "tokens"
+    if (vocabulary, width) != (tokens, target.hidden_size):
+        kind = "codes" if tokens == target.vocab_size else "tokens"
         raise CheckpointError(
-            f"{path}: the drafter has {vocabulary} {kind} of width {width}, the target {tokens} of {target.width}"
+            f"{path}: the drafter has {vocabulary} {kind} of width {width}, the target {tokens} of {target.hidden_size}"
         )
     layers = count_blocks(weights, "layers.")
     if not layers:
@@ -154,19 +154,19 @@ def _infer(weights: Weights, path: Path, config_path: Path, target: DecoderConfi
     for name, found in known.items():
         if config_int(arguments, name, config_path) not in (None, found):
             raise CheckpointError(f"{config_path}: {name} is {arguments[name]}, but the weights have {found}")
-    heads = config_int(arguments, "num_attention_heads", config_path) or target.heads
+    heads = config_int(arguments, "num_attention_heads", config_path) or target.num_heads
     if width % heads or width // heads % 4:
         raise CheckpointError(f"{config_path}: {heads} heads do not fit the width {width}")
     keys = shape_of(weights, "layers.0.self_attn.k_proj.weight", 2, path)[0]
-    kv_heads = keys // (width // heads)
-    if keys % (width // heads) or not kv_heads or heads % kv_heads:
+    num_kv_heads = keys // (width // heads)
+    if keys % (width // heads) or not num_kv_heads or heads % num_kv_heads:
         raise CheckpointError(f"{path}: k_proj has {keys} rows, which {heads} heads of {width // heads} do not explain")
     return replace(
         target,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_width=known["intermediate_size"],
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=known["intermediate_size"],
         prefix=target.prefix - 1,
         norm_eps=config_float(arguments, "rms_norm_eps", 1e-6, config_path),
         rope_base=target.rope_base if target.rotary == "grid" else rope_base(arguments, config_path),

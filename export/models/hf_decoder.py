@@ -42,11 +42,11 @@ def decoder_sizes(
     `max_position_embeddings`, up to 2048 tokens. Raises CheckpointError for what the decoder cannot do.
     """
     layer = f"{prefix}layers.0."
-    ffn_width, width = shape_of(weights, layer + "mlp.gate_proj.weight", 2, place)
+    intermediate_size, width = shape_of(weights, layer + "mlp.gate_proj.weight", 2, place)
     known = {
         "hidden_size": width,
         "num_hidden_layers": count_blocks(weights, prefix + "layers."),
-        "intermediate_size": ffn_width,
+        "intermediate_size": intermediate_size,
     }
     for name, found in known.items():
         if config_int(config, name, path) not in (None, found):
@@ -56,12 +56,12 @@ def decoder_sizes(
         raise CheckpointError(
             f"{path}: {heads} heads (num_attention_heads, head_dim) do not fit the width {width}, expected equal parts"
         )
-    kv_heads = config_int(config, "num_key_value_heads", path) or heads
+    num_kv_heads = config_int(config, "num_key_value_heads", path) or heads
     rows = shape_of(weights, layer + "self_attn.k_proj.weight", 2, place)[0]
-    if heads % kv_heads or rows != kv_heads * (width // heads):
+    if heads % num_kv_heads or rows != num_kv_heads * (width // heads):
         raise CheckpointError(
-            f"{path}: {kv_heads} key heads (num_key_value_heads) of {width // heads} numbers do not fit {heads} heads "
-            f"and the {rows} rows of k_proj"
+            f"{path}: {num_kv_heads} key heads (num_key_value_heads) of {width // heads} numbers do not fit {heads} "
+            f"heads and the {rows} rows of k_proj"
         )
     if config.get("hidden_act", "silu") != "silu" or config.get("swin_norm"):
         raise CheckpointError(f"{path}: hidden_act must be silu and swin_norm off; this decoder has nothing else")
@@ -71,18 +71,18 @@ def decoder_sizes(
             f"{path}: max_position_embeddings is {positions}, expected more than the {grid**2} codes of an image"
         )
     return DecoderConfig(
-        width=width,
-        layers=known["num_hidden_layers"],
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_width=ffn_width,
-        vocabulary=vocabulary,
+        hidden_size=width,
+        num_layers=known["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=vocabulary,
         grid=grid,
         prefix=min(positions - grid**2, _LONGEST_PROMPT),
         norm_eps=config_float(config, "rms_norm_eps", 1e-6, path),
         rope_base=rope_base(config, path),
         rotary="sequence",
-        pairs="halves",
+        rope_style="half",
         query_key_norm=layer + "self_attn.q_norm.weight" in weights,
     )
 

@@ -82,10 +82,10 @@ class CaptionCondition(nn.Module):
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
         super().__init__()
         self.first, self.second = nn.Parameter(first, requires_grad=False), nn.Parameter(second, requires_grad=False)
-        self.uncond = nn.Parameter(uncond, requires_grad=False)  # [prefix, caption_width]
+        self.uncond = nn.Parameter(uncond, requires_grad=False)  # [prefix, caption_dim]
 
     def project(self, captions: Tensor) -> Tensor:
-        """`[..., caption_width]` to `[..., width]`."""
+        """`[..., caption_dim]` to `[..., width]`."""
         return F.linear(F.gelu(F.linear(captions, self.first), approximate="tanh"), self.second)
 
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class CaptionCondition(nn.Module):
 
 @dataclass(frozen=True)
 class LlamaGen:
-    """A transformer taken apart. `classes` or `caption_width` is set, by what images are conditioned on.
+    """A transformer taken apart. `classes` or `caption_dim` is set, by what images are conditioned on.
 
     `files`: what it was read from, with roles: `target`, `target_index`, `config`.
     """
@@ -104,7 +104,7 @@ class LlamaGen:
     code_embeddings: Tensor  # [codes, width]
     condition: ClassCondition | CaptionCondition
     classes: int | None
-    caption_width: int | None
+    caption_dim: int | None
     files: tuple[tuple[str, Path], ...] = ()
 
 
@@ -157,16 +157,16 @@ def read_llamagen(
     with without_weights():
         decoder = Decoder(sizes)
     names = {"norm.weight": "norm.weight", "head.weight": "output.weight"}
-    for i in range(sizes.layers):
+    for i in range(sizes.num_layers):
         names |= {f"layers.{i}.{ours}": f"layers.{i}.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
     back = {theirs: ours for ours, theirs in names.items()}
     code_embeddings = weights.pop("tok_embeddings.weight").float()
-    condition, classes, caption_width = _take_condition(checkpoint)
+    condition, classes, caption_dim = _take_condition(checkpoint)
     shown = {ours: checkpoint.names.get(theirs, theirs) for ours, theirs in names.items()}
     fill(decoder, {back.get(name, name): tensor for name, tensor in weights.items()}, path, shown)
     files = [("target_index", found.index)] if found.index else []
     files += [("target", file) for file in found.files] + ([("config", config)] if config else [])
-    return LlamaGen(decoder, code_embeddings, condition, classes, caption_width, tuple(files))
+    return LlamaGen(decoder, code_embeddings, condition, classes, caption_dim, tuple(files))
 
 
 def _without_prefix(weights: Weights) -> Weights:
@@ -228,9 +228,9 @@ def _infer(checkpoint: _Checkpoint, model: str | None, grid: int | None, frequen
     if not layers:
         missing = checkpoint.names.get("norm.weight", "norm.weight").replace("norm.weight", "layers.0")
         raise CheckpointError(f"{path}: missing weights {missing}.*")
-    ffn_width = checkpoint.shape("layers.0.feed_forward.w1.weight")[0]
+    intermediate_size = checkpoint.shape("layers.0.feed_forward.w1.weight")[0]
     joint = checkpoint.shape("layers.0.attention.wqkv.weight")[0]
-    known = {"dim": width, "n_layer": layers, "vocab_size": codes, "ffn_hidden": ffn_width}
+    known = {"dim": width, "n_layer": layers, "vocab_size": codes, "ffn_hidden": intermediate_size}
     if _CLASSES in weights:
         prefix, kind = 1, "c2i"
         known["num_classes"] = checkpoint.shape(_CLASSES)[0] - 1
@@ -252,25 +252,25 @@ def _infer(checkpoint: _Checkpoint, model: str | None, grid: int | None, frequen
     if grid is None and block is None and checkpoint.fields:
         raise CheckpointError(f"{source}: has no block_size; give --grid (16 for 256 pixels, 32 for 512)")
     heads = _heads(checkpoint, layers, width, model)
-    head_width = width // heads
-    kv_heads, rest = divmod(joint - width, 2 * head_width)
+    head_dim = width // heads
+    num_kv_heads, rest = divmod(joint - width, 2 * head_dim)
     given = checkpoint.integer("n_kv_head")
-    if rest or kv_heads < 1 or heads % kv_heads or given not in (None, kv_heads):
+    if rest or num_kv_heads < 1 or heads % num_kv_heads or given not in (None, num_kv_heads):
         raise CheckpointError(
-            f"{path}: wqkv has {joint} rows, which {heads} heads of {head_width} and "
+            f"{path}: wqkv has {joint} rows, which {heads} heads of {head_dim} and "
             f"{given or 'some'} key heads do not explain; check the number of heads"
         )
-    if head_width % 4:
+    if head_dim % 4:
         raise CheckpointError(
-            f"{path}: {heads} heads of {head_width} numbers; the rotary embedding needs a multiple of 4"
+            f"{path}: {heads} heads of {head_dim} numbers; the rotary embedding needs a multiple of 4"
         )
     return DecoderConfig(
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_width=ffn_width,
-        vocabulary=codes,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=codes,
         grid=grid or _grid(path, prefix, frequencies, block, source),
         prefix=prefix,
         norm_eps=checkpoint.number("norm_eps", 1e-5),

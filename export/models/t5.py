@@ -51,8 +51,8 @@ class T5Config:
     width: int
     layers: int
     heads: int
-    head_width: int
-    ffn_width: int
+    head_dim: int
+    intermediate_size: int
     vocabulary: int
     buckets: int = 32
     max_distance: int = 128
@@ -80,23 +80,23 @@ class T5Layer(nn.Module):
 
     def __init__(self, config: T5Config) -> None:
         super().__init__()
-        self.heads, self.head_width = config.heads, config.head_width
-        inner = config.heads * config.head_width
+        self.heads, self.head_dim = config.heads, config.head_dim
+        inner = config.heads * config.head_dim
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
         self.query = nn.Linear(config.width, inner, bias=False)
         self.key = nn.Linear(config.width, inner, bias=False)
         self.value = nn.Linear(config.width, inner, bias=False)
         self.out = nn.Linear(inner, config.width, bias=False)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
-        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
-        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
-        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+        self.gate = nn.Linear(config.width, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.width, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.width, bias=False)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         rows, tokens, _ = x.shape
         normed = self.attention_norm(x)
         query, key, value = (
-            part(normed).view(rows, tokens, self.heads, self.head_width).transpose(1, 2)
+            part(normed).view(rows, tokens, self.heads, self.head_dim).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
         weights = torch.softmax(query @ key.transpose(2, 3) + bias, -1)  # [rows, heads, tokens, tokens]
@@ -160,13 +160,13 @@ def _write_layer(ops: Ops, x: str, at: str, layer: T5Layer, bias: str) -> str:
     normed = write_norm(ops, x, f"{at}.attention_norm", layer.attention_norm)
     parts = {"query": layer.query, "key": layer.key, "value": layer.value}
     split = {
-        name: ops.reshape(ops.linear(normed, f"{at}.{name}", part.weight), 0, 0, layer.heads, layer.head_width)
+        name: ops.reshape(ops.linear(normed, f"{at}.{name}", part.weight), 0, 0, layer.heads, layer.head_dim)
         for name, part in parts.items()
-    }  # each [rows, tokens, heads, head_width]
+    }  # each [rows, tokens, heads, head_dim]
     query, value = (ops.transpose(split[name], 0, 2, 1, 3) for name in ("query", "value"))
     scores = ops.op("Add", ops.op("MatMul", query, ops.transpose(split["key"], 0, 2, 3, 1)), bias)
     mixed = ops.op("MatMul", ops.op("Softmax", scores, axis=-1), value)
-    joined = ops.reshape(ops.transpose(mixed, 0, 2, 1, 3), 0, 0, layer.heads * layer.head_width)
+    joined = ops.reshape(ops.transpose(mixed, 0, 2, 1, 3), 0, 0, layer.heads * layer.head_dim)
     x = ops.op("Add", x, ops.linear(joined, f"{at}.out", layer.out.weight))
     normed = write_norm(ops, x, f"{at}.ffn_norm", layer.ffn_norm)
     gate = ops.op("Gelu", ops.linear(normed, f"{at}.gate", layer.gate.weight), approximate="tanh")
@@ -254,8 +254,8 @@ def _infer(weights: Weights, folder: Path, arguments: Mapping[str, Any], source:
         width=width,
         layers=layers,
         heads=heads,
-        head_width=inner // heads,
-        ffn_width=known["d_ff"],
+        head_dim=inner // heads,
+        intermediate_size=known["d_ff"],
         vocabulary=vocabulary,
         buckets=buckets,
         max_distance=distance,

@@ -24,7 +24,7 @@ class TextEncoder:
     files: tuple[tuple[str, Path], ...]
 
 
-def read_text_encoder(folder: Path, caption_width: int) -> TextEncoder:
+def read_text_encoder(folder: Path, caption_dim: int) -> TextEncoder:
     """The encoder in a folder such as flan-t5-xl's, for captions of a width.
 
     Raises CheckpointError if the encoder has another width, or its tokenizer other tokens; EngineError if
@@ -36,19 +36,19 @@ def read_text_encoder(folder: Path, caption_width: int) -> TextEncoder:
         raise CheckpointError(f"{folder}: found no {_TOKENIZER}, expected a text encoder's folder with one; {cure}")
     source = folder / "config.json"
     arguments = read_config(source) if source.is_file() else {}
-    _check_width(folder, config_int(arguments, "d_model", source), caption_width)  # before gigabytes are read
+    _check_width(folder, config_int(arguments, "d_model", source), caption_dim)  # before gigabytes are read
     files = read_t5(folder)
     config = files.encoder.config
-    _check_width(folder, config.width, caption_width)
+    _check_width(folder, config.width, caption_dim)
     tokenizer = path.read_bytes()
     _check_tokenizer(path, tokenizer, config.vocabulary, config_int(arguments, "eos_token_id", source) or 1)
     return TextEncoder(files.encoder, tokenizer, (*files.files, ("text_tokenizer", path)))
 
 
-def _check_width(folder: Path, width: int | None, caption_width: int) -> None:
-    if width not in (None, caption_width):
+def _check_width(folder: Path, width: int | None, caption_dim: int) -> None:
+    if width not in (None, caption_dim):
         raise CheckpointError(
-            f"{folder}: the text encoder has width {width}, but the transformer's captions {caption_width}; "
+            f"{folder}: the text encoder has width {width}, but the transformer's captions {caption_dim}; "
             "LlamaGen's text models take flan-t5-xl (2048)"
         )
 

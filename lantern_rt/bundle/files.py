@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from ..errors import BundleError
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
+from .migration import from_format_1
 from .onnx_scan import NotOnnx, external_locations
 
 MANIFEST_FILE = "bundle.json"
@@ -83,7 +84,7 @@ class Bundle:
             raise BundleError(
                 f"{path}: expected a NumPy array without pickled objects, found {_brief(error)}"
             ) from error
-        expected = (self.manifest.codebook_size, self.manifest.target.width)
+        expected = (self.manifest.codebook_size, self.manifest.target.hidden_size)
         _check_array(path, "the array", table, expected, (np.float32,))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
             raise BundleError(f"{path}: found NaN or infinity, expected finite numbers; export the bundle again")
@@ -234,13 +235,15 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
         raise BundleError(
             f"{path}: field `format_version`: found {_quote(version)}, expected a version such as {FORMAT_VERSION}"
         )
+    if version.startswith("1."):
+        data, version = from_format_1(data, FORMAT_VERSION), FORMAT_VERSION
     if version.partition(".")[0] != major:
         raise BundleError(
-            f"{path}: found bundle format {version}, this lantern-rt reads {major}.x; "
+            f"{path}: found bundle format {version}, this lantern-rt reads 1.x and {major}.x; "
             "upgrade lantern-rt, or export the bundle again"
         )
     try:
-        return Manifest.model_validate_json(text, strict=True)
+        return Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise BundleError(f"{path}: {_explain(error)}{_newer(version)}") from error
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-FORMAT_VERSION = "1.1"
+FORMAT_VERSION = "2.0"
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Method = Literal["auto", "ar", "eagle", "lantern", "lantern++", "sjd"]
@@ -45,17 +45,17 @@ class FileEntry(Part):
 
 
 class DecoderSpec(Part):
-    """Sizes of a decoder graph. Cache tensors are `[past, rows, kv_heads, head_width]`.
+    """Sizes of a decoder graph. Cache tensors are `[past, rows, num_kv_heads, head_dim]`.
 
     `precision` is that of the stored weights, `dtype` that of the cache and of what target and drafter compute in.
     """
 
-    width: Count
-    layers: Count
-    kv_heads: Count
-    head_width: Count
-    vocabulary: Count
-    positions: Count
+    hidden_size: Count
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    max_positions: Count
     dtype: Literal["float32", "float16"] = "float32"
     cache_layout: Literal["past-first"] = "past-first"
     precision: Precision = "fp32"
@@ -72,11 +72,11 @@ class DrafterSpec(Part):
     it is not all; the logits of the others are too low to be drafted.
     """
 
-    width: Count
-    layers: Count
-    kv_heads: Count
-    head_width: Count
-    vocabulary: Count
+    hidden_size: Count
+    num_layers: Count
+    num_kv_heads: Count
+    head_dim: Count
+    vocab_size: Count
     position_shift: int = -1
     masks_prefix: bool = True
     prefix_token: int = 0
@@ -113,7 +113,7 @@ class ConditionSpec(Part):
 
     `class`: input `class_ids [rows]` int64. `words`: a caption of known words, input `token_ids
     [rows, prefix]` int64, padded on the right with id 0. `embeddings`: text embeddings given by the
-    caller, inputs `caption_embeds [rows, prefix, caption_width]` (left-padded, padding zeroed) and
+    caller, inputs `caption_embeds [rows, prefix, caption_dim]` (left-padded, padding zeroed) and
     `caption_mask [rows, prefix]` int64. `text`: any text, inputs `token_ids` and `token_mask [rows, tokens]`
     int64, tokens up to prefix, left-padded; `cleaning` says how prompts are cleaned before. Outputs,
     always: `prefix_embeds` and `uncond_embeds`, both `[rows, prefix, width]` float32.
@@ -125,7 +125,7 @@ class ConditionSpec(Part):
     kind: Literal["class", "words", "embeddings", "text", "tokens"]
     prefix: Count
     classes: Count | None = None
-    caption_width: Count | None = None
+    caption_dim: Count | None = None
     cleaning: Literal["llamagen"] | None = None
     layout: TokenLayout | None = None
 
@@ -133,8 +133,8 @@ class ConditionSpec(Part):
     def _sizes_fit_kind(self) -> ConditionSpec:
         if (self.classes is not None) != (self.kind == "class"):
             raise ValueError("`classes` goes with kind `class` and with no other")
-        if (self.caption_width is not None) != (self.kind == "embeddings"):
-            raise ValueError("`caption_width` goes with kind `embeddings` and with no other")
+        if (self.caption_dim is not None) != (self.kind == "embeddings"):
+            raise ValueError("`caption_dim` goes with kind `embeddings` and with no other")
         if self.cleaning is not None and self.kind != "text":
             raise ValueError("`cleaning` goes with kind `text` and with no other")
         if (self.layout is not None) != (self.kind == "tokens"):
@@ -234,10 +234,12 @@ class Manifest(Part):
         needed |= {"tokenizer"} if self.condition.kind in ("words", "text", "tokens") else set()
         if missing := sorted(needed - self.files.keys()):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
-        if self.target.vocabulary != self.codebook_size:
-            raise ValueError(f"target vocabulary {self.target.vocabulary} is not codebook_size {self.codebook_size}")
-        if self.drafter and self.drafter.width != self.target.width:
-            raise ValueError(f"drafter width {self.drafter.width} is not target width {self.target.width}")
+        if self.target.vocab_size != self.codebook_size:
+            raise ValueError(f"target vocab_size {self.target.vocab_size} is not codebook_size {self.codebook_size}")
+        if self.drafter and self.drafter.hidden_size != self.target.hidden_size:
+            raise ValueError(
+                f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {self.target.hidden_size}"
+            )
         if self.decoding.method not in ("auto", "ar", "sjd") and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         return self

@@ -114,12 +114,12 @@ def _compare(old: Path, new: Path, spec: DrafterSpec, kept: NDArray[np.int64]) -
     rng, slots = np.random.default_rng(0), 3
     engines = [OrtEngine(path, spec) for path in (old, new)]
     cache = engines[0].new_cache(1, slots)
-    span = engines[0].next_span(cache, slots)
+    past_length = engines[0].next_past_length(cache, slots)
     batch = Pass(
         positions=np.arange(slots)[None],
-        visible=np.concatenate([np.zeros((slots, span), bool), np.tri(slots, dtype=bool)], 1)[None],
-        tokens=spec.code_offset + rng.integers(spec.vocabulary, size=(1, slots)),
-        hidden=rng.standard_normal((1, slots, spec.width), np.float32),
+        attention_mask=np.concatenate([np.zeros((slots, past_length), bool), np.tri(slots, dtype=bool)], 1)[None],
+        tokens=spec.code_offset + rng.integers(spec.vocab_size, size=(1, slots)),
+        hidden=rng.standard_normal((1, slots, spec.hidden_size), np.float32),
     )
     whole, reduced = (np.asarray(engine.run(batch, cache).logits) for engine in engines)
     difference = float(np.abs(whole[..., kept] - reduced[..., kept]).max())

@@ -81,7 +81,7 @@ def _graphs(bundle: Bundle, given: Checkpoints) -> list[Graph]:
             given = replace(given, grid=manifest.grid_rows)
         if manifest.family == "llamagen" and not (given.config or given.model) and given.target.is_file():
             config, target = Path(folder) / "config.json", manifest.target
-            config.write_text(json.dumps({"n_head": target.width // target.head_width}))
+            config.write_text(json.dumps({"n_head": target.hidden_size // target.head_dim}))
             given = replace(given, config=config)
         export_family(manifest.family, given, Path(folder) / "unwritten", {"write": keep})
     return kept

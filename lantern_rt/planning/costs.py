@@ -77,7 +77,7 @@ def measure_pass(
     for start in range(0, past, 64):  # fill the past with what the graph itself computes
         nodes = min(64, past - start)
         output = engine.run(_pass(engine, cache, rows, nodes, start, width, vocabulary, drafts, rng), cache)
-        cache.append(output.fresh, [np.arange(nodes)] * rows)
+        cache.append(output.new_kv, [np.arange(nodes)] * rows)
     began = time.perf_counter()
     sizes: list[int] = []
     seconds: list[float] = []
@@ -86,7 +86,7 @@ def measure_pass(
         times: list[float] = []
         while len(times) < 9:
             start_of_pass = time.perf_counter()
-            cache.append(engine.run(batch, cache).fresh, [np.arange(2)] * rows)
+            cache.append(engine.run(batch, cache).new_kv, [np.arange(2)] * rows)
             times.append(time.perf_counter() - start_of_pass)
             cache.truncate(np.full(rows, past))
             if len(times) >= 3 and time.perf_counter() - began > budget * (len(sizes) + 1) / len(NODES):
@@ -110,13 +110,13 @@ def _pass(
     rng: np.random.Generator,
 ) -> Pass:
     """A causal chain of random codes after `past` columns."""
-    span = engine.next_span(cache, nodes)  # type: ignore[arg-type]
-    visible = np.zeros((rows, nodes, span + nodes), bool)
-    visible[:, :, :past] = True
-    visible[:, :, span:] = np.tri(nodes, dtype=bool)
+    past_length = engine.next_past_length(cache, nodes)  # type: ignore[arg-type]
+    attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+    attention_mask[:, :, :past] = True
+    attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
     return Pass(
         positions=np.broadcast_to(past + np.arange(nodes) % 8, (rows, nodes)),
-        visible=visible,
+        attention_mask=attention_mask,
         tokens=rng.integers(vocabulary, size=(rows, nodes)),
         hidden=rng.standard_normal((rows, nodes, width), np.float32) if drafts else None,
     )

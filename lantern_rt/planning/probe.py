@@ -24,10 +24,10 @@ def measure_costs(manifest: Manifest, target: Engine, drafter: Engine | None, ro
     """Cost curves of the engines at a past of half an image; nothing around them yet."""
     past = manifest.condition.prefix + manifest.codes_per_image // 2
     spec = manifest.target
-    target_curve = measure_pass(target, rows, past, spec.width, spec.vocabulary, False, seconds / 2)
+    target_curve = measure_pass(target, rows, past, spec.hidden_size, spec.vocab_size, False, seconds / 2)
     if drafter is None:
         return HostCosts(target_curve, None, 0.0, 0.0)
-    drafter_curve = measure_pass(drafter, rows, past, spec.width, spec.vocabulary, True, seconds / 2)
+    drafter_curve = measure_pass(drafter, rows, past, spec.hidden_size, spec.vocab_size, True, seconds / 2)
     return HostCosts(target_curve, drafter_curve, 0.0, 0.0)
 
 

@@ -89,7 +89,7 @@ class Target:
     def __init__(self, bundle: Path, prefix: NDArray[np.float32], mask: NDArray[Any] | None = None) -> None:
         spec = manifest(bundle).target
         self.codes = np.load(bundle / "code_embeddings.npy")
-        self.run = Run(bundle / "target.onnx", spec.kv_heads, spec.head_width, spec.layers, len(prefix))
+        self.run = Run(bundle / "target.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, len(prefix))
         mask = np.ones(prefix.shape[:2], bool) if mask is None else mask > 0
         out = self.run.step(own_only(mask), mask, input_embeds=prefix)
         self.logits, self.hidden = out["logits"], out["hidden_states"]

@@ -37,7 +37,7 @@ def embed(bundle: Path, ids: NDArray[np.int64]) -> NDArray[np.float32]:
 
 def start(bundle: Path, role: str, rows: int) -> Run:
     spec = getattr(manifest(bundle), role)
-    return Run(bundle / f"{role}.onnx", spec.kv_heads, spec.head_width, spec.layers, rows)
+    return Run(bundle / f"{role}.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, rows)
 
 
 def columns(mask: NDArray[np.uint8], length: int) -> NDArray[np.bool_]:
@@ -52,8 +52,8 @@ def one_pass(
 ) -> Arrays:
     """A pass with positions and masks of its own, on an empty past."""
     spec = getattr(manifest(bundle), role)
-    empty = np.zeros((0, len(positions), spec.kv_heads, spec.head_width), np.float32)
-    parts = [f"past_key_values.{i}.{part}" for i in range(spec.layers) for part in ("key", "value")]
+    empty = np.zeros((0, len(positions), spec.num_kv_heads, spec.head_dim), np.float32)
+    parts = [f"past_key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
     mask = np.where(visible, 0, HIDDEN).astype(np.float32)[:, None]
     feeds = {"position_ids": positions, "attention_mask": mask} | dict.fromkeys(parts, empty)
     return Sessions(bundle / f"{role}.onnx").run(feeds | rows)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def test_the_drafters_plain_forward_is_reproduced(anole_bundle: Path, drafter: A
     close(out["hidden_states"][real], drafter["fwd_hidden"][real])
     close(out["logits"][real], drafter["fwd_logits"][real][:, CODES])
     for part in ("key", "value"):
-        cache = out[f"new_key_values.0.{part}"].transpose(1, 0, 2, 3)  # [rows, slots, heads, head_width]
+        cache = out[f"new_key_values.0.{part}"].transpose(1, 0, 2, 3)  # [rows, slots, heads, head_dim]
         close(cache[real], drafter[f"fwd_{part}s"].transpose(0, 2, 1, 3)[real])
 
 

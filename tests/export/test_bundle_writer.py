@@ -24,7 +24,9 @@ from lantern_rt.export.neighbours import neighbour_table
 from lantern_rt.export.writer import write_bundle
 from lantern_rt.progress import Progress
 
-CONFIG = DecoderConfig(width=8, layers=1, heads=2, kv_heads=2, ffn_width=8, vocabulary=16, grid=2, prefix=1)
+CONFIG = DecoderConfig(
+    hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
+)
 C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
 
 
@@ -77,12 +79,12 @@ def parts() -> dict[str, Any]:
             "image_height": 4,
             "image_width": 4,
             "target": {
-                "width": 8,
-                "layers": 1,
-                "kv_heads": 2,
-                "head_width": 4,
-                "vocabulary": 16,
-                "positions": CONFIG.positions,
+                "hidden_size": 8,
+                "num_layers": 1,
+                "num_kv_heads": 2,
+                "head_dim": 4,
+                "vocab_size": 16,
+                "max_positions": CONFIG.positions,
             },
             "condition": {"kind": "class", "prefix": 1, "classes": 16},
             "sampling": {},

@@ -135,13 +135,19 @@ def edited(tmp_path: Path, source: Path, edit: Any) -> Path:
 def test_sizes_come_from_the_weights() -> None:
     found = read_llamagen(C2I, config=config_of(C2I))
     sizes = found.decoder.config
-    assert (sizes.width, sizes.layers, sizes.heads, sizes.kv_heads, sizes.ffn_width) == (64, 3, 4, 4, 256)
-    assert (sizes.vocabulary, sizes.grid, sizes.prefix) == (128, 4, 1)
-    assert (found.classes, found.caption_width) == (10, None)
+    assert (sizes.hidden_size, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads, sizes.intermediate_size) == (
+        64,
+        3,
+        4,
+        4,
+        256,
+    )
+    assert (sizes.vocab_size, sizes.grid, sizes.prefix) == (128, 4, 1)
+    assert (found.classes, found.caption_dim) == (10, None)
     assert isinstance(found.condition, ClassCondition)
     found = read_llamagen(T2I, config=config_of(T2I))
     assert (found.decoder.config.grid, found.decoder.config.prefix) == (6, 8)
-    assert (found.classes, found.caption_width) == (None, 32)
+    assert (found.classes, found.caption_dim) == (None, 32)
     assert isinstance(found.condition, CaptionCondition)
     np.testing.assert_array_equal(found.condition.uncond, golden("llamagen-t2i")["uncond_embedding"])
 

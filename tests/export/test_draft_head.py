@@ -42,11 +42,11 @@ def test_the_reduced_drafter_scores_its_codes_as_before_and_no_others(reduced: P
         assert spec is not None
         engine = OrtEngine(bundle.path("drafter"), spec)
         cache = engine.new_cache(2, 4)
-        span = engine.next_span(cache, 4)
-        visible = np.zeros((2, 4, span + 4), bool)
-        visible[:, :, span:] = np.tri(4, dtype=bool)
+        past_length = engine.next_past_length(cache, 4)
+        attention_mask = np.zeros((2, 4, past_length + 4), bool)
+        attention_mask[:, :, past_length:] = np.tri(4, dtype=bool)
         positions = np.broadcast_to(np.arange(4), (2, 4))
-        logits.append(np.asarray(engine.run(Pass(positions, visible, tokens, hidden=hidden), cache).logits))
+        logits.append(np.asarray(engine.run(Pass(positions, attention_mask, tokens, hidden=hidden), cache).logits))
     scored = logits[1] > -1e8
     assert (scored.sum(-1) == CODES).all()
     assert (scored == scored[0, 0]).all()

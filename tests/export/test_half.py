@@ -23,14 +23,14 @@ from lantern_rt.export.parity import check_parity
 
 SMALL = DecoderConfig(64, 3, 4, 2, 96, 40, 3, 2, spare_positions=8)
 NORMED = DecoderConfig(
-    64, 2, 4, 2, 96, 40, 3, 2, spare_positions=8, rotary="sequence", pairs="halves", query_key_norm=True
+    64, 2, 4, 2, 96, 40, 3, 2, spare_positions=8, rotary="sequence", rope_style="half", query_key_norm=True
 )
 DEEP = DecoderConfig(64, 2, 4, 4, 96, 40, 3, 2, spare_positions=8, head_hidden=48)
 
 
 def target(config: DecoderConfig = SMALL, scale: float = 1.0) -> Graph:
     torch.manual_seed(0)
-    return target_graph(Decoder(config).eval(), scale * torch.randn(config.vocabulary, config.width))
+    return target_graph(Decoder(config).eval(), scale * torch.randn(config.vocab_size, config.hidden_size))
 
 
 def drafter() -> Graph:
@@ -88,7 +88,7 @@ def test_a_bundle_of_float16_says_so_and_draws(t2i_half_bundle: Path, method: st
     assert manifest.drafter is not None
     assert manifest.drafter.precision == "fp16"
     rng = np.random.default_rng(0)
-    width = manifest.condition.caption_width
+    width = manifest.condition.caption_dim
     assert width is not None
     states = rng.standard_normal((1, manifest.condition.prefix, width), dtype=np.float32)
     result = Pipeline.from_bundle(bundle, threads=1)(

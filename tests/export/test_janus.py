@@ -111,7 +111,7 @@ def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any,
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
     hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
     spec = manifest(bundle).target
-    run = Run(bundle / "target.onnx", spec.kv_heads, spec.head_width, spec.layers, 2)
+    run = Run(bundle / "target.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, 2)
     condition = Sessions(bundle / "condition.onnx").run({"token_ids": ids.numpy(), "uncond_ids": ids.numpy()})
     table = np.load(bundle / "code_embeddings.npy")
     parts = [run.step(input_embeds=condition["prefix_embeds"]), run.step(input_embeds=table[codes.numpy()])]

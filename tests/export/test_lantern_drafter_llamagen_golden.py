@@ -16,7 +16,7 @@ def arrays() -> Arrays:
 def drafter(bundle: Path) -> Run:
     spec = manifest(bundle).drafter
     assert spec is not None
-    return Run(bundle / "drafter.onnx", spec.kv_heads, spec.head_width, spec.layers, 2)
+    return Run(bundle / "drafter.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, 2)
 
 
 def slots(arrays: Arrays, start: int, end: int) -> Arrays:
@@ -61,5 +61,5 @@ def test_the_target_graph_gives_the_hidden_states_the_drafter_was_run_on(
     causal = np.tril(np.ones((real.shape[1],) * 2, bool))
     visible = np.where(real[:, :, None], causal & real[:, None], causal | real[:, None])
     spec = manifest(t2i_drafter_bundle).target
-    run = Run(t2i_drafter_bundle / "target.onnx", spec.kv_heads, spec.head_width, spec.layers, 2)
+    run = Run(t2i_drafter_bundle / "target.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, 2)
     close(run.step(visible, input_embeds=np.concatenate([prefix, codes], 1))["hidden_states"], arrays["target_hidden"])

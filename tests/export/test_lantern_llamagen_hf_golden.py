@@ -24,7 +24,7 @@ class Lantern:
     def start(self) -> tuple[Run, Arrays]:
         """After the prefill, in which LANTERN's padded rows see all but padding in their future."""
         spec = manifest(self.bundle).target
-        run = Run(self.bundle / "target.onnx", spec.kv_heads, spec.head_width, spec.layers, 2)
+        run = Run(self.bundle / "target.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, 2)
         causal = np.tril(np.ones((self.prefix.shape[1],) * 2, bool))
         visible = np.where(self.real[:, :, None], causal & self.real[:, None], causal | self.real[:, None])
         return run, run.step(visible, self.real, input_embeds=self.prefix)

@@ -24,23 +24,23 @@ from lantern_rt.export.parity import check_parity
 
 @st.composite
 def configs(draw: st.DrawFn) -> DecoderConfig:
-    kv_heads = draw(st.integers(1, 3))
-    heads = kv_heads * draw(st.integers(1, 3))
+    num_kv_heads = draw(st.integers(1, 3))
+    heads = num_kv_heads * draw(st.integers(1, 3))
     width = heads * 4 * draw(st.integers(1, 4))
     return DecoderConfig(
-        width=width,
-        layers=draw(st.integers(1, 3)),
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_width=draw(st.integers(1, 40)),
-        vocabulary=draw(st.integers(2, 50)),
+        hidden_size=width,
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        intermediate_size=draw(st.integers(1, 40)),
+        vocab_size=draw(st.integers(2, 50)),
         grid=draw(st.integers(2, 5)),
         prefix=draw(st.integers(1, 5)),
         prefix_rotation=draw(st.sampled_from(["zero", "identity"])),
         input_norm=draw(st.booleans()),
         final_norm=draw(st.booleans()),
         rotary=draw(st.sampled_from(["grid", "sequence"])),
-        pairs=draw(st.sampled_from(["neighbours", "halves"])),
+        rope_style=draw(st.sampled_from(["interleaved", "half"])),
         query_key_norm=draw(st.booleans()),
         head_hidden=draw(st.sampled_from([0, 24])),
     )
@@ -65,7 +65,7 @@ def test_a_target_graph_equals_its_module(
     torch.manual_seed(seed)
     decoder = Decoder(config)
     randomise_norms(decoder)
-    graph = target_graph(decoder, torch.randn(config.vocabulary, config.width))
+    graph = target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
     written = write_graph(graph, tmp_path_factory.mktemp("graph"))
     assert check_parity(graph, written[0]) < 2e-5
 
@@ -76,7 +76,7 @@ def test_a_drafter_graph_equals_its_module(
     tmp_path_factory: pytest.TempPathFactory, config: DecoderConfig, seed: int, bias: bool
 ) -> None:
     torch.manual_seed(seed)
-    head = nn.Linear(config.width, config.vocabulary, bias=False)
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     drafter = EagleDrafter(config, head, bias)
     randomise_norms(drafter)
     graph = drafter_graph(drafter)
@@ -131,7 +131,15 @@ def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
 
 
 SMALL = DecoderConfig(
-    width=32, layers=2, heads=4, kv_heads=2, ffn_width=16, vocabulary=20, grid=3, prefix=2, spare_positions=8
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=16,
+    vocab_size=20,
+    grid=3,
+    prefix=2,
+    spare_positions=8,
 )
 
 
@@ -197,7 +205,15 @@ def test_weights_above_a_megabyte_go_to_one_file_beside_the_graph(tmp_path: Path
     graph = small_target()
     assert [p.name for p in write_graph(graph, tmp_path)] == ["target.onnx"]
     config = DecoderConfig(
-        width=128, layers=2, heads=4, kv_heads=2, ffn_width=512, vocabulary=300, grid=3, prefix=2, spare_positions=8
+        hidden_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        intermediate_size=512,
+        vocab_size=300,
+        grid=3,
+        prefix=2,
+        spare_positions=8,
     )
     graph = target_graph(Decoder(config).eval(), torch.randn(300, 128))
     written = write_graph(graph, tmp_path)

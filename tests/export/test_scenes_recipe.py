@@ -104,7 +104,7 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
     with torch.no_grad():
         whole = target.hidden(target.prefix(caption), codes)
         config = target.config
-        past = [(torch.zeros(0, 1, 4, config.head_width),) * 2 for _ in range(config.layers)]
+        past = [(torch.zeros(0, 1, 4, config.head_dim),) * 2 for _ in range(config.num_layers)]
         steps, position = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))], 0
         for i, embeds in enumerate(steps):
             nodes = embeds.shape[1]

@@ -31,7 +31,7 @@ from lantern_rt.train.scenes.samples import sample_codes  # noqa: E402
 from lantern_rt.train.scenes.target import load_target, token_losses, train_target  # noqa: E402
 from lantern_rt.train.scenes.text import SLOTS  # noqa: E402
 
-SMALL = replace(CONFIG, width=64, layers=2, heads=4, kv_heads=4, ffn_width=96)
+SMALL = replace(CONFIG, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=96)
 
 
 def codebook() -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_a_work_folder_of_another_size_becomes_a_bundle_and_comes_back_from_it(w
     write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda _: None)
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert manifest.name == "scenes-64x2"
-    assert (manifest.target.width, manifest.target.layers, manifest.target.head_width) == (64, 2, 16)
+    assert (manifest.target.hidden_size, manifest.target.num_layers, manifest.target.head_dim) == (64, 2, 16)
     restore_work(tmp_path / "bundle", tmp_path / "again")
     again = load_target(tmp_path / "again")
     assert again.config == SMALL

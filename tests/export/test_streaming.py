@@ -73,7 +73,15 @@ def test_a_module_is_filled_with_the_tensors_themselves() -> None:
 
 
 CONFIG = DecoderConfig(
-    width=64, layers=3, heads=4, kv_heads=2, ffn_width=96, vocabulary=40, grid=3, prefix=2, spare_positions=8
+    hidden_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=96,
+    vocab_size=40,
+    grid=3,
+    prefix=2,
+    spare_positions=8,
 )
 
 
@@ -85,7 +93,7 @@ def stored(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
         for name, value in part._parameters.items():
             if value is not None:
                 part._parameters[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
-    return target_graph(decoder, torch.randn(config.vocabulary, config.width))
+    return target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

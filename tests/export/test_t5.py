@@ -46,10 +46,10 @@ def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
     return transformers.T5EncoderModel.from_pretrained(folder).eval()
 
 
-def caption(prefix: int, caption_width: int, width: int = 16) -> CaptionCondition:
+def caption(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:
     torch.manual_seed(1)
     return CaptionCondition(
-        torch.randn(width, caption_width) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_width)
+        torch.randn(width, caption_dim) / 4, torch.randn(width, width) / 4, torch.randn(prefix, caption_dim)
     )
 
 
@@ -99,7 +99,7 @@ few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthC
 @few
 @given(
     heads=st.integers(1, 4),
-    head_width=st.integers(1, 9),
+    head_dim=st.integers(1, 9),
     width=st.integers(2, 24),
     layers=st.integers(1, 3),
     buckets=st.sampled_from([8, 16, 32]),
@@ -109,7 +109,7 @@ few = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthC
 def test_encoders_of_any_size_equal_transformers(
     tmp_path_factory: pytest.TempPathFactory,
     heads: int,
-    head_width: int,
+    head_dim: int,
     width: int,
     layers: int,
     buckets: int,
@@ -120,7 +120,7 @@ def test_encoders_of_any_size_equal_transformers(
     encoder = save_t5(
         folder,
         num_heads=heads,
-        d_kv=head_width,
+        d_kv=head_dim,
         d_model=width,
         num_layers=layers,
         relative_attention_num_buckets=buckets,

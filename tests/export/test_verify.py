@@ -148,7 +148,7 @@ def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> No
     assert manifest.target.precision == "int8-weights"
     assert manifest.drafter is not None
     assert manifest.drafter.precision == "int4-weights"
-    width = manifest.condition.caption_width or 0
+    width = manifest.condition.caption_dim or 0
     embeddings = np.random.default_rng(0).standard_normal((5, width), np.float32)
     pipeline = Pipeline.from_bundle(rounded_bundle, threads=1)
     exact, plain = (

@@ -31,7 +31,15 @@ from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
 from lantern_rt.runtime.sampling import Sampling
 
 SMALL = DecoderConfig(
-    width=32, layers=2, heads=4, kv_heads=2, ffn_width=48, vocabulary=4, grid=2, prefix=3, prefix_rotation="identity"
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=48,
+    vocab_size=4,
+    grid=2,
+    prefix=3,
+    prefix_rotation="identity",
 )
 ONE = ThreadOptions(intra_op=1)
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
@@ -69,14 +77,17 @@ class SmallModel:
         self.folder = folder
         export_decoder(TargetGraph(self.decoder), folder / "target.onnx")
         export_decoder(drafter, folder / "drafter.onnx")
-        self.table = np.random.default_rng(0).normal(size=(SMALL.vocabulary, SMALL.width)).astype(np.float32)
-        sizes = {name: getattr(SMALL, name) for name in ("width", "layers", "kv_heads", "head_width", "vocabulary")}
-        self.target_spec, self.drafter_spec = DecoderSpec(**sizes, positions=SMALL.positions), DrafterSpec(**sizes)
+        self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
+        sizes = {
+            name: getattr(SMALL, name)
+            for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+        }
+        self.target_spec, self.drafter_spec = DecoderSpec(**sizes, max_positions=SMALL.positions), DrafterSpec(**sizes)
 
     def on(self, backend: str) -> Model:
         """The model behind one of `BACKENDS`; the toy has its own tables."""
         if backend == "toy":
-            return make_model(vocabulary=SMALL.vocabulary, codes=4, prefix=SMALL.prefix)
+            return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix)
         if backend.startswith("tensorrt"):
             return self._on_tensorrt(*backend.split(", "))
         optimised = backend == "onnxruntime, optimised"
@@ -126,12 +137,12 @@ class SmallModel:
         padding = identity % 3
         if backend == "toy":
             return make_prompt(identity, SMALL.prefix, padding)
-        rows = np.random.default_rng(identity).normal(size=(2, SMALL.prefix, SMALL.width)).astype(np.float32)
+        rows = np.random.default_rng(identity).normal(size=(2, SMALL.prefix, SMALL.hidden_size)).astype(np.float32)
         return Prompt(rows[0], rows[1], np.arange(SMALL.prefix) >= padding)
 
     def joint(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
         """Probability of every sequence of codes by full forwards in torch, `[vocabulary] * codes`."""
-        codes, vocabulary = SMALL.grid**2, SMALL.vocabulary
+        codes, vocabulary = SMALL.grid**2, SMALL.vocab_size
         every = np.array(list(itertools.product(range(vocabulary), repeat=codes)))
         joint = np.ones(len(every))
         rows = [

@@ -45,7 +45,7 @@ def start_drafter(bundle: Path, run: str) -> Drafter:
     opened = open_bundle(bundle)
     engine, ids = load_engines(opened).drafter, DRAFTER["token_ids"]
     assert engine is not None
-    last = opened.manifest.target.positions - 1
+    last = opened.manifest.target.max_positions - 1
     drafter = Drafter(engine, RUNS[run], GREEDY, Clock(), -1, last, FIRST_CODE)
     drafter.start(2, 200, np.zeros((2, PREFIX - 1), bool), [ids[0, 1:PREFIX], ids[1, PREFIX - 1 : PREFIX]])
     return drafter
@@ -99,7 +99,7 @@ def model(anole_bundle: Path) -> tuple[Model, list[Prompt]]:
     bundle = open_bundle(anole_bundle)
     engines, manifest = load_engines(bundle), bundle.manifest
     layout = DrafterLayout(code_offset=FIRST_CODE)
-    loaded = Model(engines.target, engines.drafter, CODES, manifest.target.positions, layout)
+    loaded = Model(engines.target, engines.drafter, CODES, manifest.target.max_positions, layout)
     prompts = []
     for trace in TRACES[:3]:
         cond, uncond = np.array([0, *trace["prompt_text_ids"], 140, 133]), np.array([0, 133])

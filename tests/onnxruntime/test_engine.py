@@ -22,23 +22,30 @@ from lantern_rt.runtime.engine import Pass, PassOutput
 
 ONE = ThreadOptions(intra_op=1)
 WIDE = DecoderConfig(
-    width=256, layers=2, heads=4, kv_heads=4, ffn_width=704, vocabulary=256, grid=24, prefix=24
+    hidden_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    intermediate_size=704,
+    vocab_size=256,
+    grid=24,
+    prefix=24,
 )  # head width and matrix sizes of a real model: small matrices take other kernels
 
 
 def spec_of(config: DecoderConfig) -> DecoderSpec:
     return DecoderSpec(
-        width=config.width,
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        head_width=config.head_width,
-        vocabulary=config.vocabulary,
-        positions=config.positions,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_positions=config.positions,
     )
 
 
 def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
-    return DrafterSpec(**spec_of(config).model_dump(exclude={"positions", "dtype", "cache_layout"}))
+    return DrafterSpec(**spec_of(config).model_dump(exclude={"max_positions", "dtype", "cache_layout"}))
 
 
 class Rig:
@@ -50,8 +57,8 @@ class Rig:
         self.path = folder / "target.onnx"
         export_decoder(TargetGraph(self.decoder), self.path)
         rng = np.random.default_rng(0)
-        self.table = rng.normal(size=(config.vocabulary, config.width)).astype(np.float32)
-        self.prefix = rng.normal(size=(8, config.prefix, config.width)).astype(np.float32)
+        self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
+        self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
         self.engine = self.load(ONE)
 
     def load(self, threads: ThreadOptions) -> OrtEngine:
@@ -62,7 +69,7 @@ class Rig:
         engine, n = engine or self.engine, self.config.prefix
         cache = engine.new_cache(rows, capacity)
         output = self.run(cache, None, np.tril(np.ones((n, n), bool)), np.tile(np.arange(n), (rows, 1)), engine)
-        cache.append(output.fresh, [np.arange(n)] * rows)
+        cache.append(output.new_kv, [np.arange(n)] * rows)
         return cache
 
     def run(
@@ -76,12 +83,12 @@ class Rig:
         """A pass over tokens (or prefixes) where `among[i, j]` says whether node i sees node j."""
         engine = engine or self.engine
         rows, nodes = positions.shape
-        span = engine.next_span(cache, nodes)
-        visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, :span] = (np.arange(span) < cache.lengths[:, None])[:, None]
-        visible[:, :, span:] = among
+        past_length = engine.next_past_length(cache, nodes)
+        attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+        attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
+        attention_mask[:, :, past_length:] = among
         embeds = self.prefix[:rows] if tokens is None else None
-        return engine.run(Pass(positions=positions, visible=visible, tokens=tokens, embeds=embeds), cache)
+        return engine.run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache)
 
     def extend(self, cache: KVCache, codes: list[list[int]], engine: OrtEngine | None = None) -> None:
         """Append each row's codes, two nodes a pass, the shorter rows padded with a node they drop."""
@@ -90,7 +97,7 @@ class Rig:
             tokens = np.array([[*part, 0, 0][:2] for part in parts])
             positions = cache.lengths[:, None] + np.arange(2)
             output = self.run(cache, tokens, np.tril(np.ones((2, 2), bool)), positions, engine)
-            cache.append(output.fresh, [np.arange(len(part)) for part in parts])
+            cache.append(output.new_kv, [np.arange(len(part)) for part in parts])
 
     def reference(self, row: int, codes: list[int]) -> np.ndarray:
         """Logits `[1 + codes, vocabulary]` after the prefix and after each code, by one full forward."""
@@ -150,7 +157,7 @@ def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(tiny:
             path = tokens[row, among[node]].tolist()
             close(output.logits[row, node], tiny.reference(row, path)[-1])
     paths = [[0, 1, 4, 6], [0, 2]]
-    cache.append(output.fresh, [np.array(path) for path in paths])
+    cache.append(output.new_kv, [np.array(path) for path in paths])
     assert cache.lengths.tolist() == [8, 6]
     found = last_logits(tiny, cache, [1, 2])
     for row in range(2):
@@ -193,21 +200,23 @@ def test_the_past_is_handed_over_without_a_copy(tiny: Rig, monkeypatch: pytest.M
 
 def test_the_span_is_a_multiple_of_64_and_never_0(tiny: Rig) -> None:
     cache = tiny.engine.new_cache(2, 130)
-    assert tiny.engine.next_span(cache, 2) == 64  # ONNX Runtime dies of a past without columns
-    for length, span in ((64, 64), (65, 128), (130, 192)):
+    assert tiny.engine.next_past_length(cache, 2) == 64  # ONNX Runtime dies of a past without columns
+    for length, past_length in ((64, 64), (65, 128), (130, 192)):
         cache.lengths = np.array([1, length])
-        assert tiny.engine.next_span(cache, 5) == span
-        assert cache.past(span)[0].shape[0] == span
+        assert tiny.engine.next_past_length(cache, 5) == past_length
+        assert cache.past(past_length)[0].shape[0] == past_length
 
 
 def test_a_wrong_span_or_too_many_entries_are_caught_before_the_graph(tiny: Rig) -> None:
     cache = tiny.prefilled(1, capacity=5)
-    bad = Pass(positions=np.zeros((1, 2), np.int64), visible=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int))
+    bad = Pass(
+        positions=np.zeros((1, 2), np.int64), attention_mask=np.ones((1, 2, 6), bool), tokens=np.zeros((1, 2), int)
+    )
     with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
         tiny.engine.run(bad, cache)
-    fresh = [np.zeros((2, 1, 2, 16), np.float32)] * 4
+    new_kv = [np.zeros((2, 1, 2, 16), np.float32)] * 4
     with pytest.raises(ValueError, match="do not fit"):
-        cache.append(fresh, [np.arange(2)])
+        cache.append(new_kv, [np.arange(2)])
     with pytest.raises(ValueError, match="no truncation"):
         cache.truncate(np.array([5]))
     assert cache.lengths.tolist() == [4]
@@ -231,7 +240,7 @@ def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) 
             own = wide.run(alone, tokens[:2], among, positions[:2], engine)
             assert np.array_equal(full.logits[:2], own.logits), (length, others)
             assert np.array_equal(full.hidden[:2], own.hidden), (length, others)
-            assert all(np.array_equal(a[:, :2], b) for a, b in zip(full.fresh, own.fresh, strict=True))
+            assert all(np.array_equal(a[:, :2], b) for a, b in zip(full.new_kv, own.new_kv, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -254,8 +263,8 @@ def fill(cache: KVCache, entries: int, seed: int) -> None:
     """Append made-up entries to every row."""
     rng = np.random.default_rng(seed)
     shape = (entries, *cache.tensors[0].shape[1:])
-    fresh = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
-    cache.append(fresh, [np.arange(entries)] * shape[1])
+    new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
+    cache.append(new_kv, [np.arange(entries)] * shape[1])
 
 
 def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
@@ -265,14 +274,14 @@ def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
     cache.truncate(np.concatenate([start, np.zeros(rows, np.int64)]))
     rng = np.random.default_rng(length)
     shape = (length, *cache.tensors[0].shape[1:])
-    fresh = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
-    cache.append(fresh, [np.arange(0)] * own + [np.arange(length)] * rows)
+    new_kv = [rng.normal(size=shape).astype(np.float32) for _ in cache.tensors]
+    cache.append(new_kv, [np.arange(0)] * own + [np.arange(length)] * rows)
     return cache
 
 
 def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    config = replace(TINY, layers=1, input_norm=False, final_norm=False)
+    config = replace(TINY, num_layers=1, input_norm=False, final_norm=False)
     module = DrafterGraph(Decoder(config)).eval()
     export_decoder(module, tmp_path / "drafter.onnx")
     engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=ONE)
@@ -280,20 +289,20 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     ids, hidden = rng.integers(0, 48, (2, 6)), rng.normal(size=(2, 6, 64)).astype(np.float32)
     cache, logits = engine.new_cache(2, 20), []
     for start in (0, 3):
-        span = engine.next_span(cache, 3)
-        visible = np.zeros((2, 3, span + 3), bool)
-        visible[:, :, :start] = True
-        visible[:, :, span:] = np.tril(np.ones((3, 3), bool))
+        past_length = engine.next_past_length(cache, 3)
+        attention_mask = np.zeros((2, 3, past_length + 3), bool)
+        attention_mask[:, :, :start] = True
+        attention_mask[:, :, past_length:] = np.tril(np.ones((3, 3), bool))
         part = slice(start, start + 3)
         positions = np.tile(np.arange(start, start + 3), (2, 1))
-        output = engine.run(Pass(positions, visible, tokens=ids[:, part], hidden=hidden[:, part]), cache)
-        cache.append(output.fresh, [np.arange(3)] * 2)
+        output = engine.run(Pass(positions, attention_mask, tokens=ids[:, part], hidden=hidden[:, part]), cache)
+        cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
     with torch.no_grad():
         full = module.decoder.full(module.rows(torch.from_numpy(ids), torch.from_numpy(hidden)))
         close(np.concatenate(logits, 1), module.decoder.head(full).numpy())
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
-        engine.run(Pass(positions, visible, tokens=ids[:, part]), cache)
+        engine.run(Pass(positions, attention_mask, tokens=ids[:, part]), cache)
 
 
 def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(tiny: Rig) -> None:
@@ -318,17 +327,17 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"layers": 1}, "input `past_key_values.1.key`: not expected"),
-        ({"layers": 3}, "input `past_key_values.2.key`: not in the graph"),
+        ({"num_layers": 1}, "input `past_key_values.1.key`: not expected"),
+        ({"num_layers": 3}, "input `past_key_values.2.key`: not in the graph"),
         (
-            {"width": 32},
+            {"hidden_size": 32},
             "input `input_embeds`: found float32 [rows, nodes, 64], expected float32 or float16 [any, any, 32]",
         ),
         (
-            {"kv_heads": 4},
+            {"num_kv_heads": 4},
             "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float32 [any, any, 4, 16]",
         ),
-        ({"vocabulary": 47}, "output `logits`: found float32 [rows, nodes, 48], expected"),
+        ({"vocab_size": 47}, "output `logits`: found float32 [rows, nodes, 48], expected"),
         ({"dtype": "float16"}, "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float16"),
     ],
 )
@@ -381,14 +390,14 @@ def test_a_longer_prefix_beside_it_does_not_change_a_bit_of_a_short_one(wide: Ri
     """Prompts of tokens differ in length: the prefill stretches all rows to the longest."""
 
     def prefill(rows: int, nodes: int) -> list[np.ndarray]:
-        embeds = np.random.default_rng(3).normal(size=(6, 130, WIDE.width)).astype(np.float32)[:rows, :nodes]
+        embeds = np.random.default_rng(3).normal(size=(6, 130, WIDE.hidden_size)).astype(np.float32)[:rows, :nodes]
         cache = wide.engine.new_cache(rows, 200)
-        span = wide.engine.next_span(cache, nodes)
-        visible = np.zeros((rows, nodes, span + nodes), bool)
-        visible[:, :, span:] = np.tri(nodes, dtype=bool)
+        past_length = wide.engine.next_past_length(cache, nodes)
+        attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+        attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
         positions = np.broadcast_to(np.arange(nodes), (rows, nodes))
-        output = wide.engine.run(Pass(positions=positions, visible=visible, embeds=embeds), cache)
-        return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.fresh)]
+        output = wide.engine.run(Pass(positions=positions, attention_mask=attention_mask, embeds=embeds), cache)
+        return [output.logits[0, :length], output.hidden[0, :length], *(new[:length, 0] for new in output.new_kv)]
 
     alone = prefill(2, length)
     for rows, nodes in ((2, length + 1), (6, 61), (4, 130)):

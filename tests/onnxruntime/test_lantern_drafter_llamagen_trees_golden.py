@@ -37,7 +37,7 @@ def start_drafter(bundle: Path, run: str) -> Drafter:
     engine = load_engines(open_bundle(bundle)).drafter
     shape, settings = RUNS[run]
     assert engine is not None
-    drafter = Drafter(engine, shape, Sampling(**settings), Clock(), -1, manifest.target.positions - 1)
+    drafter = Drafter(engine, shape, Sampling(**settings), Clock(), -1, manifest.target.max_positions - 1)
     drafter.start(2, 120, np.zeros((2, PREFIX - 1), bool))  # LANTERN's drafter sees padded slots
     return drafter
 
@@ -80,5 +80,5 @@ def test_the_drafter_keeps_the_published_cache_between_calls(t2i_drafter_bundle:
         assert drafter.cache.lengths.tolist() == [int(GOLDEN[f"{run}_call{call}_kvlen"])] * 2
     kept = int(drafter.cache.lengths[0])
     for tensor, part in zip(drafter.cache.tensors, ("keys", "values"), strict=True):
-        ours = tensor[:kept].transpose(1, 2, 0, 3)  # [rows, heads, slots, head_width]
+        ours = tensor[:kept].transpose(1, 2, 0, 3)  # [rows, heads, slots, head_dim]
         np.testing.assert_allclose(ours, GOLDEN[f"{run}_stable_{part}"], atol=1e-4)

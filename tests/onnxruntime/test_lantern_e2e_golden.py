@@ -42,7 +42,7 @@ def load(folder: Path, golden: str) -> tuple[Model, list[Prompt]]:
     engines = load_engines(bundle)
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
     manifest = bundle.manifest
-    loaded = Model(engines.target, engines.drafter, manifest.codes_per_image, manifest.target.positions, layout)
+    loaded = Model(engines.target, engines.drafter, manifest.codes_per_image, manifest.target.max_positions, layout)
     cond, uncond = engines.condition({"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]})
     real = arrays["emb_mask"] > 0
     return loaded, [Prompt(cond[i], uncond[i], real[i]) for i in range(len(real))]

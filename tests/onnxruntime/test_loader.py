@@ -23,7 +23,12 @@ from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.models.decoder import Decoder
 
 ONE = ThreadOptions(intra_op=1)
-SIZES = {"width": TINY.width, "layers": TINY.layers, "kv_heads": TINY.kv_heads, "head_width": TINY.head_width}
+SIZES = {
+    "hidden_size": TINY.hidden_size,
+    "num_layers": TINY.num_layers,
+    "num_kv_heads": TINY.num_kv_heads,
+    "head_dim": TINY.head_dim,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +42,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = torch.zeros(2, dtype=torch.int64)
     outputs = ["prefix_embeds", "uncond_embeds"]
     free = {name: {0: "rows"} for name in ["class_ids", *outputs]}
-    export(ClassTable(10, TINY.prefix, TINY.width), {"class_ids": ids}, outputs, free, folder / "condition.onnx")
+    export(ClassTable(10, TINY.prefix, TINY.hidden_size), {"class_ids": ids}, outputs, free, folder / "condition.onnx")
     codes = torch.zeros(2, TINY.grid**2, dtype=torch.int64)
     free = {"codes": {0: "rows"}, "images": {0: "rows"}}
-    export(Painter(TINY.vocabulary, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
-    table = np.random.default_rng(0).normal(size=(TINY.vocabulary, TINY.width)).astype(np.float32)
+    export(Painter(TINY.vocab_size, TINY.grid), {"codes": codes}, ["images"], free, folder / "vq_decoder.onnx")
+    table = np.random.default_rng(0).normal(size=(TINY.vocab_size, TINY.hidden_size)).astype(np.float32)
     np.save(folder / "code_embeddings.npy", table)
     names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}
     names["code_embeddings"] = "code_embeddings.npy"
     manifest: dict[str, Any] = {
-        "format_version": "1.0",
+        "format_version": "2.0",
         "name": "tiny",
         "family": "test",
         "grid_rows": TINY.grid,
         "grid_columns": TINY.grid,
-        "codebook_size": TINY.vocabulary,
+        "codebook_size": TINY.vocab_size,
         "image_height": 2 * TINY.grid,
         "image_width": 2 * TINY.grid,
-        "target": SIZES | {"vocabulary": TINY.vocabulary, "positions": TINY.positions},
-        "drafter": SIZES | {"vocabulary": TINY.vocabulary},
+        "target": SIZES | {"vocab_size": TINY.vocab_size, "max_positions": TINY.positions},
+        "drafter": SIZES | {"vocab_size": TINY.vocab_size},
         "condition": {"kind": "class", "prefix": TINY.prefix, "classes": 10},
         "sampling": {},
         "decoding": {"method": "ar"},
@@ -72,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
     engines = load_engines(open_bundle(folder), ONE)
     prefix, uncond = engines.condition({"class_ids": np.array([3, 4, 3])})
-    assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.width)
+    assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.hidden_size)
     assert np.array_equal(prefix[0], prefix[2])
     assert np.array_equal(uncond[0], uncond[1])
     images = engines.vq_decoder(np.zeros((2, 64), np.int64))

@@ -25,21 +25,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
 def test_more_than_a_plan_was_built_for_is_refused_with_the_command_that_builds_it(tiny: HostRig) -> None:
     where = f"{tiny.plan}: found"
     rebuild = "which it was built for; rebuild with `lantern-rt build-engine tiny"
-    new_cache, next_span = tiny.engine.new_cache, tiny.engine.next_span
+    new_cache, next_past_length = tiny.engine.new_cache, tiny.engine.next_past_length
     assert message(lambda: new_cache(5, 10)) == f"{where} 5 rows, expected at most 4, {rebuild} --max-rows 5`"
     assert message(lambda: new_cache(1, 500)) == (
         f"{where} 512 past columns, expected at most 320, {rebuild} --max-past 512`"
     )
     cache = new_cache(1, 340)
-    assert message(lambda: next_span(cache, 25)) == (
+    assert message(lambda: next_past_length(cache, 25)) == (
         f"{where} 25 nodes in one pass, expected at most 24, {rebuild} --max-nodes 25`"
     )
     cache.lengths = np.array([65])
-    assert message(lambda: next_span(cache, 13)) == (
+    assert message(lambda: next_past_length(cache, 13)) == (
         f"{where} 13 nodes in one pass, expected at most 12, {rebuild} --max-nodes 13`"
     )
     cache.lengths = np.array([321])
-    assert message(lambda: next_span(cache, 2)) == (
+    assert message(lambda: next_past_length(cache, 2)) == (
         f"{where} 384 past columns, expected at most 320, {rebuild} --max-past 384`"
     )
 
@@ -58,7 +58,7 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, tmp_path
     assert message(lambda: tiny.load(profiles=PROFILES[:2])) == (
         f"{found} 3 profiles, expected 2, those of engine.json{again}"
     )
-    assert message(lambda: tiny.load(layers=1)) == (
+    assert message(lambda: tiny.load(num_layers=1)) == (
         f"{found} a tensor `new_key_values.1.key`, expected 9 tensors{again}"
     )
     assert message(lambda: tiny.load(layers=3)) == (
@@ -137,6 +137,6 @@ def replace_past(profile: Profile, largest: int) -> Profile:
 
 def test_caches_of_other_engines_are_refused(tiny: HostRig) -> None:
     with pytest.raises(TypeError, match="a cache of another engine: KVCache"):
-        tiny.engine.next_span(tiny.rig.engine.new_cache(1, 10), 2)
+        tiny.engine.next_past_length(tiny.rig.engine.new_cache(1, 10), 2)
     with pytest.raises(TypeError, match="no NumPy views"):
         tiny.engine.new_cache(1, 10).past(64)

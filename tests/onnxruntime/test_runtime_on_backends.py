@@ -21,7 +21,7 @@ from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree
 
 CODES = SMALL.grid**2
-NEAR = np.array([[n for n in range(SMALL.vocabulary) if n != code] for code in range(SMALL.vocabulary)])
+NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
 BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
 METHODS = {
     "ar": Method("ar"),
@@ -108,7 +108,7 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
     prompt, draws, batch, length = small.prompt(backend, 3), 1000, 250, 3
     joint = small.joint(prompt, GUIDED).sum(-1).ravel()
     counts = np.zeros(len(joint))
-    places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocabulary), repeat=length))}
+    places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
     for start in range(0, draws, batch):
         seeds = range(start, start + batch)
         for codes in codes_of(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Method("eagle", tree)):

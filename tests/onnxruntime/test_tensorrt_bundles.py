@@ -156,10 +156,10 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     manifest = open_engine_folder(folder).manifest
     assert manifest.precision == "float16"
     pipeline = Pipeline.from_bundle(t2i_half_bundle, threads=1, engines=folder)
-    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_width
+    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
     states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
     result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
     assert result.codes[0].shape == (36,)
     cache = pipeline._engines.target.new_cache(2, 64)
     assert isinstance(cache, BlockCache)
-    assert cache.entry == 2 * pipeline.bundle.manifest.target.kv_heads * pipeline.bundle.manifest.target.head_width
+    assert cache.entry == 2 * pipeline.bundle.manifest.target.num_kv_heads * pipeline.bundle.manifest.target.head_dim

@@ -103,7 +103,7 @@ def test_ragged_rows_over_several_spans_equal_a_full_forward_of_each(tiny: HostR
     cache = tiny.prefilled(4)
     tiny.extend(cache, codes)
     assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert tiny.engine.next_span(cache, 2) == 128
+    assert tiny.engine.next_past_length(cache, 2) == 128
     found = tiny.last(cache, [5, 6, 7, 8])
     for row, last in enumerate([5, 6, 7, 8]):
         close(found[row], tiny.rig.reference(row, [*codes[row], last])[-1])
@@ -122,7 +122,7 @@ def test_a_tree_pass_gives_the_bits_of_the_graph_without_the_nodes_added_to_it(w
         positions = cache.lengths[:, None] + np.array([0, 1, 1, 2, 2, 2, 3])
         output = wide.rig.run(cache, tokens, among, positions, engine)  # type: ignore[arg-type]
         logits, hidden = np.array(output.logits[:, :]), np.array(output.hidden[:, :])
-        cache.append(output.fresh, paths)
+        cache.append(output.new_kv, paths)
         after = wide.rig.run(cache, tokens[:, :2], np.eye(2, dtype=bool), positions[:, :2], engine)  # type: ignore[arg-type]
         results.append((logits, hidden, np.array(after.logits[:, :])))
     assert wide.library.engines[-1].runs[-2][1]["position_ids"] == (3, 8)  # seven nodes ran as eight
@@ -182,17 +182,17 @@ def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
     data: st.DataObject, rows: int, steps: int, together: bool
 ) -> None:
     nodes, count, rng, memory = 4, 4, np.random.default_rng(0), HostMemory()
-    plain = KVCache.empty(rows, nodes * steps, layers=2, kv_heads=1, head_width=2, dtype=np.float32)
+    plain = KVCache.empty(rows, nodes * steps, layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
     cache = BlockCache.zeros(memory, rows, nodes * steps, count, entry=8)
     for _ in range(steps):
-        fresh = rng.standard_normal((count, nodes, rows, 1, 2), np.float32)
-        address = memory.allocate(fresh.nbytes)
-        memory.upload(address, fresh)
+        new_kv = rng.standard_normal((count, nodes, rows, 1, 2), np.float32)
+        address = memory.allocate(new_kv.nbytes)
+        memory.upload(address, new_kv)
         one = st.lists(st.integers(0, nodes - 1), max_size=nodes, unique=True)
         drawn = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
-        picks = [np.array(pick, np.int64) for pick in drawn]
-        plain.append(list(fresh), picks)
-        cache.append(Fresh(address, fresh.nbytes // count, rows, number=0), picks)
+        accepted_indices = [np.array(pick, np.int64) for pick in drawn]
+        plain.append(list(new_kv), accepted_indices)
+        cache.append(Fresh(address, new_kv.nbytes // count, rows, number=0), accepted_indices)
     if data.draw(st.booleans()):
         kept = np.array(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4)))
         plain.keep_rows(kept)
@@ -206,11 +206,11 @@ def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
 
 def test_appending_takes_one_copy_per_run_of_nodes_however_many_layers(tiny: HostRig) -> None:
     cache = BlockCache.zeros(tiny.memory, 3, 100, count=72, entry=64)
-    fresh = Fresh(tiny.memory.allocate(72 * 8 * 3 * 64), 8 * 3 * 64, rows=3, number=0)
-    for picks, copies in (([[0, 1, 2]] * 3, 1), ([[0, 2, 3]] * 3, 2), ([[0], [0, 1], [0]], 2)):
+    new_kv = Fresh(tiny.memory.allocate(72 * 8 * 3 * 64), 8 * 3 * 64, rows=3, number=0)
+    for accepted_indices, copies in (([[0, 1, 2]] * 3, 1), ([[0, 2, 3]] * 3, 2), ([[0], [0, 1], [0]], 2)):
         before = tiny.memory.copies
-        cache.append(fresh, [np.array(pick) for pick in picks])
-        assert tiny.memory.copies - before == copies, picks
+        cache.append(new_kv, [np.array(pick) for pick in accepted_indices])
+        assert tiny.memory.copies - before == copies, accepted_indices
 
 
 def test_runs_join_places_that_follow_each_other() -> None:
@@ -240,7 +240,7 @@ def test_outputs_of_an_earlier_pass_are_not_read_as_if_they_were_there(tiny: Hos
     first = tiny.rig.run(cache, tokens, among, tokens, tiny.engine)  # type: ignore[arg-type]
     assert tiny.memory.late == []  # the pass is over when `run` returns, and its time is its own
     tiny.rig.run(cache, tokens, among, tokens, tiny.engine)  # type: ignore[arg-type]
-    for late in (lambda: first.logits[0], lambda: cache.append(first.fresh, [np.arange(2)])):
+    for late in (lambda: first.logits[0], lambda: cache.append(first.new_kv, [np.arange(2)])):
         with pytest.raises(ValueError, match="outputs of pass 2 on this cache, expected those of its last, 3"):
             late()
 
@@ -262,8 +262,8 @@ def test_memory_is_given_back_with_its_cache(tiny: HostRig) -> None:
 def test_the_smallest_profile_that_fits_is_chosen() -> None:
     chosen = {(2, 2, 64): 1, (4, 3, 64): 2, (1, 12, 320): 2, (1, 13, 64): 0, (1, 24, 64): 0}
     chosen |= {(1, 13, 128): None, (5, 2, 64): None, (1, 2, 384): None, (1, 25, 64): None}
-    for (rows, nodes, span), number in chosen.items():
-        assert smallest_profile(PROFILES, rows, nodes, span) == number, (rows, nodes, span)
+    for (rows, nodes, past_length), number in chosen.items():
+        assert smallest_profile(PROFILES, rows, nodes, past_length) == number, (rows, nodes, past_length)
 
 
 def test_nodes_are_rounded_up_to_powers_of_two_within_the_profile() -> None:
@@ -276,12 +276,12 @@ def test_nodes_added_to_a_pass_see_themselves_and_nobody_sees_them() -> None:
         np.full((2, 3), 5), np.ones((2, 3, 7), bool), np.full((2, 3), 9), hidden=np.ones((2, 3, 4), np.float32)
     )
     longer = stretch(batch, 5)
-    assert longer.visible.shape == (2, 5, 9)
-    assert longer.visible[:, :3, :7].all()
-    assert not longer.visible[:, :3, 7:].any()
-    assert longer.visible[:, 3:].sum(-1).tolist() == [[1, 1]] * 2
-    assert longer.visible[:, 3, 7].all()
-    assert longer.visible[:, 4, 8].all()
+    assert longer.attention_mask.shape == (2, 5, 9)
+    assert longer.attention_mask[:, :3, :7].all()
+    assert not longer.attention_mask[:, :3, 7:].any()
+    assert longer.attention_mask[:, 3:].sum(-1).tolist() == [[1, 1]] * 2
+    assert longer.attention_mask[:, 3, 7].all()
+    assert longer.attention_mask[:, 4, 8].all()
     assert longer.tokens is not None
     assert longer.hidden is not None
     assert not longer.tokens[:, 3:].any()

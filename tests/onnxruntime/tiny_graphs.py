@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 
 TINY = DecoderConfig(
-    width=64, layers=2, heads=4, kv_heads=2, ffn_width=96, vocabulary=48, grid=8, prefix=4, prefix_rotation="identity"
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    intermediate_size=96,
+    vocab_size=48,
+    grid=8,
+    prefix=4,
+    prefix_rotation="identity",
 )
 
 
@@ -25,8 +33,8 @@ class TargetGraph(nn.Module):
 
     def forward(self, embeds: Tensor, positions: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         pairs = list(zip(past[::2], past[1::2], strict=True))
-        logits, hidden, fresh = self.decoder(embeds, positions, mask, pairs)
-        return (logits, hidden, *(tensor for pair in fresh for tensor in pair))
+        logits, hidden, new_kv = self.decoder(embeds, positions, mask, pairs)
+        return (logits, hidden, *(tensor for pair in new_kv for tensor in pair))
 
 
 class DrafterGraph(TargetGraph):
@@ -34,8 +42,8 @@ class DrafterGraph(TargetGraph):
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        width = decoder.config.width
-        self.embedding = nn.Embedding(decoder.config.vocabulary, width)
+        width = decoder.config.hidden_size
+        self.embedding = nn.Embedding(decoder.config.vocab_size, width)
         self.join = nn.Linear(2 * width, width)
 
     def rows(self, ids: Tensor, hidden: Tensor) -> Tensor:
@@ -77,13 +85,13 @@ def export_decoder(module: TargetGraph, path: Path) -> None:
     """Write a target or drafter graph."""
     config = module.decoder.config
     rows, nodes, past = 2, 3, 5
-    names = [f"key_values.{i}.{part}" for i in range(config.layers) for part in ("key", "value")]
-    ids, embeds = torch.zeros(rows, nodes, dtype=torch.int64), torch.zeros(rows, nodes, config.width)
+    names = [f"key_values.{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
+    ids, embeds = torch.zeros(rows, nodes, dtype=torch.int64), torch.zeros(rows, nodes, config.hidden_size)
     first = (
         {"input_ids": ids, "target_hidden": embeds} if isinstance(module, DrafterGraph) else {"input_embeds": embeds}
     )
     inputs = first | {"position_ids": ids, "attention_mask": torch.zeros(rows, 1, nodes, past + nodes)}
-    inputs |= {f"past_{name}": torch.zeros(past, rows, config.kv_heads, config.head_width) for name in names}
+    inputs |= {f"past_{name}": torch.zeros(past, rows, config.num_kv_heads, config.head_dim) for name in names}
     outputs = ["logits", "hidden_states", *(f"new_{name}" for name in names)]
     free = {name: {0: "rows", 1: "nodes"} for name in [*first, "position_ids", *outputs[:2]]}
     free["attention_mask"] = {0: "rows", 2: "nodes", 3: "columns"}

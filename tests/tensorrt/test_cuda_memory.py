@@ -70,20 +70,20 @@ def test_zeros_and_lines_land_where_they_should(memory: CudaMemory) -> None:
 
 def test_a_cache_of_many_layers_takes_the_accepted_nodes(memory: CudaMemory) -> None:
     rows, nodes, count, entry = 3, 8, 72, 48  # layers a distance apart that no pitched allocation would choose
-    fresh = np.random.default_rng(1).integers(0, 255, (count, nodes, rows, entry), np.uint8)
-    block = Block(memory, fresh.nbytes)
-    memory.upload(block.address, fresh)
+    new_kv = np.random.default_rng(1).integers(0, 255, (count, nodes, rows, entry), np.uint8)
+    block = Block(memory, new_kv.nbytes)
+    memory.upload(block.address, new_kv)
     cache = BlockCache.zeros(memory, rows, 60, count, entry)
-    picks = [np.array(pick) for pick in ([0, 1, 4], [0, 2], [0])]
-    cache.append(Fresh(block.address, fresh[0].nbytes, rows, 0), picks)
-    cache.append(Fresh(block.address, fresh[0].nbytes, rows, 0), [np.array([5, 6])] * rows)
+    accepted_indices = [np.array(pick) for pick in ([0, 1, 4], [0, 2], [0])]
+    cache.append(Fresh(block.address, new_kv[0].nbytes, rows, 0), accepted_indices)
+    cache.append(Fresh(block.address, new_kv[0].nbytes, rows, 0), [np.array([5, 6])] * rows)
     cache.keep_rows(np.array([1, 0]))
     held = np.empty((count, 64, 2, entry), np.uint8)
     memory.download(held, cache.addresses()[0])
     memory.synchronise()
     for place, row in enumerate([1, 0]):
-        order = [*picks[row], 5, 6]
-        np.testing.assert_array_equal(held[:, : len(order), place], fresh[:, order, row])
+        order = [*accepted_indices[row], 5, 6]
+        np.testing.assert_array_equal(held[:, : len(order), place], new_kv[:, order, row])
         assert not held[:, len(order) :, place].any()
 
 

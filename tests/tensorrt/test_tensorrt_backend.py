@@ -199,7 +199,7 @@ def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bu
 @pytest.mark.usefixtures("library")
 def test_graphs_that_compute_in_float16_make_smaller_plans(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    shapes = replace(SMOKE, width=256, layers=4, ffn_width=768, vocabulary=1024)
+    shapes = replace(SMOKE, width=256, layers=4, intermediate_size=768, vocabulary=1024)
     sizes: dict[str, list[int]] = {"target": [], "drafter": []}
     for compute in ("float32", "float16"):
         (folder := tmp_path / compute).mkdir()

@@ -45,7 +45,7 @@ def make_bundle(folder: Path) -> Path:
     (folder / "target.onnx.data").write_bytes(bytes(64))
     np.save(folder / "code_embeddings.npy", np.random.default_rng(1).normal(size=(CODES, WIDTH)).astype(np.float32))
     np.savez_compressed(folder / "neighbors.npz", **neighbor_table())
-    sizes = {"width": WIDTH, "layers": 1, "kv_heads": 1, "head_width": 4, "vocabulary": CODES}
+    sizes = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "vocab_size": CODES}
     files = {
         "target": "target.onnx",
         "target.data": "target.onnx.data",
@@ -56,7 +56,7 @@ def make_bundle(folder: Path) -> Path:
         "neighbors": "neighbors.npz",
     }
     manifest = {
-        "format_version": "1.0",
+        "format_version": "2.0",
         "name": "tiny",
         "family": "test",
         "grid_rows": 4,
@@ -65,7 +65,7 @@ def make_bundle(folder: Path) -> Path:
         "image_height": 16,
         "image_width": 16,
         "neighbors": K,
-        "target": sizes | {"positions": 32},
+        "target": sizes | {"max_positions": 32},
         "drafter": sizes,
         "condition": {"kind": "class", "prefix": 1, "classes": 10},
         "sampling": {"cfg_scale": 4.0},

@@ -118,7 +118,7 @@ def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
         (b"[]", "`format_version`: found None"),
         (b"{}", "`format_version`: found None"),
         (b'{"format_version": 1.0}', "`format_version`: found 1.0"),
-        (b'{"format_version": "2.0"}', "found bundle format 2.0, this lantern-rt reads 1.x; upgrade"),
+        (b'{"format_version": "3.0"}', "found bundle format 3.0, this lantern-rt reads 1.x and 2.x; upgrade"),
         (b" " * (1 << 20) + b"{}", "found more than 1,048,576 bytes"),
     ],
 )
@@ -131,11 +131,11 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
     ("path", "value", "expected"),
     [
         ("family", None, "field `family`: found nothing, expected a value"),
-        ("target.width", 0, "field `target.width`: found 0, expected greater than or equal to 1"),
-        ("target.width", "8", "field `target.width`: found '8', expected integer"),
-        ("target.width", 8.5, "field `target.width`: found 8.5"),
+        ("target.hidden_size", 0, "field `target.hidden_size`: found 0, expected greater than or equal to 1"),
+        ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected integer"),
+        ("target.hidden_size", 8.5, "field `target.hidden_size`: found 8.5"),
         ("target.depth", 3, "field `target.depth`: unknown, expected it left out"),
-        ("target.vocabulary", 15, "target vocabulary 15 is not codebook_size 16"),
+        ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 16"),
         ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
         ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'auto'"),
         ("decoding.methods.lantern.lambda_", 2.0, "`delta` and `lambda_` are two bounds; set one"),
@@ -161,8 +161,8 @@ def test_a_wrong_manifest_field_is_named_with_what_was_found(
 
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
-    rewrite(folder, format_version="1.7", novelty=1)
-    assert "the bundle is of format 1.7, newer than 1.1: upgrade lantern-rt" in refusal(folder)
+    rewrite(folder, format_version="2.7", novelty=1)
+    assert "the bundle is of format 2.7, newer than 2.0: upgrade lantern-rt" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_a_bundle_without_neighbors_says_so(folder: Path) -> None:
 def test_the_description_names_every_set_value(folder: Path) -> None:
     bundle = open_bundle(folder)
     facts = {(fact.section, fact.key): fact.value for fact in describe(bundle)}
-    assert facts["target", "width"] == "8"
+    assert facts["target", "hidden_size"] == "8"
     assert facts["decoding", "methods.lantern.delta"] == "0.1"
     assert facts["provenance", "sources.0.name"] == "w.pt"
     assert facts["files", "neighbors"].startswith("neighbors.npz  ")

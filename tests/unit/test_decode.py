@@ -320,15 +320,17 @@ def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
-    def mask(lengths: NDArray[np.int64], hidden: object, span: int) -> NDArray[np.bool_]:
-        return np.arange(span) < lengths[:, None]
+    def mask(lengths: NDArray[np.int64], hidden: object, past_length: int) -> NDArray[np.bool_]:
+        return np.arange(past_length) < lengths[:, None]
 
     patch.setattr(decode_module, "committed_mask", mask)
 
 
 def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
     right = decode_module.committed_mask
-    patch.setattr(decode_module, "committed_mask", lambda lengths, hidden, span: right(lengths + 1, hidden, span))
+    patch.setattr(
+        decode_module, "committed_mask", lambda lengths, hidden, past_length: right(lengths + 1, hidden, past_length)
+    )
 
 
 def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
@@ -339,8 +341,8 @@ def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
 def commits_of_the_wrong_nodes(patch: pytest.MonkeyPatch) -> None:
     right = ToyCache.append
 
-    def append(cache: ToyCache, fresh: Any, picks: list[NDArray[np.int64]]) -> None:
-        right(cache, fresh, [np.arange(len(pick)) if cache.contiguous else pick for pick in picks])
+    def append(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
+        right(cache, new_kv, [np.arange(len(pick)) if cache.contiguous else pick for pick in accepted_indices])
 
     patch.setattr(ToyCache, "append", append)
 

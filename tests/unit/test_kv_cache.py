@@ -16,15 +16,15 @@ def test_every_row_holds_what_was_picked_for_it_in_order(
     data: st.DataObject, rows: int, steps: int, together: bool
 ) -> None:
     rng = np.random.default_rng(0)
-    cache = KVCache.empty(rows, NODES * steps, layers=2, kv_heads=1, head_width=2, dtype=np.float32)
+    cache = KVCache.empty(rows, NODES * steps, layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
     held: list[list[np.ndarray]] = [[] for _ in range(rows)]
     for _ in range(steps):
-        fresh = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]
+        new_kv = [rng.standard_normal((NODES, rows, 1, 2), np.float32) for _ in range(4)]
         one = st.lists(st.integers(0, NODES - 1), max_size=NODES, unique=True)
-        picks = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
-        cache.append(fresh, [np.array(pick, np.int64) for pick in picks])
-        for row, pick in enumerate(picks):
-            held[row] += [np.stack([tensor[node, row] for tensor in fresh]) for node in pick]
+        accepted_indices = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
+        cache.append(new_kv, [np.array(pick, np.int64) for pick in accepted_indices])
+        for row, pick in enumerate(accepted_indices):
+            held[row] += [np.stack([tensor[node, row] for tensor in new_kv]) for node in pick]
     assert cache.lengths.tolist() == [len(entries) for entries in held]
     for row, entries in enumerate(held):
         for column, entry in enumerate(entries):

@@ -48,8 +48,8 @@ def test_the_file_replays_the_decode(pipe: Pipeline, method: str) -> None:
         if len(tokens):
             assert tokens[0] == codes[-1]
             assert (parents[path[1:]] == path[:-1]).all()
-        fresh = [*tokens[path[1:]], file["part_bonus"][part]]
-        codes += fresh[: file["part_committed"][part]]
+        new_kv = [*tokens[path[1:]], file["part_bonus"][part]]
+        codes += new_kv[: file["part_committed"][part]]
     assert replayed == [codes.tolist() for codes in last.codes]
     np.testing.assert_array_equal(file["codes"], replayed)
     assert file["grid"].tolist() == [6, 6]

@@ -31,8 +31,8 @@ class SumEngine:
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty(rows, capacity, 1, 1, WIDTH, np.float32)
 
-    def next_span(self, cache: KVCache, nodes: int) -> int:
-        return cache.span()
+    def next_past_length(self, cache: KVCache, nodes: int) -> int:
+        return cache.past_length()
 
     def run(self, batch: Pass, cache: KVCache) -> PassOutput:
         self.passes.append(batch)
@@ -40,10 +40,10 @@ class SumEngine:
         number = batch.embeds[..., 0] if batch.embeds is not None else batch.tokens.astype(np.float32) % OFFSET + 1
         new = np.zeros((nodes, rows, 1, WIDTH), np.float32)
         new[:, :, 0, 0], new[:, :, 0, 1] = number.T, batch.positions.T
-        span = batch.visible.shape[2] - nodes
-        entries = np.concatenate([cache.past(span)[0], new])[:, :, 0]  # [span + nodes, rows, width]
+        past_length = batch.attention_mask.shape[2] - nodes
+        entries = np.concatenate([cache.past(past_length)[0], new])[:, :, 0]  # [span + nodes, rows, width]
         weighted = entries[..., 0] * (1 + entries[..., 1])
-        seen = np.einsum("rnc,cr->rn", batch.visible, weighted)
+        seen = np.einsum("rnc,cr->rn", batch.attention_mask, weighted)
         logits = np.cos(seen[..., None] * (1 + np.arange(VOCABULARY))).astype(np.float32) * 3
         hidden = np.repeat(seen[..., None], WIDTH, 2).astype(np.float32)
         return PassOutput(logits, hidden, [new, new])
@@ -77,7 +77,7 @@ def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> Non
     assert batch.embeds is not None
     assert batch.embeds[..., 0].tolist() == [[4] * 4, [2] * 4]
     assert batch.positions.tolist() == [[0, 1, 2, 3]] * 2
-    among = batch.visible[:, :, -4:]
+    among = batch.attention_mask[:, :, -4:]
     assert among[0].tolist() == [[True] * 4, *[[False] + [j <= i for j in range(1, 4)] for i in range(1, 4)]]
     assert among[1].tolist() == np.tri(4, dtype=bool).tolist()
 

@@ -55,7 +55,7 @@ def test_a_text_bundle_needs_its_tokenizer(tmp_path: Path) -> None:
     ("condition", "words"),
     [
         ({"kind": "class", "classes": 10, "cleaning": "llamagen"}, "`cleaning` goes with kind `text`"),
-        ({"caption_width": 32}, "`caption_width` goes with kind `embeddings`"),
+        ({"caption_dim": 32}, "`caption_dim` goes with kind `embeddings`"),
         ({"cleaning": "other"}, "expected 'llamagen'"),
     ],
 )

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
-SIZES = {"width": WIDTH, "layers": 1, "kv_heads": 2, "head_width": WIDTH // 2, "vocabulary": CODES}
+SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
 METHODS: dict[str, dict[str, Any]] = {
     "eagle": {"tree": "chain-3"},
     "lantern": {"tree": "dynamic-6-3-2", "neighbors": 4, "delta": 0.2},
@@ -58,9 +58,9 @@ def make_tiny_bundle(
         files["tokenizer"] = "tokenizer.json"
     prefix = 1 if kind == "class" else PREFIX
     condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
-    condition |= {"class": {"classes": 10}, "embeddings": {"caption_width": CAPTION}}.get(kind, {})
+    condition |= {"class": {"classes": 10}, "embeddings": {"caption_dim": CAPTION}}.get(kind, {})
     manifest = {
-        "format_version": "1.0",
+        "format_version": "2.0",
         "name": "tiny",
         "family": "test",
         "grid_rows": grid,
@@ -69,7 +69,7 @@ def make_tiny_bundle(
         "image_height": grid * CELL,
         "image_width": grid * CELL,
         "neighbors": K if drafter else 0,
-        "target": SIZES | {"positions": prefix + grid**2 + 64},
+        "target": SIZES | {"max_positions": prefix + grid**2 + 64},
         "drafter": SIZES if drafter else None,
         "condition": condition,
         "sampling": {"cfg_scale": 2.0, "top_k": 24},
@@ -88,7 +88,7 @@ def _entry(folder: Path, name: str) -> dict[str, Any]:
 
 def _write_decoder(path: Path, head: NDArray[np.float32], table: NDArray[np.float32] | None = None) -> None:
     """A target, or with a table of its own a drafter."""
-    heads, width = SIZES["kv_heads"], SIZES["head_width"]
+    heads, width = SIZES["num_kv_heads"], SIZES["head_dim"]
     kv, rows = (heads, width), ("rows", "nodes", WIDTH)
     inputs: dict[str, Axes] = {"input_embeds": rows} if table is None else {"target_hidden": rows}
     ids = {"position_ids": ("rows", "nodes")} | ({} if table is None else {"input_ids": ("rows", "nodes")})

@@ -96,14 +96,14 @@ class ToyCache:
     def lengths(self) -> NDArray[np.int64]:
         return self._lengths.copy()
 
-    def append(self, fresh: Entries, picks: list[NDArray[np.int64]]) -> None:
-        counts = np.array([len(pick) for pick in picks])
+    def append(self, new_kv: Entries, accepted_indices: list[NDArray[np.int64]]) -> None:
+        counts = np.array([len(pick) for pick in accepted_indices])
         assert len(counts) == len(self._lengths)
-        rows, picked = np.repeat(np.arange(len(picks)), counts), np.concatenate(picks)
+        rows, picked = np.repeat(np.arange(len(accepted_indices)), counts), np.concatenate(accepted_indices)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + self._lengths[rows]
         assert columns.max() < self.entries.hashes.shape[1], "the cache is too small"
-        assert not fresh.fault[rows, picked].any(), "a node with a wrong mask, position or input was committed"
-        for kept, new in zip(self.entries.columns(), fresh.columns(), strict=True):
+        assert not new_kv.fault[rows, picked].any(), "a node with a wrong mask, position or input was committed"
+        for kept, new in zip(self.entries.columns(), new_kv.columns(), strict=True):
             kept[rows, columns] = new[rows, picked]
         self._lengths += counts
         if self.contiguous:
@@ -150,7 +150,7 @@ class ToyEngine:
     def new_cache(self, rows: int, capacity: int) -> ToyCache:
         return ToyCache(rows, capacity, self.contiguous, self.last_position)
 
-    def next_span(self, cache: ToyCache, nodes: int) -> int:
+    def next_past_length(self, cache: ToyCache, nodes: int) -> int:
         longest = int(cache.lengths.max())
         return min(-(-longest // self.round_span) * self.round_span, cache.entries.hashes.shape[1])
 
@@ -158,26 +158,28 @@ class ToyEngine:
         """Context hash per node, and whether the positions it sees are right; `[rows, nodes]`."""
         rows, nodes = batch.positions.shape
         self.passes.append((rows, nodes))
-        span = self.next_span(cache, nodes)
-        assert batch.visible.shape == (rows, nodes, span + nodes)
-        assert batch.visible.dtype == bool
+        past_length = self.next_past_length(cache, nodes)
+        assert batch.attention_mask.shape == (rows, nodes, past_length + nodes)
+        assert batch.attention_mask.dtype == bool
         assert batch.positions.dtype == np.int64
         assert nodes >= 2, "one-node passes use another matrix kernel"
         assert batch.positions.min() >= 0
         assert batch.positions.max() <= self.last_position
         own = np.arange(nodes)
-        assert batch.visible[:, own, span + own].all(), "every node sees at least itself"
-        values = np.concatenate([cache.entries.hashes[:, :span], new], 1)
-        positions = np.concatenate([cache.entries.positions[:, :span], batch.positions], 1)
-        context = _masked_sum(batch.visible, values)
-        keys = _masked_sum(batch.visible, POSITION_KEYS[positions])
-        padding = np.where(cache.entries.padding[:, :span], POSITION_KEYS[positions[:, :span]], np.uint64(0))
+        assert batch.attention_mask[:, own, past_length + own].all(), "every node sees at least itself"
+        values = np.concatenate([cache.entries.hashes[:, :past_length], new], 1)
+        positions = np.concatenate([cache.entries.positions[:, :past_length], batch.positions], 1)
+        context = _masked_sum(batch.attention_mask, values)
+        keys = _masked_sum(batch.attention_mask, POSITION_KEYS[positions])
+        padding = np.where(
+            cache.entries.padding[:, :past_length], POSITION_KEYS[positions[:, :past_length]], np.uint64(0)
+        )
         expected = KEYS_UP_TO[batch.positions] - padding.sum(1, dtype=np.uint64)[:, None]
         return context, (keys == expected) | (batch.positions == self.last_position)
 
 
-def _masked_sum(visible: NDArray[np.bool_], values: Hashes) -> Hashes:
-    return np.einsum("rnc,rc->rn", visible.astype(np.uint64), values)
+def _masked_sum(attention_mask: NDArray[np.bool_], values: Hashes) -> Hashes:
+    return np.einsum("rnc,rc->rn", attention_mask.astype(np.uint64), values)
 
 
 @dataclass
@@ -202,7 +204,7 @@ class ToyTarget(ToyEngine):
             context, _ = self._sums(batch, cache, new)
             nodes = batch.positions.shape[1]
             wanted = ~padding[:, None] & np.tri(nodes, dtype=bool)
-            right = (batch.visible[:, :, -nodes:] == wanted).all(2) | padding
+            right = (batch.attention_mask[:, :, -nodes:] == wanted).all(2) | padding
             right &= batch.positions == batch.embeds[..., 1]
         else:
             assert batch.tokens is not None
@@ -264,7 +266,7 @@ class ToyDrafter(ToyEngine):
         seen, right = self._sums(batch, cache, new)
         if self.layout.masks_prefix and padding.any():
             nodes = batch.positions.shape[1]
-            hidden = batch.visible[:, :, -nodes:] & padding[:, None] & ~np.eye(nodes, dtype=bool)
+            hidden = batch.attention_mask[:, :, -nodes:] & padding[:, None] & ~np.eye(nodes, dtype=bool)
             right = ~hidden.any(2)  # masked slots are left out of the sum that `_sums` expects
         return seen, right
 

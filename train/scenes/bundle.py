@@ -118,7 +118,7 @@ def write_scenes_bundle(
     codes = {"codes": generator.integers(CODES, size=(2, GRID * GRID))}
     pictures = {"images": to_tensor(render_pictures(2, seed=1)).numpy()}
     picture = Value("images", ("images", 3, SIZE, SIZE))
-    rows = ("rows", SLOTS, config.width)
+    rows = ("rows", SLOTS, config.hidden_size)
     graphs = [
         target_graph(decoder, code_embeddings),
         drafter_graph(drafter.eval()),
@@ -145,10 +145,10 @@ def write_scenes_bundle(
         ),
     ]
     sizes: dict[str, Any] = {
-        "width": config.width,
-        "kv_heads": config.kv_heads,
-        "head_width": config.head_width,
-        "vocabulary": CODES,
+        "hidden_size": config.hidden_size,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": CODES,
     }
     sources = [("vq", "vq.pt"), ("target", "target.pt"), ("drafter", "drafter.pt")]
     fields = {
@@ -159,8 +159,8 @@ def write_scenes_bundle(
         "codebook_size": CODES,
         "image_height": SIZE,
         "image_width": SIZE,
-        "target": DecoderSpec(layers=config.layers, positions=config.positions, **sizes),
-        "drafter": DrafterSpec(layers=trained.config.layers, **sizes),
+        "target": DecoderSpec(num_layers=config.num_layers, max_positions=config.positions, **sizes),
+        "drafter": DrafterSpec(num_layers=trained.config.num_layers, **sizes),
         "condition": ConditionSpec(kind="words", prefix=SLOTS),
         "sampling": SamplingDefaults(cfg_scale=3.0),
         "decoding": DECODING,

@@ -39,7 +39,7 @@ OWN_SHARE = 0.4  # of the hidden states that are the drafter's own predictions
 
 def drafter_config(target: DecoderConfig) -> DecoderConfig:
     """The one layer that drafts for a target of this size."""
-    return replace(target, layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
+    return replace(target, num_layers=1, prefix=SLOTS - 1, input_norm=False, final_norm=False)
 
 
 class ScenesDrafter(nn.Module):
@@ -47,8 +47,8 @@ class ScenesDrafter(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config, width = config, config.width
-        self.embed_tokens = nn.Embedding(config.vocabulary, width)
+        self.config, width = config, config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.fc = nn.Linear(2 * width, width)
         self.body = Decoder(config)
         del self.body.head
@@ -232,7 +232,7 @@ def _read(path: Path, config: DecoderConfig) -> dict[str, Any]:
     state = load_checkpoint(path)
     if (found := saved_config(state, drafter_config(CONFIG))) != config:
         raise CheckpointError(
-            f"{path}: found a drafter of width {found.width}, expected {config.width}, that of target.pt; "
+            f"{path}: found a drafter of width {found.hidden_size}, expected {config.hidden_size}, that of target.pt; "
             "remove the file, or give another --work"
         )
     return state

@@ -24,19 +24,21 @@ from .text import SLOTS, WORDS
 from .vq import CODE_DIM, CODES, GRID
 
 CONFIG = DecoderConfig(
-    width=256,
-    layers=6,
-    heads=4,
-    kv_heads=4,
-    ffn_width=768,
-    vocabulary=CODES,
+    hidden_size=256,
+    num_layers=6,
+    num_heads=4,
+    num_kv_heads=4,
+    intermediate_size=768,
+    vocab_size=CODES,
     grid=GRID,
     prefix=SLOTS,
     prefix_rotation="identity",
 )
 SIZES: Mapping[str, DecoderConfig] = {
     "default": CONFIG,
-    "llamagen-b": replace(CONFIG, width=768, layers=12, heads=12, kv_heads=12, ffn_width=2048),
+    "llamagen-b": replace(
+        CONFIG, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, intermediate_size=2048
+    ),
 }
 
 
@@ -49,7 +51,7 @@ def find_size(name: str) -> DecoderConfig:
 
 def size_name(config: DecoderConfig) -> str:
     """The name of a target's size, or its width and layers where it has none."""
-    return next((name for name, size in SIZES.items() if size == config), f"{config.width}x{config.layers}")
+    return next((name for name, size in SIZES.items() if size == config), f"{config.hidden_size}x{config.num_layers}")
 
 
 def saved_config(state: Mapping[str, Any], default: DecoderConfig = CONFIG) -> DecoderConfig:
@@ -91,11 +93,11 @@ class ScenesTarget(nn.Module):
     def __init__(self, codebook: Tensor, config: DecoderConfig = CONFIG) -> None:
         super().__init__()
         self.config = config
-        self.words = nn.Embedding(len(WORDS), config.width)
-        self.slots = nn.Parameter(torch.randn(SLOTS, config.width) * 0.3)
-        self.uncond_embedding = nn.Parameter(torch.randn(SLOTS, config.width) * 0.3)
-        self.code_embedding = CodeTable(codebook, config.width, 1.0)
-        self.code_head = CodeTable(codebook, config.width, config.width**-0.5)
+        self.words = nn.Embedding(len(WORDS), config.hidden_size)
+        self.slots = nn.Parameter(torch.randn(SLOTS, config.hidden_size) * 0.3)
+        self.uncond_embedding = nn.Parameter(torch.randn(SLOTS, config.hidden_size) * 0.3)
+        self.code_embedding = CodeTable(codebook, config.hidden_size, 1.0)
+        self.code_head = CodeTable(codebook, config.hidden_size, config.hidden_size**-0.5)
         self.decoder = Decoder(config)
         for name, weight in self.decoder.named_parameters():
             if weight.ndim == 2:

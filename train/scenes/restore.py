@@ -59,14 +59,14 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     spec, stored = bundle.manifest.target, _weights(bundle.path("target"))
     config = replace(
         CONFIG,
-        width=spec.width,
-        layers=spec.layers,
-        heads=spec.width // spec.head_width,
-        kv_heads=spec.kv_heads,
-        ffn_width=stored["layers.0.ffn.gate.weight"].shape[1],
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.hidden_size // spec.head_dim,
+        num_kv_heads=spec.num_kv_heads,
+        intermediate_size=stored["layers.0.ffn.gate.weight"].shape[1],
     )
     target = ScenesTarget(codebook, config)
-    layers = {f"decoder.{name}": w for name, w in _layers(stored, config.layers, config.head_width).items()}
+    layers = {f"decoder.{name}": w for name, w in _layers(stored, config.num_layers, config.head_dim).items()}
     embeds = _weights(bundle.path("condition"))
     condition = {
         name: embeds[name].view_as(tensor)
@@ -87,7 +87,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
 
 def _drafter(bundle: Bundle, target: DecoderConfig) -> ScenesDrafter:
     stored, drafter = _weights(bundle.path("drafter")), ScenesDrafter(drafter_config(target))
-    inner = {f"body.{name}": w for name, w in _layers(stored, 1, target.head_width).items()}
+    inner = {f"body.{name}": w for name, w in _layers(stored, 1, target.head_dim).items()}
     outer = {
         "embed_tokens.weight": stored["embed.weight"],
         "fc.weight": stored["fc.weight"].T,
@@ -107,14 +107,14 @@ def _weights(path: Path) -> dict[str, Tensor]:
     return stored
 
 
-def _layers(stored: dict[str, Tensor], layers: int, head_width: int) -> dict[str, Tensor]:
+def _layers(stored: dict[str, Tensor], layers: int, head_dim: int) -> dict[str, Tensor]:
     """Weights of decoder layers as the torch modules name and lay them out: the graph's are transposed, and its
     queries carry the attention scale."""
     found = {}
     for i in range(layers):
         at = f"layers.{i}."
         qkv = stored[f"{at}attention.qkv.weight"].T.clone()
-        qkv[: qkv.shape[1]] *= head_width**0.5
+        qkv[: qkv.shape[1]] *= head_dim**0.5
         found[f"{at}attention.qkv.weight"] = qkv
         for name in ("attention.out", "ffn.gate", "ffn.up", "ffn.down"):
             found[f"{at}{name}.weight"] = stored[f"{at}{name}.weight"].T

@@ -33,8 +33,8 @@ def sample_codes(target: ScenesTarget, captions: Tensor, cfg_scale: float, gener
     decoder, table = target.fold()
     dropped = torch.arange(2 * rows, device=device) >= rows
     embeds = target.prefix(captions.repeat(2, 1), dropped)  # conditional rows, then unconditional ones
-    shape = (SLOTS + CELLS, 2 * rows, config.kv_heads, config.head_width)
-    cache = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in range(config.layers)]
+    shape = (SLOTS + CELLS, 2 * rows, config.num_kv_heads, config.head_dim)
+    cache = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in range(config.num_layers)]
     mask = torch.full((SLOTS, SLOTS), -1e9, device=device).triu(1).expand(2 * rows, 1, SLOTS, SLOTS)
     codes, length = torch.zeros(rows, CELLS, dtype=torch.int64, device=device), 0
     for cell in range(CELLS):
