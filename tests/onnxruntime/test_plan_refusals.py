@@ -61,7 +61,7 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, tmp_path
     assert message(lambda: tiny.load(num_layers=1)) == (
         f"{found} a tensor `new_key_values.1.key`, expected 9 tensors{again}"
     )
-    assert message(lambda: tiny.load(layers=3)) == (
+    assert message(lambda: tiny.load(num_layers=3)) == (
         f"{found} no tensor `new_key_values.2.key`, expected 17 tensors{again}"
     )
     assert message(lambda: tiny.load(vocabulary=47)) == (
