@@ -10,6 +10,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from .errors import RequestError
 
 
@@ -38,6 +40,22 @@ def choice(name: str, value: Any, default: str, known: Sequence[str]) -> str:
     if value not in known:
         raise RequestError(f"{name}: found {short(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
     return str(value)
+
+
+def explain(error: ValidationError) -> tuple[str, str]:
+    """The first field at fault, its name dotted, and what was found and expected of it."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
+    if first["type"] == "missing":
+        return field, "found nothing, expected a value"
+    if first["type"] == "extra_forbidden":
+        return field, "unknown, expected it left out"
+    expected = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        found = "" if isinstance(first["input"], dict) else f"found {short(first['input'])}, "
+        return field, found + expected
+    expected = expected.removeprefix("Input should be ").removeprefix("a valid ")
+    return field, f"found {short(first['input'])}, expected {expected}"
 
 
 def short(value: object) -> str:

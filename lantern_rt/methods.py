@@ -1,207 +1,263 @@
-"""Which parameters each decoding method takes, what they are where nothing was said, and which contradict.
+"""Decoding methods and sampling: what each may be told, within which limits, and what it means.
 
-A parameter that has no effect on the chosen method is refused rather than ignored: whoever sets it expects it to
-do something. Does not know prompts, sampling, or how the methods work.
+One class a method. Its fields are the method's parameters, wherever they are written: in a manifest, a request, options
+of the command line, method strings such as `lantern++:lambda=3:tree=chain-4`, acceptance statistics and pictures. The
+runtime reads the same objects. None of a parameter means that the method does without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+import re
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from .bundle.manifest import Manifest, Method, MethodDefaults, WindowDefaults
-from .checks import choice, number, short, whole
-from .errors import BundleError, RequestError, TreeError
-from .planning.candidates import parse_budget
-from .runtime.drafter import Children
-from .runtime.jacobi import Redraft, Start
-from .runtime.tree import StaticTree, TreeShape
-from .runtime.tree_names import named_tree
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-Residual = Literal["borrowed", "neighborhood"]
+from .errors import RequestError
 
-METHODS: tuple[Method, ...] = get_args(Method)
-RELAXED = ("lantern", "lantern++")  # methods that always are; sjd is if asked to
-WINDOW_LIMIT = 128  # codes drafted ahead
-# Used where a bundle says nothing about a method: small trees, since a CPU pays for every node.
-_FALLBACK = {
-    "eagle": MethodDefaults(tree="chain-3"),
-    "lantern": MethodDefaults(tree="dynamic-8-4-2", neighbors=100, delta=0.2),
-    "lantern++": MethodDefaults(tree="chain-4", neighbors=10, lambda_=2.0),
-}
-_BOUNDS = ("delta", "lambda")
-_LENDING = (*_BOUNDS, "neighbors", "residual")
-_RELAXING = (*_LENDING, "omega", "anneal")
-_TREE = ("tree", "children", "stop", "drafter_cfg_scale")
-_WINDOW = ("window", "redraft", "start")
+FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
+Residual = Literal["aggregated", "neighborhood"]
+WINDOW_LIMIT = 128  # tokens drafted ahead
 
 
-def check_method(manifest: Manifest, asked: str | None) -> Method:
-    """The method: the one asked for, or the bundle's default; RequestError if the bundle cannot run it."""
-    method = manifest.decoding.method if asked is None else asked
-    if method not in METHODS:
-        raise RequestError(f"method: found {short(method)}, expected {', '.join(METHODS[:-1])} or {METHODS[-1]}")
-    if method not in ("auto", "ar", "sjd") and manifest.drafter is None:
-        raise RequestError(f"method {method}: bundle {manifest.name} has no drafter; use method ar or sjd")
-    return method
+class Config(BaseModel):
+    """Base of all of these: immutable, finite numbers of the right type, no unknown fields."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
+    )
 
 
-def leaves_choice(options: Mapping[str, Any]) -> bool:
-    """Whether a request names neither a method nor anything that only some methods take."""
-    given = {name.rstrip("_") for name, value in options.items() if value is not None}
-    return not given & {"method", *_TREE, *_WINDOW, *_RELAXING}
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < 1e-3:
+        raise ValueError("expected 0 (greedy) or 0.001 .. 1000")
+    return temperature
 
 
-def resolve_method(manifest: Manifest, method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What the method needs besides sampling, as fields of `Settings`; RequestError names the parameter at fault."""
-    given = {name.rstrip("_"): value for name, value in options.items() if value is not None}
-    called = method if options.get("method") else f"{method} (the bundle's default)"
-    _refuse_idle(given, method, called)
-    if method == "auto":
-        return {"quality": parse_budget(given.get("quality") or "balanced").name}
-    if method == "ar":
-        return {}
-    own = _window(manifest, given) if method == "sjd" else _tree(manifest, method, given)
-    return own | _relaxation(manifest, method, given)
+class Sampling(Config):
+    """How a distribution is made from logits.
+
+    Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row is not run at all.
+    filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first.
+    """
+
+    cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1000, description="0 is greedy."), AfterValidator(_greedy_or_warm)] = (
+        1.0
+    )
+    top_k: Annotated[int, Field(ge=0, le=2**31, description="Keep the k most probable tokens; 0 is off.")] = 0
+    top_p: Annotated[float, Field(gt=0, le=1, description="Keep this much probability; 1 is off.")] = 1.0
+    filter_order: FilterOrder = "top-k, top-p"
+
+    @property
+    def guided(self) -> bool:
+        """Whether an unconditional row is run beside every conditional one."""
+        return self.cfg_scale != 1.0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are left out: never when greedy."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
 
 
-def _refuse_idle(given: Mapping[str, Any], method: Method, called: str) -> None:
-    """Refuse parameters that the method does not look at, and those that contradict each other."""
-    if {"delta", "lambda"} <= given.keys():
-        raise RequestError("delta and lambda: two bounds on the same thing, expected one; delta bounds method lantern,"
-                           " lambda bounds lantern++")  # fmt: skip
-    if method == "auto" and (own := _first(given, _TREE + _WINDOW + _RELAXING)):
-        raise RequestError(f"{own}: method {called} chooses it; leave {own} out, or name another method")
-    if method != "auto" and "quality" in given:
-        raise RequestError(f"quality: method {called} does not choose by it; leave quality out, or use method auto")
-    if method == "ar" and (idle := _first(given, _TREE + _WINDOW)):
-        raise RequestError(f"{idle}: method {called} drafts nothing; leave {idle} out, or use another method")
-    if method == "sjd" and (idle := _first(given, _TREE)):
-        raise RequestError(f"{idle}: method {called} drafts no tree; leave {idle} out, or use method eagle")
-    if method != "sjd" and (idle := _first(given, _WINDOW)):
-        raise RequestError(f"{idle}: method {called} has no window; leave {idle} out, or use method sjd")
-    if method in ("ar", "eagle") and (idle := _first(given, _RELAXING)):
-        raise RequestError(
-            f"{idle}: method {called} accepts exactly; leave {idle} out, or use method lantern or lantern++"
-        )
-    if method == "lantern" and "lambda" in given:
-        raise RequestError(f"lambda: found method {called}, which is bounded by delta; use delta, or method lantern++")
-    if method == "lantern++" and "delta" in given:
-        raise RequestError(f"delta: found method {called}, which is bounded by lambda; use lambda, or method lantern")
-    if "anneal" in given and "omega" not in given:
-        raise RequestError("anneal: says how omega falls with depth, but omega is not given; give omega too")
+class MethodConfig(Config):
+    """Base of the methods. method: its name. needs_drafter: whether a bundle must have a drafter to run it."""
+
+    method: str
+    needs_drafter: ClassVar[bool] = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the output has the target's own distribution."""
+        return True
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that are set, by the names that users give."""
+        return self.model_dump(exclude={"method"}, exclude_none=True)
+
+    def __str__(self) -> str:
+        """The method string, which `parse_method` reads."""
+        return ":".join([self.method, *(f"{name}={_number(value)}" for name, value in self.parameters().items())])
 
 
-def _first(given: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    return min(given.keys() & set(names), default=None)
+class Ar(MethodConfig):
+    """Plain decoding: no drafts, one token per forward pass."""
+
+    method: Literal["ar"] = "ar"
 
 
-# ---------------------------------------------------------------- drafting
+Tree = Annotated[
+    str, Field(min_length=1, description="Draft tree: a name such as chain-4 or mc-25, or a .json file of paths.")
+]
 
 
-def _window(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
-    defaults = manifest.decoding.sjd or WindowDefaults()
-    return {
-        "window": whole("window", given.get("window"), defaults.window, 1, WINDOW_LIMIT),
-        "redraft": choice("redraft", given.get("redraft"), defaults.redraft, get_args(Redraft)),
-        "start": choice("start", given.get("start"), defaults.start, get_args(Start)),
-    }
+class Drafted(MethodConfig):
+    """Methods with a drafter."""
+
+    needs_drafter: ClassVar[bool] = True
+    tree: Tree = "chain-3"
 
 
-def _tree(manifest: Manifest, method: Method, given: Mapping[str, Any]) -> dict[str, Any]:
-    shape = _resolve_shape(manifest, given.get("tree"), _defaults(manifest, method).tree)
-    if not isinstance(shape, StaticTree):
-        if idle := _first(given, ("children", "stop")):
+class Eagle(Drafted):
+    """Exact speculative decoding with an EAGLE drafter."""
+
+    method: Literal["eagle"] = "eagle"
+
+
+Neighbors = Annotated[
+    int | None, Field(ge=1, description="How many nearby codes may add their probability; with omega also 0.")
+]
+
+
+class Relaxed(MethodConfig):
+    """What relaxed acceptance takes; see `runtime.acceptance`.
+
+    Neighbours and a bound (delta or lambda) go together; omega needs neither.
+    """
+
+    neighbors: Neighbors = None
+    residual: Annotated[
+        Residual | None,
+        Field(description="What a rejection removes: aggregated, or neighborhood as the published code does."),
+    ] = None
+    omega: Annotated[
+        float | None, Field(gt=1, le=1e6, description="Accept tokens this many times as readily, above 1.")
+    ] = None
+    anneal: Annotated[
+        float | None, Field(ge=0, le=1, description="How much of omega - 1 each further depth keeps, 0 .. 1.")
+    ] = None
+
+    @property
+    def bound(self) -> float | None:
+        """delta or lambda, None where neighbours add nothing."""
+        return next((value for name in ("delta", "lambda_") if (value := getattr(self, name, None)) is not None), None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is relaxed."""
+        return self.bound is None and self.omega is None
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters that are set; neighbors is 0 where they are left out against the method's custom."""
+        found = super().parameters()
+        usual = type(self).model_fields["neighbors"].default
+        return {"neighbors": 0, **found} if self.neighbors is None and usual is not None else found
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Relaxed:
+        if getattr(self, "delta", None) is not None and getattr(self, "lambda_", None) is not None:
+            raise ValueError("delta and lambda are two bounds on the same thing, expected one")
+        if (self.neighbors is None) != (self.bound is None):
+            raise ValueError("neighbors and a bound (delta or lambda) go together")
+        if self.residual is not None and self.bound is None:
+            raise ValueError("residual is of neighbours, and there are none; leave residual out")
+        if self.anneal is not None and self.omega is None:
+            raise ValueError("anneal says how omega falls with depth, but omega is not given; give omega too")
+        return self
+
+
+Delta = Annotated[
+    float | None, Field(gt=0, lt=1, description="Bound on the probability that neighbours add, between 0 and 1.")
+]
+Lambda = Annotated[
+    float | None,
+    Field(alias="lambda", gt=1, le=1e6, description="Bound relative to the token's own probability, above 1."),
+]
+
+
+class Lantern(Relaxed, Drafted):
+    """Relaxed speculative decoding with an absolute bound (LANTERN, ICLR 2025)."""
+
+    method: Literal["lantern"] = "lantern"
+    tree: Tree = "dynamic-8-4-2"
+    neighbors: Neighbors = 100
+    delta: Delta = 0.2
+
+
+class LanternPlusPlus(Relaxed, Drafted):
+    """Relaxed speculative decoding with a relative bound (LANTERN++)."""
+
+    method: Literal["lantern++"] = "lantern++"
+    tree: Tree = "chain-4"
+    neighbors: Neighbors = 10
+    lambda_: Lambda = 2.0
+
+
+class Sjd(Relaxed):
+    """Speculative Jacobi decoding: a window of drafts from the target's own last pass; exact unless relaxed."""
+
+    method: Literal["sjd"] = "sjd"
+    window: Annotated[int, Field(ge=1, le=WINDOW_LIMIT, description="Tokens drafted ahead, 1 .. 128.")] = 8
+    delta: Delta = None
+    lambda_: Lambda = None
+
+
+def _quality(text: str) -> str:
+    match = re.fullmatch(r"[Tt][Vv][Dd]=(0?\.\d{1,9})", text)
+    if match and float(match[1]) > 0:
+        return f"TVD={float(match[1]):g}"
+    if text not in ("strict", "balanced", "fast"):
+        raise ValueError("expected strict, balanced, fast, or TVD=x with x between 0 and 1")
+    return text
+
+
+class Auto(MethodConfig):
+    """Whatever is fastest on this host and stays within the quality budget."""
+
+    method: Literal["auto"] = "auto"
+    quality: Annotated[
+        str,
+        Field(description="What may be given away: strict (nothing), balanced, fast or TVD=x."),
+        AfterValidator(_quality),
+    ] = "balanced"
+
+
+Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd, Field(discriminator="method")]
+MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "auto"]
+_CLASSES: tuple[type[MethodConfig], ...] = (*get_args(get_args(Method)[0]), Auto)
+METHODS: dict[str, type[MethodConfig]] = {one.model_fields["method"].default: one for one in _CLASSES}
+
+
+def parameter_names(method: type[MethodConfig]) -> list[str]:
+    """Parameters of a method, by the names that users give."""
+    return [field.alias or name for name, field in method.model_fields.items() if name != "method"]
+
+
+PARAMETERS: dict[str, list[str]] = {}  # every parameter, and the methods that take it
+for _name, _class in METHODS.items():
+    for _parameter in parameter_names(_class):
+        PARAMETERS.setdefault(_parameter, []).append(_name)
+
+
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and parameters of a method string, `NAME` or `NAME:PARAMETER=VALUE:...`; limits are not checked yet.
+
+    Raises: RequestError: a part is not PARAMETER=VALUE with a known parameter.
+    """
+    name, *parts = text.split(":")
+    given: dict[str, Any] = {}
+    for part in parts:
+        parameter, _, value = part.partition("=")
+        if parameter not in PARAMETERS or not value:
             raise RequestError(
-                f"{idle}: tree {shape.name} is dynamic, with children and size of its own choice; "
-                f"leave {idle} out, or use a static tree such as chain-4"
+                f"methods: found {part!r} in {text!r}, expected PARAMETER=VALUE, of {', '.join(PARAMETERS)}"
             )
-        return {"tree": shape.name, "shape": shape} | _guidance(manifest, given)
-    children = choice("children", given.get("children"), "sampled", get_args(Children))
-    stop = number("stop", given.get("stop"), 0.0, 0, 1)
-    own = {"tree": shape.name, "shape": shape, "children": children, "stop": stop or None}
-    return own | _guidance(manifest, given)
+        given[parameter] = _parsed(value)
+    return name, given
 
 
-def _guidance(manifest: Manifest, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The drafter's own guidance, if it is to have one."""
-    if "drafter_cfg_scale" not in given:
-        return {}
-    if given.get("cfg_scale", manifest.sampling.cfg_scale) == 1:
-        raise RequestError("drafter_cfg_scale: found cfg_scale 1, so nothing is guided; leave drafter_cfg_scale out")
-    return {"drafter_cfg_scale": number("drafter_cfg_scale", given["drafter_cfg_scale"], 1.0, 0, 1000)}
-
-
-def _defaults(manifest: Manifest, method: str) -> MethodDefaults:
-    known = cast(Mapping[str, MethodDefaults], manifest.decoding.methods)
-    return known.get(method, _FALLBACK[method])
-
-
-def _resolve_shape(manifest: Manifest, asked: Any, default: str) -> TreeShape:
-    if asked is None:
+def _parsed(text: str) -> Any:
+    for kind in (int, float):
         try:
-            if default.endswith(".json"):
-                raise TreeError("a bundle names a tree, it cannot point to a file")
-            shape = named_tree(default)
-        except TreeError as error:
-            raise BundleError(f"bundle {manifest.name}: default tree {short(default)}: {error}") from error
-    else:
-        if not isinstance(asked, str):
-            raise TreeError(f"tree: found {short(asked)}, expected a name or a .json file")
-        shape = named_tree(asked)
-    if isinstance(shape, StaticTree):
-        widest = max(len(children) for children in shape.children)
-        if widest > manifest.codebook_size:
-            raise TreeError(
-                f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
-            )
-    return shape
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
-# ---------------------------------------------------------------- relaxation
-
-
-def _relaxation(manifest: Manifest, method: Method, given: Mapping[str, Any]) -> dict[str, Any]:
-    return _lending(manifest, method, given) | _annealing(given)
-
-
-def _annealing(given: Mapping[str, Any]) -> dict[str, Any]:
-    if "omega" not in given:
-        return {}
-    omega = number("omega", given["omega"], 1.0)
-    if not 1 < omega <= 1e6:
-        raise RequestError(f"omega: found {omega:g}, expected a number above 1, up to 1e6")
-    return {"omega": omega, "anneal": number("anneal", given.get("anneal"), 1.0, 0, 1)}
-
-
-def _lending(manifest: Manifest, method: Method, given: Mapping[str, Any]) -> dict[str, Any]:
-    """How neighbours lend probability; nothing if they do not."""
-    bound = _first(given, _BOUNDS) or {"lantern": "delta", "lantern++": "lambda"}.get(method)
-    if bound is None:
-        if idle := _first(given, ("neighbors", "residual")):
-            raise RequestError(f"{idle}: method sjd lends nothing unless bounded; give delta or lambda too")
-        return {}
-    like, table, annealed = "lantern" if bound == "delta" else "lantern++", manifest.neighbors, "omega" in given
-    if not table and not annealed:
-        raise RequestError(
-            f"method {method}: bundle {manifest.name} has no neighbour table; use method ar, eagle or sjd, "
-            "or give omega, which needs none"
-        )
-    defaults = _defaults(manifest, like)
-    usual = min(defaults.neighbors or _FALLBACK[like].neighbors, table)
-    neighbors = whole("neighbors", given.get("neighbors"), usual, 0 if annealed else 1, table)
-    if not neighbors:
-        if idle := _first(given, (*_BOUNDS, "residual")):
-            raise RequestError(f"{idle}: found neighbors 0, so nobody lends; leave {idle} out, or let neighbours lend")
-        return {}
-    residual = choice("residual", given.get("residual"), "borrowed", get_args(Residual))
-    own: dict[str, Any] = {"neighbors": neighbors, "residual": residual}
-    if bound == "delta":
-        own["delta"] = number("delta", given.get("delta"), defaults.delta or 0.2)
-        if not 0 < own["delta"] < 1:
-            raise RequestError(f"delta: found {own['delta']:g}, expected a number between 0 and 1, both excluded")
-    else:
-        own["lambda_"] = number("lambda", given.get("lambda"), defaults.lambda_ or 2.0)
-        if not 1 < own["lambda_"] <= 1e6:
-            raise RequestError(f"lambda: found {own['lambda_']:g}, expected a number above 1, up to 1e6")
-    return own
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL.Image import Image
@@ -21,23 +20,14 @@ from PIL.Image import Image
 from .bundle.files import Bundle, open_bundle
 from .bundle.manifest import Manifest
 from .errors import BundleError, RequestError
+from .methods import Auto, MethodConfig, Relaxed
 from .output.images import blank, grey_out, to_image
-from .planning.choosing import Chooser, with_default_method
+from .planning.auto import Chooser, with_default_method
 from .planning.store import Situation
-from .requests import (
-    Embeddings,
-    ImageRequest,
-    Options,
-    Settings,
-    resolve_images,
-    resolve_settings,
-    token_slots,
-)
+from .requests import Embeddings, ImageRequest, Request, resolve_images, resolve_settings, token_slots
 from .results import Ints, Result, StreamStep
-from .runtime.acceptance import Relaxation
-from .runtime.decode import DrafterLayout, Method, Model, Prompt, decode
-from .runtime.jacobi import Jacobi
-from .runtime.sampling import Sampling
+from .runtime.decode import decode
+from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 from .text.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
 from .text.template_tokenizer import TemplateTokenizer, read_template_tokenizer
 from .text.words import WordTokenizer, read_tokenizer
@@ -49,14 +39,6 @@ if TYPE_CHECKING:
     from .runtime.likelihood import Likelihood
 
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-
-
-@dataclass(frozen=True)
-class Request:
-    """A checked request: what each image is made from, and the settings of all."""
-
-    images: list[ImageRequest]
-    settings: Settings
 
 
 class Pipeline:
@@ -114,27 +96,26 @@ class Pipeline:
         embeddings: Embeddings | None = None,
         seed: int | Sequence[int] = 0,
         num_images: int = 1,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Result:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
         What a bundle takes is in its manifest: prompts (of known words, or any text), class ids, or embeddings, alone
-        or with a mask `(embeddings, mask)`, right-padded, `[tokens, width]` or `[prompts, tokens, width]`. Image i of a
+        or with a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a
         prompt is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt.
-        Further parameters are those of `Options`.
+
+        options: `method` (a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
+        `lantern_rt.methods`), parameters of the method (`tree`, `window`, `neighbors`, `delta`, `lambda_`, ...),
+        `quality` for method `auto`, and `cfg_scale`, `temperature`, `top_k`, `top_p`. What is left out, or None, comes
+        from the bundle.
+
+        Raises: RequestError: names the parameter at fault, what was found and what to do.
         """
-        request = self._check(prompts, class_ids, embeddings, seed, num_images, options)
-        (last,) = deque(self._decode(request), maxlen=1)
-        assert last.stats is not None
-        images = [last.image(i) for i in range(len(request.images))]
-        return Result(
-            images,
-            last.codes,
-            [image.seed for image in request.images],
-            [image.label for image in request.images],
-            last.stats,
-            request.settings,
+        request = self._check(
+            prompts, class_ids=class_ids, embeddings=embeddings, seed=seed, num_images=num_images, **options
         )
+        (last,) = deque(self.decode(request), maxlen=1)
+        return last.result()
 
     def stream(
         self,
@@ -144,59 +125,32 @@ class Pipeline:
         embeddings: Embeddings | None = None,
         seed: int | Sequence[int] = 0,
         num_images: int = 1,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Generator[StreamStep, None, None]:
-        """The same, step by step; takes what a call takes, and checks it at once.
+        """Generate step by step; takes what a call takes, and checks it at once.
 
         Work is done only while the next step is waited for: stop iterating, or close the generator, to cancel.
         """
-        return self._decode(self._check(prompts, class_ids, embeddings, seed, num_images, options))
-
-    def negative_log_likelihoods(
-        self,
-        codes: Sequence[Ints],
-        prompts: str | Sequence[str] | None = None,
-        *,
-        class_ids: int | Sequence[int] | None = None,
-        embeddings: Embeddings | None = None,
-        seed: int | Sequence[int] = 0,
-        num_images: int = 1,
-        **options: Unpack[Options],
-    ) -> list[float]:
-        """Mean nats per code of each image's `codes [cells]` in the target's eyes; takes what made them.
-
-        Guidance and temperature count, filters do not; see `tuning/likelihood.py`.
-        """
-        found = self.likelihoods(
-            codes,
-            prompts,
-            class_ids=class_ids,
-            embeddings=embeddings,
-            seed=seed,
-            num_images=num_images,
-            **options,
+        return self.decode(
+            self._check(
+                prompts, class_ids=class_ids, embeddings=embeddings, seed=seed, num_images=num_images, **options
+            )
         )
-        return [one.nats for one in found]
 
     def likelihoods(
-        self,
-        codes: Sequence[Ints],
-        prompts: str | Sequence[str] | None = None,
-        *,
-        class_ids: int | Sequence[int] | None = None,
-        embeddings: Embeddings | None = None,
-        seed: int | Sequence[int] = 0,
-        num_images: int = 1,
-        **options: Unpack[Options],
+        self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **request: Any
     ) -> list[Likelihood]:
-        """The same with the entropy beside it: what a code drawn from the model was to be expected to have."""
+        """Mean nats per token of each image's `codes [cells]` in the target's eyes, and their entropy.
+
+        Takes what a call that made them takes. Guidance and temperature count, filters do not.
+        """
         from .runtime.likelihood import likelihood
 
-        request = self._check(prompts, class_ids, embeddings, seed, num_images, options)
-        if len(codes) != len(request.images):
-            raise RequestError(f"codes: found those of {len(codes)} images, expected {len(request.images)}")
-        model, sampling = self._model(request.settings), _sampling(request.settings)
-        prefixes = self._prefixes(request.images)
+        checked = self._check(prompts, **request)
+        if len(codes) != len(checked.images):
+            raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
+        prefixes, sampling = self._prefixes(checked.images), checked.settings.sampling
+        model = self._model(checked.settings.method)
         return [likelihood(model, p, c, sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
@@ -204,54 +158,34 @@ class Pipeline:
         return self._engines.target, self._engines.drafter
 
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
-        """What a choice of decoding depends on besides the bundle; see `tuning/store.py`."""
+        """What a choice of `auto` depends on besides the bundle; temperature None: the bundle's."""
         return self._chooser.situation(images, temperature, quality)
 
-    def _check(
-        self,
-        prompts: str | Sequence[str] | None,
-        class_ids: int | Sequence[int] | None,
-        embeddings: Embeddings | None,
-        seed: int | Sequence[int],
-        num_images: int,
-        options: Options,
-    ) -> Request:
-        options = with_default_method(self.bundle, options)
-        request = check_request(
-            self.bundle.manifest, self._tokenizer, prompts, class_ids, embeddings, seed, num_images, options
+    def _check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
+        request = with_default_method(self.bundle, request)
+        checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
+        if not isinstance(checked.settings.method, Auto):
+            return checked
+        images = checked.images
+        chosen = self._chooser.choose(
+            len(images), checked.settings, lambda settings: self.decode(Request(images, settings))
         )
-        if request.settings.method != "auto":
-            return request
-        images = request.images
-        settings = self._chooser.choose(
-            len(images), request.settings, options, lambda settings: self._decode(Request(images, settings))
-        )
-        return Request(images, settings)
+        return Request(images, chosen)
 
-    def _decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        prompts = self._prefixes(request.images)
-        rngs = [np.random.default_rng(image.seed) for image in request.images]
-        codes: list[Ints] = [np.zeros(0, np.int64)] * len(request.images)
-        model = self._model(request.settings)
-        sampling = _sampling(request.settings)
-        for step in decode(model, prompts, rngs, sampling, self._method(request.settings)):
+    def decode(self, request: Request) -> Generator[StreamStep, None, None]:
+        """Decode a checked request, step by step."""
+        settings, images = request.settings, request.images
+        prompts = self._prefixes(images)
+        rngs = [np.random.default_rng(image.seed) for image in images]
+        codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
+        for step in decode(self._model(settings.method), prompts, rngs, settings.sampling, settings.method):
             new_codes: list[Ints] = [np.zeros(0, np.int64)] * len(codes)
             accepted = [0] * len(codes)
             for part in step.parts:
                 new_codes[part.request] = part.codes[: part.committed]
                 accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
             codes = [np.concatenate([old, new]) if len(new) else old for old, new in zip(codes, new_codes, strict=True)]
-            yield StreamStep(
-                new_codes,
-                codes,
-                accepted,
-                step.done,
-                step.total,
-                step.statistics,
-                step,
-                request.settings,
-                self._draw,
-            )
+            yield StreamStep(new_codes, codes, accepted, step, request, self._draw)
 
     def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
         """Prefix rows of every image; those of one prompt are computed once."""
@@ -266,47 +200,25 @@ class Pipeline:
                     f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "
                     "its weights are damaged, export the bundle again"
                 )
-            prompts.append(Prompt(cond[0], uncond[0], image.real, image.uncond_real, image.tokens))
+            tokens = image.tokens or (None, None)
+            uncond_real = image.real if image.uncond_real is None else image.uncond_real
+            rows = PrefixRow(cond[0], image.real, tokens[0]), PrefixRow(uncond[0], uncond_real, tokens[1])
+            prompts.append(Prompt(*rows))
         return prompts
 
-    def _model(self, settings: Settings) -> Model:
-        manifest = self.bundle.manifest
-        drafter = self._engines.drafter if settings.shape is not None else None
-        layout = DrafterLayout()
-        if manifest.drafter is not None:
-            spec = manifest.drafter
+    def _model(self, method: MethodConfig) -> Model:
+        manifest, layout = self.bundle.manifest, DrafterLayout()
+        if spec := manifest.drafter:
             layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token, spec.code_offset)
-        return Model(self._engines.target, drafter, manifest.codes_per_image, manifest.target.max_positions, layout)
-
-    def _method(self, settings: Settings) -> Method:
-        relaxation = None
-        if settings.relaxed:
-            relaxation = Relaxation(
-                None if settings.neighbors is None else self.bundle.neighbors().indices,
-                settings.neighbors or 0,
-                settings.delta,
-                settings.lambda_,
-                settings.residual or "borrowed",
-                settings.omega or 1.0,
-                1.0 if settings.anneal is None else settings.anneal,
-            )
-        return Method(
-            settings.method,
-            settings.shape,
-            relaxation,
-            self._jacobi(settings),
-            settings.children or "sampled",
-            settings.stop or 0.0,
-            settings.drafter_cfg_scale,
+        return Model(
+            self._engines.target,
+            self._engines.drafter,
+            manifest.codes_per_image,
+            manifest.target.max_positions,
+            layout,
+            manifest.grid_columns,
+            self.bundle.neighbors().indices if isinstance(method, Relaxed) and method.neighbors else None,
         )
-
-    def _jacobi(self, settings: Settings) -> Jacobi | None:
-        if settings.window is None:
-            return None
-        manifest = self.bundle.manifest
-        assert settings.redraft is not None
-        assert settings.start is not None
-        return Jacobi(settings.window, manifest.grid_columns, manifest.codebook_size, settings.redraft, settings.start)
 
     def _draw(self, codes: Ints) -> Image:
         """The picture of an image's first codes."""
@@ -321,19 +233,22 @@ class Pipeline:
 def check_request(
     manifest: Manifest,
     tokenizer: PromptTokenizer | None,
-    prompts: str | Sequence[str] | None,
-    class_ids: int | Sequence[int] | None,
-    embeddings: Embeddings | None,
-    seed: int | Sequence[int],
-    num_images: int,
-    options: Options,
+    prompts: str | Sequence[str] | None = None,
+    *,
+    class_ids: int | Sequence[int] | None = None,
+    embeddings: Embeddings | None = None,
+    seed: int | Sequence[int] = 0,
+    num_images: int = 1,
+    **options: Any,
 ) -> Request:
-    """Check everything that a caller gave, without loading a graph; RequestError says what is wrong."""
+    """Check everything that a caller gave, without loading a graph; takes what a call of a pipeline takes.
+
+    Raises: RequestError: says what is wrong.
+    """
     settings = resolve_settings(manifest, options)
     slots = token_slots(manifest.condition)
     encode = None if tokenizer is None else lambda text: tokenizer.encode(text, slots)
-    images = resolve_images(manifest, encode, prompts, class_ids, embeddings, seed, num_images)
-    return Request(images, settings)
+    return Request(resolve_images(manifest, encode, prompts, class_ids, embeddings, seed, num_images), settings)
 
 
 def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -344,7 +259,3 @@ def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     if condition.layout is not None:
         return read_template_tokenizer(bundle.path("tokenizer"), condition.layout.template)
     return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
-
-
-def _sampling(settings: Settings) -> Sampling:
-    return Sampling(settings.cfg_scale, settings.temperature, settings.top_k, settings.top_p, settings.filter_order)

@@ -1,121 +1,54 @@
 """What a request asks for, checked against what a bundle can do, before anything is computed.
 
-Every parameter that is left out (None) comes from the bundle. Which of them a method takes is in `methods.py`.
-
-Does not know engines, pictures or files. The prefix rows of an embeddings bundle are laid out here: given
-right-padded, needed left-padded.
+Every parameter that is left out (None) comes from the bundle. The prefix rows of an embeddings bundle are laid out
+here: given right-padded, needed left-padded.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ValidationError
 
-from .bundle.manifest import ConditionSpec, Manifest, Method, TokenLayout
+from .bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from .checks import brief as _brief
-from .checks import number as _number
+from .checks import explain
 from .checks import short as _short
 from .checks import whole as _whole
-from .errors import RequestError
-from .methods import Residual, check_method, resolve_method
-from .runtime.drafter import Children
-from .runtime.jacobi import Redraft, Start
-from .runtime.sampling import FilterOrder
-from .runtime.tree import TreeShape
+from .errors import BundleError, RequestError, TreeError
+from .methods import METHODS, PARAMETERS, Config, MethodConfig, Sampling, parameter_names, parse_method
+from .runtime.tree import StaticTree
+from .runtime.tree_names import named_tree, tree_name
 
 Label = str | int | None
 Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
+SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
 PROMPT_LIMIT = 2000  # characters
 IMAGES_LIMIT = 1024  # in one request
 SEED_LIMIT = 2**63
-
-
-class Options(TypedDict, total=False):
-    """Parameters of a request; what is missing or None comes from the bundle.
-
-    method: `ar`, `eagle`, `lantern`, `lantern++`, `sjd`, or `auto`, which takes what is fastest on this host within
-    `quality` (`strict`, `balanced`, `fast` or `TVD=x`, for `auto` only). cfg_scale: guidance, 1 is off.
-    temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off.
-
-    Methods with a drafter: tree, a tree's name, or a .json file of paths; for static trees children, `sampled`
-    or the `likeliest`, and stop, draft no further once the drafter gives all paths together less probability
-    than this (0 is off); drafter_cfg_scale, guidance of the drafter where it is not the target's. `sjd`: window,
-    how many codes are drafted ahead; redraft, `coupled` or `independent`; start of new positions, `random`, or
-    a copy of the code `left` or `above`.
-
-    Relaxation, for `lantern`, `lantern++` and, if asked for, `sjd`: neighbors, how many codes may lend
-    probability; delta (`lantern`, `sjd`) or lambda_ (`lantern++`, `sjd`) bounds it; residual, what a rejection
-    removes (`neighborhood` is what the published code does); omega, factor above 1 on the chance to accept;
-    anneal, 0 .. 1, how much of omega - 1 each further depth keeps. With omega, neighbors may be 0.
-    """
-
-    method: str | None
-    cfg_scale: float | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    tree: str | None
-    neighbors: int | None
-    delta: float | None
-    lambda_: float | None
-    residual: str | None
-    quality: str | None
-    children: str | None
-    stop: float | None
-    drafter_cfg_scale: float | None
-    window: int | None
-    redraft: str | None
-    start: str | None
-    omega: float | None
-    anneal: float | None
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides an image besides prompt, seed and bundle. None: the method has no such thing.
+    """Everything that decides an image besides prompt, seed and bundle.
 
-    choice: why `auto` chose this, None where the caller chose. quality: `auto`'s budget, while nothing is chosen.
+    choice: why `auto` chose this method, None where the caller did.
     """
 
-    method: Method
-    cfg_scale: float
-    temperature: float
-    top_k: int
-    top_p: float
-    filter_order: FilterOrder
-    tree: str | None = None
-    neighbors: int | None = None
-    delta: float | None = None
-    lambda_: float | None = None
-    residual: Residual | None = None
-    quality: str | None = None
+    method: MethodConfig
+    sampling: Sampling
     choice: str | None = field(default=None, compare=False)
-    children: Children | None = None
-    stop: float | None = None
-    drafter_cfg_scale: float | None = None
-    window: int | None = None
-    redraft: Redraft | None = None
-    start: Start | None = None
-    omega: float | None = None
-    anneal: float | None = None
-    shape: TreeShape | None = field(default=None, repr=False)
 
-    @property
-    def relaxed(self) -> bool:
-        """Whether acceptance may stray from the target's distribution."""
-        return self.neighbors is not None or self.omega is not None
-
-    def as_dict(self) -> dict[str, str | float | int]:
+    def as_dict(self) -> dict[str, Any]:
         """What is set, by the names that users give, ready for JSON."""
-        names = [name for name in self.__dataclass_fields__ if name not in ("shape", "choice")]
-        values = {name.rstrip("_"): getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value is not None}
+        return {"method": self.method.method, **self.sampling.model_dump(), **self.method.parameters()}
 
 
 @dataclass(frozen=True)
@@ -134,30 +67,143 @@ class ImageRequest:
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
 
+@dataclass(frozen=True)
+class Request:
+    """A checked request: what each image is made from, and the settings of all."""
+
+    images: list[ImageRequest]
+    settings: Settings
+
+
 # ---------------------------------------------------------------- settings
 
 
-def resolve_settings(manifest: Manifest, options: Options) -> Settings:
-    """The settings of a request; RequestError names the parameter at fault and what to do."""
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
-    method = check_method(manifest, options.get("method"))
-    defaults = manifest.sampling
-    temperature = _number("temperature", options.get("temperature"), defaults.temperature, 0, 1000)
-    if 0 < temperature < 1e-3:
-        raise RequestError(f"temperature: found {temperature:g}, expected 0 (greedy) or 0.001 .. 1000")
-    top_p = _number("top_p", options.get("top_p"), defaults.top_p, 0, 1)
-    if top_p == 0:
-        raise RequestError("top_p: found 0, expected a number above 0, up to 1 (1 is off)")
-    return Settings(
-        method=method,
-        cfg_scale=_number("cfg_scale", options.get("cfg_scale"), defaults.cfg_scale, 0, 1000),
-        temperature=temperature,
-        top_k=_whole("top_k", options.get("top_k"), defaults.top_k, 0, 2**31),
-        top_p=top_p,
-        filter_order=defaults.filter_order,
-        **resolve_method(manifest, method, options),
+def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings:
+    """The settings of a request.
+
+    options: `method` (a name, a method string, or an object of `methods.py`), the names of `SAMPLING`, and parameters
+    of the method, each by its name (`lambda_` for lambda); None counts as left out.
+
+    Raises: RequestError: names the parameter at fault and what to do.
+    """
+    given = {name.rstrip("_"): _plain(value) for name, value in options.items() if value is not None}
+    if unknown := sorted(given.keys() - {"method", *SAMPLING, *PARAMETERS}):
+        known = ", ".join(["method", *SAMPLING, *PARAMETERS])
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
+    asked = given.pop("method", None)
+    shaping = {name: given.pop(name) for name in SAMPLING if name in given}
+    sampling = _checked(Sampling, manifest.sampling.model_dump() | shaping)
+    if isinstance(asked, MethodConfig):
+        given = asked.parameters() | given
+        asked = asked.method
+    elif isinstance(asked, str) and ":" in asked:
+        asked, own = parse_method(asked)
+        given = own | given
+    return Settings(_resolve_method(manifest, asked, given), sampling)
+
+
+def names_method(options: Mapping[str, Any]) -> bool:
+    """Whether a request names a method, or a parameter that only some methods take; `quality` is of none of these."""
+    given = {name.rstrip("_") for name, value in options.items() if value is not None}
+    return bool(given & {"method", *PARAMETERS} - {"quality"})
+
+
+def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> MethodConfig:
+    """The method, its parameters filled in from the bundle's defaults."""
+    name = manifest.decoding.method if asked is None else asked
+    if name not in METHODS:
+        *others, last = METHODS
+        raise RequestError(f"method: found {_short(name)}, expected {', '.join(others)} or {last}")
+    called = name if asked else f"{name} (the bundle's default)"
+    kind = METHODS[name]
+    if kind.needs_drafter and manifest.drafter is None:
+        raise RequestError(f"method {name}: bundle {manifest.name} has no drafter; use method ar or sjd")
+    taken = parameter_names(kind)
+    for parameter in sorted(given.keys() - set(taken)):
+        raise RequestError(
+            f"{parameter}: method {called} does not take it; leave {parameter} out, "
+            f"or use method {' or '.join(PARAMETERS[parameter])}"
+        )
+    fields = _defaults(manifest, name) | given
+    if "neighbors" in taken:
+        fields |= _neighborhood(manifest, name, given)
+    if "tree" in taken:
+        fields["tree"] = _tree(manifest, given.get("tree"), fields["tree"])
+    return _checked(kind, fields)
+
+
+def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
+    own = next((one for one in manifest.decoding.methods if one.method == name), None)
+    return (own or METHODS[name](method=name)).parameters()
+
+
+def _neighborhood(manifest: Manifest, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """neighbors, its bound and residual, as far as the method aggregates at all; else all of them None."""
+    nothing = {
+        "neighbors": None,
+        "residual": None,
+        **dict.fromkeys({"delta", "lambda"} & set(parameter_names(METHODS[name]))),
+    }
+    bound = next((one for one in ("delta", "lambda") if one in given), None)
+    bound = bound or {"lantern": "delta", "lantern++": "lambda"}.get(name)
+    idle = next((one for one in ("neighbors", "residual") if one in given), None)
+    if bound is None:
+        if idle:
+            raise RequestError(f"{idle}: method {name} aggregates nothing unless bounded; give delta or lambda too")
+        return nothing
+    table, annealed = manifest.neighbors, "omega" in given
+    if not table and not annealed:
+        raise RequestError(
+            f"method {name}: bundle {manifest.name} has no neighbour table; use method ar, eagle or sjd, "
+            "or give omega, which needs none"
+        )
+    like = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
+    neighbors = _whole(
+        "neighbors", given.get("neighbors"), min(like.get("neighbors", 0), table), 0 if annealed else 1, table
     )
+    if not neighbors:
+        if idle := next((one for one in ("delta", "lambda", "residual") if one in given), None):
+            raise RequestError(f"{idle}: found neighbors 0; leave {idle} out, or give neighbors above 0")
+        return nothing
+    residual = given.get("residual", "aggregated")
+    return {"neighbors": neighbors, "residual": residual, bound: given.get(bound, like.get(bound))}
+
+
+def _tree(manifest: Manifest, asked: Any, default: str) -> str:
+    """The name of a tree that exists and fits the codebook; a file's tree by a name that holds its shape."""
+    if asked is not None and not isinstance(asked, str):
+        raise TreeError(f"tree: found {_short(asked)}, expected a name or a .json file")
+    name = default if asked is None else asked
+    try:
+        if asked is None and name.endswith(".json"):
+            raise TreeError("a bundle names a tree, it cannot point to a file")
+        shape = named_tree(name)
+    except TreeError as error:
+        if asked is not None:
+            raise
+        raise BundleError(f"bundle {manifest.name}: default tree {_short(name)}: {error}") from error
+    if isinstance(shape, StaticTree):
+        widest = max(len(children) for children in shape.children)
+        if widest > manifest.codebook_size:
+            raise TreeError(
+                f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
+            )
+        if name.endswith(".json"):
+            return tree_name(shape.paths)
+    return name
+
+
+def _checked(kind: type[C], fields: Mapping[str, Any]) -> C:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        field, problem = explain(error)
+        raise RequestError(f"{field}: {problem}" if field else problem) from error
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 # ---------------------------------------------------------------- images

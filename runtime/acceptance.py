@@ -1,43 +1,42 @@
-"""Which drafted codes are accepted: exactly, or relaxed by what neighbours in the codebook lend.
+"""Which drafted tokens are accepted: exactly, or relaxed by the probability of their neighbours in the codebook.
 
-One walk down a draft tree per request and step. Without a `Relaxation` the target's distribution is left
-unchanged (speculative sampling with siblings). With one, a drafted code x borrows the probability of A, the
-longest nearest-first run of its neighbours whose sum stays within a bound: `delta` (LANTERN, ICLR 2025)
-or (lambda_ - 1) p(x) (LANTERN++).
+One walk down a draft tree per request and step. Without a `Relaxation` the target's distribution is left unchanged
+(speculative sampling with siblings). With one, the probability of A is added to that of a drafted token x, where A, its
+aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a bound: `delta` (LANTERN,
+ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
 
 What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x
 with probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection
 remove x and A from max(p - q, 0): the total variation distance between the step's output and p is then the
 expectation of a'(x) - a(x) over the draft. (Derived here; tests enumerate it.) With q = 1 that is p(A) <=
-delta. With a real q, lambda_ - 1 bounds it but delta does not, as every code that can be drafted brings a
-loan of its own. Every further sibling adds its own term, weighted by the chance that it is tried, and the
+delta. With a real q, lambda - 1 bounds it but delta does not, as every token that can be drafted brings an
+aggregation set of its own. Every further sibling adds its own term, weighted by the chance that it is tried, and the
 distance is at most the sum. The published code removes k + 1 neighbours instead of A;
 `residual="neighborhood"` does that, for comparison: it can move the output by more than the bound.
 
 Annealed relaxation (Cool-SD, arXiv 2601.09212) multiplies p / q by omega >= 1, less and less down the path:
 a'(x) = min(1, omega_d (p(x) + p(A)) / q(x)) at depth d. Its residual is the exact one, max(p - q, 0) without x
-and A: what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a code, so
+and A: what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a token, so
 that no other residual brings the output closer to p. The distance is again the expectation of a' - a, and that
 is sum over x of min(q, omega p) - min(q, p) without neighbours: at most 1 - 1 / omega for a sampled draft, and
-at most (omega - 1) p(x) for a certain one. With lambda_ too it is at most 1 - 1 / (omega lambda_).
-
-Does not know engines, logits or how the tree was drafted.
+at most (omega - 1) p(x) for a certain one. With lambda too it is at most 1 - 1 / (omega lambda).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..methods import MethodConfig, Relaxed, Residual
 from .sampling import Probabilities, draw
 from .tree import DraftTree
 
 Distribution = Callable[[int], Probabilities]
-_NOBODY = np.zeros(0, np.int64)
+_NOTHING: NDArray[np.integer] = np.zeros(0, np.int64)
 
 
 class Uniforms(Protocol):
@@ -52,21 +51,35 @@ class Uniforms(Protocol):
 class Relaxation:
     """How far acceptance may stray.
 
-    neighbors: table of neighbours, nearest first, self excluded, integers `[vocabulary, k]`, or None where
-    nobody lends; k is how many may lend. delta: bound in (0, 1) on what they lend. lambda_: bound > 1 on
-    (p(x) + lent) / p(x). Exactly one of the two is set if there are neighbours. residual: what a rejection
-    removes: `borrowed` (x and A) or `neighborhood` (the published code: k + 1 neighbours, from q where there is
-    one). omega: factor >= 1 on the chance to accept the first drafted code; anneal: in [0, 1], the share of
-    omega - 1 that each further depth keeps.
+    neighbors: table of neighbours, nearest first, self excluded, integers `[vocab_size, k]`; None: no aggregation sets.
+    k: how many of them count. delta: bound in (0, 1) on p(A). lambda_: bound > 1 on (p(x) + p(A)) / p(x). Exactly one
+    of the two is set if there are neighbours. residual: what a rejection removes: `aggregated` (x and A) or
+    `neighborhood` (the published code: k + 1 neighbours, from q where there is one). omega: factor >= 1 on the chance
+    to accept the first drafted token; anneal: in [0, 1], the share of omega - 1 that each further depth keeps.
     """
 
     neighbors: NDArray[np.integer] | None = None
     k: int = 0
     delta: float | None = None
     lambda_: float | None = None
-    residual: Literal["borrowed", "neighborhood"] = "borrowed"
+    residual: Residual = "aggregated"
     omega: float = 1.0
     anneal: float = 1.0
+
+    @classmethod
+    def of(cls, method: MethodConfig, neighbors: NDArray[np.integer] | None) -> Relaxation | None:
+        """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
+        if not isinstance(method, Relaxed) or method.exact:
+            return None
+        return cls(
+            neighbors if method.neighbors else None,
+            method.neighbors or 0,
+            getattr(method, "delta", None),
+            getattr(method, "lambda_", None),
+            method.residual or "aggregated",
+            method.omega or 1.0,
+            1.0 if method.anneal is None else method.anneal,
+        )
 
     def factor(self, depth: int) -> float:
         """omega_d for a candidate at `depth`, 0 for the children of the root.
@@ -76,12 +89,12 @@ class Relaxation:
         """
         return 1.0 + (self.omega - 1.0) * self.anneal**depth
 
-    def lenders(self, p: Probabilities, code: int) -> NDArray[np.integer]:
-        """A: the longest nearest-first run of neighbours of `code` whose summed p stays within the bound."""
+    def aggregation_set(self, p: Probabilities, token: int) -> NDArray[np.integer]:
+        """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
         if self.neighbors is None:
-            return _NOBODY
-        near = self.neighbors[code, : self.k]
-        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[code]
+            return _NOTHING
+        near = self.neighbors[token, : self.k]
+        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
         return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
 
 
@@ -89,8 +102,8 @@ class Relaxation:
 class Acceptance:
     """Outcome of one walk.
 
-    path: accepted nodes, the root first. bonus: the code drawn after them. realised_tvd: summed a' - a over
-    the candidates tried (greedy: codes accepted that are not the arg-max). tried: candidates looked at.
+    path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: summed a' - a over
+    the candidates tried (greedy: tokens accepted that are not the arg-max). tried: candidates looked at.
     remainder: the distribution the bonus was drawn from (greedy: the node's own distribution).
     """
 
@@ -120,67 +133,72 @@ def walk(
         q = tree.proposals.get(node)
         siblings = tree.children[node]
         for child in siblings:
-            code = int(tree.tokens[child])
+            token = int(tree.tokens[child])
             uniform = accept.random()
-            draft = 1.0 if q is None else float(q[code])
+            draft = 1.0 if q is None else float(q[token])
             if draft <= 0:
                 continue
             tried += 1
-            lenders = _NOBODY if relaxation is None else relaxation.lenders(p, code)
-            exact = relaxed = min(1.0, float(p[code]) / draft)
+            aggregated = _NOTHING
+            exact = relaxed = min(1.0, float(p[token]) / draft)
             if relaxation is not None:
+                aggregated = relaxation.aggregation_set(p, token)
                 factor = relaxation.factor(len(path) - 1)
-                relaxed = min(1.0, factor * float(p[code] + p[lenders].sum()) / draft)
+                relaxed = min(1.0, factor * float(p[token] + p[aggregated].sum()) / draft)
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
                 break
-            p = _rest(p, q, code, lenders, relaxation)
+            if relaxation is not None and relaxation.residual == "neighborhood":
+                p = _published_residual(p, q, token, relaxation if len(aggregated) else None)
+            else:
+                p = residual_distribution(p, q, token, aggregated)
             if q is not None and child != siblings[-1]:
-                q = _without(q, code)
+                q = _without(q, token)
         if path[-1] == node:  # no child, or none accepted
             return Acceptance(path, draw(p, residual), tvd, tried, p)
 
 
-def _rest(
-    p: Probabilities,
-    q: Probabilities | None,
-    code: int,
-    lenders: NDArray[np.integer],
-    relaxation: Relaxation | None,
+def residual_distribution(
+    p: Probabilities, q: Probabilities | None, token: int, aggregated: NDArray[np.integer] = _NOTHING
 ) -> Probabilities:
-    """What is left of p after `code` was refused."""
-    published = relaxation is not None and relaxation.residual == "neighborhood"
-    removed = q
+    """What a refused draft leaves of p: max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
+
+    q = None says that `token` was certain.
+    """
     left = p.copy()
-    if len(lenders):
-        assert relaxation is not None
-        assert relaxation.neighbors is not None
-        if not published:
-            left[lenders] = 0
-        elif q is None:
-            left[relaxation.neighbors[code, : relaxation.k + 1]] = 0
-        else:
-            removed = q.copy()
-            removed[relaxation.neighbors[code, : relaxation.k + 1]] = 0
-    if removed is not None:
+    left[aggregated] = 0
+    if q is not None:
+        left -= q
+        np.maximum(left, 0, out=left)
+    left[token] = 0
+    return _normalised(left, p)
+
+
+def _published_residual(
+    p: Probabilities, q: Probabilities | None, token: int, relaxation: Relaxation | None
+) -> Probabilities:
+    """What LANTERN's code leaves: k + 1 neighbours are removed from p, or else from q, where any were aggregated."""
+    near = _NOTHING
+    if relaxation is not None and relaxation.neighbors is not None:
+        near = relaxation.neighbors[token, : relaxation.k + 1]
+    left = p.copy()
+    if q is None:
+        left[near] = 0
+        left[token] = 0
+    else:
+        removed = q.copy()
+        removed[near] = 0
         left -= removed
         np.maximum(left, 0, out=left)
-    if removed is None or not published:
-        left[code] = 0
-    return _normalised(left, np.ones_like(p) if published else p)
+    return _normalised(left, np.ones_like(p))
 
 
-def _without(q: Probabilities, code: int) -> Probabilities:
-    """q for the next sibling, after `code` was refused."""
+def _without(q: Probabilities, token: int) -> Probabilities:
+    """q for the next sibling, after `token` was refused."""
     left = q.copy()
-    left[code] = 0
+    left[token] = 0
     return _normalised(left, left)
-
-
-def residual_distribution(p: Probabilities, q: Probabilities | None, code: int) -> Probabilities:
-    """What a refused draft leaves: max(p - q, 0) scaled to sum 1; q = None says that `code` was certain."""
-    return _rest(p, q, code, _NOBODY, None)
 
 
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
@@ -191,7 +209,7 @@ def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabiliti
 
 
 def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:
-    """The longest path whose every code is the arg-max, or is once its neighbours have lent to it (times omega_d).
+    """The longest path whose every token is the arg-max, or is once its aggregation set is added (times omega_d).
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
     """
@@ -209,13 +227,13 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | 
         p = seen[node] = target(node)
         top = int(p.argmax())
         for child in tree.children[node]:
-            code = int(tree.tokens[child])
+            token = int(tree.tokens[child])
             tried += 1
-            if code == top:
+            if token == top:
                 open_nodes.append((child, tvd))
             elif relaxation is not None:
-                lent = float(p[relaxation.lenders(p, code)].sum())
-                if relaxation.factor(int(tree.depths[node])) * (p[code] + lent) > p[top]:
+                added = float(p[relaxation.aggregation_set(p, token)].sum())
+                if relaxation.factor(int(tree.depths[node])) * (p[token] + added) > p[top]:
                     open_nodes.append((child, tvd + 1.0))
     remainder = seen[end] if end in seen else target(end)
     return Acceptance(tree.path_to(end), int(remainder.argmax()), best_tvd, tried, remainder)

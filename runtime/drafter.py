@@ -1,43 +1,27 @@
 """Draft trees from an EAGLE drafter, for several requests at once.
 
-A drafter slot p reads code p + 1 and the hidden state of position p, and predicts the hidden state p + 1.
-Slots of committed codes stay in the drafter's cache; slots of draft nodes are dropped after each draft.
-Static trees draw children without replacement from the drafter's distribution (its true q is kept), or
-take the most probable ones if asked to, and always when decoding greedily; dynamic trees always take the most
-probable ones.
-
-A static tree may stop early. Before a level's children are drawn, the drafter's own probabilities of the paths to
-that level are summed; below `stop` the request drafts no further level. For a node this is settled by codes
-above and beside it, before its children are drawn, and nothing that was drawn is dropped: the children there are
-come from q, and where there are none the target's own p is drawn from, so the output stays exact. (To drop a
-child because of what it turned out to be would change q.)
-
-Does not know acceptance, or what the target thinks.
+A drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state p + 1.
+Slots of committed tokens stay in the drafter's cache; slots of draft nodes are dropped after each draft.
+Static trees draw children without replacement from the drafter's distribution (its true q is kept), or take the most
+probable ones when decoding greedily; dynamic trees always take the most probable ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from ..methods import Drafted
+from .drafts import Batch, Committed, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
 from .passes import append_nodes, committed_mask, run_pass
-from .sampling import (
-    Probabilities,
-    Sampling,
-    best_codes,
-    draw_without_replacement,
-    guide,
-    shape_distribution,
-)
-from .statistics import Clock
+from .sampling import Probabilities, best_codes, draw_without_replacement, guide, shape_distribution
 from .streams import Streams
-from .tree import DraftTree, DynamicTree, StaticTree, TreeShape
+from .tree import DraftTree, DynamicTree, StaticTree
+from .tree_names import named_tree
 
-Children = Literal["sampled", "likeliest"]
 MINIMUM_SLOTS = 2  # one-slot passes use another matrix kernel and would not reproduce longer ones
 
 
@@ -45,104 +29,92 @@ MINIMUM_SLOTS = 2  # one-slot passes use another matrix kernel and would not rep
 class Level:
     """Slots that were run together: hidden states, and guided logits per request."""
 
-    hidden: Floats  # [rows, slots, width]
-    logits: list[Floats]  # per request: [slots, vocabulary]
+    hidden: Floats  # [rows, slots, hidden_size]
+    logits: list[Floats]  # per request: [slots, vocab_size]
 
 
-class Drafter:
-    """Drafts for a batch of requests; rows are all conditional ones, then, with guidance, all unconditional ones.
+class TreeDrafts:
+    """Drafts for a batch; rows are all conditional ones, then, with guidance, all unconditional ones.
 
-    children: how a static tree's children are chosen. stop: a static tree drafts no level whose parents' paths have
-    together less probability than this, 0 .. 1; 0 drafts the whole tree.
+    `method.tree` names the trees' shape.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        shape: TreeShape,
-        sampling: Sampling,
-        clock: Clock,
-        position_shift: int,
-        last_position: int,
-        code_offset: int = 0,
-        children: Children = "sampled",
-        stop: float = 0.0,
-    ) -> None:
-        self.engine, self.shape, self.sampling, self.clock = engine, shape, sampling, clock
-        self.position_shift, self.last_position, self.code_offset = position_shift, last_position, code_offset
-        self.children, self.stop = children, stop
-        self.committed_masks: dict[int, Bools] = {}  # by span, for as long as the same slots are committed
-        self.cache: Cache
-        self.prefix_padding: Bools
-        self.prefix: list[Ints]
+    def __init__(self, batch: Batch, method: Drafted) -> None:
+        model, self.shape = batch.model, named_tree(method.tree)
+        assert model.drafter is not None  # requests are refused where there is none
+        self.engine: Engine = model.drafter
+        self.sampling, self.clock, self.layout = batch.sampling, batch.clock, model.layout
+        self.last_position = model.positions - 1 + model.layout.position_shift
+        self.nodes = self.shape.nodes
+        self.slots = self.shape.slots
+        padding = batch.prefix_padding if model.layout.masks_prefix else np.zeros_like(batch.prefix_padding)
+        self.prefix_padding = padding[:, :-1]
+        self.prefix = [row.drafter_tokens(model.layout) for row in batch.rows]  # until it is committed
+        self.cache: Cache = self.engine.new_cache(len(batch.rows), batch.capacity(self.slots))
+        self.committed_masks: dict[int, Bools] = {}  # by past length, for as long as the same slots are committed
+        self.tokens: list[Ints] = []  # per request: those that followed the newly committed positions, the root last
+        self.hidden: list[Floats] = []  # per row: the target's hidden states at those positions
 
-    def start(self, rows: int, capacity: int, prefix_padding: Bools, prefix: list[Ints] | None = None) -> None:
-        """Open a cache; `prefix_padding [rows, slots]` marks prefix slots nobody may see.
+    def commit(self, active: Sequence[Request], committed: Committed) -> None:
+        """Remember tokens and hidden states of a pass; they are run with the next draft."""
+        self.tokens = committed.tokens
+        hidden = committed.output.hidden
+        self.hidden = [hidden[row, accepted] for row, accepted in enumerate(committed.accepted_indices)]
 
-        prefix: per row the token ids that its prefix slots read, before the first code; none if they are
-        given as codes.
-        """
-        self.cache, self.prefix_padding = self.engine.new_cache(rows, capacity), prefix_padding
-        self.prefix = prefix or []
-
-    def keep_rows(self, rows: Ints) -> None:
-        """Go on with these rows only."""
+    def keep(self, slots: Sequence[int], rows: Ints) -> None:
+        """Go on with these requests and rows only."""
         self.cache.keep_rows(rows)
         self.prefix_padding = self.prefix_padding[rows]
         self.prefix = [self.prefix[row] for row in rows] if self.prefix else []
+        self.tokens = [self.tokens[slot] for slot in slots]
+        self.hidden = [self.hidden[row] for row in rows]
 
-    def draft(self, tokens: list[Ints], hidden: list[Floats], streams: Sequence[Streams]) -> list[DraftTree]:
-        """Commit new slots and draft one tree per request.
-
-        tokens: per request the codes that followed the newly committed positions, the root last. hidden:
-        per *row* the target's hidden states at those positions, `[slots, width]`.
-        """
-        requests = len(tokens)
-        roots = np.array([codes[-1] for codes in tokens], np.int64)
+    def draft(self, active: Sequence[Request]) -> list[DraftTree]:
+        """Commit new slots and draft one tree per request."""
+        roots = np.array([tokens[-1] for tokens in self.tokens], np.int64)
         self.committed_masks = {}
-        level = self._commit(tokens, hidden)
+        level = self._commit_slots()
         self.committed_masks = {}
         committed = self.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
-            trees = self._draft_static(self.shape, roots, level, committed, streams)
+            trees = self._draft_static(self.shape, roots, level, committed, [request.streams for request in active])
         else:
             trees = self._draft_dynamic(self.shape, roots, level, committed)
         self.cache.truncate(committed)
-        assert len(trees) == requests
         return trees
 
-    def _commit(self, tokens: list[Ints], hidden: list[Floats]) -> Level:
+    def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
-        requests, rows = len(tokens), len(hidden)
-        read = [tokens[row % requests] + self.code_offset for row in range(rows)]
+        requests, rows = len(self.tokens), len(self.hidden)
+        read = [self.tokens[row % requests] + self.layout.code_offset for row in range(rows)]
         if self.prefix:
-            read = [np.concatenate([prefix, codes]) for prefix, codes in zip(self.prefix, read, strict=True)]
+            read = [np.concatenate([prefix, tokens]) for prefix, tokens in zip(self.prefix, read, strict=True)]
             self.prefix = []
         counts = [len(ids) for ids in read]
         slots = max(MINIMUM_SLOTS, *counts)
-        codes = np.zeros((rows, slots), np.int64)
-        states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
+        tokens = np.zeros((rows, slots), np.int64)
+        states = np.zeros((rows, slots, self.hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
-            codes[row, :count], states[row, :count] = read[row], hidden[row]
+            tokens[row, :count], states[row, :count] = read[row], self.hidden[row]
         lengths, prefix = self.cache.lengths, self.prefix_padding.shape[1]
-        attention_mask, past_length = self._visible(lengths, slots)
+        attention_mask, past_length = self._committed_mask(lengths, slots)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # the prefix itself is being committed
             seen = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
             attention_mask[row, :, past_length : past_length + prefix] &= seen
-        output = self._run(codes, states, lengths[:, None] + np.arange(slots), attention_mask)
+        output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
         kept = {count: np.arange(count) for count in counts}
         append_nodes(self.cache, output.new_kv, [kept[count] for count in counts], self.clock.drafter)
         last = np.array(counts) - 1
-        hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, width]
-        logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocabulary]
+        hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, hidden_size]
+        logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocab_size]
         return Level(hidden_last, [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)])
 
     def _guided(self, output: PassOutput, request: int, requests: int, slots: int) -> Floats:
         """Guided logits `[slots, vocabulary]` of a request's first slots."""
         return guide(output.logits[request::requests, :slots], self.sampling.cfg_scale)
 
-    def _visible(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
+    def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, span + slots]`, and the span."""
         past_length = self.engine.next_past_length(self.cache, slots)
         if past_length not in self.committed_masks:
@@ -152,8 +124,12 @@ class Drafter:
         return attention_mask, past_length
 
     def _run(self, tokens: Ints, hidden: Floats, positions: Ints, attention_mask: Bools) -> PassOutput:
-        last = self.last_position + self.position_shift
-        batch = Pass(positions=np.minimum(positions, last), attention_mask=attention_mask, tokens=tokens, hidden=hidden)
+        batch = Pass(
+            positions=np.minimum(positions, self.last_position),
+            attention_mask=attention_mask,
+            tokens=tokens,
+            hidden=hidden,
+        )
         return run_pass(self.engine, batch, self.cache, self.clock.drafter)
 
     def _expand(
@@ -170,13 +146,13 @@ class Drafter:
         request = np.arange(rows) % requests
         padded, drafted = max(MINIMUM_SLOTS, slots), above.shape[2]
         codes = np.zeros((rows, padded), np.int64)
-        codes[:, :slots] = tokens[request] + self.code_offset
+        codes[:, :slots] = tokens[request] + self.layout.code_offset
         states = np.zeros((rows, padded, width), np.float32)
         states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[request]]
         sees = np.zeros((requests, slots, drafted + slots), bool)
         sees[:, :, :drafted] = above[np.arange(requests)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
-        attention_mask, past_length = self._visible(base, padded)
+        attention_mask, past_length = self._committed_mask(base, padded)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
@@ -192,45 +168,35 @@ class Drafter:
         requests = len(roots)
         tokens = np.zeros((requests, shape.nodes), np.int64)
         tokens[:, 0] = roots
-        alive = np.zeros((requests, shape.nodes), bool)  # nodes whose code has been drawn
+        alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
         alive[:, 0] = True
-        paths = np.zeros((requests, shape.nodes))  # the drafter's probability of the path to each node
-        paths[:, 0] = 1
         proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
         above = np.zeros((requests, 1, 0), bool)
         for depth, (inner, parents) in enumerate(zip(shape.levels, shape.parent_slots, strict=True)):
-            going_on = (paths[:, inner].sum(1) >= self.stop) if self.stop else np.ones(requests, bool)
-            if not going_on.any():
-                break
             if depth > 0:
                 same = np.repeat(parents[None], requests, 0)
                 level, above = self._expand(tokens[:, inner], same, depth, base, above, level)
-            for r in np.flatnonzero(going_on).tolist():
+            for r in range(requests):
                 for slot, node in enumerate(inner.tolist()):
-                    children = shape.children[node]
                     if alive[r, node]:
-                        logits = level.logits[r][slot]
-                        codes, chances = self._choose(logits, len(children), proposals[r], node, streams[r])
+                        children = shape.children[node]
+                        codes = self._children(level.logits[r][slot], len(children), proposals[r], node, streams[r])
                         filled = children[: len(codes)]
                         tokens[r, filled], alive[r, filled] = codes, True
-                        if self.stop:
-                            paths[r, filled] = paths[r, node] * chances
         leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
         return [_without(tree, alive[r]) for r, tree in enumerate(trees)]
 
-    def _choose(
+    def _children(
         self, logits: Floats, count: int, proposals: dict[int, Probabilities], node: int, streams: Streams
-    ) -> tuple[Ints, Probabilities]:
-        """Codes of a node's children and their probabilities; sampled ones leave their distribution in `proposals`."""
-        if self.sampling.greedy or self.children == "likeliest":
-            codes, scores = self._best_children(logits[None], count)
-            possible = np.isfinite(scores[0])
-            return codes[0, possible], np.exp(scores[0, possible].astype(np.float64))
-        distribution = shape_distribution(logits, self.sampling)
-        proposals[node] = distribution
-        codes = draw_without_replacement(distribution, count, streams.draft)
-        return codes, distribution[codes]
+    ) -> Ints:
+        """Tokens of a node's children; sampled ones leave their distribution in `proposals`."""
+        if self.sampling.greedy:
+            best, scores = self._best_children(logits[None], count)
+            codes: Ints = best[0, np.isfinite(scores[0])]
+            return codes
+        distribution = proposals[node] = shape_distribution(logits, self.sampling)
+        return draw_without_replacement(distribution, count, streams.draft)
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level, base: Ints) -> list[DraftTree]:
         requests = len(roots)

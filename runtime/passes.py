@@ -1,4 +1,4 @@
-"""Small shared pieces of a pass: the prefill, what committed columns are visible, and the timed calls."""
+"""Shared pieces of passes: the prefill, a chain, which committed columns are attended to, and the timed calls."""
 
 from __future__ import annotations
 
@@ -78,3 +78,19 @@ def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padd
     return Pass(
         positions=np.broadcast_to(np.arange(nodes), (rows, nodes)), attention_mask=attention_mask, embeds=embeds
     )
+
+
+def causal_pass(
+    engine: Engine, cache: Cache, tokens: Ints, last_position: int, prefix_padding: Bools, hidden: Floats | None = None
+) -> Pass:
+    """A pass over a chain of `tokens [rows, nodes]` after all that the cache holds.
+
+    prefix_padding: bool `[rows, prefix]`. hidden: for drafters, `[rows, nodes, hidden_size]`.
+    """
+    rows, nodes = tokens.shape
+    past_length = engine.next_past_length(cache, nodes)
+    attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
+    attention_mask[:, :, :past_length] = committed_mask(cache.lengths, prefix_padding, past_length)[:, None]
+    attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
+    positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), last_position)
+    return Pass(positions=positions, attention_mask=attention_mask, tokens=tokens, hidden=hidden)

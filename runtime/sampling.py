@@ -6,52 +6,19 @@ know trees, engines or requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
+from ..methods import Sampling
 
 Probabilities = NDArray[np.float64]
-FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 BLOCK = 64  # codes looked at together when the most probable ones are sought
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a distribution is made from logits.
-
-    cfg_scale: guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row
-    is not run at all. temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off. filter_order: LlamaGen
-    applies top-k first, LANTERN (the transformers warpers) top-p first.
-    """
-
-    cfg_scale: float = 1.0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    filter_order: FilterOrder = "top-k, top-p"
-
-    @property
-    def guided(self) -> bool:
-        """Whether an unconditional row is run beside every conditional one."""
-        return self.cfg_scale != 1.0
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most probable code is always taken."""
-        return self.temperature == 0.0
-
-    @property
-    def filtered(self) -> bool:
-        """Whether some codes are left out: never when greedy."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
-
-    def scale(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits over the temperature; as they are when greedy."""
-        return logits if self.temperature in (0.0, 1.0) else logits / np.float32(self.temperature)
+def scale(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float32]:
+    """Logits over the temperature; as they are when greedy."""
+    return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
 def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
@@ -130,7 +97,7 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
     all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
     EngineError if the logits hold NaN or infinity.
     """
-    scaled = sampling.scale(logits)
+    scaled = scale(logits, sampling)
     if not sampling.filtered:
         return softmax(scaled)
     _highest(logits)

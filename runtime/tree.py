@@ -83,6 +83,11 @@ class StaticTree:
         return len(self.paths) + 1
 
     @property
+    def slots(self) -> int:
+        """Most nodes that are drafted at once: all."""
+        return self.nodes
+
+    @property
     def depth(self) -> int:
         """Longest path: the most codes one pass can accept, the bonus not counted."""
         return max(len(path) for path in self.paths)
@@ -107,6 +112,11 @@ class DynamicTree:
             raise TreeError(f"a dynamic tree needs nodes >= 2, depth >= 1, branch >= 1; found {self}")
         if self.nodes - 1 > made:
             raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that are drafted at once, pruned ones included."""
+        return max(self.nodes, self.depth * self.branch)
 
 
 TreeShape = StaticTree | DynamicTree

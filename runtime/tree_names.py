@@ -10,13 +10,15 @@ from pathlib import Path
 from ..errors import TreeError
 from .tree import DynamicTree, StaticTree, TreeShape
 
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
 
 def _grow(*counts: str) -> tuple[tuple[int, ...], ...]:
-    """Paths from child counts: each string lists, level by level, how many children the level's nodes have (hex)."""
+    """Paths from child counts: a string a level, with the number of children of each node above (a = 10 .. z = 35)."""
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
     for numbers in counts:
-        counts_of_level = [int(number, 16) for number in numbers.split()]
+        counts_of_level = [int(number, 36) for number in numbers.split()]
         level = [(*path, rank) for path, n in zip(level, counts_of_level, strict=True) for rank in range(n)]
         paths += level
     return tuple(paths)
@@ -55,12 +57,12 @@ def named_tree(spec: str) -> TreeShape:
         return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)), spec)
     if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", spec):
         return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10), spec)
-    if match := re.fullmatch(r"tree((?:-[0-9a-f]{1,512}){1,20})", spec):
+    if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", spec):
         try:
             return StaticTree(_grow(*(" ".join(level) for level in match[1].split("-")[1:])), spec)
         except ValueError as error:
             raise TreeError(
-                f"tree {spec!r} does not add up; each level needs one hexadecimal digit per node of the level above"
+                f"tree {spec!r} does not add up; each level needs one digit (0 .. 9, a .. z) a node of the level above"
             ) from error
     if spec.endswith(".json"):
         return _read_tree(Path(spec))
@@ -74,7 +76,7 @@ def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
     """A name that holds a tree's whole shape: per level, how many children each node of the level above has.
 
     `tree-2-10-1` is a root with two children, of which the first has one child, and that one another. Counts are
-    hexadecimal digits, so no node may have more than 15 children.
+    digits 0 .. 9, a .. z, so no node may have more than 35 children.
     """
     known = set(paths)
     level: list[tuple[int, ...]] = [()]
@@ -83,9 +85,9 @@ def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
         children = [[path for path in sorted(known) if path[:-1] == parent] for parent in level]
         if not any(children):
             break
-        if max(map(len, children)) > 15:
-            raise TreeError(f"found a node with {max(map(len, children))} children, expected at most 15 for a name")
-        name += "-" + "".join(f"{len(group):x}" for group in children)
+        if max(map(len, children)) > 35:
+            raise TreeError(f"found a node with {max(map(len, children))} children, expected at most 35")
+        name += "-" + "".join(_DIGITS[len(group)] for group in children)
         level = [path for group in children for path in group]
     return name
 

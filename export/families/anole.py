@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...bundle.manifest import SamplingDefaults, TokenLayout
+from ...bundle.manifest import TokenLayout
 from ...errors import CheckpointError, RequestError
+from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import fill, read_config, shape_of
 from ..checkpoints.folders import find_weights, read_weight_files
@@ -35,7 +36,7 @@ _PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of tu
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
-_SAMPLING = SamplingDefaults(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
+_SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
 
 
 @dataclass(frozen=True)

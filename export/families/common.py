@@ -21,14 +21,13 @@ from ...bundle.manifest import (
     DecoderSpec,
     DecodingDefaults,
     DrafterSpec,
-    MethodDefaults,
     Provenance,
-    SamplingDefaults,
     Source,
     TokenLayout,
     file_sha256,
 )
 from ...errors import CheckpointError
+from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from ..graph.graphs import Arrays, Case, Graph, target_graph
 from ..graph.onnx_ops import Ops, Value
 from ..models.decoder import Decoder, DecoderConfig
@@ -77,7 +76,7 @@ class Model:
     code_embeddings: Tensor
     condition: Condition
     vq: LlamaGenVQ
-    sampling: SamplingDefaults
+    sampling: Sampling
     sources: list[tuple[str, Path]]
     drafting: Drafting | None = None
 
@@ -219,11 +218,11 @@ def _decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
         return DecodingDefaults(method="ar")
     return DecodingDefaults(
         method="lantern",
-        methods={
-            "eagle": MethodDefaults(tree="dynamic-59"),
-            "lantern": MethodDefaults(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2),
-            "lantern++": MethodDefaults(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0),
-        },
+        methods=(
+            Eagle(tree="dynamic-59"),
+            Lantern(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2),
+            LanternPlusPlus(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0),
+        ),
     )
 
 

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...bundle.manifest import SamplingDefaults, TokenLayout
+from ...bundle.manifest import TokenLayout
 from ...errors import CheckpointError
+from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Weights, config_float, config_int, count_blocks, fill, read_config, shape_of
 from ..checkpoints.folders import find_weights, read_weight_files
@@ -98,7 +99,7 @@ def read_janus(folder: Path) -> Model:
         code_embeddings=code_embeddings,
         condition=token_condition(text_embeddings, sizes.prefix, _layout(generation, generation_path), tokenizer),
         vq=image,
-        sampling=SamplingDefaults(cfg_scale=config_float(generation, "guidance_scale", 5.0, generation_path)),
+        sampling=Sampling(cfg_scale=config_float(generation, "guidance_scale", 5.0, generation_path)),
         sources=sources,
     )
 

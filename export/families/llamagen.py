@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...bundle.manifest import ConditionSpec, SamplingDefaults
+from ...bundle.manifest import ConditionSpec
 from ...errors import CheckpointError, RequestError
+from ...methods import Sampling
 from ..graph.graphs import Arrays, Graph
 from ..graph.onnx_ops import Value
 from ..graph.text_condition import text_condition_graph
@@ -80,7 +81,7 @@ def export_llamagen(
         code_embeddings=transformer.code_embeddings,
         condition=condition,
         vq=image,
-        sampling=SamplingDefaults(cfg_scale=4.0 if classes else 7.5, top_k=0 if classes else 1000),
+        sampling=Sampling(cfg_scale=4.0 if classes else 7.5, top_k=0 if classes else 1000),
         sources=sources,
         drafting=None if draft is None else Drafting(draft.drafter, masks_prefix=False),
     )

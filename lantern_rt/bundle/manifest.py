@@ -12,10 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..methods import METHODS, Method, MethodName, Sampling
+
 FORMAT_VERSION = "2.0"
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Method = Literal["auto", "ar", "eagle", "lantern", "lantern++", "sjd"]
 Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
 
 
@@ -142,45 +143,18 @@ class ConditionSpec(Part):
         return self
 
 
-class SamplingDefaults(Part):
-    """How distributions are shaped. `top_k` 0 and `top_p` 1 are off; temperature 0 is greedy."""
-
-    cfg_scale: Annotated[float, Field(ge=0)] = 1.0
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    filter_order: Literal["top-k, top-p", "top-p, top-k"] = "top-k, top-p"
-
-
-class MethodDefaults(Part):
-    """Decoding defaults of one method. `delta` and `lambda_` are never both set."""
-
-    tree: str
-    neighbors: Annotated[int, Field(ge=0)] = 0
-    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    lambda_: Annotated[float, Field(gt=1)] | None = None
-
-    @model_validator(mode="after")
-    def _one_bound(self) -> MethodDefaults:
-        if self.delta is not None and self.lambda_ is not None:
-            raise ValueError("`delta` and `lambda_` are two bounds; set one")
-        return self
-
-
-class WindowDefaults(Part):
-    """Decoding defaults of `sjd`, the method without a drafter; see `runtime/jacobi.py`."""
-
-    window: Annotated[int, Field(ge=1, le=128)] = 8
-    redraft: Literal["coupled", "independent"] = "coupled"
-    start: Literal["random", "left", "above"] = "left"
-
-
 class DecodingDefaults(Part):
     """The method used when none is asked for, and each method's own defaults. `auto` chooses on the host."""
 
-    method: Method
-    methods: dict[Literal["eagle", "lantern", "lantern++"], MethodDefaults] = Field(default_factory=dict)
-    sjd: WindowDefaults | None = None
+    method: MethodName
+    methods: tuple[Method, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_each(self) -> DecodingDefaults:
+        names = [one.method for one in self.methods]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"method {twice} has defaults twice; expected each method once")
+        return self
 
 
 class Source(Part):
@@ -205,7 +179,7 @@ class Manifest(Part):
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
     and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words`, `text` and `tokens`;
-    optional are `rates` (what methods give, for `auto`) and `prompts` (one a line, to tune with); further
+    optional are `acceptance_statistics` (for `auto`) and `prompts` (one a line, to tune with); further
     roles are external data of a graph (`target.data`, ...).
     """
 
@@ -221,7 +195,7 @@ class Manifest(Part):
     target: DecoderSpec
     drafter: DrafterSpec | None = None
     condition: ConditionSpec
-    sampling: SamplingDefaults
+    sampling: Sampling
     decoding: DecodingDefaults
     files: dict[str, FileEntry]
     provenance: Provenance
@@ -240,7 +214,7 @@ class Manifest(Part):
             raise ValueError(
                 f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {self.target.hidden_size}"
             )
-        if self.decoding.method not in ("auto", "ar", "sjd") and self.drafter is None:
+        if METHODS[self.decoding.method].needs_drafter and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         return self
 

@@ -23,7 +23,27 @@ def from_format_1(manifest: dict[str, Any], version: str) -> dict[str, Any]:
     for part in ("target", "drafter"):
         migrated[part] = _renamed(manifest.get(part), _DECODER)
     migrated["condition"] = _renamed(manifest.get("condition"), {"caption_width": "caption_dim"})
+    migrated["decoding"] = _decoding(manifest.get("decoding"))
+    migrated["files"] = _renamed(manifest.get("files"), {"rates": "acceptance_statistics"})
     return migrated
+
+
+def _decoding(part: Any) -> Any:
+    """Defaults as methods. Windows of format 1 could be drafted in other ways, equally exact, which are gone."""
+    if not isinstance(part, dict):
+        return part
+    methods: list[Any] = []
+    listed = part.get("methods", {})
+    for name, own in listed.items() if isinstance(listed, dict) else ():
+        if not isinstance(own, dict):
+            return part
+        idle = {"eagle": ("neighbors", "delta", "lambda_"), "lantern": ("lambda_",)}.get(name, ("delta",))
+        given = {key: value for key, value in own.items() if value not in (None, 0) and key not in idle}
+        methods.append({"method": name, **_renamed(given, {"lambda_": "lambda"})})
+    if isinstance(window := part.get("sjd"), dict):
+        methods.append({"method": "sjd", **{key: value for key, value in window.items() if key == "window"}})
+    rest = {key: value for key, value in part.items() if key != "sjd"}
+    return {**rest, "methods": methods}
 
 
 def _renamed(part: Any, names: dict[str, str]) -> Any:

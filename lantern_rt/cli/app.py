@@ -124,28 +124,8 @@ def run(
         str | None,
         typer.Option(help="Draft tree: a name such as chain-4 or mc-25, or a .json file. [default: the bundle's]"),
     ] = None,
-    children: Annotated[
-        str | None, typer.Option(help="Children in a static tree: sampled, or likeliest. [default: sampled]")
-    ] = None,
-    stop: Annotated[
-        float | None,
-        typer.Option(
-            help="Draft no deeper in a static tree once all its paths have less probability, 0 .. 1. [default: off]"
-        ),
-    ] = None,
-    drafter_cfg_scale: Annotated[
-        float | None,
-        typer.Option(help="Guidance of the drafter; 1 spares its unconditional rows. [default: the target's]"),
-    ] = None,
     window: Annotated[
         int | None, typer.Option(help="Codes that sjd drafts ahead, 1 .. 128. [default: the bundle's]")
-    ] = None,
-    redraft: Annotated[
-        str | None, typer.Option(help="How sjd re-drafts: coupled or independent. [default: the bundle's]")
-    ] = None,
-    start: Annotated[
-        str | None,
-        typer.Option(help="First draft of a position (sjd): random, left or above. [default: the bundle's]"),
     ] = None,
     threads: Threads = None,
     engines: Engines = None,
@@ -163,30 +143,24 @@ def run(
 
     Paths of the files go to stdout, progress and a line of statistics to stderr.
     """
-    from ..requests import Options
     from .run import Run, run_command
     from .running import Running
 
-    options = Options(
-        method=method,
-        cfg_scale=cfg_scale,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        neighbors=neighbors,
-        delta=delta,
-        lambda_=lambda_,
-        tree=tree,
-        quality=quality,
-        children=children,
-        stop=stop,
-        drafter_cfg_scale=drafter_cfg_scale,
-        window=window,
-        redraft=redraft,
-        start=start,
-        omega=omega,
-        anneal=anneal,
-    )
+    options = {
+        "method": method,
+        "cfg_scale": cfg_scale,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "neighbors": neighbors,
+        "delta": delta,
+        "lambda_": lambda_,
+        "tree": tree,
+        "quality": quality,
+        "window": window,
+        "omega": omega,
+        "anneal": anneal,
+    }
     run_command(
         Run(
             prompt or None,

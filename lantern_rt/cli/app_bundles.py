@@ -175,9 +175,12 @@ def tune(
         Path | None, typer.Option(help="Text file, one prompt a line, to measure with. [default: the bundle's]")
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
-    rates: Annotated[
+    acceptance_statistics: Annotated[
         Path | None,
-        typer.Option(help="Also write the rates found, for a bundle to bring along; adds to what was found before."),
+        typer.Option(
+            "--acceptance-statistics",
+            help="Also write the statistics found, for a bundle to bring along; adds to what was found before.",
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw costs of passes and expected speed by size of a draft, a .png file.")
@@ -190,7 +193,9 @@ def tune(
     from .tune import Tune, tune_command
 
     running = Running(threads, engines, provider, cuda_graphs, weight_budget)
-    tune_command(Tune(bundle, minutes, quality, images, prompts, temperature, running, rates, plot, json, force))
+    tune_command(
+        Tune(bundle, minutes, quality, images, prompts, temperature, running, acceptance_statistics, plot, json, force)
+    )
 
 
 @commands.command(
@@ -278,12 +283,11 @@ def evaluate(
     force: Force = False,
 ) -> None:
     """Compare methods with plain decoding, on the same prompts and seeds. Needs lantern-rt[cpu,eval]."""
-    from ..requests import Options
     from .evaluate import Eval, eval_command
     from .evaluation_graphs import GivenGraph, GivenInstruments
     from .running import Running
 
-    sampling = Options(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     instruments = GivenInstruments(
         GivenGraph(features, feature_size, feature_mean, feature_std),
         bandwidth,
@@ -332,30 +336,3 @@ def verify(
         raise RequestError("verify: found checkpoint options without --against, expected the target's there")
     given = None if against is None else Checkpoints(against, vq, drafter, text_encoder, model, config)
     verify_command(bundle, given, report, json, force)
-
-
-@commands.command(
-    "reduce-drafter",
-    epilog="""\b
-Examples:
-  lantern-rt reduce-drafter bundles/llamagen-b --codes 4096 --output bundles/llamagen-b-4096""",
-)
-def reduce_drafter(
-    bundle: Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")],
-    output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
-    codes: Annotated[int, typer.Option(help="How many codes the drafter is to score.")],
-    images: Annotated[int, typer.Option(help="Images to draw, to see which codes occur.")] = 32,
-    prompts: Annotated[
-        Path | None, typer.Option(help="File with one prompt a line to draw. [default: the bundle's]")
-    ] = None,
-    threads: Threads = None,
-    json: Json = False,
-    force: Force = False,
-) -> None:
-    """Copy a bundle with a drafter that scores only the codes drawn most often, and is cheaper by that.
-
-    Needs lantern-rt[cpu,export].
-    """
-    from .reduce_drafter import Reduce, reduce_command
-
-    reduce_command(Reduce(bundle, output, codes, images, prompts, threads, json, force))

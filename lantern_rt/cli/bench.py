@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,12 @@ from .. import __version__
 from ..bundle.files import Bundle
 from ..checks import whole
 from ..errors import RequestError
-from ..evaluation.drawing import parse_ways
 from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_png, write_output
 from ..pipeline import Pipeline
-from ..requests import Options
-from ..tuning.bench import Bench, bench, usual_ways
+from ..runner import parse_contenders, subjects_of
+from ..tuning.bench import Bench, bench, usual_methods
 from .running import Running
-from .tune import calibration_of
 
 _QUALITIES = ("strict", "balanced")
 _WIDTH = 150  # of a table that goes to a file
@@ -56,8 +55,8 @@ class BenchReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        limit = None if self.found.limit is None else 1e3 * self.found.limit
-        return {**self.facts, "weights_read_ms": limit, "rows": self.figures}
+        bound = self.found.memory_bound
+        return {**self.facts, "memory_bound_ms": None if bound is None else 1e3 * bound, "rows": self.figures}
 
 
 def bench_command(asked: BenchCommand) -> None:
@@ -80,13 +79,14 @@ def run_bench(asked: BenchCommand) -> BenchReport:
     if asked.methods is not None and (asked.sweep or asked.qualities):
         raise RequestError("methods: says what to run; leave --sweep and --quality out, or leave --methods out")
     bundle = asked.running.open_bundle(asked.bundle)
-    calibration = calibration_of(bundle, asked.prompts, asked.batch)
-    sampling = Options(temperature=0.0) if asked.greedy else Options()
-    named = asked.methods or usual_ways(bundle.manifest, asked.qualities or _QUALITIES, asked.sweep)
-    ways = parse_ways(named, sampling, bundle.manifest)
+    subjects = subjects_of(bundle, asked.prompts)
+    sampling = {"temperature": 0.0} if asked.greedy else {}
+    named = asked.methods or usual_methods(bundle.manifest, asked.qualities or _QUALITIES, asked.sweep)
+    contenders = parse_contenders(named, sampling, bundle)
     pipeline = asked.running.load(bundle)
-    found = bench(pipeline, ways, calibration, asked.images, lambda line: print(line, file=sys.stderr))
-    return BenchReport(found, _facts(bundle, pipeline, asked), [found.figures(row) for row in found.rows])
+    say = partial(print, file=sys.stderr)
+    found = bench(pipeline, contenders, subjects, asked.batch, asked.images, say)
+    return BenchReport(found, _facts(bundle, pipeline, asked), [found.figures(runs) for runs in found.runs])
 
 
 def _facts(bundle: Bundle, pipeline: Pipeline, asked: BenchCommand) -> dict[str, Any]:
@@ -114,30 +114,30 @@ def print_table(report: BenchReport) -> None:
     found, figures, facts = report.found, report.figures, report.facts
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     table = Table(title=_title(facts), title_justify="left", box=None, pad_edge=False)
-    table.add_column("way", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     for heading in (
-        "images/s", "x ar", "codes a\npass", "target", "drafter", "host", "text,\npictures", "of the\nlimit",
-        "TVD\na code", "NLL\na code", "NLL against ar",
+        "images/s", "speed-up", "tokens\na pass", "target", "drafter", "host", "text,\npictures", "memory\nbound",
+        "TVD\na token", "NLL\na token", "NLL against ar",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)
     for one in figures:
-        share, limit, error = one["share"], one["share_of_limit"], one["nll_error"]
+        share, limit, error = one["share"], one["share_of_memory_bound"], one["nll_error"]
         table.add_row(
-            one["way"],
+            one["label"],
             f"{one['images_per_second']:.3g}",
-            f"{one['speed_against_ar']:.2f}",
-            f"{one['tokens_per_target_pass']:.2f}",
+            f"{one['speed_up']:.2f}",
+            f"{one['tokens_per_forward_pass']:.2f}",
             *(f"{share[name]:.0%}" for name in ("target", "drafter", "host", "text_and_pictures")),
             "-" if limit is None else f"{limit:.0%}",
-            f"{one['tvd_per_code']:.3f}",
-            f"{one['nll_per_code']:.3f}",
-            f"{one['nll_against_ar']:.3f}" + ("" if error is None else f" +- {error:.3f}"),
+            f"{one['tvd_per_token']:.3f}",
+            f"{one['nll_per_token']:.3f}",
+            f"{one['nll_ratio']:.3f}" + ("" if error is None else f" +- {error:.3f}"),
         )
     console.print(table, highlight=False)
-    turns = len(found.rows[0].runs)
+    turns = len(found.runs[0])
     lines = [f"{turns} turns of {found.images} image{'s' * (found.images > 1)}; speeds are medians of turns"]
-    if found.limit is not None:
-        lines.append(f"the limit: reading the target's weights once a pass, {1e3 * found.limit:.2f} ms here")
+    if found.memory_bound is not None:
+        lines.append(f"memory bound: reading the target's weights once a pass, {1e3 * found.memory_bound:.2f} ms here")
     lines += [f"{one['way']}: {one['choice']}" for one in figures if one["choice"]]
     print("\n".join(lines))
 
@@ -152,11 +152,11 @@ def _title(facts: dict[str, Any]) -> str:
 
 
 def _charts(figures: list[dict[str, Any]], facts: dict[str, Any]) -> list[Chart]:
-    """Codes per second against both measures of quality, a line for each method."""
+    """Tokens per second against both measures of quality, a line for each method."""
     title = _title(facts).replace(f" ({facts['bundle_digest'][:12]}), {facts['backend']}", "")
     return [
-        Chart(title, "total variation given away a code", "codes per second", _lines(figures, "tvd_per_code")),
-        Chart("", "nats a code, against ar", "codes per second", _lines(figures, "nll_against_ar")),
+        Chart(title, "total variation given away a token", "tokens per second", _lines(figures, "tvd_per_token")),
+        Chart("", "nats a token, against ar", "tokens per second", _lines(figures, "nll_ratio")),
     ]
 
 
@@ -164,11 +164,11 @@ def _lines(figures: list[dict[str, Any]], quality: str) -> list[Line]:
     """A line of every method's rows, in order of quality; points are named by what sets them apart."""
     methods: dict[str, list[dict[str, Any]]] = {}
     for one in figures:
-        methods.setdefault(one["way"].split(":")[0], []).append(one)
+        methods.setdefault(one["label"].split(":")[0], []).append(one)
     lines = []
     for method, rows in methods.items():
-        rows = sorted(rows, key=lambda one: (one[quality], one["codes_per_second"]))
-        points = [(one[quality], one["codes_per_second"]) for one in rows]
-        names = [one["way"].partition(":")[2].replace(":", " ").replace("=", " ") or method for one in rows]
+        rows = sorted(rows, key=lambda one: (one[quality], one["tokens_per_second"]))
+        points = [(one[quality], one["tokens_per_second"]) for one in rows]
+        names = [one["label"].partition(":")[2].replace(":", " ").replace("=", " ") or method for one in rows]
         lines.append(Line(method, points, names))
     return lines

@@ -26,7 +26,7 @@ from ..evaluation.statistics import require_scipy
 from ..output.files import slug
 from ..output.folders import check_new_folder, folder_or_nothing
 from ..pipeline import Pipeline, bundle_tokenizer, check_request
-from ..requests import SEED_LIMIT, Options
+from ..requests import SEED_LIMIT
 from ..text.prompt_files import read_prompts
 from .evaluation_graphs import GivenInstruments, open_instruments
 from .running import Running
@@ -53,7 +53,7 @@ class Eval:
     force: bool
 
 
-def eval_command(asked: Eval, sampling: Options) -> None:
+def eval_command(asked: Eval, sampling: dict[str, Any]) -> None:
     """Draw, compare, write a folder, and print the figures."""
     require_scipy()
     bundle = asked.running.open_bundle(asked.bundle)
@@ -65,8 +65,7 @@ def eval_command(asked: Eval, sampling: Options) -> None:
     whole("images", asked.images, 1, 1, 64)
     tokenizer = bundle_tokenizer(bundle)
     for part in subjects.batches(asked.images, 0):  # a prompt that cannot be drawn shows before the work
-        prompts, classes = part.get("prompts"), part.get("class_ids")
-        check_request(bundle.manifest, tokenizer, prompts, classes, None, part["seed"], 1, ways[0].options)
+        check_request(bundle.manifest, tokenizer, **{**part, "num_images": 1}, **ways[0].options)
     instruments = open_instruments(bundle, asked.instruments, asked.running.threads)
     pipeline = asked.running.load(bundle)
     with _progress() as show:

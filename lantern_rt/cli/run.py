@@ -21,9 +21,9 @@ from ..errors import OutputError, RequestError
 from ..output.files import check_output, plan_outputs, slug, write_output
 from ..output.images import enlarge, png_bytes
 from ..output.trace import Trace
-from ..pipeline import Request, bundle_tokenizer, check_request
-from ..planning.choosing import with_default_method
-from ..requests import ImageRequest, Options, Settings
+from ..pipeline import bundle_tokenizer, check_request
+from ..planning.auto import with_default_method
+from ..requests import ImageRequest, Request, Settings
 from ..results import StreamStep
 from .running import Running
 
@@ -32,7 +32,7 @@ _STATS = (
     "method",
     "target_passes",
     "drafter_passes",
-    "tokens_per_target_pass",
+    "tokens_per_forward_pass",
     "accepted_lengths",
     "seconds",
     "target_seconds",
@@ -59,7 +59,7 @@ class Run:
     force: bool
 
 
-def run_command(run: Run, options: Options) -> None:
+def run_command(run: Run, options: dict[str, Any]) -> None:
     """Check, decode, write, report."""
     if run.prompts is None and run.class_ids is None:
         raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
@@ -67,16 +67,15 @@ def run_command(run: Run, options: Options) -> None:
         raise RequestError(f"scale: found {run.scale}, expected a whole number 1 .. {MOST_SCALE}")
     bundle = run.running.open_bundle(run.bundle)
     options = with_default_method(bundle, options)
-    request = check_request(
-        bundle.manifest, bundle_tokenizer(bundle), run.prompts, run.class_ids, None, run.seed, run.num_images, options
-    )
+    asked = {"class_ids": run.class_ids, "seed": run.seed, "num_images": run.num_images, **options}
+    request = check_request(bundle.manifest, bundle_tokenizer(bundle), run.prompts, **asked)
     outputs = plan_outputs(run.output, [_stem(image) for image in request.images], run.force)
     picture = _check_trace(run.trace, outputs, run.force)
 
     pipeline = run.running.load(bundle)
     began = time.perf_counter()
     trace = Trace(bundle.manifest.grid_rows, bundle.manifest.grid_columns)
-    steps = pipeline.stream(run.prompts, class_ids=run.class_ids, seed=run.seed, num_images=run.num_images, **options)
+    steps = pipeline.stream(run.prompts, **asked)
     last = _decode(steps, trace if run.trace else None)
     assert last.stats is not None
     for i, path in enumerate(outputs):
@@ -144,7 +143,7 @@ def _summary(last: StreamStep, seconds: float) -> str:
     assert stats is not None
     images = f"{stats.images} image{'s' if stats.images > 1 else ''}"
     line = (
-        f"{stats.method}: {stats.tokens_per_target_pass:.2f} tokens per target pass, "
+        f"{stats.method}: {stats.tokens_per_forward_pass:.2f} tokens per forward pass, "
         f"{images} in {seconds:.1f} s ({stats.seconds:.1f} s decoding codes)"
     )
     return line if last.settings.choice is None else f"{last.settings.choice}\n{line}"
@@ -157,7 +156,7 @@ def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str,
         "Software": f"lantern-rt {__version__}",
         what: str(image.label),
         "seed": str(image.seed),
-        "method": settings.method,
+        "method": settings.method.method,
         "settings": json.dumps(settings.as_dict()),
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,

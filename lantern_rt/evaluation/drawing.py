@@ -8,36 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from PIL.Image import Image
 
 from ..bundle.manifest import Manifest
 from ..errors import RequestError
+from ..methods import parse_method
 from ..pipeline import Pipeline
-from ..requests import Options, resolve_settings
+from ..requests import resolve_settings
 from ..results import StreamStep
 from ..runtime.likelihood import Likelihood
 
 Show = Callable[[str, int, int], None]  # what is being done, how many pictures are done, of how many
 
 PLAIN = "ar"
-_PARAMETERS: dict[str, type] = {
-    "tree": str,
-    "children": str,
-    "stop": float,
-    "drafter-cfg-scale": float,
-    "window": int,
-    "redraft": str,
-    "start": str,
-    "neighbors": int,
-    "delta": float,
-    "lambda": float,
-    "omega": float,
-    "anneal": float,
-    "residual": str,
-    "quality": str,
-}
 
 
 @dataclass(frozen=True)
@@ -45,10 +30,10 @@ class Way:
     """A method with its parameters; the label is what the user wrote."""
 
     label: str
-    options: Options
+    options: dict[str, Any]
 
 
-def parse_ways(text: str, sampling: Options, manifest: Manifest) -> list[Way]:
+def parse_ways(text: str, sampling: dict[str, Any], manifest: Manifest) -> list[Way]:
     """Ways from `ar,sjd,lantern++:lambda=3:tree=chain-4`, plain decoding first, asked for or not.
 
     sampling: guidance, temperature and filters, the same for all ways. RequestError says what a way gets wrong.
@@ -62,21 +47,9 @@ def parse_ways(text: str, sampling: Options, manifest: Manifest) -> list[Way]:
     return ways
 
 
-def _parse_way(label: str, sampling: Options) -> Way:
-    method, *rest = label.split(":")
-    parameters: dict[str, Any] = {}
-    for part in rest:
-        name, _, value = part.partition("=")
-        if name not in _PARAMETERS or not value:
-            raise RequestError(
-                f"methods: found {part!r} in {label!r}, expected NAME=VALUE, of {', '.join(_PARAMETERS)}"
-            )
-        try:
-            parameters["lambda_" if name == "lambda" else name.replace("-", "_")] = _PARAMETERS[name](value)
-        except ValueError as error:
-            number = "a whole number" if _PARAMETERS[name] is int else "a number"
-            raise RequestError(f"methods: found {part!r} in {label!r}, expected {number}") from error
-    return Way(label, cast(Options, {**sampling, "method": method, **parameters}))
+def _parse_way(label: str, sampling: dict[str, Any]) -> Way:
+    method, parameters = parse_method(label)
+    return Way(label, {**sampling, "method": method, **parameters})
 
 
 @dataclass(frozen=True)
@@ -154,7 +127,9 @@ def draw(pipeline: Pipeline, way: Way, subjects: Subjects, images: int, show: Sh
     return Drawn(way, last.settings.as_dict(), last.settings.choice, pictures, seconds)
 
 
-def _decode(pipeline: Pipeline, request: dict[str, Any], options: Options) -> tuple[StreamStep, list[int], list[float]]:
+def _decode(
+    pipeline: Pipeline, request: dict[str, Any], options: dict[str, Any]
+) -> tuple[StreamStep, list[int], list[float]]:
     """The last step; per picture target passes, and summed total variation."""
     passes: list[int] = []
     tvd: list[float] = []

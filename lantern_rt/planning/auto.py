@@ -1,25 +1,110 @@
-"""`--method auto`: the choice that was stored for this host, or else one made from known rates and a probe.
+"""Method `auto`: the choice that `tune` stored for this host, or one made from acceptance statistics and a probe.
 
-Rates (`rates_file.py`) depend on the model, not on the host; a bundle may bring them, and `tune` keeps what it found.
-With them a two-second probe of this host's passes is enough to plan a tree or a window. Without rates and without a
-stored choice, decoding is plain: nothing is known to be faster.
-
-Does not decode and does not store.
+Statistics depend on the model, not on the host; with them a two-second probe of this host's passes is enough to plan a
+tree or a window. Without statistics and without a stored choice, decoding is plain: nothing is known to be faster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from .candidates import parse_budget
-from .costs import HostCosts
-from .rates_file import Rates, RatesEntry, merge
-from .store import Choice, Situation, Tuning
+from ..errors import OutputError
+from ..methods import Ar, Auto, Eagle, MethodConfig, Sjd
+from ..requests import Settings, names_method, resolve_settings
+from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, bundle_statistics, merge
+from .budget import budget_of
+from .costs import PROBE_CHAIN, PROBE_WINDOW, HostCosts, measure_costs, with_overhead
+from .store import Choice, Probe, Situation, Tuning, read_tuning, write_tuning
 from .tree_search import best_plan
+
+if TYPE_CHECKING:
+    from ..engines.loader import Engines
 
 PROBE_SECONDS = 2.0
 PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain decoding
+Decode = Callable[[Settings], Iterator[object]]
+
+
+def with_default_method(bundle: Bundle, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request, with method `auto` where it is the default.
+
+    It is where a caller names no method nor anything that only some methods take, and something is known of the bundle:
+    it brings acceptance statistics, or `tune` has measured it here. `quality` alone asks for `auto` too.
+    """
+    if names_method(options):
+        return dict(options)
+    known = options.get("quality") is not None or "acceptance_statistics" in bundle.manifest.files
+    if not known:
+        tuning = read_tuning(bundle.digest)
+        known = bool(tuning.entries or tuning.statistics)
+    return {**options, "method": "auto"} if known else dict(options)
+
+
+class Chooser:
+    """Chooses for one bundle and its engines; several threads may use one."""
+
+    def __init__(self, bundle: Bundle, engines: Engines) -> None:
+        self.bundle, self.engines = bundle, engines
+        self._brought = bundle_statistics(bundle)
+        self._probing = threading.Lock()
+        self._probed: dict[int, Probe] = {}
+        self._predicted: dict[tuple[Situation, int], tuple[Choice, str]] = {}
+
+    def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
+        """What a choice depends on besides the bundle; temperature None: the bundle's."""
+        greedy = (self.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
+        backend, threads = self.engines.backend, self.engines.threads.intra_op
+        return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
+
+    def choose(self, images: int, settings: Settings, decode: Decode) -> Settings:
+        """Settings of what suits this host, with the reason in `choice`.
+
+        settings: those of `auto`, for `images` images together. decode: runs the request with other settings.
+        """
+        assert isinstance(settings.method, Auto)
+        situation = self.situation(images, settings.sampling.temperature, settings.method.quality)
+        choice, reason = self._choice(situation, settings, decode)
+        checked = resolve_settings(self.bundle.manifest, {"method": choice.method})
+        return replace(settings, method=checked.method, choice=reason)
+
+    def _choice(self, situation: Situation, settings: Settings, decode: Decode) -> tuple[Choice, str]:
+        manifest, tuning = self.bundle.manifest, read_tuning(self.bundle.digest)
+        if (stored := stored_choice(tuning, situation)) is not None:
+            return stored
+        entries, missing = known_statistics(manifest, self._brought, tuning, situation.greedy)
+        if not entries:
+            return Choice(method=Ar()), missing
+        rows = situation.images * (2 if settings.sampling.guided else 1)
+        costs = self._costs(rows, situation, settings, decode)
+        if (situation, rows) not in self._predicted:
+            self._predicted[situation, rows] = predicted_choice(entries, costs, situation)
+        return self._predicted[situation, rows]
+
+    def _costs(self, rows: int, situation: Situation, settings: Settings, decode: Decode) -> HostCosts:
+        """What steps cost here for requests like this one; measured once per host, threads and number of rows."""
+        target, drafter = self.engines.target, self.engines.drafter
+
+        def steps(method: MethodConfig) -> Iterator[object]:
+            return decode(replace(settings, method=method))
+
+        with self._probing:
+            tuning = read_tuning(self.bundle.digest)
+            known = self._probed.get(rows) or tuning.probe(situation, rows)
+            if known is None:
+                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS / 2)
+                chain = steps(Eagle(tree=f"chain-{PROBE_CHAIN}")) if drafter else None
+                costs = with_overhead(costs, steps(Ar()), steps(Sjd(window=PROBE_WINDOW)), chain)
+                known = Probe.of(situation, rows, costs)
+                with suppress(OutputError):  # where nothing can be kept, every process probes for itself
+                    write_tuning(tuning.model_copy(update={"probes": (*tuning.probes, known)}))
+            self._probed[rows] = known
+            return known.costs()
 
 
 def stored_choice(tuning: Tuning, situation: Situation) -> tuple[Choice, str] | None:
@@ -28,65 +113,51 @@ def stored_choice(tuning: Tuning, situation: Situation) -> tuple[Choice, str] | 
     if entry is None:
         return None
     choice = entry.choice
-    if choice.method == "ar":
+    if isinstance(choice.method, Ar):
         return choice, f"auto: ar, as nothing was faster here when tuned on {entry.date}"
-    return choice, f"auto: {_words(choice)}, {choice.speed_against_ar:.2f} x ar here when tuned on {entry.date}"
+    return choice, f"auto: {choice.method}, speed-up {choice.speed_up:.2f} here when tuned on {entry.date}"
 
 
-def known_rates(
-    manifest: Manifest, brought: Rates | None, tuning: Tuning, greedy: bool
-) -> tuple[tuple[RatesEntry, ...], str]:
-    """Rates to plan with, found here or brought by the bundle, whichever is of more images; where there are none, a
-    line that says why."""
-    fitting = brought.fitting(manifest) if brought is not None else ()
-    known = merge(tuning.rates, fitting)
+def known_statistics(
+    manifest: Manifest, brought: AcceptanceStatistics | None, tuning: Tuning, greedy: bool
+) -> tuple[tuple[MethodStatistics, ...], str]:
+    """Statistics to plan with, measured here or brought by the bundle, whichever is of more images; where there are
+    none, a line that says why."""
+    known = merge(tuning.statistics, brought.fitting(manifest) if brought is not None else ())
     found = tuple(entry for entry in known if entry.greedy == greedy)
     if found:
         return found, ""
     name = f"bundle {manifest.name}"
     if known:
-        why = f"the rates known of {name} are not of {'greedy decoding' if greedy else 'sampling'}"
+        why = f"the acceptance statistics of {name} are not of {'greedy decoding' if greedy else 'sampling'}"
     elif brought is not None:
-        why = f"the rates in {name} were measured with other weights"
+        why = f"the acceptance statistics of {name} were measured with other weights"
     else:
-        why = f"{name} brings no rates"
+        why = f"{name} brings no acceptance statistics"
     return (), f"auto: ar, as {why}; `lantern-rt tune` measures them"
 
 
-def predicted_choice(entries: Iterable[RatesEntry], costs: HostCosts, situation: Situation) -> tuple[Choice, str]:
-    """The best plan by rates and this host's costs; plain decoding unless it promises a clear gain."""
-    budget = parse_budget(situation.quality)
+def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, situation: Situation) -> tuple[Choice, str]:
+    """The best plan by statistics and this host's costs; plain decoding unless it promises a clear gain."""
+    budget = budget_of(Auto(quality=situation.quality))
     plain = 1 / costs.plain_seconds
-    best, best_rate = Choice(method="ar"), PROBE_MARGIN * plain
+    best, best_rate = Choice(method=Ar()), PROBE_MARGIN * plain
     for entry in entries:
-        way = entry.candidate
-        if entry.greedy != situation.greedy or not budget.allows(way, entry.quality):
+        if entry.greedy != situation.greedy or not budget.allows(entry.method, entry.quality):
             continue
-        plan = best_plan(entry.tree_rates(), entry.window_codes(), costs)
+        plan = best_plan(entry.rates(), entry.window_tokens(), costs)
         if plan.drafts and plan.rate > best_rate:
             best_rate = plan.rate
             best = Choice(
-                **way.model_dump(),
-                tree=plan.name if plan.paths else None,
-                window=plan.window,
-                speed_against_ar=plan.rate / plain,
-                tokens_per_target_pass=plan.codes,
-                tvd_per_code=entry.tvd_per_code,
+                method=plan.applied_to(entry.method),
+                speed_up=plan.rate / plain,
+                tokens_per_forward_pass=plan.tokens,
+                tvd_per_token=entry.tvd_per_token,
                 nll_ratio=entry.nll_ratio,
             )
-    if best.method == "ar":
+    if isinstance(best.method, Ar):
         return best, "auto: ar, as a short probe of this host promises no gain; `lantern-rt tune` measures it"
     return best, (
-        f"auto: {_words(best)}, {best.speed_against_ar:.2f} x ar by a short probe of this host; "
+        f"auto: {best.method}, speed-up {best.speed_up:.2f} by a short probe of this host; "
         "`lantern-rt tune` measures it"
     )
-
-
-def _words(choice: Choice) -> str:
-    """The method, its window or tree, and how it relaxes."""
-    shape = f"window {choice.window}" if choice.window is not None else choice.tree or ""
-    relaxing = " ".join(
-        f"{name.rstrip('_')} {value if isinstance(value, str) else f'{value:g}'}"
-        for name, value in choice.relaxing().items()
-    )
-    return " ".join(word for word in (choice.method, shape, relaxing) if word)

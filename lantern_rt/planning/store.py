@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from ..errors import OutputError
+from ..methods import Method
+from .acceptance_statistics import MethodStatistics, Record, merge
 from .costs import HostCosts, PassCost
-from .rates_file import RatesEntry, merge
-from .records import Drafting, Part, Relaxing
 
 
-class Situation(Part):
+class Situation(Record):
     """What a choice holds for: another backend, thread count, batch or kind of sampling needs its own."""
 
     backend: str
@@ -28,30 +28,21 @@ class Situation(Part):
     quality: str
 
 
-class Choice(Relaxing):
-    """How to decode, and what was measured when it was chosen.
+class Choice(Record):
+    """How to decode, and what was measured or predicted when it was chosen.
 
-    tree, stop, window and the relaxation are None where the method has no such thing. speed_against_ar: images per
-    second over those of `ar`, the median of paired runs. tvd_per_code: mean total variation distance given away per
-    code. nll_ratio: `measure.likelihood_ratio`, how likely the target finds the codes.
+    speed_up: images per second over those of `ar`, the median of paired runs. tvd_per_token: mean total variation
+    distance given away per token. nll_ratio: `tuning.measure.likelihood_ratio`, how likely the target finds the tokens.
     """
 
-    method: Literal["ar"] | Drafting
-    tree: str | None = None
-    stop: float | None = None
-    window: int | None = None
-    speed_against_ar: Annotated[float, Field(gt=0)] = 1.0
-    tokens_per_target_pass: float = 1.0
-    tvd_per_code: float = 0.0
+    method: Method
+    speed_up: Annotated[float, Field(gt=0)] = 1.0
+    tokens_per_forward_pass: float = 1.0
+    tvd_per_token: float = 0.0
     nll_ratio: float = 1.0
 
-    def parameters(self) -> dict[str, str | int | float]:
-        """The request parameters that carry it out."""
-        own = {name: value for name in ("tree", "stop", "window") if (value := getattr(self, name)) is not None}
-        return {"method": self.method} | own | self.relaxing()
 
-
-class Entry(Part):
+class Entry(Record):
     """One situation and the choice for it."""
 
     situation: Situation
@@ -60,7 +51,7 @@ class Entry(Part):
     date: str
 
 
-class Probe(Part):
+class Probe(Record):
     """What a short probe found of this host's costs: `costs.HostCosts` as plain numbers; `drafter` may be empty."""
 
     backend: str
@@ -97,12 +88,12 @@ class Probe(Part):
         return HostCosts(target, drafter, self.step, self.level, self.redraft)
 
 
-class Tuning(Part):
-    """All that was measured for one bundle on this host; `rates` would hold on any other."""
+class Tuning(Record):
+    """All that was measured for one bundle on this host; `statistics` would hold on any other."""
 
     bundle_digest: str
     entries: tuple[Entry, ...] = ()
-    rates: tuple[RatesEntry, ...] = ()
+    statistics: tuple[MethodStatistics, ...] = ()
     probes: tuple[Probe, ...] = ()
 
     def probe(self, situation: Situation, rows: int) -> Probe | None:
@@ -119,9 +110,9 @@ class Tuning(Part):
         others = [other for other in self.entries if other.situation != entry.situation]
         return self.model_copy(update={"entries": (*others, entry)})
 
-    def with_rates(self, rates: tuple[RatesEntry, ...]) -> Tuning:
-        """The same with these rates added; of a candidate that has some, those of more images stay."""
-        return self.model_copy(update={"rates": merge(rates, self.rates)})
+    def with_statistics(self, statistics: tuple[MethodStatistics, ...]) -> Tuning:
+        """The same with these added; of a method that has some, those of more images stay."""
+        return self.model_copy(update={"statistics": merge(statistics, self.statistics)})
 
 
 def cache_folder() -> Path:

@@ -1,11 +1,8 @@
-"""The static tree, or the window, that gives the most codes per second, from what was measured and costs.
+"""The static tree, or the window, that gives the most tokens per second, from what was measured and costs.
 
 Trees grow one node at a time, always by the node most likely to be accepted; among all trees met on the way, for
-every limit on depth, the one with the highest rate of codes wins (as in Sequoia, arXiv 2402.12374, and OPT-Tree,
-arXiv 2406.17276, with measured costs in place of a budget of nodes). Of windows the best of those whose codes per pass
-were measured.
-
-Does not know how rates and costs were measured.
+every limit on depth, the one with the highest rate of tokens wins (as in Sequoia, arXiv 2402.12374, and OPT-Tree,
+arXiv 2406.17276, with measured costs in place of a budget of nodes). Of windows, the best of those measured.
 """
 
 from __future__ import annotations
@@ -13,24 +10,27 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..methods import MethodConfig
 from ..runtime.tree_names import tree_name
 from .costs import HostCosts
 
 MOST_NODES = 64
 
 Path = tuple[int, ...]
+Drafts = TypeVar("Drafts", bound=MethodConfig)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A tree or a window (neither: plain decoding), the codes a step should give, and the seconds it should take."""
+    """A tree or a window (neither: plain decoding), the tokens a step should give, and the seconds it should take."""
 
     paths: tuple[Path, ...]
-    codes: float
+    tokens: float
     seconds: float
     window: int | None = None
 
@@ -40,23 +40,29 @@ class Plan:
         return bool(self.paths) or self.window is not None
 
     @property
-    def name(self) -> str:
-        """The tree's name, or the window, or nothing."""
-        return f"window {self.window}" if self.window is not None else tree_name(self.paths) if self.paths else ""
+    def drafting(self) -> dict[str, str | int]:
+        """The parameter that carries it out: `tree` or `window`; empty for plain decoding."""
+        if self.window is not None:
+            return {"window": self.window}
+        return {"tree": tree_name(self.paths)} if self.paths else {}
+
+    def applied_to(self, method: Drafts) -> Drafts:
+        """The method with this tree or window."""
+        return method.model_copy(update=self.drafting)
 
     @property
     def rate(self) -> float:
-        """Codes per second."""
-        return self.codes / self.seconds
+        """Tokens per second."""
+        return self.tokens / self.seconds
 
 
 def best_plan(
     rates: NDArray[np.float64], windows: Mapping[int, float], costs: HostCosts, most_nodes: int = MOST_NODES
 ) -> Plan:
-    """The plan with the most codes per second; plain decoding if nothing beats it.
+    """The plan with the most tokens per second; plain decoding if nothing beats it.
 
-    rates: `[depth, rank]`, chance that a tried code is accepted; empty without a drafter. windows: codes per pass by
-    window. Nodes count the root.
+    rates: `[depth, rank]`, chance that a tried token is accepted; empty without a drafter. windows: tokens per forward
+    pass by window. Nodes count the root.
     """
     best = Plan((), 1.0, costs.plain_seconds)
     plans = [Plan((), codes, costs.window_seconds(window), window) for window, codes in windows.items()]
@@ -71,7 +77,7 @@ def tree_plans(rates: NDArray[np.float64], costs: HostCosts, most_nodes: int = M
 
 
 def speed_by_nodes(rates: NDArray[np.float64], windows: Mapping[int, float], costs: HostCosts) -> dict[int, float]:
-    """Codes per second over those of plain decoding, of the best plan with so many nodes in a target pass."""
+    """Tokens per second over those of plain decoding, of the best plan with so many nodes in a target pass."""
     plans = [(window + 1, codes / costs.window_seconds(window)) for window, codes in windows.items()]
     if costs.drafter is not None:
         plans += [(len(plan.paths) + 1, plan.rate) for plan in tree_plans(rates, costs)]
@@ -81,8 +87,8 @@ def speed_by_nodes(rates: NDArray[np.float64], windows: Mapping[int, float], cos
     return dict(sorted(best.items()))
 
 
-def expected_codes(paths: tuple[Path, ...], rates: NDArray[np.float64]) -> float:
-    """Codes a step gives on average with a tree: every node's chance of being accepted, and the bonus."""
+def expected_tokens(paths: tuple[Path, ...], rates: NDArray[np.float64]) -> float:
+    """Tokens a step gives on average with a tree: every node's chance of being accepted, and the bonus."""
     chances = _chances(rates)
     return 1.0 + sum(_chance(path, chances) for path in paths)
 

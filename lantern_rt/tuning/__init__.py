@@ -1,1 +1,1 @@
-"""Finding the fastest way to decode on this host: costs, acceptance, trees, relaxation, and what was found."""
+"""Measuring methods on this host: what they give, what they cost, and which is fastest."""

@@ -1,18 +1,13 @@
-"""Ways of decoding against plain decoding: speed, where the time goes, and what they give away.
+"""Methods against plain decoding: speed, where the time goes, and what they give away.
 
-Every turn runs all ways on the same prompts and seeds, one after another, each turn beginning with another one; a way's
-speed is the median over turns. Times are of whole calls, text and pictures included. Likelihoods are computed between
-turns.
-
-Does not know the command line, tables or charts.
+A method's speed is the median over turns, of whole calls, text and pictures included.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..bundle.files import Bundle
@@ -20,132 +15,98 @@ from ..bundle.manifest import Manifest
 from ..bundle.onnx_scan import NotOnnx, float_weights
 from ..engines.bandwidth import read_bandwidth
 from ..errors import BundleError
-from ..evaluation.drawing import Way
 from ..pipeline import Pipeline
-from ..requests import Settings
-from ..runtime.statistics import Statistics
-from .measure import Calibration, Say
+from ..runner import Contender, Run, Subjects, take_turns
+from .measure import Say
 
 FEWEST_TURNS = 3
 _DYNAMIC, _STATIC = "dynamic-8-4-2", "chain-3"  # trees where the bundle has none of the kind
 
 
 @dataclass(frozen=True)
-class Run:
-    """One call: its seconds, what the decode says of itself, and nats per code of every image."""
-
-    seconds: float
-    stats: Statistics
-    nats: list[float]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way and its runs, a run a turn; settings: what was used."""
-
-    way: Way
-    settings: Settings
-    runs: list[Run]
-
-
-@dataclass(frozen=True)
 class Bench:
-    """Rows, the one of plain decoding first. limit: seconds that reading the target's weights once takes, or None."""
+    """Runs by method and turn, those of plain decoding first. images: of a turn. codes: of an image. memory_bound:
+    seconds that reading the target's weights once takes, or None."""
 
-    rows: list[Row]
+    runs: list[list[Run]]
     images: int
     codes: int
-    limit: float | None
+    memory_bound: float | None
 
-    def figures(self, row: Row) -> dict[str, Any]:
-        """What a row says, ready for JSON; times and shares are of whole calls."""
-        runs, plain = row.runs, self.rows[0].runs
+    def figures(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """What a method's runs say, ready for JSON; times and shares are of whole calls."""
+        plain = self.runs[0]
+        stats = [run.statistics for run in runs]
         total = sum(run.seconds for run in runs)
-        passes = sum(run.stats.target_passes for run in runs)
+        passes = sum(one.target_passes for one in stats)
         per_call = statistics.median(run.seconds for run in runs)
-        speeds = [other.seconds / run.seconds for run, other in zip(runs, plain, strict=True)]
-        nats, plain_nats = ([nat for run in one for nat in run.nats] for one in (runs, plain))
+        speed_ups = [other.seconds / run.seconds for run, other in zip(runs, plain, strict=True)]
+        nats, plain_nats = ([score.nats for run in one for score in run.likelihoods] for one in (runs, plain))
         ratio, error = paired_ratio(nats, plain_nats)
         inside = {
-            "target": sum(run.stats.target_seconds for run in runs),
-            "drafter": sum(run.stats.drafter_seconds for run in runs),
-            "host": sum(run.stats.host_seconds for run in runs),
+            "target": sum(one.target_seconds for one in stats),
+            "drafter": sum(one.drafter_seconds for one in stats),
+            "host": sum(one.host_seconds for one in stats),
         }
+        share = {name: seconds / total for name, seconds in inside.items()}
         return {
-            "way": row.way.label,
-            "method": row.settings.method,
-            "settings": row.settings.as_dict(),
-            "choice": row.settings.choice,
+            "label": runs[0].contender.label,
+            "settings": runs[0].settings.as_dict(),
+            "choice": runs[0].settings.choice,
             "images_per_second": self.images / per_call,
-            "codes_per_second": self.images * self.codes / per_call,
-            "speed_against_ar": statistics.median(speeds),
-            "speeds_against_ar": speeds,
-            "tokens_per_target_pass": statistics.mean(run.stats.tokens_per_target_pass for run in runs),
-            "drafter_passes_per_target_pass": sum(run.stats.drafter_passes for run in runs) / passes,
-            "share": {name: seconds / total for name, seconds in inside.items()}
-            | {"text_and_pictures": 1 - sum(inside.values()) / total},
-            "share_of_limit": None if self.limit is None else passes * self.limit / total,
-            "tvd_per_code": statistics.mean(run.stats.realised_tvd for run in runs) / self.codes,
-            "nll_per_code": statistics.mean(nats),
-            "nll_against_ar": ratio,
+            "tokens_per_second": self.images * self.codes / per_call,
+            "speed_up": statistics.median(speed_ups),
+            "speed_ups": speed_ups,
+            "tokens_per_forward_pass": statistics.mean(one.tokens_per_forward_pass for one in stats),
+            "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
+            "share": share | {"text_and_pictures": 1 - sum(share.values())},
+            "share_of_memory_bound": None if self.memory_bound is None else passes * self.memory_bound / total,
+            "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs),
+            "nll_per_token": statistics.mean(nats),
+            "nll_ratio": ratio,
             "nll_error": error if len(nats) > 1 else None,
         }
 
 
-@dataclass
-class _Timed:
-    """A way while its runs are collected."""
-
-    way: Way
-    settings: Settings
-    runs: list[Run] = field(default_factory=list)
-
-
-def usual_ways(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> str:
-    """Ways that the bundle can run, as `evaluation.drawing.parse_ways` reads them; sweep: several bounds of each."""
-    ways = ["ar", "sjd"]
+def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> str:
+    """Methods that the bundle can run, as method strings joined by commas; sweep: several bounds of each."""
+    methods = ["ar", "sjd"]
     table = manifest.neighbors > 0
     if sweep:
-        ways += ["sjd:omega=1.5:anneal=0.5", "sjd:omega=2:anneal=0.5"]
-        ways += ["sjd:lambda=1.5", "sjd:lambda=2", "sjd:lambda=3"] if table else []
+        methods += ["sjd:omega=1.5:anneal=0.5", "sjd:omega=2:anneal=0.5"]
+        methods += ["sjd:lambda=1.5", "sjd:lambda=2", "sjd:lambda=3"] if table else []
     if manifest.drafter is not None:
-        defaults = manifest.decoding.methods.get("eagle")
-        own = defaults.tree if defaults else _STATIC
+        own = next((one.parameters()["tree"] for one in manifest.decoding.methods if one.method == "eagle"), _STATIC)
         dynamic = own if own.startswith("dynamic") else _DYNAMIC
         static = _STATIC if own.startswith("dynamic") else own
-        ways += [f"eagle:tree={dynamic}", f"eagle:tree={static}"]
-        ways += ["lantern", "lantern++"] if table else []
+        methods += [f"eagle:tree={dynamic}", f"eagle:tree={static}"]
+        methods += ["lantern", "lantern++"] if table else []
         if sweep and table:
-            ways += [f"lantern:delta={bound}:tree={static}:children=likeliest" for bound in (0.01, 0.05, 0.2)]
-            ways += [f"lantern++:lambda={bound}:tree={static}" for bound in (1.5, 2, 4)]
-    return ",".join([*ways, *(f"auto:quality={quality}" for quality in qualities)])
+            methods += [f"lantern:delta={bound}:tree={dynamic}" for bound in (0.01, 0.05, 0.2)]
+            methods += [f"lantern++:lambda={bound}:tree={static}" for bound in (1.5, 2, 4)]
+    return ",".join([*methods, *(f"auto:quality={quality}" for quality in qualities)])
 
 
-def bench(pipeline: Pipeline, ways: Sequence[Way], calibration: Calibration, images: int, say: Say) -> Bench:
-    """Run all ways, the first of which is plain decoding, on at least `images` images each, `FEWEST_TURNS` turns."""
-    turns = max(FEWEST_TURNS, -(-images // calibration.images))
-    timed = []
-    for way in ways:
-        say(f"warming up {way.label}")
-        timed.append(_Timed(way, pipeline(**calibration.batch(0), **way.options).settings))
-    for turn in range(turns):
+def bench(
+    pipeline: Pipeline, contenders: Sequence[Contender], subjects: Subjects, batch: int, images: int, say: Say
+) -> Bench:
+    """Run all methods, the first of which is plain decoding, on at least `images` images each, `batch` at a time."""
+    turns = max(FEWEST_TURNS, -(-images // batch))
+    for contender in contenders:
+        say(f"warming up {contender.label}")
+        pipeline(**subjects.request(0, batch), **contender.options)
+    rows: list[list[Run]] = [[] for _ in contenders]
+    requests = (subjects.request(turn, batch) for turn in range(turns))
+    for turn, runs in enumerate(take_turns(pipeline, contenders, requests)):
         say(f"turn {turn + 1} of {turns}")
-        request, results = calibration.batch(turn), []
-        for i in range(len(timed)):
-            one = timed[(turn + i) % len(timed)]
-            began = time.perf_counter()
-            result = pipeline(**request, **one.way.options)
-            results.append((one, time.perf_counter() - began, result))
-        for one, seconds, result in results:
-            nats = pipeline.negative_log_likelihoods(result.codes, **request, **one.way.options)
-            one.runs.append(Run(seconds, result.stats, nats))
-    rows = [Row(one.way, one.settings, one.runs) for one in timed]
-    limit = None
-    situation = pipeline.situation(calibration.images, None, "")
+        for row, one in zip(rows, runs, strict=True):
+            row.append(one)
+    memory_bound = None
+    situation = pipeline.situation(batch, None, "")
     if situation.backend == "onnxruntime-cpu":
         size = target_bytes(pipeline.bundle)
-        limit = size / read_bandwidth(size, situation.threads)
-    return Bench(rows, calibration.images, pipeline.bundle.manifest.codes_per_image, limit)
+        memory_bound = size / read_bandwidth(size, situation.threads)
+    return Bench(rows, batch, pipeline.bundle.manifest.codes_per_image, memory_bound)
 
 
 def target_bytes(bundle: Bundle) -> int:

@@ -1,7 +1,4 @@
-"""What candidates give and cost in quality, from really decoding calibration prompts.
-
-Does not know costs of passes other than what it finds outside the engines, and does not choose.
-"""
+"""What methods give and give away, from really decoding: acceptance rates, tokens of windows, likelihoods."""
 
 from __future__ import annotations
 
@@ -10,63 +7,93 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from ..bundle.manifest import Manifest
+from ..methods import Ar, Eagle, LanternPlusPlus, MethodConfig, Sjd
 from ..pipeline import Pipeline
-from ..planning.candidates import WINDOWS, Budget, Measured, Quality, exact_candidates, ladders
+from ..planning.acceptance_statistics import MethodStatistics, Quality, WindowTokens
+from ..planning.budget import Budget
 from ..planning.costs import HostCosts
-from ..planning.rates import PROBE, AcceptanceCounts
-from ..planning.records import Candidate
-from ..requests import Options
-from ..results import StreamStep
+from ..runner import Contender, Subjects, run, scored
 from ..runtime.likelihood import Likelihood
 from ..runtime.tree_names import tree_name
+from .acceptance_counts import PROBE_DEPTH, PROBE_PATHS, AcceptanceCounts
 
 Say = Callable[[str], None]
+# Windows of sjd. A pass has one node more: these are sizes at which passes are timed, and two between them.
+WINDOWS = (3, 5, 7, 11, 15, 31)
 EXACT_SHARES = 3  # time for what is exact, against that for one relaxation
 RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What to draw while measuring: prompts or class ids, one image each; `images` at a time."""
+    """What to decode while measuring: `images` subjects together, with this sampling."""
 
-    prompts: Sequence[str] | None
-    class_ids: Sequence[int] | None
+    pipeline: Pipeline
+    subjects: Subjects
     images: int
+    sampling: Mapping[str, Any]
 
-    def batch(self, index: int) -> dict[str, Any]:
-        """Arguments of a pipeline call for batch `index`, and its seeds."""
-        subjects: Sequence[Any] = self.prompts if self.prompts is not None else (self.class_ids or [])
-        chosen = [subjects[(index * self.images + i) % len(subjects)] for i in range(self.images)]
-        name = "prompts" if self.prompts is not None else "class_ids"
-        return {name: chosen, "seed": [10_000 + index * self.images + i for i in range(self.images)]}
+    @property
+    def greedy(self) -> bool:
+        """Whether temperature is 0."""
+        temperature = self.sampling.get("temperature")
+        return (self.pipeline.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
+
+    def contender(self, method: MethodConfig) -> Contender:
+        """A method with this sampling."""
+        return Contender(str(method), {**self.sampling, "method": method})
 
 
 @dataclass(frozen=True)
 class Found:
-    """Candidates within the budget, the costs with the work outside the engines, and what there was no time for."""
+    """Methods within the budget, the costs with the work outside the engines, and what there was no time for."""
 
-    measured: list[Measured]
+    entries: list[MethodStatistics]
     costs: HostCosts
-    untried: list[Candidate]
+    untried: list[MethodConfig]
 
 
-def measure_candidates(
-    pipeline: Pipeline,
+def exact_methods(manifest: Manifest) -> list[MethodConfig]:
+    """Methods that give nothing away; tree and window are still open."""
+    return [Sjd(), *([Eagle()] if manifest.drafter else [])]
+
+
+def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
+    """Relaxed methods, as ladders from careful to bold; what fails on one rung is not tried bolder."""
+    table = manifest.neighbors
+    few, many = min(10, table), min(100, table)
+    omegas = (1.25, 1.5, 2.0, 3.0)
+    rungs: list[list[MethodConfig]] = [[Sjd(omega=omega, anneal=0.5) for omega in omegas]]
+    if table:
+        rungs.append([Sjd(neighbors=few, lambda_=bound) for bound in (1.5, 2.0, 3.0, 5.0)])
+        rungs.append([Sjd(neighbors=many, delta=bound) for bound in (0.01, 0.03, 0.1)])
+    if manifest.drafter:
+        rungs.append([LanternPlusPlus(neighbors=None, lambda_=None, omega=omega, anneal=0.5) for omega in omegas])
+        for neighbors in sorted({few, many}) if table else ():
+            rungs.append([LanternPlusPlus(neighbors=neighbors, lambda_=bound) for bound in (1.3, 1.7, 2.5, 4.0, 8.0)])
+    return rungs
+
+
+def measure_methods(
     calibration: Calibration,
     budget: Budget,
     costs: HostCosts,
     seconds: float,
-    sampling: Options,
-    known: Mapping[Candidate, Quality],
+    known: Mapping[MethodConfig, Quality],
     say: Say,
 ) -> Found:
     """Measure for about `seconds`: what is exact in any case, then relaxations, from careful to bold.
 
     known: what has been found before, perhaps of more images.
     """
-    return _Measuring(pipeline, calibration, budget, costs, seconds, sampling, known, say).run()
+    return _Measuring(calibration, budget, costs, seconds, known, say).run()
 
 
 @dataclass
@@ -75,11 +102,11 @@ class _Drawn:
 
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     scores: list[Likelihood] = field(default_factory=list)
-    tvd_per_code: float = 0.0
+    tvd_per_token: list[float] = field(default_factory=list)
     host_seconds: float = 0.0
     passes: int = 0
     steps: int = 0
-    codes: int = 0
+    tokens: int = 0
 
     @property
     def host_per_pass(self) -> float:
@@ -87,61 +114,54 @@ class _Drawn:
         return self.host_seconds / self.passes
 
     @property
-    def codes_per_pass(self) -> float:
-        """Codes that a pass commits for an image, the prefill left out."""
-        return self.codes / self.steps
+    def tokens_per_pass(self) -> float:
+        """Tokens that a pass commits for an image, the prefill left out."""
+        return self.tokens / self.steps
 
 
 class _Measuring:
-    """One measurement of all candidates."""
+    """One measurement of all methods."""
 
     def __init__(
         self,
-        pipeline: Pipeline,
         calibration: Calibration,
         budget: Budget,
         costs: HostCosts,
         seconds: float,
-        sampling: Options,
-        known: Mapping[Candidate, Quality],
+        known: Mapping[MethodConfig, Quality],
         say: Say,
     ) -> None:
-        manifest = pipeline.bundle.manifest
-        self.pipeline, self.calibration, self.budget = pipeline, calibration, budget
-        self.costs, self.sampling, self.known, self.say = costs, sampling, known, say
-        temperature = sampling.get("temperature")
-        greedy = (manifest.sampling.temperature if temperature is None else temperature) == 0
-        self.exact = exact_candidates(manifest, greedy)
+        manifest = calibration.pipeline.bundle.manifest
+        self.calibration, self.budget, self.costs, self.known, self.say = calibration, budget, costs, known, say
+        self.exact = exact_methods(manifest)
         self.ladders = [] if budget.exact else ladders(manifest)
         self.shares = 2 + EXACT_SHARES * len(self.exact) + sum(map(len, self.ladders))  # still to be given away
         self.deadline = time.monotonic() + seconds
         self.windows: tuple[int, ...] = WINDOWS
         self.plain = _Drawn()
-        self.measured: list[Measured] = []
+        self.entries: list[MethodStatistics] = []
 
     def run(self) -> Found:
         self.say("decoding plainly, for comparison")
-        self.plain = self._draw({"method": "ar"}, self._seconds(2))
+        self.plain = self._draw(Ar(), self._seconds(2))
         self.costs = replace(self.costs, step=self.plain.host_per_pass)
-        for candidate in self.exact:
-            self._try(candidate)
-        untried: list[Candidate] = []
+        for method in self.exact:
+            self._try(method)
+        untried: list[MethodConfig] = []
         climbing = self.ladders
         while climbing:
             still = []
-            for candidate, *bolder in climbing:
+            for method, *bolder in climbing:
                 if time.monotonic() > self.deadline:
-                    untried.append(candidate)
-                elif not self._try(candidate):
+                    untried.append(method)
+                elif not self._try(method):
                     self.shares -= len(bolder)
                 elif bolder:
                     still.append(bolder)
             climbing = still
         if untried:
-            self.say(
-                f"no time for {'; '.join(candidate.label for candidate in untried)}, or bolder; give more --minutes"
-            )
-        return Found(self.measured, self.costs, untried)
+            self.say(f"no time for {', '.join(map(describe, untried))}, or bolder; give more --minutes")
+        return Found(self.entries, self.costs, untried)
 
     def _seconds(self, shares: int) -> float:
         """How long to measure what takes so many shares of the time that is left."""
@@ -149,83 +169,88 @@ class _Measuring:
         self.shares -= shares
         return seconds
 
-    def _try(self, candidate: Candidate) -> bool:
-        """Measure a candidate and keep it if it is within the budget; whether it is."""
-        self.say(f"trying {candidate.label}")
-        seconds = self._seconds(EXACT_SHARES if candidate.exact else 1)
-        found = self._window(candidate, seconds) if candidate.method == "sjd" else self._tree(candidate, seconds)
-        if not self.budget.allows(candidate, found.quality, self.known.get(candidate, found.quality)):
+    def _try(self, method: MethodConfig) -> bool:
+        """Measure a method and keep it if it is within the budget; whether it is."""
+        self.say(f"trying {describe(method)}")
+        seconds = self._seconds(EXACT_SHARES if method.exact else 1)
+        found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
+        if not self.budget.allows(method, found.quality, self.known.get(method, found.quality)):
             return False
-        self.measured.append(found)
+        self.entries.append(found)
         return True
 
-    def _tree(self, candidate: Candidate, seconds: float) -> Measured:
-        drawn = self._draw({**parameters(candidate), "tree": tree_name(PROBE.paths)}, seconds)
-        level = max(0.0, drawn.host_per_pass - self.costs.step) / PROBE.depth
+    def _tree(self, method: MethodConfig, seconds: float) -> MethodStatistics:
+        drawn = self._draw(method.model_copy(update={"tree": tree_name(PROBE_PATHS)}), seconds)
+        level = max(0.0, drawn.host_per_pass - self.costs.step) / PROBE_DEPTH
         self.costs = replace(self.costs, level=level)
-        ratio, error = likelihood_ratio(drawn.scores, self.plain.scores)
-        return Measured(candidate, drawn.tvd_per_code, ratio, error, len(drawn.scores), rates=drawn.counts.rates())
+        tvd = statistics.mean(drawn.tvd_per_token)
+        return self._entry(method, tvd, drawn.scores, rates=list(drawn.counts.rates()))
 
-    def _window(self, candidate: Candidate, seconds: float) -> Measured:
+    def _window(self, method: Sjd, seconds: float) -> MethodStatistics:
         """Windows on the same prompts; the quality is the worst one's. Relaxed only those that suit this host."""
         each = seconds / len(self.windows)
-        drawn = {window: self._draw({**parameters(candidate), "window": window}, each) for window in self.windows}
-        codes = {window: one.codes_per_pass for window, one in drawn.items()}
-        if candidate.exact:
+        drawn = {window: self._draw(method.model_copy(update={"window": window}), each) for window in self.windows}
+        tokens = {window: one.tokens_per_pass for window, one in drawn.items()}
+        if method.exact:
             redraft = [(one.host_per_pass - self.costs.step) / window for window, one in drawn.items()]
             self.costs = replace(self.costs, redraft=max(0.0, statistics.median(redraft)))
-            by_rate = sorted(WINDOWS, key=lambda window: -codes[window] / self.costs.window_seconds(window))
+            by_rate = sorted(WINDOWS, key=lambda window: -tokens[window] / self.costs.window_seconds(window))
             self.windows = tuple(sorted(by_rate[:RELAXED_WINDOWS]))
-        fewest = min(len(one.scores) for one in drawn.values())
-        means = [
-            mean_likelihood(scores) for scores in zip(*(one.scores[:fewest] for one in drawn.values()), strict=True)
-        ]
-        ratio, error = likelihood_ratio(means, self.plain.scores)
-        return Measured(
-            candidate,
-            max(one.tvd_per_code for one in drawn.values()),
-            ratio,
-            error,
-            fewest,
-            windows=codes,
+        by_image = zip(*(one.scores for one in drawn.values()), strict=False)
+        scores = [mean_likelihood(of_windows) for of_windows in by_image]
+        tvd = max(statistics.mean(one.tvd_per_token) for one in drawn.values())
+        return self._entry(method, tvd, scores, windows=tokens)
+
+    def _entry(
+        self,
+        method: MethodConfig,
+        tvd: float,
+        scores: Sequence[Likelihood],
+        rates: Sequence[NDArray[np.float64]] = (),
+        windows: Mapping[int, float] = MappingProxyType({}),
+    ) -> MethodStatistics:
+        """The record of a method; a likelihood that was compared on one image counts as 100 % unsure."""
+        ratio, error = likelihood_ratio(scores, self.plain.scores)
+        return MethodStatistics(
+            method=method,  # type: ignore[arg-type]  # checked by pydantic
+            greedy=self.calibration.greedy,
+            images=len(scores),
+            tvd_per_token=round(tvd, 5),
+            nll_ratio=round(ratio, 5),
+            nll_error=round(error, 5) if np.isfinite(error) else 1.0,
+            acceptance_rates=tuple(tuple(round(float(rate), 4) for rate in row) for row in rates),
+            windows=tuple(WindowTokens(window=w, tokens=round(n, 4)) for w, n in sorted(windows.items())),
         )
 
-    def _draw(self, options: Options, seconds: float) -> _Drawn:
+    def _draw(self, method: MethodConfig, seconds: float) -> _Drawn:
         """Decode batches until `seconds` have passed, at least one."""
-        began = time.monotonic()
-        drawn = _Drawn()
-        asked = cast(Options, {**self.sampling, **options})
+        began, drawn, pipeline = time.monotonic(), _Drawn(), self.calibration.pipeline
+        contender = self.calibration.contender(method)
         for index in itertools.count():
-            last: StreamStep | None = None
-            request = self.calibration.batch(index)
-            for last in self.pipeline.stream(**request, **asked):
-                for part in last.step.parts:
-                    drawn.counts.add(part)
-            assert last is not None
-            assert last.stats is not None
-            stats = last.stats
+            request = self.calibration.subjects.request(index, self.calibration.images)
+            one = scored(pipeline, run(pipeline, contender, request, paint=False, watch=drawn.counts.add), request)
+            stats = one.statistics
             drawn.host_seconds += stats.host_seconds
             drawn.passes += stats.target_passes
             drawn.steps += sum(stats.accepted_lengths)
-            drawn.codes += sum((length + 1) * times for length, times in enumerate(stats.accepted_lengths))
-            drawn.tvd_per_code += stats.realised_tvd / len(last.codes[0])
-            drawn.scores += self.pipeline.likelihoods(last.codes, **request, **asked)
+            drawn.tokens += sum((length + 1) * times for length, times in enumerate(stats.accepted_lengths))
+            drawn.tvd_per_token.append(one.tvd_per_token)
+            drawn.scores += one.likelihoods
             if time.monotonic() - began > seconds:
                 break
-        drawn.tvd_per_code /= index + 1
         return drawn
 
 
-def parameters(candidate: Candidate) -> Options:
-    """The request parameters of a candidate, without a tree or a window."""
-    return cast(Options, {"method": candidate.method, **candidate.relaxing()})
+def describe(method: MethodConfig) -> str:
+    """The method string without tree and window, which are still open."""
+    return ":".join(part for part in str(method).split(":") if not part.startswith(("tree=", "window=")))
 
 
 def likelihood_ratio(scores: Sequence[Likelihood], plain: Sequence[Likelihood]) -> tuple[float, float]:
     """Negative log-likelihood against plain decoding's, and its standard error (infinite for one image).
 
-    What was to be expected, the entropy, is taken off both: it varies from picture to picture far more than methods
-    differ. Above 1 codes are less likely than the target's own, below 1 likelier.
+    The expected value, the entropy, is subtracted from both: it varies from picture to picture far more than methods
+    differ. Above 1 tokens are less likely than the target's own, below 1 more likely.
     """
     pairs = list(zip(scores, plain, strict=False))  # the same prompts and seeds, one list longer
     more = [(one.nats - one.entropy) - (other.nats - other.entropy) for one, other in pairs]

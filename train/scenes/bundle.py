@@ -20,9 +20,7 @@ from ...bundle.manifest import (
     DecoderSpec,
     DecodingDefaults,
     DrafterSpec,
-    MethodDefaults,
     Provenance,
-    SamplingDefaults,
     Source,
     file_sha256,
 )
@@ -32,6 +30,7 @@ from ...export.graph.precision import read_precisions
 from ...export.models.eagle import EagleDrafter, drafter_graph
 from ...export.neighbours import neighbour_table
 from ...export.writer import write_bundle
+from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from .data import render_pictures
 from .drafter import load_drafter
 from .model import CONFIG, ScenesTarget, size_name
@@ -48,11 +47,11 @@ PROMPTS_SEED = 930_000
 TREE = "tree-4-2100-211-1000-1-1-1"
 DECODING = DecodingDefaults(
     method="lantern++",
-    methods={
-        "eagle": MethodDefaults(tree="chain-5"),
-        "lantern": MethodDefaults(tree=TREE, neighbors=30, delta=0.002),
-        "lantern++": MethodDefaults(tree=TREE, neighbors=10, lambda_=1.5),
-    },
+    methods=(
+        Eagle(tree="chain-5"),
+        Lantern(tree=TREE, neighbors=30, delta=0.002),
+        LanternPlusPlus(tree=TREE, neighbors=10, lambda_=1.5),
+    ),
 )
 
 
@@ -162,7 +161,7 @@ def write_scenes_bundle(
         "target": DecoderSpec(num_layers=config.num_layers, max_positions=config.positions, **sizes),
         "drafter": DrafterSpec(num_layers=trained.config.num_layers, **sizes),
         "condition": ConditionSpec(kind="words", prefix=SLOTS),
-        "sampling": SamplingDefaults(cfg_scale=3.0),
+        "sampling": Sampling(cfg_scale=3.0),
         "decoding": DECODING,
         "provenance": Provenance(
             exporter=f"lantern-rt {__version__}",

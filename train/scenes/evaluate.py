@@ -53,7 +53,7 @@ def evaluate_bundle(
             result = pipe(prompts[i : i + batch], seed=seeds_from, method=method)
             images += [np.asarray(image) for image in result.images]
             weight = len(result.images) / count
-            passes += weight / result.stats.tokens_per_target_pass
+            passes += weight / result.stats.tokens_per_forward_pass
             tvd += weight * result.stats.realised_tvd
             seconds += result.stats.seconds
         pictures[method] = np.stack(images)
@@ -62,7 +62,7 @@ def evaluate_bundle(
         report["methods"][method] = {
             "agreement": {name: interval(values) for name, values in by_name(marks).items()},
             f"against {methods[0]}": differences(marks, plain),
-            "tokens_per_target_pass": 1 / passes,
+            "tokens_per_forward_pass": 1 / passes,
             "realised_tvd_per_image": tvd,
             "seconds_per_image": seconds / count,
         }

@@ -1,10 +1,8 @@
-"""How often drafted codes are accepted, by depth in the tree and rank among siblings: counted from decoding.
+"""How often drafted tokens are accepted, by depth in the tree and rank among siblings: counted from decoding.
 
 Rank r at depth d is *tried* when its parent is on the walked path and the siblings before it were refused. The
-share of tried codes that are accepted is nearly independent of the tree, so that rates measured with one tree
-foretell what another would accept (Sequoia, arXiv 2402.12374, calls them positional acceptance).
-
-Does not know costs, and does not decode.
+share of tried tokens that are accepted is nearly independent of the tree, so that rates measured with one tree
+predict what another would accept (Sequoia, arXiv 2402.12374, calls them positional acceptance).
 """
 
 from __future__ import annotations
@@ -16,23 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..runtime.decode import RequestStep
-from ..runtime.tree import StaticTree
 
 DEPTHS, RANKS = 10, 12
 PRIOR = 20.0  # tries that a depth borrows from the one above it
 # Wide where siblings are often tried, deep along first children: every rate gets some tries.
-PROBE = StaticTree(
-    tuple(
-        [(rank,) for rank in range(8)]
-        + [(0, rank) for rank in range(6)]
-        + [(1, rank) for rank in range(4)]
-        + [(2, 0), (2, 1), (3, 0)]
-        + [(0,) * depth + (rank,) for depth in range(2, 4) for rank in range(4)]
-        + [(1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1)]
-        + [(0,) * depth + (rank,) for depth in range(4, 7) for rank in range(2)]
-    ),
-    "probe",
+PROBE_PATHS = (
+    *((rank,) for rank in range(8)),
+    *((0, rank) for rank in range(6)),
+    *((1, rank) for rank in range(4)),
+    *((2, 0), (2, 1), (3, 0)),
+    *((0,) * depth + (rank,) for depth in range(2, 4) for rank in range(4)),
+    *((1, 0, 0), (1, 0, 1), (0, 1, 0), (0, 1, 1)),
+    *((0,) * depth + (rank,) for depth in range(4, 7) for rank in range(2)),
 )
+PROBE_DEPTH = max(map(len, PROBE_PATHS))
 
 
 def _zeros() -> NDArray[np.float64]:
@@ -41,7 +36,7 @@ def _zeros() -> NDArray[np.float64]:
 
 @dataclass
 class AcceptanceCounts:
-    """Codes tried and accepted, float64 `[depth, rank]`; children of the root have depth 0."""
+    """Tokens tried and accepted, float64 `[depth, rank]`; children of the root have depth 0."""
 
     tried: NDArray[np.float64] = field(default_factory=_zeros)
     accepted: NDArray[np.float64] = field(default_factory=_zeros)

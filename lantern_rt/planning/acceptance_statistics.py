@@ -1,0 +1,195 @@
+"""What methods give with a model: acceptance rates of trees, tokens per forward pass of windows, and their quality.
+
+These belong to the model, not to the host: a bundle may bring them (role `acceptance_statistics`), and `tune` keeps
+those that it found. A file says which weights it was measured with; for others it counts as none, since a model that
+has been trained further behaves otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..bundle.files import Bundle
+from ..bundle.manifest import Manifest
+from ..checks import brief, explain
+from ..errors import BundleError
+from ..methods import Ar, Method, MethodConfig, Sjd
+
+FORMAT = 2
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Record(BaseModel):
+    """Base of stored records: immutable, no unknown fields, finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True)
+
+
+class Quality(NamedTuple):
+    """What a method gives away, and how many images say so; of several, the one with the most images counts.
+
+    It is the same on every host, unlike speed.
+    """
+
+    images: int
+    tvd_per_token: float
+    nll_ratio: float
+
+
+class WindowTokens(Record):
+    """Tokens that a target pass gives on average with a window of `sjd`."""
+
+    window: Annotated[int, Field(ge=1, le=128)]
+    tokens: Annotated[float, Field(ge=1)]
+
+
+class MethodStatistics(Record):
+    """One method, and what it gives and costs; its tree or window counts as left open.
+
+    images: how many it was measured on. nll_ratio: `tuning.measure.likelihood_ratio`; nll_error: its error.
+    acceptance_rates: `[depth][rank]`, the share of tried tokens that were accepted, for methods with a drafter.
+    windows: for `sjd`, ascending.
+    """
+
+    method: Method
+    greedy: bool
+    images: Annotated[int, Field(ge=1)]
+    tvd_per_token: Annotated[float, Field(ge=0)]
+    nll_ratio: Annotated[float, Field(gt=0)]
+    nll_error: Annotated[float, Field(ge=0)]
+    acceptance_rates: tuple[tuple[Share, ...], ...] = ()
+    windows: tuple[WindowTokens, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_its_method(self) -> MethodStatistics:
+        if isinstance(self.method, Ar):
+            raise ValueError("method ar drafts nothing")
+        needed = "windows" if isinstance(self.method, Sjd) else "acceptance_rates"
+        if [name for name in ("acceptance_rates", "windows") if getattr(self, name)] != [needed]:
+            raise ValueError(f"method {self.method.method} needs `{needed}`, and nothing else like it")
+        if len({len(row) for row in self.acceptance_rates}) > 1:
+            raise ValueError("`acceptance_rates` has rows of several lengths")
+        if [one.window for one in self.windows] != sorted({one.window for one in self.windows}):
+            raise ValueError("`windows` are not ascending")
+        return self
+
+    @property
+    def key(self) -> tuple[MethodConfig, bool]:
+        """Statistics with equal keys are of the same thing."""
+        return drafting_aside(self.method), self.greedy
+
+    @property
+    def quality(self) -> Quality:
+        """What the method gives away."""
+        return Quality(self.images, self.tvd_per_token, self.nll_ratio)
+
+    def rates(self) -> NDArray[np.float64]:
+        """Acceptance rates `[depth, rank]`; `[0, 0]` for `sjd`."""
+        return np.array(self.acceptance_rates, np.float64).reshape(
+            (len(self.windows) and 0) or len(self.acceptance_rates), -1 if self.acceptance_rates else 0
+        )
+
+    def window_tokens(self) -> dict[int, float]:
+        """Tokens per forward pass by window; empty for methods with a drafter."""
+        return {one.window: one.tokens for one in self.windows}
+
+
+class AcceptanceStatistics(Record):
+    """The file of role `acceptance_statistics`. weights: sha256 of the decoders' weights, by role."""
+
+    format: Literal[2]
+    weights: dict[str, str]
+    entries: tuple[MethodStatistics, ...]
+
+    def fitting(self, manifest: Manifest) -> tuple[MethodStatistics, ...]:
+        """Entries that were measured with the weights that the bundle has; `sjd` does not depend on the drafter's."""
+        own = weights_of(manifest)
+        same = {role for role in own if self.weights.get(role) == own[role]}
+        needed = [{"target", "drafter"} if entry.method.needs_drafter else {"target"} for entry in self.entries]
+        return tuple(entry for entry, roles in zip(self.entries, needed, strict=True) if roles <= same)
+
+
+def drafting_aside(method: MethodConfig) -> MethodConfig:
+    """The method with its class's own tree or window: what statistics are kept for."""
+    drafting = {"tree", "window"} & type(method).model_fields.keys()
+    return method.model_copy(update={name: type(method).model_fields[name].default for name in drafting})
+
+
+def weights_of(manifest: Manifest) -> dict[str, str]:
+    """Hashes of the files that hold the weights of target and drafter."""
+    files = {role: manifest.files.get(f"{role}.data") or manifest.files.get(role) for role in ("target", "drafter")}
+    return {role: entry.sha256 for role, entry in files.items() if entry is not None}
+
+
+def bundle_statistics(bundle: Bundle) -> AcceptanceStatistics | None:
+    """The statistics that a bundle brings, None if it has none; errors as `read_statistics` has them."""
+    role = "acceptance_statistics"
+    return read_statistics(bundle.path(role)) if role in bundle.manifest.files else None
+
+
+def read_statistics(path: Path) -> AcceptanceStatistics:
+    """The statistics in a file, also of format 1.
+
+    Raises: BundleError: it is not what it should be.
+    """
+    try:
+        data = json.loads(path.read_bytes())
+        found = data.get("format") if isinstance(data, dict) else None
+        if found == 1:
+            data = _from_format_1(data)
+        elif isinstance(found, int) and found != FORMAT:
+            raise BundleError(
+                f"{path}: found acceptance statistics of format {found}, expected {FORMAT}; measure them again with "
+                "`lantern-rt tune BUNDLE --acceptance-statistics FILE`, or upgrade lantern-rt"
+            )
+        return AcceptanceStatistics.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        raise BundleError(_unreadable(path, " ".join(explain(error)))) from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise BundleError(_unreadable(path, brief(error))) from error
+
+
+def merge(new: Iterable[MethodStatistics], old: Iterable[MethodStatistics]) -> tuple[MethodStatistics, ...]:
+    """An entry for every method: the one of more images, of as many the new one."""
+    best = {entry.key: entry for entry in new}
+    for entry in old:
+        if entry.key not in best or entry.images > best[entry.key].images:
+            best[entry.key] = entry
+    return tuple(best.values())
+
+
+def _from_format_1(data: Any) -> Any:
+    """Other names; entries of most-probable children, which are no option any more, are left out."""
+    entries = []
+    for entry in data["entries"]:
+        candidate = {name.rstrip("_"): value for name, value in entry["candidate"].items()}
+        if candidate.pop("children", None) == "likeliest":
+            continue
+        if not candidate.get("neighbors"):
+            candidate |= {
+                "neighbors": None,
+                **({"delta": None} if candidate["method"] == "lantern" else {"lambda": None}),
+            }
+        if candidate["method"] == "eagle":
+            candidate = {"method": "eagle"}
+        entries.append(
+            {
+                **{name: entry[name] for name in ("greedy", "images", "nll_ratio", "nll_error")},
+                "method": candidate,
+                "tvd_per_token": entry["tvd_per_code"],
+                "acceptance_rates": entry["rates"],
+                "windows": [{"window": one["window"], "tokens": one["codes"]} for one in entry["windows"]],
+            }
+        )
+    return {"format": FORMAT, "weights": data["weights"], "entries": entries}
+
+
+def _unreadable(path: Path, found: str) -> str:
+    return f"{path}: found no acceptance statistics in it ({' '.join(found.split())[:120]}); make the bundle again"

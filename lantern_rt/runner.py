@@ -1,0 +1,167 @@
+"""These prompts, these methods, these seeds, in turns: the one loop behind bench, tune, eval and the recipes.
+
+Every turn runs all methods on the same request, one after another, each turn beginning with another one, so that a slow
+moment of the host hits all of them alike. Likelihoods are computed outside the timed part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from PIL.Image import Image
+
+from .bundle.files import Bundle
+from .checks import whole
+from .errors import RequestError
+from .methods import parse_method
+from .pipeline import Pipeline
+from .requests import SAMPLING, Settings, resolve_settings
+from .results import Ints
+from .runtime.decode import RequestStep
+from .runtime.likelihood import Likelihood
+from .runtime.statistics import Statistics
+from .text.prompt_files import read_prompts
+
+PLAIN = "ar"
+CLASSES = 64  # class ids drawn where nothing is said, spread over all
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """What is drawn: `items` of `kind` `prompts` or `class_ids`."""
+
+    kind: str
+    items: Sequence[str | int]
+
+    @property
+    def labels(self) -> list[str]:
+        """Every subject as text."""
+        return [one if isinstance(one, str) else f"class {one}" for one in self.items]
+
+    def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
+        """Arguments of a pipeline call for batch `index` of an endless row: the subjects over and over, new seeds."""
+        chosen = [self.items[(index * images + i) % len(self.items)] for i in range(images)]
+        return {self.kind: chosen, "seed": [first_seed + index * images + i for i in range(images)]}
+
+    def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
+        """Arguments of pipeline calls for all subjects with `seeds` images each, about `images` at a time."""
+        together, several = max(1, images // seeds), min(seeds, images)
+        for start in range(0, len(self.items), together):
+            chosen = self.items[start : start + together]
+            for seed in range(0, seeds, several):
+                firsts = [first_seed + (start + i) * seeds + seed for i in range(len(chosen))]
+                yield {self.kind: chosen, "seed": firsts, "num_images": min(several, seeds - seed)}
+
+
+def subjects_of(bundle: Bundle, prompts: Path | None, count: int | None = None) -> Subjects:
+    """Prompts of a file or of the bundle, or class ids; `count`: the first so many prompts, or so many classes.
+
+    Raises: RequestError: the bundle takes nothing of the kind, or there are fewer.
+    """
+    manifest, condition = bundle.manifest, bundle.manifest.condition
+    if condition.kind == "embeddings":
+        raise RequestError(
+            f"bundle {manifest.name} takes text embeddings; export it with --text-encoder to give prompts"
+        )
+    if condition.kind == "class":
+        if prompts is not None:
+            raise RequestError(f"prompts: bundle {manifest.name} takes class ids; leave --prompts out")
+        classes = condition.classes or 1
+        number = whole("count", count, min(CLASSES, classes), 1, classes)
+        return Subjects("class_ids", [i * classes // number for i in range(number)])
+    path = prompts
+    if path is None and "prompts" in manifest.files:
+        path = bundle.path("prompts")
+    if path is None:
+        raise RequestError(f"bundle {manifest.name} has no prompts to draw; give --prompts FILE")
+    listed = read_prompts(path)
+    return Subjects("prompts", listed[: whole("count", count, len(listed), 1, len(listed))])
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method to run: its label, and the request options that carry it out, sampling included."""
+
+    label: str
+    options: Mapping[str, Any]
+
+
+def parse_contenders(text: str, sampling: Mapping[str, Any], bundle: Bundle) -> list[Contender]:
+    """Contenders from `ar,sjd,lantern++:lambda=3:tree=chain-4`, plain decoding first, asked for or not.
+
+    sampling: guidance, temperature and filters of all.
+
+    Raises: RequestError: a method string is wrong, or is there twice.
+    """
+    labels = [label.strip() for label in text.split(",")]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise RequestError(f"methods: found {twice[0]!r} twice, expected different ones")
+    contenders = []
+    for label in (PLAIN, *(label for label in labels if label != PLAIN)):
+        method, given = parse_method(label)
+        contenders.append(Contender(label, {**sampling, "method": method, **given}))
+        resolve_settings(bundle.manifest, contenders[-1].options)
+    return contenders
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call: seconds of the whole of it, pictures included if painted, and what it gave, image by image."""
+
+    contender: Contender
+    settings: Settings
+    codes: list[Ints]
+    images: list[Image]
+    statistics: Statistics
+    seconds: float
+    likelihoods: list[Likelihood] = field(default_factory=list)
+
+    @property
+    def tvd_per_token(self) -> float:
+        """Mean total variation given away per token."""
+        return self.statistics.realised_tvd / len(self.codes[0])
+
+
+def run(
+    pipeline: Pipeline,
+    contender: Contender,
+    request: Mapping[str, Any],
+    paint: bool = True,
+    watch: Callable[[RequestStep], None] | None = None,
+) -> Run:
+    """Run one method on one request; `watch` sees every request's part of every step."""
+    began = time.perf_counter()
+    for step in pipeline.stream(**request, **contender.options):
+        if watch is not None:
+            for part in step.step.parts:
+                watch(part)
+    images = [step.image(i) for i in range(len(step.codes))] if paint else []
+    seconds = time.perf_counter() - began
+    assert step.stats is not None
+    return Run(contender, step.settings, step.codes, images, step.stats, seconds)
+
+
+def scored(pipeline: Pipeline, one: Run, request: Mapping[str, Any]) -> Run:
+    """The run with the likelihoods of its codes in the target's eyes."""
+    sampling = {name: getattr(one.settings.sampling, name) for name in SAMPLING}
+    return replace(one, likelihoods=pipeline.likelihoods(one.codes, **request, **sampling, method=PLAIN))
+
+
+def take_turns(
+    pipeline: Pipeline,
+    contenders: Sequence[Contender],
+    requests: Iterable[Mapping[str, Any]],
+    paint: bool = True,
+    score: bool = True,
+) -> Iterator[list[Run]]:
+    """A turn per request: the runs of all methods, in the contenders' order, whichever went first."""
+    for turn, request in enumerate(requests):
+        count = len(contenders)
+        order = [(turn + i) % count for i in range(count)]
+        found = {i: run(pipeline, contenders[i], request, paint) for i in order}
+        runs = [found[i] for i in range(count)]
+        yield [scored(pipeline, one, request) for one in runs] if score else runs
