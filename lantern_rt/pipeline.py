@@ -212,7 +212,7 @@ class Pipeline:
             layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token, spec.code_offset)
         return Model(
             self._engines.target,
-            self._engines.drafter,
+            self._engines.drafter if method.needs_drafter else None,
             manifest.codes_per_image,
             manifest.target.max_positions,
             layout,

@@ -127,6 +127,8 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     fields = _defaults(manifest, name) | given
     if "neighbors" in taken:
         fields |= _neighborhood(manifest, name, given)
+    if fields.get("omega") is not None:
+        fields.setdefault("anneal", 1.0)
     if "tree" in taken:
         fields["tree"] = _tree(manifest, given.get("tree"), fields["tree"])
     return _checked(kind, fields)

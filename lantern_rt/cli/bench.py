@@ -138,7 +138,7 @@ def print_table(report: BenchReport) -> None:
     lines = [f"{turns} turns of {found.images} image{'s' * (found.images > 1)}; speeds are medians of turns"]
     if found.memory_bound is not None:
         lines.append(f"memory bound: reading the target's weights once a pass, {1e3 * found.memory_bound:.2f} ms here")
-    lines += [f"{one['way']}: {one['choice']}" for one in figures if one["choice"]]
+    lines += [f"{one['label']}: {one['choice']}" for one in figures if one["choice"]]
     print("\n".join(lines))
 
 

@@ -139,7 +139,7 @@ def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(t
 def test_onnx_runtime_fuses_integer_matrices(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     path = plan_graph(stored(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
-    options = onnxruntime.SessionOptions()
+    options = onnxruntime.Sessiondict()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 4
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -22,7 +22,6 @@ from lantern_rt.export.families.llamagen import export_llamagen
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.llamagen_gpt import read_llamagen
 from lantern_rt.export.models.text_encoder import read_text_encoder
-from lantern_rt.requests import Options
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
@@ -30,7 +29,7 @@ TEXT, CLASS = DATA / "lantern-llamagen-hf/t2i", DATA / "lantern-llamagen-hf/c2i"
 VQ, DRAFTER = DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"
 TOKENIZER = DATA / "tiny-text-tokenizer/tokenizer.json"
 PROMPTS = ["A red cube on the SNOW!", "cat", "A photo of the cat, the red cube and the snow, and so on. " * 4]
-GREEDY = Options(temperature=0, cfg_scale=4, top_k=0)
+GREEDY = {"temperature": 0, "cfg_scale": 4, "top_k": 0}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +90,9 @@ def test_prefix_rows_of_a_prompt_are_those_of_the_embeddings_that_transformers_g
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
 ) -> None:
     text, embeddings = (Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle))
-    (ours,) = text._prefixes(text._check(prompt, None, None, 0, 1, Options()).images)
+    (ours,) = text._prefixes(text._check(prompt, None, None, 0, 1, {}).images)
     given = published_embeddings(encoder, prompt, 8)
-    (theirs,) = embeddings._prefixes(embeddings._check(None, None, given, 0, 1, Options()).images)
+    (theirs,) = embeddings._prefixes(embeddings._check(None, None, given, 0, 1, {}).images)
     np.testing.assert_array_equal(ours.real, theirs.real)
     np.testing.assert_allclose(ours.cond, theirs.cond, rtol=0, atol=1e-5)
     np.testing.assert_allclose(ours.uncond, theirs.uncond, rtol=0, atol=1e-5)

@@ -27,8 +27,8 @@ from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.library import import_library
 from lantern_rt.engines.trt.plan_errors import PlanSource
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
-from lantern_rt.runtime.sampling import Sampling
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 
 SMALL = DecoderConfig(
     hidden_size=32,
@@ -41,6 +41,7 @@ SMALL = DecoderConfig(
     prefix=3,
     prefix_rotation="identity",
 )
+NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
 ONE = ThreadOptions(intra_op=1)
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
 GRAPHS = ("tensorrt, host, graphs", "tensorrt-rtx, host, graphs")
@@ -87,7 +88,7 @@ class SmallModel:
     def on(self, backend: str) -> Model:
         """The model behind one of `BACKENDS`; the toy has its own tables."""
         if backend == "toy":
-            return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix)
+            return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix, neighbors=NEAR)
         if backend.startswith("tensorrt"):
             return self._on_tensorrt(*backend.split(", "))
         optimised = backend == "onnxruntime, optimised"
@@ -100,7 +101,7 @@ class SmallModel:
         engine, provider = kinds.get(backend, OrtEngine), "cuda" if backend == "onnxruntime, cuda" else "cpu"
         target = engine(paths["target"], self.target_spec, self.table, ONE, provider, optimised)
         drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
-        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
+        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
     def _on_tensorrt(self, name: str, where: str, graphs: str = "") -> Model:
         """Plans of both graphs, on the GPU, or with the host in its place."""
@@ -112,7 +113,7 @@ class SmallModel:
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
-        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout())
+        return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
     def _host(self, name: str) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
         memory = HostMemory()
@@ -138,7 +139,8 @@ class SmallModel:
         if backend == "toy":
             return make_prompt(identity, SMALL.prefix, padding)
         rows = np.random.default_rng(identity).normal(size=(2, SMALL.prefix, SMALL.hidden_size)).astype(np.float32)
-        return Prompt(rows[0], rows[1], np.arange(SMALL.prefix) >= padding)
+        real = np.arange(SMALL.prefix) >= padding
+        return Prompt(PrefixRow(rows[0], real), PrefixRow(rows[1], real))
 
     def joint(self, prompt: Prompt, sampling: Sampling) -> NDArray[np.float64]:
         """Probability of every sequence of codes by full forwards in torch, `[vocabulary] * codes`."""
@@ -146,7 +148,7 @@ class SmallModel:
         every = np.array(list(itertools.product(range(vocabulary), repeat=codes)))
         joint = np.ones(len(every))
         rows = [
-            np.concatenate([np.tile(side, (len(every), 1, 1)), self.table[every]], 1)
+            np.concatenate([np.tile(side.embeds, (len(every), 1, 1)), self.table[every]], 1)
             for side in (prompt.cond, prompt.uncond)
         ]
         with torch.no_grad():

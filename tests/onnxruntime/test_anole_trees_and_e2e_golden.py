@@ -11,18 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafter_runs import next_draft, open_drafts
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.loader import load_engines
-from lantern_rt.requests import Options
-from lantern_rt.runtime.acceptance import Relaxation
-from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
-from lantern_rt.runtime.drafter import Drafter
-from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime.streams import open_streams
-from lantern_rt.runtime.tree import DynamicTree, TreeShape
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafter import TreeDrafts
+from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 
 DATA = Path(__file__).parent.parent / "data"
 DRAFTER = np.load(DATA / "anole" / "drafter" / "golden.npz")
@@ -31,34 +27,31 @@ NAMES = list(dict.fromkeys(trace["name"] for trace in TRACES))
 NEIGHBORS = np.load(DATA / "chameleon-vqgan" / "top_127_indices.npy")
 FIRST_CODE, PREFIX, CODES = 4, 9, 36
 GREEDY = Sampling(cfg_scale=3.0, temperature=0.0)
-RUNS: dict[str, TreeShape] = {
-    "dyn": DynamicTree(59, 5, 10),
-    "dyn_small": DynamicTree(20, 4, 4),
-    "static_naive_extend_57": named_tree("naive-57"),
+RUNS = {
+    "dyn": "dynamic-59-5-10",
+    "dyn_small": "dynamic-20-4-4",
+    "static_naive_extend_57": "naive-57",
 }
 
 
 # ---------------------------------------------------------------- drafts
 
 
-def start_drafter(bundle: Path, run: str) -> Drafter:
+def start_drafter(bundle: Path, run: str) -> TreeDrafts:
     opened = open_bundle(bundle)
     engine, ids = load_engines(opened).drafter, DRAFTER["token_ids"]
     assert engine is not None
-    last = opened.manifest.target.max_positions - 1
-    drafter = Drafter(engine, RUNS[run], GREEDY, Clock(), -1, last, FIRST_CODE)
-    drafter.start(2, 200, np.zeros((2, PREFIX - 1), bool), [ids[0, 1:PREFIX], ids[1, PREFIX - 1 : PREFIX]])
-    return drafter
+    prefix, layout = [ids[0, :PREFIX], ids[1, PREFIX - 2 : PREFIX]], DrafterLayout(code_offset=FIRST_CODE)
+    return open_drafts(engine, opened.manifest.target.max_positions, RUNS[run], GREEDY, prefix, layout)
 
 
-def calls_of(drafter: Drafter) -> Any:
+def calls_of(drafter: TreeDrafts) -> Any:
     """Draft four times as the golden run did; yields the call's number and its tree."""
     codes, (cond, uncond) = DRAFTER["token_ids"][0] - FIRST_CODE, DRAFTER["target_hidden"]
     done = 0
     for call, end in enumerate(np.cumsum([PREFIX, 1, 3, 2])):
-        streams = open_streams(np.random.default_rng(0))
         hidden = [cond[done:end], uncond[max(done, PREFIX - 2) : end]]  # the unconditional row starts at its `<s>`
-        (tree,) = drafter.draft([codes[max(done + 1, PREFIX) : end + 1]], hidden, [streams])
+        tree = next_draft(drafter, codes[max(done + 1, PREFIX) : end + 1], hidden)
         done = int(end)
         yield call, tree
 
@@ -99,25 +92,27 @@ def model(anole_bundle: Path) -> tuple[Model, list[Prompt]]:
     bundle = open_bundle(anole_bundle)
     engines, manifest = load_engines(bundle), bundle.manifest
     layout = DrafterLayout(code_offset=FIRST_CODE)
-    loaded = Model(engines.target, engines.drafter, CODES, manifest.target.max_positions, layout)
+    loaded = Model(engines.target, engines.drafter, CODES, manifest.target.max_positions, layout, neighbors=NEIGHBORS)
     prompts = []
     for trace in TRACES[:3]:
         cond, uncond = np.array([0, *trace["prompt_text_ids"], 140, 133]), np.array([0, 133])
         rows = engines.condition({"token_ids": cond[None], "uncond_ids": uncond[None]})
-        real = np.ones(len(cond), bool)
-        prompts.append(Prompt(rows[0][0], rows[1][0], real, np.ones(2, bool), (cond, uncond)))
+        sides = zip(rows, (cond, uncond), strict=True)
+        prompts.append(Prompt(*(PrefixRow(row[0], np.ones(len(ids), bool), ids) for row, ids in sides)))
     return loaded, prompts
 
 
-def published_method(trace: dict[str, Any]) -> Method:
+def published_method(trace: dict[str, Any]) -> MethodConfig:
     """The method of a trace; relaxed ones with the published residual (greedy decoding has none)."""
     if trace["name"] == "ar":
-        return Method("ar")
-    shape = named_tree("naive-57") if trace["static"] else DynamicTree(59, 5, 10)
+        return Ar()
+    tree = "naive-57" if trace["static"] else "dynamic-59-5-10"
     if not trace["lantern"]:
-        return Method("eagle", shape)
-    bound = {"delta": trace["delta"]} if trace["delta"] <= 1 else {"lambda_": trace["delta"]}
-    return Method("lantern", shape, Relaxation(NEIGHBORS, trace["k"], **bound, residual="neighborhood"))
+        return Eagle(tree=tree)
+    relaxation: dict[str, Any] = {"tree": tree, "neighbors": trace["k"], "residual": "neighborhood"}
+    if trace["delta"] <= 1:
+        return Lantern(delta=trace["delta"], **relaxation)
+    return LanternPlusPlus(lambda_=float(trace["delta"]), **relaxation)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -163,15 +158,21 @@ def text_of(trace: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("method", ["ar", "eagle", "lantern"])
 def test_prompts_as_text_give_the_published_codes(pipe: Pipeline, method: str) -> None:
-    options: dict[str, Options] = {
-        "ar": Options(method="ar"),
-        "eagle": Options(method="eagle", tree="dynamic-59-5-10"),
-        "lantern": Options(method="lantern", tree="dynamic-59-5-10", neighbors=40, delta=0.6, residual="neighborhood"),
+    options: dict[str, dict[str, Any]] = {
+        "ar": {"method": "ar"},
+        "eagle": {"method": "eagle", "tree": "dynamic-59-5-10"},
+        "lantern": {
+            "method": "lantern",
+            "tree": "dynamic-59-5-10",
+            "neighbors": 40,
+            "delta": 0.6,
+            "residual": "neighborhood",
+        },
     }
     name = {"ar": "ar", "eagle": "eagle2_dynamic_exact", "lantern": "lantern_k40_d0.6"}[method]
     traces = sorted((trace for trace in TRACES if trace["name"] == name), key=lambda trace: trace["prompt"])
     result = pipe([text_of(trace) for trace in traces], temperature=0, **options[method])
-    assert result.settings.cfg_scale == 3.0
+    assert result.settings.sampling.cfg_scale == 3.0
     assert [len(codes) for codes in result.codes] == [64] * 3
     assert [(codes[:CODES] + FIRST_CODE).tolist() for codes in result.codes] == [trace["ids"] for trace in traces]
     assert [image.size for image in result.images] == [(32, 32)] * 3
@@ -180,7 +181,7 @@ def test_prompts_as_text_give_the_published_codes(pipe: Pipeline, method: str) -
 @pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])
 def test_prompts_of_any_length_in_a_batch_give_what_each_gives_alone_bit_for_bit(pipe: Pipeline, method: str) -> None:
     texts = ["tok145", " ".join(["tok150 tok151"] * 40), *(text_of(trace) for trace in TRACES[:3])]
-    options = Options(method=method, top_k=50)
+    options = {"method": method, "top_k": 50}
     together = pipe(texts, seed=[1, 2, 3, 4, 5], **options)
     for i, text in enumerate(texts):
         alone = pipe(text, seed=i + 1, **options)

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafter_runs import next_draft, open_drafts
 
 from lantern_rt import open_bundle
 from lantern_rt.engines.loader import load_engines
-from lantern_rt.runtime.drafter import Drafter
-from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.runtime.statistics import Clock
-from lantern_rt.runtime.streams import open_streams
-from lantern_rt.runtime.tree import DynamicTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.drafter import TreeDrafts
+from lantern_rt.runtime.drafts import DrafterLayout
 
 DATA = Path(__file__).parent.parent / "data" / "lantern-drafter-llamagen"
 GOLDEN = np.load(DATA / "golden.npz")
@@ -23,34 +21,32 @@ ACCEPTED = [1, 3, 2]  # codes accepted between the four calls of every run
 PREFIX = 8
 GREEDY = {"cfg_scale": 4.0, "temperature": 0.0}
 RUNS = {
-    "dyn": (DynamicTree(59, 5, 10), GREEDY),
-    "dyn_small": (DynamicTree(20, 4, 4), GREEDY),
-    "dyn_cfg7_5": (DynamicTree(59, 5, 10), GREEDY | {"cfg_scale": 7.5}),
-    "dyn_proc": (DynamicTree(59, 5, 10), {"cfg_scale": 4.0, "temperature": 0.8, "top_k": 40}),
-    "static_naive_extend_57": (named_tree("naive-57"), GREEDY),
-    "static_mc_sim_7b_63": (named_tree("mc-25"), GREEDY),
+    "dyn": ("dynamic-59-5-10", GREEDY),
+    "dyn_small": ("dynamic-20-4-4", GREEDY),
+    "dyn_cfg7_5": ("dynamic-59-5-10", GREEDY | {"cfg_scale": 7.5}),
+    "dyn_proc": ("dynamic-59-5-10", {"cfg_scale": 4.0, "temperature": 0.8, "top_k": 40}),
+    "static_naive_extend_57": ("naive-57", GREEDY),
+    "static_mc_sim_7b_63": ("mc-25", GREEDY),
 }
 
 
-def start_drafter(bundle: Path, run: str) -> Drafter:
+def start_drafter(bundle: Path, run: str) -> TreeDrafts:
     manifest = open_bundle(bundle).manifest
     engine = load_engines(open_bundle(bundle)).drafter
-    shape, settings = RUNS[run]
+    tree, settings = RUNS[run]
     assert engine is not None
-    drafter = Drafter(engine, shape, Sampling(**settings), Clock(), -1, manifest.target.max_positions - 1)
-    drafter.start(2, 120, np.zeros((2, PREFIX - 1), bool))  # LANTERN's drafter sees padded slots
-    return drafter
+    prefix = [GOLDEN["token_ids"][0][:PREFIX]] * 2
+    layout = DrafterLayout(masks_prefix=False)  # LANTERN's drafter sees padded slots
+    return open_drafts(engine, manifest.target.max_positions, tree, Sampling(**settings), prefix, layout)
 
 
-def calls_of(drafter: Drafter):
+def calls_of(drafter: TreeDrafts):
     """Draft four times as the golden run did; yields the call's number and its tree."""
     tokens, hidden = GOLDEN["token_ids"][0], GOLDEN["target_hidden"]
     done = 0
     for call, end in enumerate(np.cumsum([PREFIX, *ACCEPTED])):
-        streams = open_streams(np.random.default_rng(0))
-        (tree,) = drafter.draft([tokens[done + 1 : end + 1]], [row[done:end] for row in hidden], [streams])
+        yield call, next_draft(drafter, tokens[max(done + 1, PREFIX) : end + 1], [row[done:end] for row in hidden])
         done = int(end)
-        yield call, tree
 
 
 @pytest.mark.parametrize("run", [name for name in RUNS if name.startswith("dyn")])

@@ -14,11 +14,9 @@ import pytest
 
 from lantern_rt import open_bundle
 from lantern_rt.engines.loader import load_engines
-from lantern_rt.runtime.acceptance import Relaxation
-from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
-from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.runtime.tree import DynamicTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 
 DATA = Path(__file__).parent.parent / "data"
 BUNDLES = {  # recorded runs, the file of their traces, and the bundle they ran on
@@ -42,24 +40,30 @@ def load(folder: Path, golden: str) -> tuple[Model, list[Prompt]]:
     engines = load_engines(bundle)
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
     manifest = bundle.manifest
-    loaded = Model(engines.target, engines.drafter, manifest.codes_per_image, manifest.target.max_positions, layout)
+    sizes = manifest.codes_per_image, manifest.target.max_positions
+    loaded = Model(engines.target, engines.drafter, *sizes, layout, neighbors=NEIGHBORS)
     cond, uncond = engines.condition({"caption_embeds": arrays["caption_emb"], "caption_mask": arrays["emb_mask"]})
     real = arrays["emb_mask"] > 0
-    return loaded, [Prompt(cond[i], uncond[i], real[i]) for i in range(len(real))]
+    prompts = [Prompt(PrefixRow(cond[i], own), PrefixRow(uncond[i], own)) for i, own in enumerate(real)]
+    return loaded, prompts
 
 
-def published_method(trace: dict) -> Method:
+def published_method(trace: dict) -> MethodConfig:
     """The method of a trace; relaxed ones with the published residual (greedy decoding has none)."""
     if trace["kind"] == "base":
-        return Method("ar")
-    shape = named_tree(TREES[trace["tree"]]) if trace["static"] else DynamicTree(59, 5, 10)
+        return Ar()
+    tree = TREES[trace["tree"]] if trace["static"] else "dynamic-59-5-10"
     if not trace["lantern"]:
-        return Method("eagle", shape)
-    bound = {"delta": trace["delta"]} if trace["delta"] <= 1 else {"lambda_": trace["delta"]}
-    return Method("lantern", shape, Relaxation(NEIGHBORS, trace["k"], **bound, residual="neighborhood"))
+        return Eagle(tree=tree)
+    relaxation = {"tree": tree, "neighbors": trace["k"], "residual": "neighborhood"}
+    if trace["delta"] <= 1:
+        return Lantern(delta=trace["delta"], **relaxation)
+    return LanternPlusPlus(lambda_=float(trace["delta"]), **relaxation)
 
 
-def run(model: Model, prompts: list[Prompt], method: Method, codes: int) -> tuple[list[list[int]], list[list[int]]]:
+def run(
+    model: Model, prompts: list[Prompt], method: MethodConfig, codes: int
+) -> tuple[list[list[int]], list[list[int]]]:
     """The first `codes` ids of every prompt, and accept lengths of the steps that gave them."""
     rngs = [np.random.default_rng(i) for i in range(len(prompts))]
     ids: list[list[int]] = [[] for _ in prompts]

@@ -14,21 +14,18 @@ from scipy.stats import chisquare
 from lantern_rt.engines.trt.cuda_driver import find_gpu
 from lantern_rt.engines.trt.library import MODULES, import_library
 from lantern_rt.errors import EngineError
-from lantern_rt.runtime.acceptance import Relaxation
-from lantern_rt.runtime.decode import Method, Model, Prompt, decode
-from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.runtime.tree import StaticTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafts import Model, Prompt
 
 CODES = SMALL.grid**2
-NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
-BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
+BUSHY = "tree-3-210-100"
 METHODS = {
-    "ar": Method("ar"),
-    "eagle, static": Method("eagle", BUSHY),
-    "eagle, dynamic": Method("eagle", named_tree("dynamic-6-3-2")),
-    "lantern": Method("lantern", named_tree("dynamic-6-3-2"), Relaxation(NEAR, 2, delta=0.2)),
-    "lantern++": Method("lantern++", BUSHY, Relaxation(NEAR, 2, lambda_=2.0)),
+    "ar": Ar(),
+    "eagle, static": Eagle(tree=BUSHY),
+    "eagle, dynamic": Eagle(tree="dynamic-6-3-2"),
+    "lantern": Lantern(tree="dynamic-6-3-2", neighbors=2, delta=0.2),
+    "lantern++": LanternPlusPlus(tree=BUSHY, neighbors=2),
 }
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -59,7 +56,7 @@ def model(small: SmallModel, backend: str) -> Model:
 
 
 def codes_of(
-    model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: Method
+    model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
 ) -> list[list[int]]:
     codes: list[list[int]] = [[] for _ in prompts]
     for step in decode(model, prompts, [np.random.default_rng(seed) for seed in seeds], sampling, method):
@@ -71,7 +68,7 @@ def codes_of(
 @every_method
 @pytest.mark.parametrize("backend", ["tensorrt, host", *GRAPHS], indirect=True)
 def test_plans_give_the_codes_of_the_graph_they_were_built_from(
-    small: SmallModel, backend: str, model: Model, method: Method
+    small: SmallModel, backend: str, model: Model, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(8)]
     plain = codes_of(small.on("onnxruntime"), prompts, range(8), GUIDED, method)
@@ -81,7 +78,7 @@ def test_plans_give_the_codes_of_the_graph_they_were_built_from(
 
 @every_method
 def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
-    small: SmallModel, backend: str, model: Model, method: Method
+    small: SmallModel, backend: str, model: Model, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(5)]
     together = codes_of(model, prompts, range(5), GUIDED, method)
@@ -90,20 +87,20 @@ def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
         assert codes_of(model, [prompt], [i], GUIDED, method) == [together[i]]
 
 
-@pytest.mark.parametrize("tree", [BUSHY, named_tree("dynamic-6-3-2"), named_tree("chain-2")], ids=str)
+@pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2", "chain-2"])
 def test_greedy_decoding_with_a_tree_gives_the_codes_without(
-    small: SmallModel, backend: str, model: Model, tree: StaticTree
+    small: SmallModel, backend: str, model: Model, tree: str
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
     prompts = [small.prompt(backend, i) for i in range(8)]
-    plain = codes_of(model, prompts, range(8), greedy, Method("ar"))
-    assert codes_of(model, prompts, range(8), greedy, Method("eagle", tree)) == plain
+    plain = codes_of(model, prompts, range(8), greedy, Ar())
+    assert codes_of(model, prompts, range(8), greedy, Eagle(tree=tree)) == plain
 
 
-@pytest.mark.parametrize("tree", [BUSHY, named_tree("dynamic-6-3-2")], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2"])
 @pytest.mark.parametrize("backend", ["onnxruntime"], indirect=True)
 def test_drawn_codes_have_the_distribution_that_torch_computes(
-    small: SmallModel, backend: str, model: Model, tree: StaticTree
+    small: SmallModel, backend: str, model: Model, tree: str
 ) -> None:
     prompt, draws, batch, length = small.prompt(backend, 3), 1000, 250, 3
     joint = small.joint(prompt, GUIDED).sum(-1).ravel()
@@ -111,7 +108,7 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
     places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
     for start in range(0, draws, batch):
         seeds = range(start, start + batch)
-        for codes in codes_of(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Method("eagle", tree)):
+        for codes in codes_of(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)):
             counts[places[tuple(codes)]] += 1
     expected = draws * joint / joint.sum()
     rare = expected < 8

@@ -69,7 +69,10 @@ def make_bundle(folder: Path) -> Path:
         "drafter": sizes,
         "condition": {"kind": "class", "prefix": 1, "classes": 10},
         "sampling": {"cfg_scale": 4.0},
-        "decoding": {"method": "lantern", "methods": {"lantern": {"tree": "dynamic", "neighbors": K, "delta": 0.1}}},
+        "decoding": {
+            "method": "lantern",
+            "methods": [{"method": "lantern", "tree": "dynamic", "neighbors": K, "delta": 0.1}],
+        },
         "files": {role: {"path": name, "sha256": ZEROS, "bytes": 0} for role, name in files.items()},
         "provenance": {
             "exporter": "test 1",

@@ -76,7 +76,7 @@ def test_exact_acceptance_down_a_whole_tree_gives_out_the_joint_distribution(dat
 @given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE))
 def test_one_fixed_candidate_moves_the_output_by_what_was_lent(p: Probabilities, x: int, rule: Relaxation) -> None:
     output, realised = step_output(p, [(1.0, (x,))], None, rule)
-    lent = float(p[rule.lenders(p, x)].sum())
+    lent = float(p[rule.aggregation_set(p, x)].sum())
     bound = rule.delta if rule.delta is not None else (rule.lambda_ - 1) * p[x]  # type: ignore[operator]
     assert tvd(output, p) == pytest.approx(lent, abs=TOLERANCE)
     assert realised == pytest.approx(lent, abs=TOLERANCE)
@@ -90,7 +90,7 @@ def test_one_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptan
     output, realised = step_output(p, list(orders(q, 1)), q, rule)
     gain = 0.0
     for x in np.flatnonzero(q):
-        lent = p[rule.lenders(p, x)].sum()
+        lent = p[rule.aggregation_set(p, x)].sum()
         gain += q[x] * (min(1, (p[x] + lent) / q[x]) - min(1, p[x] / q[x]))
     assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
     assert realised == pytest.approx(gain, abs=TOLERANCE)
@@ -154,7 +154,7 @@ def test_with_annealing_too_one_sampled_candidate_moves_the_output_by_the_expect
     output, realised = step_output(p, list(orders(q, 1)), q, rule)
     gain = 0.0
     for x in np.flatnonzero(q):
-        lent = p[rule.lenders(p, x)].sum()
+        lent = p[rule.aggregation_set(p, x)].sum()
         gain += q[x] * (min(1, rule.omega * (p[x] + lent) / q[x]) - min(1, p[x] / q[x]))
     assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
     assert realised == pytest.approx(gain, abs=TOLERANCE)
@@ -183,7 +183,7 @@ def test_with_annealing_one_fixed_candidate_moves_the_output_by_its_gain(
     p: Probabilities, x: int, rule: Relaxation
 ) -> None:
     output, realised = step_output(p, [(1.0, (x,))], None, rule)
-    gain = min(1.0, rule.omega * (p[x] + p[rule.lenders(p, x)].sum())) - p[x]
+    gain = min(1.0, rule.omega * (p[x] + p[rule.aggregation_set(p, x)].sum())) - p[x]
     assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
     assert realised == pytest.approx(gain, abs=TOLERANCE)
 
@@ -263,14 +263,16 @@ def test_the_published_residual_breaks_the_bound_with_sampled_candidates() -> No
 
 
 @given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE))
-def test_lenders_are_the_longest_nearest_first_run_within_the_bound(p: Probabilities, x: int, rule: Relaxation) -> None:
+def test_the_aggregation_set_is_the_longest_nearest_first_run_within_the_bound(
+    p: Probabilities, x: int, rule: Relaxation
+) -> None:
     bound = rule.delta if rule.delta is not None else (rule.lambda_ - 1) * p[x]  # type: ignore[operator]
     expected: list[int] = []
     for neighbor in rule.neighbors[x, : rule.k].tolist():
         if sum(p[n] for n in [*expected, neighbor]) > bound:
             break
         expected.append(neighbor)
-    assert rule.lenders(p, x).tolist() == expected
+    assert rule.aggregation_set(p, x).tolist() == expected
 
 
 def test_a_code_without_probability_is_refused_even_at_the_smallest_uniform_number() -> None:

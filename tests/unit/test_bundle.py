@@ -137,8 +137,9 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("target.depth", 3, "field `target.depth`: unknown, expected it left out"),
         ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 16"),
         ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
-        ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'auto'"),
-        ("decoding.methods.lantern.lambda_", 2.0, "`delta` and `lambda_` are two bounds; set one"),
+        ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'ar'"),
+        ("decoding.methods", [{"method": "lantern", "lambda": 2.0}], "lambda`: unknown, expected it left out"),
+        ("decoding.methods", [{"method": "ar"}, {"method": "ar"}], "method ar has defaults twice"),
         ("neighbors", 16, "field `neighbors`: found 16, expected less than codebook_size 16"),
         ("files.target.sha256", "zz", "field `files.target.sha256`: found 'zz'"),
         ("files.tar\nget", 1, "field `files.tar get`: found 1"),
@@ -348,7 +349,7 @@ def test_the_description_names_every_set_value(folder: Path) -> None:
     bundle = open_bundle(folder)
     facts = {(fact.section, fact.key): fact.value for fact in describe(bundle)}
     assert facts["target", "hidden_size"] == "8"
-    assert facts["decoding", "methods.lantern.delta"] == "0.1"
+    assert facts["decoding", "methods.0.delta"] == "0.1"
     assert facts["provenance", "sources.0.name"] == "w.pt"
     assert facts["files", "neighbors"].startswith("neighbors.npz  ")
     assert facts["bundle", "digest"] == bundle.digest

@@ -14,16 +14,16 @@ from scipy.stats import chisquare
 from toy_engine import joint_distribution, make_model, make_prompt, next_distribution
 from toy_script import Script
 
+from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance, decode
 from lantern_rt.runtime import drafter as drafting
-from lantern_rt.runtime.decode import Method, Model
-from lantern_rt.runtime.jacobi import Jacobi, Window
-from lantern_rt.runtime.sampling import Probabilities, Sampling, shape_distribution
-from lantern_rt.runtime.tree import DraftTree, StaticTree
-from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.runtime.drafts import Model
+from lantern_rt.runtime.jacobi import Window
+from lantern_rt.runtime.sampling import Probabilities, shape_distribution
+from lantern_rt.runtime.tree import DraftTree
 
-BUSHY = StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)), "bushy")
-SLIM = StaticTree(((0,), (1,), (0, 0)), "slim")
+BUSHY = "tree-3-210-100"
+SLIM = "tree-2-10"
 
 
 class OneGenerator:
@@ -37,7 +37,7 @@ class OneGenerator:
 
 
 def counted_draws(
-    model: Model, sampling: Sampling, method: Method, draws: int, seed: int, batch: int = 2000
+    model: Model, sampling: Sampling, method: MethodConfig, draws: int, seed: int, batch: int = 2000
 ) -> NDArray[np.int64]:
     """How often every sequence of codes came out of `decode`, `[vocabulary] * codes`."""
     vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
@@ -86,49 +86,32 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "shape_distribution", remember)
 
 
-def eagle(tree: str, **drafting: Any) -> Method:
-    return Method("eagle", named_tree(tree), **drafting)
-
-
-def sjd(window: int, **drafting: Any) -> Method:
-    return Method("sjd", jacobi=Jacobi(window, 2, 3, **drafting))
-
-
 CASES = {
-    "balanced-25": (eagle("balanced-25"), Sampling()),
-    "chain-3, guided, temperature 0.7": (eagle("chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
-    "bushy, temperature 1.3, top-k 2": (Method("eagle", BUSHY), Sampling(temperature=1.3, top_k=2)),
-    "dynamic-10-3-3": (eagle("dynamic-10-3-3"), Sampling()),
+    "balanced-25": (Eagle(tree="balanced-25"), Sampling()),
+    "chain-3, guided, temperature 0.7": (Eagle(tree="chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
+    "bushy, temperature 1.3, top-k 2": (Eagle(tree=BUSHY), Sampling(temperature=1.3, top_k=2)),
+    "dynamic-10-3-3": (Eagle(tree="dynamic-10-3-3"), Sampling()),
     "dynamic-6-2-3, guided, temperature 1.4, top-p 0.9": (
-        eagle("dynamic-6-2-3"),
+        Eagle(tree="dynamic-6-2-3"),
         Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
     ),
-    "dynamic-8-3-2, temperature 1.6, top-k 2": (eagle("dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
-    "bushy, likeliest children": (Method("eagle", BUSHY, children="likeliest"), Sampling()),
-    "bushy, drafter unguided": (Method("eagle", BUSHY, drafter_cfg_scale=1.0), Sampling(cfg_scale=1.5)),
-    "chain-2, drafter guided otherwise": (eagle("chain-2", drafter_cfg_scale=2.5), Sampling(cfg_scale=1.5)),
-    "chain-3 that stops below 0.4": (eagle("chain-3", stop=0.4), Sampling()),
-    "bushy that stops below 0.8, guided": (Method("eagle", BUSHY, stop=0.8), Sampling(cfg_scale=1.5)),
-    "sjd, coupled": (sjd(3), Sampling()),
-    "sjd, coupled, guided, top-p 0.9, from the left": (sjd(3, start="left"), Sampling(cfg_scale=1.5, top_p=0.9)),
-    "sjd, independent": (sjd(3, redraft="independent"), Sampling()),
-    "sjd, independent, temperature 0.7, from above": (
-        sjd(2, redraft="independent", start="above"),
-        Sampling(temperature=0.7),
-    ),
+    "dynamic-8-3-2, temperature 1.6, top-k 2": (Eagle(tree="dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
+    "sjd, window 3": (Sjd(window=3), Sampling()),
+    "sjd, guided, top-p 0.9": (Sjd(window=3), Sampling(cfg_scale=1.5, top_p=0.9)),
+    "sjd, window 2, temperature 0.7": (Sjd(window=2), Sampling(temperature=0.7)),
 }
 
 
-def codes_needed(method: Method) -> int:
+def codes_needed(method: MethodConfig) -> int:
     """A window needs a few passes to show what it does."""
-    return 5 if method.jacobi else 3
+    return 5 if isinstance(method, Sjd) else 3
 
 
 @pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize("case", CASES)
 def test_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
     method, sampling = CASES[case]
-    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4)
+    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4, columns=2)
     counts = counted_draws(model, sampling, method, draws=1_000, seed=11, batch=1_000)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
 
@@ -140,7 +123,7 @@ def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
     case: str, record_property: Callable[[str, object], None]
 ) -> None:
     method, sampling = CASES[case]
-    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4)
+    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4, columns=2)
     counts = counted_draws(model, sampling, method, draws=200_000, seed=12)
     p = p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling))
     record_property("p_value", p)
@@ -151,7 +134,7 @@ def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
 @pytest.mark.usefixtures("remembered")
 def test_plain_draws_have_the_exact_joint_distribution() -> None:
     model, sampling = make_model(vocabulary=3, codes=3), Sampling(temperature=0.9)
-    counts = counted_draws(model, sampling, Method("ar"), draws=4_000, seed=13)
+    counts = counted_draws(model, sampling, Ar(), draws=4_000, seed=13)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
 
 
@@ -164,35 +147,35 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
             left[code] = 0
         return left / max(left.sum(), 1e-300)
 
-    monkeypatch.setattr(acceptance, "_rest", wrong)
+    monkeypatch.setattr(acceptance, "residual_distribution", wrong)
     model, sampling = make_model(vocabulary=3, codes=3), Sampling()
-    counts = counted_draws(model, sampling, Method("eagle", BUSHY), draws=2_000, seed=14)
+    counts = counted_draws(model, sampling, Eagle(tree=BUSHY), draws=2_000, seed=14)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
 
 
 @pytest.mark.usefixtures("remembered")
 def test_the_chi_square_test_catches_drafts_dropped_for_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopping must not look at a child that was drawn: here children of little probability are taken back."""
-    right = drafting.Drafter._draft_static
+    """Whether a child counts must not depend on what was drawn: here children of little probability are taken back."""
+    right = drafting.TreeDrafts._draft_static
 
-    def wrong(drafter: drafting.Drafter, *rest: Any) -> list[DraftTree]:
+    def wrong(drafter: drafting.TreeDrafts, *rest: Any) -> list[DraftTree]:
         kept = []
         for tree in right(drafter, *rest):
             dropped = tree.nodes == 2 and tree.proposals[0][tree.tokens[1]] < 0.4
             kept.append(DraftTree(tree.tokens[:1], tree.parents[:1]) if dropped else tree)
         return kept
 
-    monkeypatch.setattr(drafting.Drafter, "_draft_static", wrong)
+    monkeypatch.setattr(drafting.TreeDrafts, "_draft_static", wrong)
     model, sampling = make_model(vocabulary=3, codes=3), Sampling()
-    counts = counted_draws(model, sampling, eagle("chain-1"), draws=2_000, seed=15)
+    counts = counted_draws(model, sampling, Eagle(tree="chain-1"), draws=2_000, seed=15)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
 
 
 @pytest.mark.usefixtures("remembered")
 def test_the_chi_square_test_catches_a_window_that_forgets_what_it_drew_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Window, "_couple", lambda window, code, q, p: code)
-    model, sampling = make_model(vocabulary=3, codes=5), Sampling()
-    counts = counted_draws(model, sampling, sjd(3), draws=4_000, seed=16)
+    model, sampling = make_model(vocabulary=3, codes=5, columns=2), Sampling()
+    counts = counted_draws(model, sampling, Sjd(window=3), draws=4_000, seed=16)
     assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
 
 
@@ -202,25 +185,22 @@ def test_the_chi_square_test_catches_a_window_that_forgets_what_it_drew_from(mon
 @pytest.mark.usefixtures("remembered")
 @pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("tree", "drafting_options", "sampling"),
+    ("tree", "sampling"),
     [
-        ("dynamic-6-3-2", {}, Sampling()),
-        ("dynamic-10-3-3", {}, Sampling(cfg_scale=2.0, temperature=0.8)),
-        ("dynamic-9-4-2", {}, Sampling(temperature=1.4, top_k=2)),
-        ("slim", {}, Sampling()),
-        ("slim", {}, Sampling(cfg_scale=3.0, temperature=1.5, top_p=0.7)),
-        ("slim", {}, Sampling(cfg_scale=0.5, top_k=2)),
-        ("chain-3", {}, Sampling(cfg_scale=1.7, temperature=1.1)),
-        ("slim", {"children": "likeliest"}, Sampling(cfg_scale=1.5, top_k=2)),
-        ("slim", {"stop": 0.75}, Sampling()),
-        ("chain-3", {"stop": 0.3}, Sampling(temperature=0.8)),
+        ("dynamic-6-3-2", Sampling()),
+        ("dynamic-10-3-3", Sampling(cfg_scale=2.0, temperature=0.8)),
+        ("dynamic-9-4-2", Sampling(temperature=1.4, top_k=2)),
+        (SLIM, Sampling()),
+        (SLIM, Sampling(cfg_scale=3.0, temperature=1.5, top_p=0.7)),
+        (SLIM, Sampling(cfg_scale=0.5, top_k=2)),
+        ("chain-3", Sampling(cfg_scale=1.7, temperature=1.1)),
     ],
 )
 def test_the_next_codes_of_one_step_are_exactly_distributed(
-    tree: str, drafting_options: dict[str, Any], sampling: Sampling, step: int, monkeypatch: pytest.MonkeyPatch
+    tree: str, sampling: Sampling, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompt = make_model(vocabulary=3, codes=12, round_span=4, seed=3), make_prompt(3, padding=1)
-    method = Method("eagle", SLIM if tree == "slim" else named_tree(tree), **drafting_options)
+    method = Eagle(tree=tree)
     ahead = 4  # look at so many codes: what one step may commit at most
     following = cache(lambda before, codes: continuation(model, before, codes, ahead, sampling))
     found = np.zeros((3,) * ahead)

@@ -13,26 +13,22 @@ from numpy.typing import NDArray
 from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
 from toy_script import Script
 
+from lantern_rt.methods import Ar, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance, decode, jacobi
-from lantern_rt.runtime.acceptance import Relaxation
-from lantern_rt.runtime.decode import Method, Model
-from lantern_rt.runtime.jacobi import Jacobi, Window
-from lantern_rt.runtime.sampling import Probabilities, Sampling
+from lantern_rt.runtime.drafts import Model
+from lantern_rt.runtime.jacobi import Window
+from lantern_rt.runtime.sampling import Probabilities
 
 VOCABULARY, CODES = 2, 5
-COUPLED = Jacobi(2, columns=2, vocabulary=VOCABULARY)
-INDEPENDENT = replace(COUPLED, redraft="independent")
+BOTH = np.array([[1], [0]])  # the neighbour of either code
 
 
-def enumerated(
-    drafting: Jacobi, sampling: Sampling, patch: pytest.MonkeyPatch, relaxation: Relaxation | None = None
-) -> tuple[NDArray[np.float64], float, Model]:
+def enumerated(method: Sjd, sampling: Sampling, patch: pytest.MonkeyPatch) -> tuple[NDArray[np.float64], float, Model]:
     """Distribution of all codes of a whole decode, `[vocabulary] * codes`, by taking every branch in turn.
 
     Also the expected realised TVD, and the model.
     """
-    model, prompt = make_model(VOCABULARY, CODES, seed=4), make_prompt(3, padding=1)
-    method = Method("sjd", relaxation=relaxation, jacobi=drafting)
+    model, prompt = make_model(VOCABULARY, CODES, seed=4, columns=2, neighbors=BOTH), make_prompt(3, padding=1)
     found, realised, total = np.zeros((VOCABULARY,) * CODES), 0.0, 0.0
     for script in Script(seed=0).runs():
         script.armed = True
@@ -55,21 +51,20 @@ def distance(found: NDArray[np.float64], model: Model, sampling: Sampling) -> fl
 
 
 @pytest.mark.parametrize(
-    ("drafting", "sampling"),
+    ("window", "sampling"),
     [
-        (COUPLED, Sampling()),
-        (INDEPENDENT, Sampling()),
-        (replace(COUPLED, start="left"), Sampling(cfg_scale=2.0, temperature=0.7)),
-        (replace(COUPLED, start="above", window=3), Sampling()),
-        (replace(INDEPENDENT, start="left", window=4), Sampling(cfg_scale=1.5)),
-        (replace(COUPLED, window=1), Sampling(temperature=1.5)),
-        (COUPLED, Sampling(top_p=0.6)),
+        (2, Sampling()),
+        (2, Sampling(cfg_scale=2.0, temperature=0.7)),
+        (3, Sampling()),
+        (4, Sampling(cfg_scale=1.5)),
+        (1, Sampling(temperature=1.5)),
+        (2, Sampling(top_p=0.6)),
     ],
 )
 def test_a_whole_decode_is_exactly_distributed(
-    drafting: Jacobi, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    window: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(drafting, sampling, monkeypatch)
+    found, realised, model = enumerated(Sjd(window=window), sampling, monkeypatch)
     assert distance(found, model, sampling) < 1e-6  # the toy's logits are float32
     assert realised == 0
 
@@ -90,13 +85,14 @@ def new_distributions_for_old_codes(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_that_pass_for_random_codes(patch: pytest.MonkeyPatch) -> None:
-    right = Window._start
+    right = Window.draft
 
-    def wrong(window: Window, before: Any) -> None:
-        right(window, before)
-        window.proposals[-1] = np.full(VOCABULARY, 1 / VOCABULARY)
+    def wrong(window: Window, committed: Any, missing: int) -> Any:
+        right(window, committed, missing)
+        window.proposals = [np.full(VOCABULARY, 1 / VOCABULARY) if q is None else q for q in window.proposals]
+        return right(window, committed, missing)
 
-    patch.setattr(Window, "_start", wrong)
+    patch.setattr(Window, "draft", wrong)
 
 
 def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
@@ -114,37 +110,34 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slip", "drafting"),
+    "slip",
     [
-        (old_distributions_after_a_redraft, INDEPENDENT),
-        (old_distributions_after_a_redraft, COUPLED),
-        (new_distributions_for_old_codes, COUPLED),
-        (copies_that_pass_for_random_codes, replace(COUPLED, start="left")),
-        (drafts_that_look_behind_them, INDEPENDENT),
+        old_distributions_after_a_redraft,
+        new_distributions_for_old_codes,
+        copies_that_pass_for_random_codes,
+        drafts_that_look_behind_them,
     ],
 )
-def test_enumeration_catches_what_breaks_exactness(
-    slip: Any, drafting: Jacobi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_enumeration_catches_what_breaks_exactness(slip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slip(monkeypatch)
-    found, _, model = enumerated(drafting, Sampling(), monkeypatch)
+    found, _, model = enumerated(Sjd(window=2), Sampling(), monkeypatch)
     assert distance(found, model, Sampling()) > 1e-3
 
 
-@pytest.mark.parametrize("drafting", [COUPLED, replace(INDEPENDENT, start="left")])
+@pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize(
     "relaxation",
     [
-        Relaxation(np.array([[1], [0]]), 1, lambda_=2.0),
-        Relaxation(np.array([[1], [0]]), 1, delta=0.3),
-        Relaxation(omega=1.5, anneal=0.5),
-        Relaxation(np.array([[1], [0]]), 1, lambda_=1.5, omega=1.2),
+        {"neighbors": 1, "lambda_": 2.0},
+        {"neighbors": 1, "delta": 0.3},
+        {"omega": 1.5, "anneal": 0.5},
+        {"neighbors": 1, "lambda_": 1.5, "omega": 1.2},
     ],
 )
 def test_a_relaxed_decode_strays_no_further_than_it_says(
-    drafting: Jacobi, relaxation: Relaxation, monkeypatch: pytest.MonkeyPatch
+    window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, realised, model = enumerated(drafting, Sampling(), monkeypatch, relaxation)
+    found, realised, model = enumerated(Sjd(window=window, **relaxation), Sampling(), monkeypatch)
     assert 1e-3 < distance(found, model, Sampling()) <= realised + 1e-6
 
 
@@ -152,13 +145,12 @@ def test_a_relaxed_decode_strays_no_further_than_it_says(
 
 
 @pytest.mark.parametrize("window", [1, 3, 16])
-@pytest.mark.parametrize("start", ["random", "left", "above"])
 @pytest.mark.parametrize("cfg_scale", [1.0, 2.5])
-def test_greedy_sjd_ends_on_the_codes_of_greedy_ar(window: int, start: Any, cfg_scale: float) -> None:
-    model = make_model(vocabulary=12, codes=20, round_span=4)
+def test_greedy_sjd_ends_on_the_codes_of_greedy_ar(window: int, cfg_scale: float) -> None:
+    model = make_model(vocabulary=12, codes=20, round_span=4, columns=5)
     sampling, prompts = Sampling(cfg_scale=cfg_scale, temperature=0), [make_prompt(i, padding=i) for i in range(3)]
 
-    def codes(method: Method) -> list[list[int]]:
+    def codes(method: MethodConfig) -> list[list[int]]:
         rngs = [np.random.default_rng(i) for i in range(3)]
         lists: list[list[int]] = [[], [], []]
         for step in decode.decode(model, prompts, rngs, sampling, method):
@@ -166,7 +158,7 @@ def test_greedy_sjd_ends_on_the_codes_of_greedy_ar(window: int, start: Any, cfg_
                 lists[part.request] += part.codes[: part.committed].tolist()
         return lists
 
-    assert codes(Method("sjd", jacobi=Jacobi(window, 5, 12, start=start))) == codes(Method("ar"))
+    assert codes(Sjd(window=window)) == codes(Ar())
 
 
 class OneColour(ToyTarget):
@@ -181,9 +173,9 @@ class OneColour(ToyTarget):
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
 def test_copies_of_a_neighbour_are_accepted_whole_where_the_picture_is_of_one_colour(temperature: float) -> None:
-    model = make_model(vocabulary=12, codes=29)
+    model = make_model(vocabulary=12, codes=29, columns=30)
     model = replace(model, target=OneColour(**vars(model.target)))
-    method = Method("sjd", jacobi=Jacobi(6, 30, 12, start="left"))
+    method = Sjd(window=6)
     sampling = Sampling(temperature=temperature)
     steps = list(decode.decode(model, [make_prompt(1)], [np.random.default_rng(0)], sampling, method))
     assert [len(step.parts[0].codes) for step in steps] == [1, 7, 7, 7, 7]
@@ -204,7 +196,7 @@ def enumerated_couple(q: Probabilities | None, code: int, p: Probabilities) -> P
         for script in Script(seed=0).runs():
             script.armed = True
             patch.setattr(jacobi, "draw", script.draw)
-            window = Window(Jacobi(2, 2, len(p)), False, script)  # type: ignore[arg-type]
+            window = Window(2, 2, False, script)  # type: ignore[arg-type]
             output[window._couple(code, q, p)] += script.weight
     return output
 
@@ -223,25 +215,17 @@ def test_a_certain_code_is_redrafted_from_p_too(p: Probabilities, code: int) -> 
     np.testing.assert_allclose(enumerated_couple(None, code, p), p, atol=1e-9)
 
 
-def window_of(start: Any = "left", length: int = 4, greedy: bool = False) -> Window:
-    return Window(Jacobi(length, 3, 9, start=start), greedy, np.random.default_rng(2))
+def window_of() -> Window:
+    return Window(4, 3, False, np.random.default_rng(2))
 
 
-def test_new_positions_copy_the_left_or_the_upper_neighbour() -> None:
-    """Three columns: after 0 1 2 3 the next position is the second of its row."""
-    left = window_of("left").draft([0, 1, 2, 3], 20)
-    assert left.tokens.tolist() == [3, 3, 3, 3, 3], "the third starts a row and takes what is above it"
-    above = window_of("above").draft([0, 1, 2, 3], 20)
-    assert above.tokens.tolist() == [3, 1, 2, 3, 1]
-    assert window_of("above").draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has nothing above it"
-    assert left.proposals == above.proposals == {}
-    assert left.parents.tolist() == [-1, 0, 1, 2, 3]
-
-
-def test_random_codes_say_that_they_are_uniform() -> None:
-    tree = window_of("random").draft([5], 20)
-    assert sorted(tree.proposals) == [0, 1, 2, 3]
-    assert all((q == 1 / 9).all() for q in tree.proposals.values())
+def test_new_positions_copy_the_left_neighbour_or_the_upper_one_in_the_first_column() -> None:
+    """Three columns: after 0 1 2 3 4 the next position is the last of its row."""
+    tree = window_of().draft([0, 1, 2, 3, 4], 20)
+    assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second starts a row and takes what is above it"
+    assert window_of().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has nothing above it"
+    assert tree.proposals == {}
+    assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
 
 
 def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
@@ -268,14 +252,3 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     assert [int(q.argmax()) for q in tree.proposals.values()] == [2, 3, 4]
     window.advance(4, target)
     assert window.codes == []
-
-
-def test_coupled_redrafting_keeps_more_drafts_than_independent_redrafting() -> None:
-    model = make_model(vocabulary=8, codes=60, spread=1.0)
-    passes = {}
-    for redraft in ("coupled", "independent"):
-        method = Method("sjd", jacobi=Jacobi(4, 8, 8, redraft=redraft))  # type: ignore[arg-type]
-        rngs = [np.random.default_rng(i) for i in range(16)]
-        *_, last = decode.decode(model, [make_prompt(i) for i in range(16)], rngs, Sampling(), method)
-        passes[redraft] = last.statistics.tokens_per_target_pass  # type: ignore[union-attr]
-    assert passes["coupled"] > passes["independent"] > 1

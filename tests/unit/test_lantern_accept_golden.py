@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lantern_rt.methods import Sampling
 from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk, walk_greedy
-from lantern_rt.runtime.sampling import Probabilities, Sampling, shape_distribution
+from lantern_rt.runtime.sampling import Probabilities, shape_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 
 DATA = Path(__file__).parent.parent / "data"
@@ -114,7 +115,7 @@ def test_our_own_residual_differs_from_the_published_one_where_neighbours_lent_a
             continue
         published = replay(case)[0]
         case = {**case, "uniforms": case["uniforms"] + [0.5] * 100}  # another path may need more numbers
-        ours = replay(case, "borrowed")[0]
+        ours = replay(case, "aggregated")[0]
         paths += ours.path != published.path
         remainders += ours.path == published.path and not np.allclose(ours.remainder, published.remainder, atol=1e-3)
     assert paths > 0
@@ -124,6 +125,6 @@ def test_our_own_residual_differs_from_the_published_one_where_neighbours_lent_a
 def test_both_residuals_are_the_same_for_exact_and_for_greedy_acceptance() -> None:
     for case in CASES:
         if case["mode"] == "greedy" or not case["lantern"]:
-            ours, published = replay(case, "borrowed")[0], replay(case)[0]
+            ours, published = replay(case, "aggregated")[0], replay(case)[0]
             assert ours.path == published.path
             np.testing.assert_array_equal(ours.remainder, published.remainder)

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 
 from lantern_rt import Pipeline
-from lantern_rt.requests import Options
 
 DATA = Path(__file__).parent.parent / "data" / "lantern-e2e-llamagen"
 GOLDEN = np.load(DATA / "golden.npz")
 TRACES: list[dict[str, Any]] = json.loads((DATA / "steps.json").read_text())
-GREEDY = Options(temperature=0, cfg_scale=4, top_k=0, residual=None)
-RELAXED = Options(residual="neighborhood", neighbors=40)
+GREEDY = {"temperature": 0, "cfg_scale": 4, "top_k": 0, "residual": None}
+RELAXED = {"residual": "neighborhood", "neighbors": 40}
 RUNS = {
-    "ar": Options(method="ar"),
-    "eagle2_dynamic_exact": Options(method="eagle", tree="dynamic-59-5-10"),
-    "lantern_k40_d0.6": RELAXED | Options(method="lantern", tree="dynamic-59-5-10", delta=0.6),
-    "lanternpp_mc25_k40_l5": RELAXED | Options(method="lantern++", tree="mc-25", lambda_=5),
+    "ar": {"method": "ar"},
+    "eagle2_dynamic_exact": {"method": "eagle", "tree": "dynamic-59-5-10"},
+    "lantern_k40_d0.6": RELAXED | {"method": "lantern", "tree": "dynamic-59-5-10", "delta": 0.6},
+    "lanternpp_mc25_k40_l5": RELAXED | {"method": "lantern++", "tree": "mc-25", "lambda_": 5},
 }
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.runtime.decode import DrafterLayout, Method, Model, Prompt, decode
+from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.passes import prefill_pass, stack_padding
-from lantern_rt.runtime.sampling import Sampling
-from lantern_rt.runtime.tree_names import named_tree
 
 WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
 
@@ -52,16 +52,17 @@ class SumEngine:
 def prompt(length: int, uncond: int) -> Prompt:
     rows = [np.full((n, WIDTH), n, np.float32) for n in (length, uncond)]
     ids = (np.arange(length), np.arange(uncond) + 50)
-    return Prompt(rows[0], rows[1], np.ones(length, bool), np.ones(uncond, bool), ids)
+    cond, uncond_row = (PrefixRow(row, np.ones(len(row), bool), own) for row, own in zip(rows, ids, strict=True))
+    return Prompt(cond, uncond_row)
 
 
 def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> Model:
     return Model(target or SumEngine(), drafter, CODES, 200, DrafterLayout(code_offset=OFFSET))
 
 
-def codes_of(prompts: list[Prompt], method: Method, sampling: Sampling, **engines: Any) -> list[list[int]]:
+def codes_of(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
     codes: list[list[int]] = [[] for _ in prompts]
-    rngs = [np.random.default_rng(len(p.cond)) for p in prompts]
+    rngs = [np.random.default_rng(len(p.cond.embeds)) for p in prompts]
     for step in decode(model(**engines), prompts, rngs, sampling, method):
         for part in step.parts:
             codes[part.request] += part.codes[: part.committed].tolist()
@@ -85,20 +86,18 @@ def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> Non
 @pytest.mark.parametrize("sampling", [Sampling(cfg_scale=2.0), Sampling(cfg_scale=2.0, temperature=0), Sampling()])
 @pytest.mark.parametrize("tree", [None, "chain-2", "dynamic-8-3-3"])
 def test_a_batch_of_prompts_of_any_length_gives_each_what_it_gets_alone(sampling: Sampling, tree: str | None) -> None:
-    method = Method("ar") if tree is None else Method("eagle", named_tree(tree))
+    method = Ar() if tree is None else Eagle(tree=tree)
     prompts = [prompt(5, 2), prompt(2, 2), prompt(9, 2), prompt(3, 3)]
     together = codes_of(prompts, method, sampling, drafter=SumEngine(True))
     assert together == [codes_of([one], method, sampling, drafter=SumEngine(True))[0] for one in prompts]
     if sampling.greedy:
-        assert together == codes_of(prompts, Method("ar"), sampling)
+        assert together == codes_of(prompts, Ar(), sampling)
 
 
 def test_every_row_counts_its_own_positions_and_the_drafter_reads_its_own_tokens() -> None:
     target, drafter = SumEngine(), SumEngine(True)
     prompts = [prompt(5, 2)]
-    codes = codes_of(
-        prompts, Method("eagle", named_tree("chain-1")), Sampling(cfg_scale=2.0), target=target, drafter=drafter
-    )
+    codes = codes_of(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
     assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]
     first = drafter.passes[0]
     assert first.tokens is not None

@@ -51,29 +51,22 @@ def test_parameters_of_a_call_are_these() -> None:
     parameters = inspect.signature(lantern_rt.Pipeline.__call__).parameters
     assert list(parameters) == ["self", "prompts", "class_ids", "embeddings", "seed", "num_images", "options"]
     assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == list(parameters)
-    from lantern_rt.requests import Options
+    from lantern_rt.methods import METHODS, PARAMETERS
+    from lantern_rt.requests import SAMPLING
 
-    assert list(Options.__annotations__) == [
-        "method",
-        "cfg_scale",
-        "temperature",
-        "top_k",
-        "top_p",
-        "tree",
-        "neighbors",
-        "delta",
-        "lambda_",
-        "residual",
-        "quality",
-        "children",
-        "stop",
-        "drafter_cfg_scale",
-        "window",
-        "redraft",
-        "start",
-        "omega",
-        "anneal",
-    ]
+    assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p")
+    assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "auto"]
+    assert PARAMETERS == {
+        "tree": ["eagle", "lantern", "lantern++"],
+        "neighbors": ["lantern", "lantern++", "sjd"],
+        "residual": ["lantern", "lantern++", "sjd"],
+        "omega": ["lantern", "lantern++", "sjd"],
+        "anneal": ["lantern", "lantern++", "sjd"],
+        "delta": ["lantern", "sjd"],
+        "lambda": ["lantern++", "sjd"],
+        "window": ["sjd"],
+        "quality": ["auto"],
+    }
 
 
 def test_fields_of_a_result_are_these() -> None:

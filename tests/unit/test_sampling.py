@@ -14,9 +14,8 @@ from scipy.stats import chisquare
 from toy_engine import naive_distribution
 
 from lantern_rt.errors import EngineError
+from lantern_rt.methods import FilterOrder, Sampling
 from lantern_rt.runtime.sampling import (
-    FilterOrder,
-    Sampling,
     best_codes,
     draw,
     draw_without_replacement,

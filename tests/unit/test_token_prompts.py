@@ -15,7 +15,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.errors import BundleError, EngineError, RequestError
 from lantern_rt.requests import ImageRequest, resolve_images, token_slots
-from lantern_rt.runtime.decode import DrafterLayout, Prompt
+from lantern_rt.runtime.drafts import DrafterLayout, PrefixRow
 from lantern_rt.text.template_tokenizer import read_template_tokenizer
 
 ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
@@ -57,12 +57,10 @@ def test_the_text_may_fill_what_the_layout_leaves() -> None:
 def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
     rows = np.zeros((6, 4), np.float32)
     cond, uncond = np.array([0, 50, 51, 52, 140, 133]), np.array([0, 133])
-    prompt = Prompt(rows, rows[:2], np.ones(6, bool), np.ones(2, bool), (cond, uncond))
-    assert prompt.drafter_tokens("cond", DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
-    assert prompt.drafter_tokens("uncond", DrafterLayout()).tolist() == [133]
-    plain = Prompt(rows, rows, np.arange(6) > 1)
-    assert plain.drafter_tokens("uncond", DrafterLayout(prefix_token=3)).tolist() == [3] * 5
-    assert plain.padding("uncond").tolist() == [True, True, False, False, False, False]
+    whole = np.ones(6, bool)
+    assert PrefixRow(rows, whole, cond).drafter_tokens(DrafterLayout()).tolist() == [50, 51, 52, 140, 133]
+    assert PrefixRow(rows[:2], whole[:2], uncond).drafter_tokens(DrafterLayout()).tolist() == [133]
+    assert PrefixRow(rows, np.arange(6) > 1).drafter_tokens(DrafterLayout(prefix_token=3)).tolist() == [3] * 5
 
 
 @pytest.mark.parametrize(

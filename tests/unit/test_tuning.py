@@ -1,4 +1,4 @@
-"""Tuning: likelihoods, budgets, stored choices and rates, method auto, and the command."""
+"""Tuning: likelihoods, budgets, stored choices and statistics, method auto, and the command."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
+from statistics_entries import CHEAP, DEAR, SITUATION, falling_rates, statistics_of
 from tiny_bundle import make_tiny_bundle
 from toy_engine import make_model, make_prompt, next_distribution
 
-from lantern_rt import Pipeline, RequestError
+from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import BundleError, OutputError
-from lantern_rt.planning.auto import known_rates, predicted_choice
-from lantern_rt.planning.candidates import WINDOWS, Measured, Quality, exact_candidates, ladders, parse_budget
+from lantern_rt.methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.planning.acceptance_statistics import (
+    AcceptanceStatistics,
+    Quality,
+    WindowTokens,
+    merge,
+    read_statistics,
+    weights_of,
+)
+from lantern_rt.planning.auto import known_statistics, predicted_choice
+from lantern_rt.planning.budget import Budget, budget_of
 from lantern_rt.planning.costs import HostCosts, PassCost
-from lantern_rt.planning.rates import DEPTHS, RANKS
-from lantern_rt.planning.rates_file import Rates, RatesEntry, WindowCodes, as_entries, merge, read_rates, weights_of
-from lantern_rt.planning.records import Candidate
-from lantern_rt.planning.store import Choice, Entry, Situation, Tuning, cache_folder, read_tuning, write_tuning
-from lantern_rt.runtime.likelihood import likelihood, negative_log_likelihood
-from lantern_rt.runtime.sampling import Sampling
-
-SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
-CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free
-DEAR = HostCosts(PassCost((2, 3, 64), (1.0, 2.0, 63.0)), PassCost((2, 64), (1.0, 1.0)), 0.0, 0.0)
+from lantern_rt.planning.store import Choice, Entry, Tuning, cache_folder, read_tuning, write_tuning
+from lantern_rt.runtime.likelihood import likelihood
+from lantern_rt.tuning.measure import WINDOWS, exact_methods, ladders
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +51,6 @@ def drafterless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_bundle(tmp_path_factory.mktemp("plain") / "tiny", "class", drafter=False, method="ar")
 
 
-def falling_rates(first: float) -> np.ndarray:
-    rates = np.zeros((DEPTHS, RANKS))
-    rates[:5, :4] = first * 0.6 ** np.arange(4)
-    return rates
-
-
 # ---------------------------------------------------------------- quality
 
 
@@ -63,7 +61,7 @@ def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampl
     exact = [
         -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
     ]
-    assert negative_log_likelihood(model, prompt, codes, sampling) == pytest.approx(np.mean(exact), abs=1e-5)
+    assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(exact), abs=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
@@ -80,9 +78,13 @@ def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_be
     assert entropy > 0.3
 
 
-def test_budgets_are_named_and_others_refused() -> None:
-    strict, balanced = parse_budget("strict"), parse_budget("balanced")
-    exact, relaxed = Candidate(method="sjd"), Candidate(method="sjd", omega=1.5)
+def budget(quality: str) -> Budget:
+    return budget_of(Auto(quality=quality))
+
+
+def test_a_budget_bounds_total_variation_and_likelihood_to_both_sides() -> None:
+    strict, balanced = budget("strict"), budget("balanced")
+    exact, relaxed = Sjd(), Sjd(omega=1.5)
     assert strict.allows(exact, Quality(4, 0.0, 1.1))  # by chance: its distribution is the target's
     assert not strict.allows(relaxed, Quality(4, 0.0, 1.0))
     assert balanced.allows(relaxed, Quality(4, 0.05, 1.015))
@@ -90,24 +92,25 @@ def test_budgets_are_named_and_others_refused() -> None:
     assert not balanced.allows(relaxed, Quality(4, 0.07, 1.0))
     assert not balanced.allows(relaxed, Quality(4, 0.05, 1.03))
     assert balanced.allows(relaxed, Quality(4, 0.05, 1.03), Quality(5, 0.05, 1.01))  # more images say otherwise
-    assert not balanced.allows(
-        relaxed, Quality(4, 0.05, 0.97)
-    )  # likelier codes than the target's own are a departure too
-    for wrong in ("best", "TVD=2", "TVD", ""):
-        with pytest.raises(RequestError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
-            parse_budget(wrong)
+    assert not balanced.allows(relaxed, Quality(4, 0.05, 0.97)), "tokens more likely than the target's own depart too"
+    assert budget("tvd=0.10") == Budget("TVD=0.1", 0.1, float("inf"))
 
 
-def test_candidates_are_what_the_bundle_can_run(folder: Path, drafterless: Path) -> None:
+@pytest.mark.parametrize("wrong", ["best", "TVD=2", "TVD", "TVD=0", ""])
+def test_other_budgets_are_refused(wrong: str) -> None:
+    with pytest.raises(ValidationError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
+        Auto(quality=wrong)
+
+
+def test_methods_to_measure_are_what_the_bundle_can_run(folder: Path, drafterless: Path) -> None:
     full, plain = (Pipeline.from_bundle(one, threads=1).bundle.manifest for one in (folder, drafterless))
-    assert {c.method for c in exact_candidates(full, greedy=False)} == {"sjd", "eagle"}
-    assert [c.children for c in exact_candidates(full, greedy=True)] == [None, None]  # greedily they always are
-    assert exact_candidates(plain, greedy=False) == [Candidate(method="sjd")]
-    relaxed = [c for rung in ladders(full) for c in rung]
-    assert {c.method for c in relaxed} == {"sjd", "lantern", "lantern++"}
-    assert max(c.neighbors or 0 for c in relaxed) <= full.neighbors
-    assert {(c.method, c.neighbors) for rung in ladders(plain) for c in rung} == {("sjd", None)}
-    assert not any(c.exact for c in relaxed)
+    assert exact_methods(full) == [Sjd(), Eagle()]
+    assert exact_methods(plain) == [Sjd()]
+    relaxed: list[Any] = [method for rung in ladders(full) for method in rung]
+    assert {method.method for method in relaxed} == {"sjd", "lantern++"}
+    assert max(method.neighbors or 0 for method in relaxed) <= full.neighbors
+    assert {type(method) for rung in ladders(plain) for method in rung} == {Sjd}
+    assert not any(method.exact for method in relaxed)
 
 
 # ---------------------------------------------------------------- store and auto
@@ -119,12 +122,12 @@ def entry(method: Any, images: int = 1, **fields: Any) -> Entry:
 
 
 def test_what_is_stored_is_found_again_for_its_situation_only(own_cache: Path) -> None:
-    tuning = Tuning(bundle_digest="d" * 64).with_entry(entry("ar")).with_entry(entry("eagle", tree="chain-2"))
-    path = write_tuning(tuning.with_entry(entry("ar", images=8)))
+    tuning = Tuning(bundle_digest="d" * 64).with_entry(entry(Ar())).with_entry(entry(Eagle(tree="chain-2")))
+    path = write_tuning(tuning.with_entry(entry(Ar(), images=8)))
     assert own_cache in path.parents
     found = read_tuning("d" * 64)
     assert len(found.entries) == 2  # the second entry took the place of the first
-    assert found.find(SITUATION).choice.tree == "chain-2"  # type: ignore[union-attr]
+    assert found.find(SITUATION).choice.method == Eagle(tree="chain-2")  # type: ignore[union-attr]
     assert found.find(SITUATION.model_copy(update={"images": 6})) is None  # its passes cost something else
     assert found.find(SITUATION.model_copy(update={"threads": 2})) is None
     path.write_text("{")
@@ -145,115 +148,131 @@ def test_the_cache_follows_the_systems_custom(monkeypatch: pytest.MonkeyPatch, t
     assert cache_folder() == tmp_path / "lantern-rt"
 
 
-def rates_entry(method: Any, first: float, **fields: Any) -> RatesEntry:
-    quality = {"tvd_per_code": 0.0, "nll_ratio": 1.0, "nll_error": 0.0, "images": 4, "greedy": False}
-    own = {name: fields.pop(name) for name in tuple(fields) if name in Candidate.model_fields}
-    rates = {"rates": tuple(map(tuple, falling_rates(first)))}
-    if method == "sjd":
-        rates = {"windows": (WindowCodes(window=3, codes=1 + first), WindowCodes(window=7, codes=1 + 2 * first))}
-    return RatesEntry(candidate=Candidate(method=method, **own), **(quality | rates | fields))
+def brings(entries: Any, weights: dict[str, str]) -> AcceptanceStatistics:
+    return AcceptanceStatistics(format=2, weights=weights, entries=tuple(entries))
 
 
 def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
-    exact = rates_entry("eagle", 0.5)
-    bold = rates_entry("lantern++", 0.9, neighbors=10, lambda_=5.0, tvd_per_code=0.3)
+    exact = statistics_of(Eagle(), 0.5)
+    bold = statistics_of(LanternPlusPlus(lambda_=5.0), 0.9, tvd_per_token=0.3)
     choice, why = predicted_choice((exact, bold), CHEAP, SITUATION)
-    assert choice.method == "eagle"
-    assert why.startswith(f"auto: eagle {choice.tree}, {choice.speed_against_ar:.2f} x ar by a short probe")
+    assert isinstance(choice.method, Eagle)
+    assert why.startswith(f"auto: eagle:tree={choice.method.tree}, speed-up {choice.speed_up:.2f} by a short probe")
     loose = SITUATION.model_copy(update={"quality": "TVD=0.4"})
-    assert predicted_choice((exact, bold), CHEAP, loose)[0].lambda_ == 5.0
-    assert predicted_choice((exact, bold), DEAR, loose)[0].method == "ar"
+    assert predicted_choice((exact, bold), CHEAP, loose)[0].method.parameters()["lambda"] == 5.0
+    assert predicted_choice((exact, bold), DEAR, loose)[0].method == Ar()
     greedy = SITUATION.model_copy(update={"greedy": True})
-    assert predicted_choice((exact, bold), CHEAP, greedy)[0].method == "ar"
+    assert predicted_choice((exact, bold), CHEAP, greedy)[0].method == Ar()
 
 
 def test_a_prediction_may_be_a_window_also_without_a_drafter() -> None:
     costs = HostCosts(PassCost((2, 4, 8), (1.0, 1.1, 1.2)), None, 0.0, 0.0)
-    entries = (rates_entry("eagle", 0.9), rates_entry("sjd", 0.8))
+    entries = (statistics_of(Eagle(), 0.9), statistics_of(Sjd(), 0.8))
     choice, why = predicted_choice(entries, costs, SITUATION.model_copy(update={"quality": "strict"}))
-    assert choice.parameters() == {"method": "sjd", "window": 7}
-    assert choice.speed_against_ar == pytest.approx(2.6 / 1.2)
-    assert why.startswith("auto: sjd window 7, 2.17 x ar by a short probe")
+    assert choice.method == Sjd(window=7)
+    assert choice.speed_up == pytest.approx(2.6 / 1.2)
+    assert why.startswith("auto: sjd:window=7, speed-up 2.17 by a short probe")
 
 
-def test_rates_are_those_found_here_then_those_brought_and_only_of_the_same_weights(folder: Path) -> None:
+def test_statistics_are_those_of_most_images_and_only_of_the_same_weights(folder: Path) -> None:
     manifest = Pipeline.from_bundle(folder, threads=1).bundle.manifest
-    brought = Rates(
-        format=1, weights=weights_of(manifest), entries=(rates_entry("sjd", 0.5), rates_entry("eagle", 0.5))
-    )
-    tuning = Tuning(bundle_digest="d").with_rates((rates_entry("sjd", 0.7),))
-    assert known_rates(manifest, brought, tuning, False)[0] == (rates_entry("sjd", 0.7), rates_entry("eagle", 0.5))
-    assert known_rates(manifest, brought, Tuning(bundle_digest="d"), True) == (
-        (),
-        "auto: ar, as the rates known of bundle tiny are not of greedy decoding; `lantern-rt tune` measures them",
-    )
+    window, tree = statistics_of(Sjd(), 0.5), statistics_of(Eagle(), 0.5)
+    brought, nothing = brings((window, tree), weights_of(manifest)), Tuning(bundle_digest="d")
+    here = nothing.with_statistics((statistics_of(Sjd(), 0.7),))
+    assert known_statistics(manifest, brought, here, False)[0] == (statistics_of(Sjd(), 0.7), tree)
+    none, why = known_statistics(manifest, brought, nothing, True)
+    assert none == ()
+    assert "are not of greedy decoding; `lantern-rt tune` measures them" in why
     other_drafter = brought.model_copy(update={"weights": weights_of(manifest) | {"drafter": "0" * 64}})
-    assert other_drafter.fitting(manifest) == (rates_entry("sjd", 0.5),)  # which needs no drafter
+    assert other_drafter.fitting(manifest) == (window,)  # which needs no drafter
     stale = brought.model_copy(update={"weights": {"target": "0" * 64}})
-    assert "were measured with other weights" in known_rates(manifest, stale, Tuning(bundle_digest="d"), False)[1]
+    assert "were measured with other weights" in known_statistics(manifest, stale, nothing, False)[1]
+    newer = (statistics_of(Eagle(tree="chain-9"), 0.5, images=9),)
+    assert merge(newer, (tree, window)) == (*newer, window)  # another tree is no other method
 
 
-def test_what_is_measured_is_stored_as_it_is(tmp_path: Path) -> None:
-    measured = [
-        Measured(Candidate(method="sjd", omega=1.5), 0.02, 1.01, float("inf"), 1, windows={3: 2.125, 7: 2.5}),
-        Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.6)),
+def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
+    relaxed = LanternPlusPlus(neighbors=None, lambda_=None, omega=1.5)
+    found = brings((statistics_of(Sjd(omega=1.5), 0.3), statistics_of(relaxed, 0.6)), {"target": "a"})
+    (tmp_path / "found.json").write_text(found.model_dump_json())
+    again = read_statistics(tmp_path / "found.json")
+    assert again == found
+    assert again.entries[0].window_tokens() == {3: 1.3, 7: 1.6}
+    np.testing.assert_allclose(again.entries[1].rates(), falling_rates(0.6))
+
+
+def test_statistics_of_format_1_are_read_under_their_new_names(tmp_path: Path) -> None:
+    quality = {"greedy": False, "images": 4, "tvd_per_code": 0.1, "nll_ratio": 1.0, "nll_error": 0.01}
+    trees, windows = {"rates": [[0.5, 0.25]], "windows": []}, {"rates": [], "windows": [{"window": 3, "codes": 2.0}]}
+    entries = [
+        quality | windows | {"candidate": {"method": "sjd", "neighbors": 10, "lambda_": 1.5}},
+        quality | trees | {"candidate": {"method": "eagle", "children": "likeliest"}},
+        quality | trees | {"candidate": {"method": "lantern++", "neighbors": 0, "omega": 1.5, "anneal": 0.5}},
     ]
-    rates = Rates(format=1, weights={"target": "a"}, entries=as_entries(measured, greedy=False))
-    (tmp_path / "rates.json").write_text(rates.model_dump_json(exclude_none=True))
-    again = read_rates(tmp_path / "rates.json")
-    assert again == rates
-    assert again.entries[0].window_codes() == {3: 2.125, 7: 2.5}
-    assert again.entries[0].nll_error == 1.0  # one image says nothing about likelihood
-    np.testing.assert_allclose(again.entries[1].tree_rates(), measured[1].rates, atol=1e-4)
-    newer = as_entries([Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 9, rates=falling_rates(0.5))], greedy=False)
-    assert [entry.images for entry in merge(newer, again.entries)] == [9, 1]
+    (tmp_path / "rates.json").write_text(json.dumps({"format": 1, "weights": {"target": "a"}, "entries": entries}))
+    window, tree = read_statistics(tmp_path / "rates.json").entries  # children of one kind only: the second is gone
+    assert window.method == Sjd(neighbors=10, lambda_=1.5)
+    assert window.window_tokens() == {3: 2.0}
+    assert tree.method == LanternPlusPlus(neighbors=None, lambda_=None, omega=1.5, anneal=0.5)
+    assert (tree.tvd_per_token, tree.acceptance_rates) == (0.1, ((0.5, 0.25),))
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("[]", r"found no rates in it .*make the bundle again"),
-        ('{"images": 4, "entries": []}', r"found no rates in it \(format: Field required\)"),
-        ('{"format": 2, "weights": {}, "entries": []}', r"found rates of format 2, expected 1; measure them again"),
-        ({"windows": [], "rates": []}, r"method sjd needs `windows`"),
-        ({"rates": [[0.5]]}, r"method sjd needs `windows`, and nothing else like it"),
-        ({"windows": [{"window": 0, "codes": 2.0}]}, r"entries.0.windows.0.window: Input should be greater"),
-        ({"tvd_per_code": -1.0}, r"entries.0.tvd_per_code: Input should be greater than or equal to 0"),
-        ({"surprise": 1}, r"entries.0.surprise: Extra inputs are not permitted"),
+        ("[]", "found no acceptance statistics in it .*make the bundle again"),
+        ("{", "found no acceptance statistics in it"),
+        ('{"format": 1}', "found no acceptance statistics in it"),
+        ('{"images": 4, "entries": []}', "format found nothing, expected a value"),
+        ('{"format": 3, "weights": {}, "entries": []}', "of format 3, expected 2; measure them again"),
+        ({"windows": []}, "method sjd needs `windows`"),
+        ({"acceptance_rates": [[0.5]]}, "method sjd needs `windows`, and nothing else like it"),
+        ({"windows": [{"window": 0, "tokens": 2.0}]}, "entries.0.windows.0.window found 0, expected greater"),
+        ({"tvd_per_token": -1.0}, "entries.0.tvd_per_token found -1.0, expected greater than or equal to 0"),
+        ({"surprise": 1}, "entries.0.surprise unknown, expected it left out"),
+        ({"method": {"method": "ar"}}, "method ar drafts nothing"),
     ],
 )
-def test_a_damaged_rates_file_is_one_line(tmp_path: Path, change: str | dict[str, Any], line: str) -> None:
+def test_a_damaged_file_of_statistics_is_one_line(tmp_path: Path, change: str | dict[str, Any], line: str) -> None:
     text = change
     if isinstance(change, dict):
-        whole = Rates(format=1, weights={}, entries=(rates_entry("sjd", 0.5),)).model_dump(mode="json")
+        whole = brings((statistics_of(Sjd(), 0.5),), {}).model_dump(mode="json")
         whole["entries"][0] |= change
         text = json.dumps(whole)
     assert isinstance(text, str)
-    (tmp_path / "rates.json").write_text(text)
+    (tmp_path / "found.json").write_text(text)
     with pytest.raises(BundleError, match=line):
-        read_rates(tmp_path / "rates.json")
+        read_statistics(tmp_path / "found.json")
 
 
 def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     plain = pipe("red sphere", method="auto", seed=3)
-    assert plain.settings.method == "ar"
-    assert plain.settings.choice == "auto: ar, as bundle tiny brings no rates; `lantern-rt tune` measures them"
-    stored = entry("lantern++", tree="tree-2-10", neighbors=4, lambda_=2.0, speed_against_ar=1.7)
+    assert plain.settings.method == Ar()
+    assert plain.settings.choice is not None
+    assert "bundle tiny brings no acceptance statistics; `lantern-rt tune` measures them" in plain.settings.choice
+    stored = entry(LanternPlusPlus(tree="tree-2-10", neighbors=4, lambda_=2.0), speed_up=1.7)
     write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(stored))
     tuned = pipe("red sphere", method="auto", seed=3)
-    assert tuned.settings.choice == (
-        "auto: lantern++ tree-2-10 neighbors 4 lambda 2, 1.70 x ar here when tuned on 2026-01-02"
-    )
+    assert tuned.settings.choice is not None
+    assert tuned.settings.choice.startswith("auto: lantern++:")
+    assert tuned.settings.choice.endswith("speed-up 1.70 here when tuned on 2026-01-02")
     named = pipe("red sphere", method="lantern++", tree="tree-2-10", neighbors=4, lambda_=2.0, seed=3)
     np.testing.assert_array_equal(tuned.codes[0], named.codes[0])
     assert tuned.settings == named.settings
 
 
-def test_auto_probes_the_host_where_the_bundle_has_rates(folder: Path) -> None:
+def test_a_stored_method_that_adds_no_neighbours_stays_without_them(folder: Path) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    stored = LanternPlusPlus(tree="chain-2", neighbors=None, lambda_=None, omega=1.5, anneal=0.5)
+    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(entry(stored, speed_up=1.7)))
+    assert pipe("red sphere", method="auto").settings.method == stored
+
+
+def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     weights = weights_of(pipe.bundle.manifest)
-    pipe._chooser._rates = Rates(format=1, weights=weights, entries=(rates_entry("eagle", 0.9),))
+    pipe._chooser._brought = brings((statistics_of(Eagle(), 0.9),), weights)
     result = pipe(["red sphere", "a cube"], method="auto")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
@@ -261,40 +280,37 @@ def test_auto_probes_the_host_where_the_bundle_has_rates(folder: Path) -> None:
     assert probe.rows == 4  # two images, guided
     assert probe.costs().target.seconds[0] > 0
     again = Pipeline.from_bundle(folder, threads=1)  # another process would find the same
-    again._chooser._rates = pipe._chooser._rates
+    again._chooser._brought = pipe._chooser._brought
     assert again(["red sphere", "a cube"], method="auto").settings.choice == result.settings.choice
     assert read_tuning(pipe.bundle.digest).probes == (probe,)
 
 
-@pytest.mark.parametrize("name", ["tree", "neighbors", "delta", "lambda_", "residual"])
-def test_auto_refuses_what_it_chooses_itself(folder: Path, name: str) -> None:
-    value = {"tree": "chain-2", "neighbors": 3, "delta": 0.1, "lambda_": 2.0, "residual": "borrowed"}[name]
-    with pytest.raises(RequestError, match=f"{name.rstrip('_')}: method auto chooses it; leave"):
-        Pipeline.from_bundle(folder, threads=1)("red sphere", method="auto", **{name: value})  # type: ignore[arg-type]
-
-
 def test_auto_is_the_default_once_something_is_known_and_nothing_else_is_asked(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
-    assert pipe("red sphere").settings.method == "lantern"  # the bundle's
-    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(entry("sjd", window=3, speed_against_ar=2.0)))
+
+    def method(**options: Any) -> MethodConfig:
+        return pipe("red sphere", **options).settings.method
+
+    assert method().method == "lantern"  # the bundle's
+    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(entry(Sjd(window=3), speed_up=2.0)))
     chosen = pipe("red sphere").settings
-    assert (chosen.method, chosen.window) == ("sjd", 3)
-    assert chosen.choice == "auto: sjd window 3, 2.00 x ar here when tuned on 2026-01-02"
-    assert pipe("red sphere", method="ar").settings.method == "ar"
-    assert pipe("red sphere", tree="chain-2").settings.method == "lantern"
-    assert pipe("red sphere", temperature=0.5).settings.method == "sjd"
+    assert chosen.method == Sjd(window=3)
+    assert chosen.choice == "auto: sjd:window=3, speed-up 2.00 here when tuned on 2026-01-02"
+    assert method(method="ar") == Ar()
+    assert method(tree="chain-2").method == "lantern"
+    assert method(temperature=0.5) == Sjd(window=3)
 
 
-def test_a_bundle_that_brings_rates_is_decoded_by_them_without_being_asked(tmp_path: Path) -> None:
-    folder = make_tiny_bundle(tmp_path / "tiny")
+def test_a_bundle_that_brings_statistics_is_decoded_by_them_without_being_asked(tmp_path: Path) -> None:
+    folder, role = make_tiny_bundle(tmp_path / "tiny"), "acceptance_statistics"
     weights = weights_of(Pipeline.from_bundle(folder, threads=1).bundle.manifest)
-    entries = (rates_entry("sjd", 0.9, windows=(WindowCodes(window=3, codes=3.9),)),)
-    add_file(folder, "rates", Rates(format=1, weights=weights, entries=entries).model_dump_json())
+    entries = (statistics_of(Sjd(), 0.9, windows=(WindowTokens(window=3, tokens=3.9),)),)
+    add_file(folder, role, brings(entries, weights).model_dump_json())
     settings = Pipeline.from_bundle(folder, threads=1)("red sphere").settings
     assert settings.choice is not None
     assert "by a short probe" in settings.choice or "a short probe of this host promises no gain" in settings.choice
-    add_file(folder, "rates", '{"format": 9}')
-    with pytest.raises(BundleError, match="found rates of format 9, expected 1"):
+    add_file(folder, role, '{"format": 9}')
+    with pytest.raises(BundleError, match="of format 9, expected 2"):
         Pipeline.from_bundle(folder, threads=1)
 
 
@@ -308,24 +324,38 @@ def add_file(folder: Path, role: str, text: str) -> None:
 
 def test_quality_alone_asks_for_auto(folder: Path) -> None:
     chosen = Pipeline.from_bundle(folder, threads=1)("red sphere", quality="strict").settings
-    assert chosen.choice == "auto: ar, as bundle tiny brings no rates; `lantern-rt tune` measures them"
-
-
-def test_quality_belongs_to_auto(folder: Path) -> None:
-    with pytest.raises(RequestError, match="quality: method ar does not choose by it; leave quality out"):
-        Pipeline.from_bundle(folder, threads=1)("red sphere", method="ar", quality="fast")
+    assert chosen.choice is not None
+    assert chosen.choice.startswith("auto: ar, as bundle tiny brings no acceptance statistics")
 
 
 # ---------------------------------------------------------------- the command
+
+
+def written(statistics: Path) -> list[str]:
+    return ["--acceptance-statistics", str(statistics)]
 
 
 def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("red sphere\n\ngreen cube on sand\n")
     arguments = ["tune", str(folder), "--minutes", "0.01", "--threads", "1", "--prompts", str(prompts)]
-    rates = tmp_path / "rates.json"
+    statistics = tmp_path / "statistics.json"
     plot = tmp_path / "costs.png"
-    assert run_program([*arguments, "--quality", "TVD=0.5", "--json", "--rates", str(rates), "--plot", str(plot)]) == 0
+    assert (
+        run_program(
+            [
+                *arguments,
+                "--quality",
+                "TVD=0.5",
+                "--json",
+                "--acceptance-statistics",
+                str(statistics),
+                "--plot",
+                str(plot),
+            ]
+        )
+        == 0
+    )
     assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(capsys.readouterr().out)
     pipe = Pipeline.from_bundle(folder, threads=1)
@@ -333,13 +363,16 @@ def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: 
     assert stored is not None
     assert stored.choice.model_dump() == report["choice"]
     assert Path(report["path"]).is_file()
-    found = read_rates(rates)
-    assert {entry.candidate.method for entry in found.entries} >= {"eagle", "sjd"}
-    exact = next(entry for entry in found.entries if entry.candidate == Candidate(method="sjd"))
+    found = read_statistics(statistics)
+    assert {entry.method.method for entry in found.entries} >= {"eagle", "sjd"}
+    exact = next(entry for entry in found.entries if entry.method == Sjd())
     assert [one.window for one in exact.windows] == list(WINDOWS)
-    assert exact.windows[-1].codes > 1
+    assert exact.windows[-1].tokens > 1
     assert found.fitting(pipe.bundle.manifest) == found.entries
-    assert pipe("red sphere", method="auto", quality="TVD=0.5").settings.method == report["choice"]["method"]
+    assert (
+        pipe("red sphere", method="auto", quality="TVD=0.5").settings.method.method
+        == report["choice"]["method"]["method"]
+    )
     assert run_program(arguments) == 0
     assert "chosen: " in capsys.readouterr().out
 
@@ -347,7 +380,7 @@ def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("extra", "line"),
     [
-        ([], "bundle tiny has no prompts to measure with; give --prompts FILE"),
+        ([], "bundle tiny has no prompts to draw; give --prompts FILE"),
         (["--minutes", "0"], "minutes: found 0, expected a number above 0, up to 1440"),
         (["--images", "0"], "images: found 0, expected a whole number 1 .. 64"),
         (["--quality", "nice"], "quality: found 'nice', expected strict, balanced, fast, or TVD=x"),
@@ -364,30 +397,49 @@ def test_wrong_use_of_tune_is_one_line(
 def test_a_bundle_without_a_drafter_is_tuned_too(
     drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rates = tmp_path / "rates.json"
-    arguments = ["tune", str(drafterless), "--minutes", "0.01", "--threads", "1", "--rates", str(rates), "--json"]
+    statistics = tmp_path / "statistics.json"
+    arguments = [
+        "tune",
+        str(drafterless),
+        "--minutes",
+        "0.01",
+        "--threads",
+        "1",
+        "--acceptance-statistics",
+        str(statistics),
+        "--json",
+    ]
     assert run_program([*arguments, "--quality", "strict"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["drafter_ms"] is None
-    assert report["choice"]["method"] in ("ar", "sjd")
-    assert [entry.candidate for entry in read_rates(rates).entries] == [Candidate(method="sjd")]
+    assert report["choice"]["method"]["method"] in ("ar", "sjd")
+    assert [entry.method for entry in read_statistics(statistics).entries] == [Sjd()]
     pipe = Pipeline.from_bundle(drafterless, threads=1)
-    assert pipe(class_ids=3, quality="strict").settings.method == report["choice"]["method"]
-    four = pipe(class_ids=[1, 2, 3, 4], quality="strict").settings  # not tuned for four, but the rates are known
+    assert pipe(class_ids=3, quality="strict").settings.method.method == report["choice"]["method"]["method"]
+    four = pipe(class_ids=[1, 2, 3, 4], quality="strict").settings  # not tuned for four, but the statistics are known
     assert four.choice is not None
     assert "a short probe" in four.choice
 
 
-def test_tuning_greedily_adds_to_the_rates_of_sampling(
+def test_tuning_greedily_adds_to_the_statistics_of_sampling(
     drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rates = tmp_path / "rates.json"
-    arguments = ["tune", str(drafterless), "--minutes", "0.01", "--threads", "1", "--rates", str(rates)]
+    statistics = tmp_path / "statistics.json"
+    arguments = [
+        "tune",
+        str(drafterless),
+        "--minutes",
+        "0.01",
+        "--threads",
+        "1",
+        "--acceptance-statistics",
+        str(statistics),
+    ]
     assert run_program([*arguments, "--quality", "strict"]) == 0
     assert run_program([*arguments, "--quality", "strict", "--temperature", "0"]) == 0
-    assert [entry.greedy for entry in read_rates(rates).entries] == [True, False]
-    rates.write_text("mine")
+    assert [entry.greedy for entry in read_statistics(statistics).entries] == [True, False]
+    statistics.write_text("mine")
     capsys.readouterr()
     assert run_program(arguments) == 2
     assert "found a file, expected none" in capsys.readouterr().err
-    assert rates.read_text() == "mine"
+    assert statistics.read_text() == "mine"

@@ -7,52 +7,41 @@ from typing import Any
 
 import numpy as np
 import pytest
+from statistics_entries import CHEAP, DEAR, NO_RATES, falling_rates, statistics_of
 from toy_engine import make_model, make_prompt
 
 from lantern_rt.errors import TreeError
-from lantern_rt.planning.candidates import NO_RATES, Measured, Quality, parse_budget
+from lantern_rt.methods import Ar, Auto, Eagle, Sampling, Sjd
+from lantern_rt.planning.acceptance_statistics import Quality
+from lantern_rt.planning.budget import budget_of
 from lantern_rt.planning.costs import HostCosts, PassCost
-from lantern_rt.planning.rates import DEPTHS, PROBE, RANKS, AcceptanceCounts
-from lantern_rt.planning.records import Candidate
-from lantern_rt.planning.store import Situation
-from lantern_rt.planning.tree_search import best_plan, expected_codes, slots_per_level, speed_by_nodes
-from lantern_rt.runtime.decode import Method, RequestStep, decode
+from lantern_rt.planning.tree_search import best_plan, expected_tokens, slots_per_level, speed_by_nodes
+from lantern_rt.runtime.decode import RequestStep, decode
 from lantern_rt.runtime.likelihood import Likelihood
-from lantern_rt.runtime.sampling import Sampling
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree, tree_name
+from lantern_rt.tuning.acceptance_counts import PROBE_PATHS, AcceptanceCounts
 from lantern_rt.tuning.measure import likelihood_ratio
 from lantern_rt.tuning.tune import Finalist, choose, choose_finalists
-
-SITUATION = Situation(backend="onnxruntime-cpu", threads=1, images=1, greedy=False, quality="balanced")
-CHEAP = HostCosts(PassCost((2, 64), (1.0, 1.0)), PassCost((2, 64), (0.01, 0.01)), 0.0, 0.0)  # nodes are free
-DEAR = HostCosts(PassCost((2, 3, 64), (1.0, 2.0, 63.0)), PassCost((2, 64), (1.0, 1.0)), 0.0, 0.0)
-
-
-def falling_rates(first: float) -> np.ndarray:
-    rates = np.zeros((DEPTHS, RANKS))
-    rates[:5, :4] = first * 0.6 ** np.arange(4)
-    return rates
-
 
 # ---------------------------------------------------------------- rates
 
 
-def test_rates_foretell_how_many_codes_another_tree_gives() -> None:
+def test_rates_predict_how_many_tokens_another_tree_gives() -> None:
     model, sampling = make_model(vocabulary=6, codes=50, agreement=0.7), Sampling()
     counts = AcceptanceCounts()
 
-    def parts(seeds: range, tree: StaticTree) -> list[RequestStep]:
+    def parts(seeds: range, tree: str) -> list[RequestStep]:
         prompts, rngs = [make_prompt(i) for i in seeds], [np.random.default_rng(i) for i in seeds]
-        return [part for step in decode(model, prompts, rngs, sampling, Method("eagle", tree)) for part in step.parts]
+        return [part for step in decode(model, prompts, rngs, sampling, Eagle(tree=tree)) for part in step.parts]
 
-    for part in parts(range(40), PROBE):
+    for part in parts(range(40), tree_name(PROBE_PATHS)):
         counts.add(part)
     for name in ("chain-3", "tree-3-210-110"):
         tree = named_tree(name)
         assert isinstance(tree, StaticTree)
-        given = [len(part.codes) for part in parts(range(40, 80), tree) if part.acceptance]
-        assert np.mean(given) == pytest.approx(expected_codes(tree.paths, counts.rates()), abs=0.12)
+        given = [len(part.codes) for part in parts(range(40, 80), name) if part.acceptance]
+        assert np.mean(given) == pytest.approx(expected_tokens(tree.paths, counts.rates()), abs=0.12)
 
 
 def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
@@ -72,9 +61,9 @@ def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
 def test_free_nodes_give_a_large_tree_and_dear_ones_none() -> None:
     large = best_plan(falling_rates(0.6), {}, CHEAP)
     assert len(large.paths) > 40
-    assert large.codes == pytest.approx(expected_codes(large.paths, falling_rates(0.6)))
+    assert large.tokens == pytest.approx(expected_tokens(large.paths, falling_rates(0.6)))
     none = best_plan(falling_rates(0.6), {}, DEAR)
-    assert (none.paths, none.codes) == ((), 1.0)
+    assert (none.paths, none.tokens) == ((), 1.0)
 
 
 def test_the_plan_is_the_best_of_all_small_trees() -> None:
@@ -96,7 +85,7 @@ def test_the_plan_is_the_best_of_all_small_trees() -> None:
         paths = tuple(tree)
         if not paths:
             return 1 / costs.plain_seconds
-        return expected_codes(paths, rates) / costs.tree_seconds(len(paths) + 1, slots_per_level(paths))
+        return expected_tokens(paths, rates) / costs.tree_seconds(len(paths) + 1, slots_per_level(paths))
 
     found = best_plan(rates, {}, costs, most_nodes=7)
     assert found.rate == pytest.approx(max(map(rate, trees)))
@@ -113,10 +102,10 @@ def test_a_trees_name_holds_its_whole_shape(name: str) -> None:
 
 
 def test_a_tree_name_that_does_not_add_up_is_refused() -> None:
-    with pytest.raises(TreeError, match="'tree-2-1' does not add up; each level needs one hexadecimal digit"):
+    with pytest.raises(TreeError, match="'tree-2-1' does not add up; each level needs one digit"):
         named_tree("tree-2-1")
-    with pytest.raises(TreeError, match="found a node with 16 children, expected at most 15 for a name"):
-        tree_name([(rank,) for rank in range(16)])
+    with pytest.raises(TreeError, match="found a node with 36 children, expected at most 35"):
+        tree_name([(rank,) for rank in range(36)])
 
 
 def test_costs_are_lines_between_what_was_measured() -> None:
@@ -132,29 +121,29 @@ def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
     assert best_plan(NO_RATES, windows, CHEAP).window == 15  # nodes are free
     curve = HostCosts(PassCost((2, 4, 8, 16), (1.0, 1.2, 1.5, 2.4)), None, 0.1, 0.0, redraft=0.01)
     plan = best_plan(NO_RATES, windows, curve)
-    assert (plan.window, plan.codes, plan.name) == (7, 2.7, "window 7")
+    assert (plan.window, plan.tokens, plan.drafting) == (7, 2.7, {"window": 7})
     assert plan.rate == pytest.approx(2.7 / (0.1 + 1.5 + 0.07))
     assert not best_plan(NO_RATES, windows, DEAR).drafts
 
 
 def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> None:
-    def finalist(speed: float, tvd: float, nats: float, **way: Any) -> Finalist:
-        found = Measured(Candidate(method="sjd", **way), 0.0, 1.0, 0.0, 2, windows={7: 2.0})
-        plan = best_plan(NO_RATES, found.windows, CHEAP)
-        return Finalist(found, plan, None, [speed] * 3, [2.0] * 3, [tvd] * 3, three(nats))
+    def finalist(speed_up: float, tvd: float, nats: float, **relaxation: Any) -> Finalist:
+        found = statistics_of(Sjd(**relaxation), 0.5, images=2)
+        plan = best_plan(NO_RATES, found.window_tokens(), CHEAP)
+        return Finalist(found, plan, [speed_up] * 3, [2.0] * 3, [tvd] * 3, three(nats))
 
     def three(nats: float) -> list[Likelihood]:
         return [Likelihood(nats + more, 1.0) for more in (-0.01, 0.0, 0.01)]
 
-    plain, balanced = three(1.0), parse_budget("balanced")
+    plain, balanced, loose = three(1.0), budget_of(Auto()), budget_of(Auto(quality="TVD=0.1"))
     exact = finalist(1.5, 0.0, 1.3)
     wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
-    assert choose([wasteful, exact, unlikely], plain, balanced, {}).parameters() == {"method": "sjd", "window": 7}
-    assert choose([wasteful, exact, unlikely], plain, parse_budget("TVD=0.1"), {}).omega == 2.0
-    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced, {}).method == "ar"
-    assert choose([], [], balanced, {}).method == "ar"
-    known = {wasteful.measured.candidate: Quality(50, 0.05, 1.0)}  # of more images than the three compared
-    assert choose([wasteful, exact, unlikely], plain, balanced, known).omega == 2.0
+    assert choose([wasteful, exact, unlikely], plain, balanced, {}).method == Sjd(window=7)
+    assert choose([wasteful, exact, unlikely], plain, loose, {}).method == Sjd(window=7, omega=2.0)
+    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced, {}).method == Ar()
+    assert choose([], [], balanced, {}).method == Ar()
+    known = {Sjd(omega=2.0): Quality(50, 0.05, 1.0)}  # of more images than the three compared
+    assert choose([wasteful, exact, unlikely], plain, balanced, known).method == Sjd(window=7, omega=2.0)
 
 
 def test_likelihoods_are_compared_by_what_exceeds_the_entropy() -> None:
@@ -179,12 +168,11 @@ def test_speed_by_nodes_is_that_of_the_best_draft_of_each_size() -> None:
     assert speed_by_nodes(NO_RATES, {3: 2.0, 7: 2.5}, windows) == pytest.approx({4: 2.0 / 1.2, 8: 2.5 / 1.6})
 
 
-def test_finalists_are_the_most_promising_and_the_best_deep_tree_also_stops_early() -> None:
-    window = Measured(Candidate(method="sjd"), 0.0, 1.0, 0.0, 4, windows={7: 9.0})
-    tree = Measured(Candidate(method="eagle"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.6))
-    useless = Measured(Candidate(method="eagle", children="likeliest"), 0.0, 1.0, 0.0, 4, rates=falling_rates(0.0))
+def test_finalists_are_the_most_promising() -> None:
+    window, tree = statistics_of(Sjd(), 4.0), statistics_of(Eagle(), 0.6)
+    useless = statistics_of(Eagle(), 0.0)
     finalists = choose_finalists([useless, tree, window], CHEAP)
-    assert [finalist.label for finalist in finalists] == ["sjd", "eagle", "eagle, stop 0.1", "eagle, stop 0.3"]
-    assert finalists[0].options() == {"method": "sjd", "window": 7}
-    assert finalists[2].options() == {"method": "eagle", "tree": finalists[1].plan.name, "stop": 0.1}
+    assert [finalist.entry for finalist in finalists] == [window, tree]
+    assert finalists[0].method == Sjd(window=7)
+    assert finalists[1].method == Eagle(tree=tree_name(finalists[1].plan.paths))
     assert choose_finalists([useless], CHEAP) == []

@@ -20,11 +20,11 @@ from onnx import TensorProto, helper, numpy_helper
 CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
 SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
-METHODS: dict[str, dict[str, Any]] = {
-    "eagle": {"tree": "chain-3"},
-    "lantern": {"tree": "dynamic-6-3-2", "neighbors": 4, "delta": 0.2},
-    "lantern++": {"tree": "chain-3", "neighbors": 4, "lambda_": 2.0},
-}
+METHODS: list[dict[str, Any]] = [
+    {"method": "eagle", "tree": "chain-3"},
+    {"method": "lantern", "tree": "dynamic-6-3-2", "neighbors": 4, "delta": 0.2},
+    {"method": "lantern++", "tree": "chain-3", "neighbors": 4, "lambda": 2.0},
+]
 Axes = tuple[str | int, ...]
 
 
@@ -73,7 +73,7 @@ def make_tiny_bundle(
         "drafter": SIZES if drafter else None,
         "condition": condition,
         "sampling": {"cfg_scale": 2.0, "top_k": 24},
-        "decoding": {"method": method if drafter else "ar", "methods": METHODS if drafter else {}},
+        "decoding": {"method": method if drafter else "ar", "methods": METHODS if drafter else []},
         "files": {role: _entry(folder, name) for role, name in files.items()},
         "provenance": {"exporter": "test 1", "licence": "Apache-2.0"},
     }

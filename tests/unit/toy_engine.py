@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.decode import DrafterLayout, Model, Prompt
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 from lantern_rt.runtime.engine import Pass, PassOutput
-from lantern_rt.runtime.sampling import Sampling
 
 Hashes = NDArray[np.uint64]
 TARGET, DRAFTER = 1.0, 2.0  # where a hidden state came from
@@ -277,7 +277,8 @@ def make_prompt(identity: int, prefix: int = 3, padding: int = 0) -> Prompt:
     rows[:, :, 0] = np.array([[identity], [identity + 5000]])
     rows[:, :, 1] = np.arange(prefix)
     rows[:, :padding, 2] = 1
-    return Prompt(rows[0], rows[1], np.arange(prefix) >= padding)
+    real = np.arange(prefix) >= padding
+    return Prompt(PrefixRow(rows[0], real), PrefixRow(rows[1], real))
 
 
 def make_model(
@@ -290,6 +291,8 @@ def make_model(
     round_span: int = 1,
     positions: int = MAXIMUM - 1,
     layout: DrafterLayout | None = None,
+    columns: int = 3,
+    neighbors: NDArray[np.integer] | None = None,
 ) -> Model:
     """A toy target and drafter; `positions` in the rotary table, so ever deeper nodes share the last one."""
     layout = layout or DrafterLayout()
@@ -298,7 +301,7 @@ def make_model(
     drafter = ToyDrafter(
         vocabulary, prefix, seed, spread, last, round_span, target=target, agreement=agreement, layout=layout
     )
-    return Model(target, drafter, codes, positions, layout)
+    return Model(target, drafter, codes, positions, layout, columns, neighbors)
 
 
 def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
@@ -323,10 +326,10 @@ def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampli
     """The target's distribution after `codes`, from the table, without any engine or runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
-    prefix = len(prompt.real)
+    prefix = len(prompt.cond.real)
     rows = []
     for side in [prompt.cond, prompt.uncond]:
-        parts = target.prefix_hash(side)[prompt.real]
+        parts = target.prefix_hash(side.embeds)[side.real]
         if codes:
             parts = np.append(parts, target.code_hash(np.array(codes), prefix + np.arange(len(codes))))
         rows.append(target.logits(parts.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))

@@ -1,0 +1,41 @@
+"""A source of drafts as the golden runs used it: fed with recorded hidden states, without a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lantern_rt.methods import Eagle, Sampling
+from lantern_rt.runtime.drafter import TreeDrafts
+from lantern_rt.runtime.drafts import Batch, DrafterLayout, Model, PrefixRow, Request
+from lantern_rt.runtime.engine import Engine
+from lantern_rt.runtime.statistics import Clock
+from lantern_rt.runtime.streams import open_streams
+from lantern_rt.runtime.tree import DraftTree
+
+Ids = NDArray[np.int64]
+
+
+def open_drafts(
+    engine: Engine,
+    positions: int,
+    tree: str,
+    sampling: Sampling,
+    prefix: list[NDArray[np.int64]],
+    layout: DrafterLayout,
+) -> TreeDrafts:
+    """Drafts of one request; `prefix`: token ids of its conditional and unconditional row."""
+    no_target: Any = None
+    model = Model(no_target, engine, codes=100, positions=positions, layout=layout)
+    rows = [PrefixRow(np.zeros((len(ids), 1), np.float32), np.ones(len(ids), bool), ids) for ids in prefix]
+    request = Request(0, open_streams(np.random.default_rng(0)))
+    return TreeDrafts(Batch(model, sampling, [request], rows, Clock()), Eagle(tree=tree))
+
+
+def next_draft(drafts: TreeDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
+    """The tree after `tokens` were committed, given the rows' hidden states at their positions."""
+    drafts.tokens, drafts.hidden = [tokens], hidden
+    (tree,) = drafts.draft([Request(0, open_streams(np.random.default_rng(0)))])
+    return tree
