@@ -64,7 +64,7 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, tmp_path
     assert message(lambda: tiny.load(num_layers=3)) == (
         f"{found} no tensor `new_key_values.2.key`, expected 17 tensors{again}"
     )
-    assert message(lambda: tiny.load(vocabulary=47)) == (
+    assert message(lambda: tiny.load(vocab_size=47)) == (
         f"{found} `logits` as float32 [-1, -1, 48], expected float32 or float16 [any, any, 47]{again}"
     )
     assert message(lambda: tiny.load(dtype="float16")) == (
