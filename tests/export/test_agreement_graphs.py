@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lantern_rt import OutputError, open_bundle
+from lantern_rt import open_bundle
 
 torch = pytest.importorskip("torch")
 
@@ -18,9 +18,7 @@ from lantern_rt.evaluation.agreement import GraphAgreement  # noqa: E402
 from lantern_rt.evaluation.picture_graph import Preprocessing  # noqa: E402
 from lantern_rt.evaluation.prompt_tokens import bundle_tokens, file_tokens  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from lantern_rt.train.scenes.judge import load_judge  # noqa: E402
-from lantern_rt.train.scenes.judge_graph import CaptionReader, write_judge_graph  # noqa: E402
-from lantern_rt.train.scenes.text import encode_caption  # noqa: E402
+from lantern_rt.train.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, Judge, load_judge, save_judge  # noqa: E402
 from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
     COLOURS,
     GROUND_PHRASES,
@@ -33,7 +31,6 @@ from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
     Scene,
     Solid,
     describe,
-    sample_scene,
 )
 from lantern_rt.train.scenes.vq import to_tensor  # noqa: E402
 
@@ -45,14 +42,14 @@ def pictures() -> np.ndarray:
     return render_scenes(SCENES)
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> GraphAgreement:
-    """The judge's graph, as `lantern-rt eval scenes --agreement` opens it."""
-    path = tmp_path_factory.mktemp("judge") / "judge.onnx"
-    write_judge_graph(path, None, force=False)
-    with pytest.raises(OutputError, match="--force to replace it"):
-        write_judge_graph(path, None, force=False)
+def open_judge(path: Path) -> GraphAgreement:
+    """A judge's graph, as `lantern-rt eval scenes --agreement` opens it."""
     return GraphAgreement(path, Preprocessing(), partial(bundle_tokens, open_bundle("scenes")), "scenes", 1)
+
+
+@pytest.fixture(scope="module")
+def judged() -> GraphAgreement:
+    return open_judge(SHIPPED_JUDGE)
 
 
 def test_pictures_agree_with_their_own_captions_and_not_with_others(
@@ -111,28 +108,40 @@ def test_pairs_are_read_in_the_order_that_the_caption_says(judged: GraphAgreemen
     assert mixed < 0.65
 
 
-def test_captions_are_read_as_the_scenes_they_describe() -> None:
+def test_captions_are_read_however_they_say_it(judged: GraphAgreement, pictures: np.ndarray) -> None:
     rng = np.random.default_rng(2)
-    scenes = [sample_scene(rng) for _ in range(300)]
-    ids = torch.from_numpy(np.stack([encode_caption(describe(scene, rng, complete=True)) for scene in scenes]))
-    sky, ground, place, colours, shapes = CaptionReader()(ids)
-    for i, scene in enumerate(scenes):
-        assert (SKIES[sky[i] - 1], GROUNDS[ground[i] - 1]) == (scene.sky, scene.ground)
-        named = [(COLOURS[colours[i, k] - 1], SHAPES[shapes[i, k] - 1]) for k in range(len(scene.solids))]
-        wanted = [(solid.colour, solid.shape) for solid in scene.solids]
-        # of two solids, the first one named stands left or right of the other
-        assert PLACES[place[i] - 1] == (scene.solids[0].place if named == wanted else "right")
-        assert named == wanted or named == wanted[::-1]
-        assert (shapes[i, len(wanted) :] == 0).all()
+    images = [Image.fromarray(picture) for picture in pictures]
+    for _ in range(4):
+        assert judged(images, [describe(scene, rng, complete=True) for scene in SCENES]).min() > 0.9
 
 
-def test_what_a_caption_leaves_out_or_says_twice_is_not_read() -> None:
-    captions = ("a cube", "small", "a red ball on green grass under a blue sky", "a cone on the left to the right")
-    ids = torch.from_numpy(np.stack([encode_caption(caption) for caption in captions]))
-    sky, ground, place, colours, shapes = CaptionReader()(ids)
-    assert (sky.tolist(), ground.tolist(), place.tolist()) == ([0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0])
-    assert colours.tolist() == [[0, 0], [0, 0], [1, 0], [0, 0]]
-    assert (shapes[:, 0] > 0).tolist() == [True, False, True, True]
+def test_what_a_caption_leaves_out_or_says_twice_is_not_asked_for(judged: GraphAgreement) -> None:
+    scene = Scene("clear", "grass", (Solid("cube", "green", "large", "matte", 0.26),), 3)
+    image = Image.fromarray(render_scenes([scene])[0])
+    assert judged([image], ["small"]) == pytest.approx(1)  # nothing that is judged is named
+    plain, twice, whole = judged(
+        [image] * 3, ["a cube", "a cube on the left to the right", "a cube on green grass under a blue sky"]
+    )
+    assert twice == pytest.approx(plain, abs=1e-5)
+    assert whole > 0.9  # the grass is green, and not the cube: its colour is not named
+    assert judged([image], ["a red ball on green grass under a blue sky"]) == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_trained_judge_becomes_the_same_graph_with_other_weights(
+    judged: GraphAgreement, pictures: np.ndarray, tmp_path: Path
+) -> None:
+    images, captions = [Image.fromarray(picture) for picture in pictures[:4]], ["a cube on sand"] * 4
+    shipped = load_judge()
+    save_judge(shipped, tmp_path / JUDGE_FILE)
+    again = open_judge(tmp_path / JUDGE_FILE)(images, captions)
+    np.testing.assert_array_equal(again, judged(images, captions))
+    torch.manual_seed(0)
+    other = Judge()
+    save_judge(other, tmp_path / JUDGE_FILE)
+    for name, weight in load_judge(tmp_path).state_dict().items():
+        wanted = other.state_dict()[name].float()
+        torch.testing.assert_close(weight.float(), wanted.half().float() if weight.ndim > 1 else wanted)
+    assert (open_judge(tmp_path / JUDGE_FILE)(images, captions) != again).all()
 
 
 # ---------------------------------------------------------------- CLIP

@@ -83,23 +83,11 @@ def drafter(
 
 @app.command()
 def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2) -> None:
-    """Train the judge that checks pictures against prompts."""
+    """Train the judge that checks pictures against prompts; a graph for `lantern-rt eval --agreement`, too."""
     from .judge import train_judge
 
     torch.set_num_threads(threads)
     train_judge(work, minutes)
-
-
-@app.command()
-def judge_graph(
-    output: Annotated[Path, typer.Option(help="ONNX file to write.")] = Path("judge.onnx"),
-    work: Work = DEFAULT_WORK,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file that is there.")] = False,
-) -> None:
-    """Write the judge as a graph for `lantern-rt eval --agreement`."""
-    from .judge_graph import write_judge_graph
-
-    write_judge_graph(output, work, force)
 
 
 @app.command()

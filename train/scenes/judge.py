@@ -1,8 +1,12 @@
 """A judge of scenes: a small network that reads sky, ground and solids off a picture.
 
 It is trained on rendered pictures, half of them passed through the VQ tokenizer and all slightly
-disturbed, and is as good as its measured accuracy on fresh ones; agreement figures cannot be better than
-that. Does not know the model it judges.
+disturbed, and is as good as its measured accuracy on fresh ones; agreement figures cannot be better than that.
+
+`judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`: pictures `[n, 3, 128, 128]` in
+0 .. 1 and the word ids of captions `[n, length]` -> agreement `[n]`, the mean of the probabilities that the judge gives
+to what a caption names. Captions are read in the graph, by the templates of `vocabulary.py`. The judge's weights are
+kept in that graph and nowhere else: training writes the same graph with other weights.
 """
 
 from __future__ import annotations
@@ -12,17 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from onnx import numpy_helper
 from torch import Tensor, nn
 
 from .data import draw_scenes, render_scenes
 from .vocabulary import COLOURS, GROUNDS, PLACES, SHAPES, SKIES, Scene
 from .vq import load_vq, to_tensor
 
-JUDGE_FILE = "judge.safetensors"
+JUDGE_FILE = "judge.onnx"
+SHIPPED_JUDGE = Path(__file__).with_name(JUDGE_FILE)
 ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
 FRESH_SEED = 910_000
 
@@ -93,7 +99,7 @@ def judge(model: Judge, pictures: NDArray[np.uint8], solids: list[int]) -> list[
 
 
 def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, seed: int = 4) -> None:
-    """Train for `minutes`, write `work/judge.safetensors`, and print its accuracy on fresh scenes."""
+    """Train for `minutes`, write `work/judge.onnx`, and print its accuracy on fresh scenes."""
     torch.manual_seed(seed)
     vq = load_vq(work)
     scenes = draw_scenes(pool, seed + 77)
@@ -131,7 +137,7 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
     model.eval()
     fresh = draw_scenes(1000, FRESH_SEED)
     accuracy = judge_accuracy(model, fresh, render_scenes(fresh))
-    save_file({name: w.half() if w.ndim > 1 else w for name, w in model.state_dict().items()}, work / JUDGE_FILE)
+    save_judge(model, work / JUDGE_FILE)
     print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
 
@@ -165,10 +171,32 @@ def agreement(scene: Scene, verdict: Verdict) -> dict[str, bool]:
 def load_judge(work: Path | None = None) -> Judge:
     """The judge of a work folder, or the one that comes with the recipe where the folder has none."""
     trained = work / JUDGE_FILE if work else None
-    path = trained if trained and trained.exists() else Path(__file__).with_name(JUDGE_FILE)
+    stored = _weights(onnx.load(trained if trained and trained.exists() else SHIPPED_JUDGE))
     model = Judge()
-    model.load_state_dict({name: w.float() if w.is_floating_point() else w for name, w in load_file(path).items()})
+    state = model.state_dict()
+    arrays = {name: numpy_helper.to_array(stored[name]) for name in state.keys() & stored.keys()}
+    for name, array in arrays.items():  # some products have their matrix transposed
+        state[name] = torch.tensor(array if array.shape == state[name].shape else array.T).float()
+    model.load_state_dict(state)
     return model.eval()
+
+
+def save_judge(model: Judge, path: Path) -> None:
+    """Write the graph that comes with the recipe, with this judge's weights; matrices and kernels as float16."""
+    graph = onnx.load(SHIPPED_JUDGE)
+    state = model.state_dict()
+    for name, tensor in _weights(graph).items():
+        old = numpy_helper.to_array(tensor)
+        new = state[name].numpy()
+        new = np.ascontiguousarray(new if new.shape == old.shape else new.T, old.dtype)
+        tensor.CopyFrom(numpy_helper.from_array(new, tensor.name))
+    path.write_bytes(graph.SerializeToString())
+
+
+def _weights(graph: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+    """The judge's weights in its graph, by their names in the module."""
+    own = [tensor for tensor in graph.graph.initializer if tensor.name.startswith("judge.")]
+    return {tensor.name.removeprefix("judge.").removesuffix(".half"): tensor for tensor in own}
 
 
 def _to_pictures(images: Tensor) -> NDArray[np.uint8]:
