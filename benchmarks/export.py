@@ -1,13 +1,15 @@
-"""What an export costs: seconds, peak memory and size of the bundle, on random checkpoints of published shapes.
+"""What an export costs, and the plans of the bundle: seconds, peak memory, bytes, on random published sizes.
 
     python benchmarks/export.py --shape GPT-XL --precision fp16
     python benchmarks/export.py --shape Anole-7B --precision fp16 --keep
-    python benchmarks/export.py --shape tiny                       # does it still run?
+    python benchmarks/export.py --shape GPT-XL --drafter --compute float16 --plans SM89,SM120
+    python benchmarks/export.py --smoke                            # does it still run?
 
-The checkpoint, Anole's with a drafter, is written to disk piece by piece first; with the bundle it takes twice the
-model's size in `--work` (default `work/`, which git ignores) and is removed afterwards, but for the bundle with
-`--keep`. Memory is what the process holds without mapped files (RssAnon), at its highest
-during the export; it is judged against 1.3 x the largest layer as stored in the bundle + 1.5 GB.
+The checkpoint, Anole's always with a drafter, is written to disk piece by piece first; with the bundle it takes twice
+the model's size in `--work` (default `work/`, which git ignores) and is removed afterwards, but for the bundle with
+`--keep`. Memory is what the process holds without mapped files (RssAnon), at its highest; that of the export is judged
+against 1.3 x the largest layer as stored in the bundle + 1.5 GB. Plans are TensorRT-RTX's with `build-engine`'s own
+ranges, built on a host that need not have a GPU, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -15,64 +17,132 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
+import threading
 import time
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from random_checkpoints import SHAPES, write_checkpoints
+from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
-from lantern_rt.cli.families import export_family
-from lantern_rt.cli.memory import PeakMemory
-from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.writer import write_bundle
+from lantern_rt import LanternError, open_bundle
+from lantern_rt.engines.contracts import find_backend
+from lantern_rt.engines.profiles import BuildOptions, profiles
 
 # Bytes a weight as stored.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16-safe": 2.0, "int8-weights": 1.0625, "int4-weights": 0.625}
+
+
+class PeakMemory(threading.Thread):
+    """`with PeakMemory() as peak: ...`, then `peak.bytes`: the most memory that this process held, on Linux."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes, self._done = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self._done.wait(0.01):
+            status = Path("/proc/self/status").read_text("ascii")
+            self.bytes = max(self.bytes, 1024 * int(status.partition("RssAnon:")[2].split()[0]))
+
+    def __enter__(self) -> PeakMemory:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self.join()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="What an export costs.")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-XL")
     parser.add_argument("--precision", choices=BYTES, default="fp16")
+    parser.add_argument("--compute", choices=("float32", "float16"), default="float32")
+    parser.add_argument("--drafter", action="store_true", help="LlamaGen's with a drafter, too")
+    parser.add_argument("--plans", metavar="SM89,...", help="build TensorRT-RTX plans for these GPUs from the bundle")
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for checkpoint and bundle")
     parser.add_argument("--keep", action="store_true", help="keep the bundle")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model")
+    parser.add_argument("--build", nargs=2, help=argparse.SUPPRESS)  # bundle and role: this process builds one plan
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
-    work = arguments.work / f"export-{arguments.shape}"
+    if arguments.build:
+        print(json.dumps(build_plan(*arguments.build, arguments.plans)))
+        return 0
+    name = "tiny" if arguments.smoke else arguments.shape
+    precision = arguments.precision
+    shape, work = SHAPES[name], arguments.work / f"export-{name}"
+    bundle = arguments.work / f"bundle-{name}-{precision}"
     work.mkdir(parents=True)
     try:
         start = time.perf_counter()
-        family, checkpoints = write_checkpoints(shape, work)
-        size = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
-        print(f"checkpoint: {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s")
+        write_checkpoints(shape, work, arguments.drafter or shape.vocab_size is not None)
+        print(f"checkpoint: {folder_bytes(work) / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s")
         start = time.perf_counter()
-        bundle = arguments.work / f"bundle-{arguments.shape}-{arguments.precision}"
         with PeakMemory() as peak:
-            common = {
-                "write": partial(write_bundle, precisions=read_precisions(arguments.precision)),
-                "progress": lambda line: print(
-                    f"  {time.perf_counter() - start:6.1f} s  {(peak.bytes or 0) / 1e9:5.2f} GB  {line}", flush=True
-                ),
-            }
-            export_family(family, checkpoints, bundle, common)
+            export_checkpoints(shape, work, bundle, precision, arguments.compute, lambda line: say(line, start, peak))
         seconds = time.perf_counter() - start
     finally:
         shutil.rmtree(work)
-    size = sum(file.stat().st_size for file in bundle.iterdir())
-    bound = 1.3 * shape.layer_numbers * BYTES[arguments.precision] + 1.5e9
+    bound = 1.3 * shape.layer_parameters * BYTES[precision] + 1.5e9
+    figures: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak.bytes, "allowed_bytes": bound}
+    figures["bundle_bytes"] = folder_bytes(bundle)
     print(
-        f"{arguments.shape} {arguments.precision}: {seconds:.0f} s, peak memory {(peak.bytes or 0) / 1e9:.2f} GB "
-        f"(allowed {bound / 1e9:.2f}), bundle {size / 1e9:.2f} GB"
+        f"{name} {precision}: {seconds:.0f} s, peak memory {peak.bytes / 1e9:.2f} GB (allowed {bound / 1e9:.2f}), "
+        f"bundle {figures['bundle_bytes'] / 1e9:.2f} GB"
     )
+    if arguments.plans:
+        figures["plans"] = [run_build(bundle, role, arguments.plans) for role in ("target", "drafter", "vq_decoder")]
     if arguments.json:
-        figures = {"seconds": seconds, "peak_bytes": peak.bytes, "allowed_bytes": bound, "bundle_bytes": size}
-        arguments.json.write_text(json.dumps({"shape": arguments.shape, **vars(arguments), **figures}, default=str))
+        arguments.json.write_text(json.dumps(vars(arguments) | {"shape": name} | figures, default=str))
     if not arguments.keep:
         shutil.rmtree(bundle)
-    return 0 if (peak.bytes or 0) <= bound else 1
+    return 0 if peak.bytes <= bound else 1
+
+
+def say(line: str, start: float, peak: PeakMemory) -> None:
+    print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {line}", flush=True)
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def run_build(bundle: Path, role: str, capabilities: str) -> dict[str, Any] | None:
+    """Build one plan in a process of its own, and print its line; None if the bundle has no such graph."""
+    if role not in open_bundle(bundle, verify=False).manifest.files:
+        return None
+    command = [sys.executable, __file__, "--build", str(bundle), role, "--plans", capabilities]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    print(
+        f"  {role} for {capabilities}: {found['seconds']:.1f} s, {found['cpu_seconds']:.1f} s of the processor, "
+        f"plan {found['bytes'] / 1e6:.0f} MB, peak memory {found['peak_bytes'] / 1e6:.0f} MB",
+        flush=True,
+    )
+    return found
+
+
+def build_plan(folder: str, role: str, capabilities: str) -> dict[str, Any]:
+    """Build one plan here, beside the bundle, and remove it."""
+    bundle = open_bundle(folder, verify=False)
+    options = BuildOptions("tensorrt-rtx", compute_capabilities=tuple(capabilities.split(",")))
+    output = Path(f"{folder}-plans")
+    output.mkdir()
+    try:
+        ranges = profiles(bundle.manifest, role, options)
+        with PeakMemory() as peak:
+            built = find_backend("tensorrt-rtx").build(bundle, role, ranges, options, output, lambda *_: None)
+        found = {"role": role, "bytes": folder_bytes(output), "peak_bytes": peak.bytes}
+    finally:
+        shutil.rmtree(output)
+    return found | {"seconds": built.seconds, "cpu_seconds": time.process_time()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except LanternError as error:
+        sys.exit(f"export.py: {error}")

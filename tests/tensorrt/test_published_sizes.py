@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -42,16 +41,12 @@ def build(bundle: Path) -> EngineManifest:
 @pytest.mark.parametrize("compute", ["float16", "float32"])
 def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_path: Path) -> None:
     import torch
-    from random_checkpoints import SHAPES, write_checkpoints
-
-    from lantern_rt.cli.families import export_family
-    from lantern_rt.export.graph.precision import read_precisions
-    from lantern_rt.export.writer import write_bundle
+    from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
     shape = replace(SHAPES["GPT-XL"], dtype=torch.bfloat16, vq_width=32)  # a file of half the size
-    family, checkpoints = write_checkpoints(shape, tmp_path)
-    write = partial(write_bundle, precisions=read_precisions(compute=compute))
-    export_family(family, checkpoints, tmp_path / "bundle", {"write": write})
+    (tmp_path / "checkpoints").mkdir()
+    write_checkpoints(shape, tmp_path / "checkpoints", drafter=False)
+    export_checkpoints(shape, tmp_path / "checkpoints", tmp_path / "bundle", compute=compute)
     manifest = build(tmp_path / "bundle")
     assert manifest.precision == compute
     assert manifest.graphs.keys() == {"target", "vq_decoder"}

@@ -13,9 +13,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from random_model import SMOKE, build_random_model
 
 from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.onnx_scan import float_weights
 from lantern_rt.engines.build import build_engines, plan_build
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.loader import load_engines
@@ -198,18 +198,19 @@ def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bu
 
 @pytest.mark.usefixtures("library")
 def test_graphs_that_compute_in_float16_make_smaller_plans(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    shapes = replace(SMOKE, width=256, layers=4, intermediate_size=768, vocabulary=1024)
+    torch = pytest.importorskip("torch")
+    from random_bundle import Shape, random_bundle
+
+    shape = Shape(4, 4, 256, 768, codes=1024, grid=4, dtype=torch.float32, vq_width=32)
     sizes: dict[str, list[int]] = {"target": [], "drafter": []}
     for compute in ("float32", "float16"):
-        (folder := tmp_path / compute).mkdir()
-        model = build_random_model(shapes, folder, compute)
-        bundle: Any = SimpleNamespace(path=lambda role, model=model: getattr(model, role))
+        bundle = open_bundle(random_bundle(shape, tmp_path / compute, compute))
         for role, found in sizes.items():
             profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), past=(64, 64, 64)),)
+            (folder := tmp_path / f"{compute}-{role}").mkdir()
             built = TensorRTBackend("tensorrt-rtx").build(bundle, role, profiles, RTX, folder, silent)
             found.append(built.files[0].stat().st_size)
-    bytes_saved = {"target": model.target_bytes, "drafter": model.drafter_bytes}  # those of float16
+    bytes_saved = {role: 2 * float_weights(bundle.path(role)) for role in sizes}
     for role, (full, half) in sizes.items():
         assert full - half > 0.7 * bytes_saved[role]  # kernels, which plans also hold, differ too
 

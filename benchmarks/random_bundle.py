@@ -1,0 +1,261 @@
+"""Bundles of published sizes with random weights: what a benchmark needs to know a model's cost.
+
+Checkpoints are written in the published files' layouts, piece by piece, and exported as a user would export them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from lantern_rt.export.families.anole import export_anole
+from lantern_rt.export.families.llamagen import export_llamagen
+from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
+from lantern_rt.export.writer import write_bundle
+
+CLASSES = 1000
+# How much a layer adds to what enters it, how well the drafter reads its token, and how far logits spread: random
+# weights whose drafter is right about as often as a trained one, so that every path of the decode loop is walked.
+LAYER_GAIN, DRAFTER_NOISE, LOGIT_SPREAD = 0.01, 0.3, 4.0
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cost does not
+_FIRST_CODE, _BEGIN_OF_IMAGE, _END_OF_TURN = 4, 8197, 8710  # Chameleon's tokens
+_LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
+Sizes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a target and of the image tokenizer (`vq_width`: of its first level).
+
+    vocab_size: of a joint vocabulary of text and codes, as Chameleon has; None: class-conditional LlamaGen.
+    """
+
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    intermediate_size: int
+    codes: int
+    grid: int
+    dtype: torch.dtype
+    vq_width: int = 128
+    vocab_size: int | None = None
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a layer."""
+        return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
+
+
+SHAPES = {
+    "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
+    "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000),
+    "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
+    "GPT-XL": Shape(36, 20, 1280, 3584, 16384, 16, torch.float32),
+    "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
+    "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536),
+}
+
+
+def random_bundle(shape: Shape, output: Path, compute: str = "float32") -> Path:
+    """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
+    checkpoints = output.with_name(f"{output.name}-checkpoints")
+    checkpoints.mkdir()
+    write_checkpoints(shape, checkpoints, drafter=True)
+    export_checkpoints(shape, checkpoints, output, compute=compute)
+    shutil.rmtree(checkpoints)
+    return output
+
+
+def export_checkpoints(
+    shape: Shape,
+    folder: Path,
+    output: Path,
+    precision: str | None = None,
+    compute: str = "float32",
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Export what `write_checkpoints` wrote to `folder`."""
+    write = partial(write_bundle, precisions=read_precisions(precision, compute=compute))
+    drafter = folder / "drafter" if (folder / "drafter").exists() else None
+    common: dict[str, Any] = {"drafter": drafter, "write": write, "progress": progress}
+    if shape.vocab_size is not None:
+        return export_anole(folder / "target", folder / "vqgan", output, **common)
+    target, vq, config = (folder / name for name in ("target.safetensors", "vq.pt", "config.json"))
+    return export_llamagen(target, vq, output, config=config, grid=shape.grid, **common)
+
+
+def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
+    """Write all that an export reads."""
+    if shape.vocab_size is None:
+        _write_llamagen(shape, folder)
+    else:
+        _write_anole(shape, folder)
+    if drafter:
+        (folder / "drafter").mkdir()
+        _write_weights(folder / "drafter/model.safetensors", _drafter(shape), shape.dtype)
+        (folder / "drafter/config.json").write_text(json.dumps(_llama_config(shape) | {"num_hidden_layers": 1}))
+
+
+def _write_llamagen(shape: Shape, folder: Path) -> None:
+    _write_weights(folder / "target.safetensors", _llamagen(shape), shape.dtype)
+    tokenizer = _tokenizer(VQConfig(shape.codes, 8, 256, shape.vq_width, *_widths(shape), 2))
+    state = tokenizer.state_dict()
+    state["quantize.embedding.weight"] = torch.randn_like(state.pop("codebook"))
+    torch.save({"model": state}, folder / "vq.pt")
+    (folder / "config.json").write_text(json.dumps({"n_head": shape.num_heads}))
+
+
+def _llamagen(shape: Shape) -> Sizes:
+    """Names and shapes of an official class-conditional LlamaGen transformer."""
+    width, inner = shape.hidden_size, shape.intermediate_size
+    yield "tok_embeddings.weight", (shape.codes, width)
+    yield "cls_embedding.embedding_table.weight", (CLASSES + 1, width)
+    for i in range(shape.num_layers):
+        yield f"layers.{i}.attention.wqkv.weight", (3 * width, width)
+        yield f"layers.{i}.attention.wo.weight", (width, width)
+        yield f"layers.{i}.feed_forward.w1.weight", (inner, width)
+        yield f"layers.{i}.feed_forward.w3.weight", (inner, width)
+        yield f"layers.{i}.feed_forward.w2.weight", (width, inner)
+        yield f"layers.{i}.attention_norm.weight", (width,)
+        yield f"layers.{i}.ffn_norm.weight", (width,)
+    yield "norm.weight", (width,)
+    yield "output.weight", (shape.codes, width)
+
+
+def _write_anole(shape: Shape, folder: Path) -> None:
+    """A Chameleon folder in Hugging Face's layout, and its VQGAN in taming-transformers'."""
+    target, vq = folder / "target", folder / "vqgan"
+    target.mkdir()
+    vq.mkdir()
+    _write_weights(target / "model.safetensors", _chameleon(shape), shape.dtype)
+    named = {"<s>": 0, "<racm3:break>": _BEGIN_OF_IMAGE, "<reserved08706>": _END_OF_TURN}
+    codes = {f"IMGIMG{_letters(code)}Z": _FIRST_CODE + code for code in range(shape.codes)}
+    whole = {"num_hidden_layers": shape.num_layers, "vocabulary_map": named | codes}
+    (target / "config.json").write_text(json.dumps(_llama_config(shape) | whole))
+    words = {word: _END_OF_TURN + 1 + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
+    tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(target / "tokenizer.json"))
+
+    width, top = 256, len(_LEVELS) - 1
+    config = VQConfig(shape.codes, width, width, shape.vq_width, *_widths(shape), 2, attention=False)
+    state = {"quantize.embedding.weight": torch.randn(shape.codes, width)}
+    for name, weight in _tokenizer(config).state_dict().items():
+        for i, part in enumerate(("block_1", "attn_1", "block_2")):
+            name = name.replace(f".mid.{i}.", f".mid.{part}.")
+        name = re.sub(r"encoder\.conv_blocks\.(\d+)", r"encoder.down.\1", name)
+        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{top - int(found[1])}", name)
+        if name != "codebook":
+            state[name.replace(".res.", ".block.")] = weight
+    torch.save({"state_dict": state}, vq / "vqgan.ckpt")
+    sizes = {"z_channels": width, "ch": shape.vq_width, "num_res_blocks": 2, "resolution": shape.grid * 2**top}
+    parameters = {"embed_dim": width, "n_embed": shape.codes, "ddconfig": sizes}
+    (vq / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": parameters}}))
+
+
+def _llama_config(shape: Shape) -> dict[str, Any]:
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": shape.vocab_size or shape.codes,
+    }
+    return sizes if shape.vocab_size is None else sizes | {"model_type": "chameleon", "max_position_embeddings": 4096}
+
+
+def _chameleon(shape: Shape) -> Sizes:
+    assert shape.vocab_size is not None
+    yield "model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size)
+    for i in range(shape.num_layers):
+        yield from _hugging_face_layer(shape, f"model.layers.{i}.")
+        yield f"model.layers.{i}.input_layernorm.weight", (shape.hidden_size,)
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            yield f"model.layers.{i}.{name}.weight", (shape.num_heads, shape.hidden_size // shape.num_heads)
+            yield f"model.layers.{i}.{name}.bias", (shape.num_heads, shape.hidden_size // shape.num_heads)
+    yield "model.norm.weight", (shape.hidden_size,)
+    yield "lm_head.weight", (shape.vocab_size, shape.hidden_size)
+
+
+def _drafter(shape: Shape) -> Sizes:
+    """LANTERN's drafter of one layer."""
+    yield "embed_tokens.weight", (shape.vocab_size or shape.codes, shape.hidden_size)
+    yield "fc.weight", (shape.hidden_size, 2 * shape.hidden_size)
+    yield "fc.bias", (shape.hidden_size,)
+    yield from _hugging_face_layer(shape, "layers.0.")
+
+
+def _hugging_face_layer(shape: Shape, prefix: str) -> Sizes:
+    for part in "qkvo":
+        yield f"{prefix}self_attn.{part}_proj.weight", (shape.hidden_size, shape.hidden_size)
+    for part in ("gate", "up"):
+        yield f"{prefix}mlp.{part}_proj.weight", (shape.intermediate_size, shape.hidden_size)
+    yield f"{prefix}mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
+    yield f"{prefix}post_attention_layernorm.weight", (shape.hidden_size,)
+
+
+def _letters(code: int) -> str:
+    """A code's digits as Chameleon's vocabulary spells them: A is 0."""
+    return "".join(chr(ord("A") + int(digit)) for digit in str(code))
+
+
+def _widths(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    widths = tuple(shape.vq_width * level for level in _LEVELS)
+    return widths, widths[::-1]
+
+
+def _tokenizer(config: VQConfig) -> LlamaGenVQ:
+    torch.manual_seed(0)
+    return LlamaGenVQ(config)
+
+
+def _write_weights(path: Path, sizes: Sizes, dtype: torch.dtype) -> None:
+    """A safetensors file, tensor by tensor."""
+    header: dict[str, object] = {}
+    at, listed = 0, list(sizes)
+    for name, size in listed:
+        end = at + torch.Size(size).numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": size, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for seed, (name, size) in enumerate(listed, start=1):
+            block = _weight(name, size, seed).to(dtype).flatten().view(torch.uint8).numpy().data
+            left = torch.Size(size).numel() * dtype.itemsize
+            while left:
+                left -= file.write(block[:left])
+
+
+def _weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
+    """A weight, or the numbers that repeat in it. Tables of target and drafter are the same."""
+    if "norm" in name or len(size) == 1:
+        return torch.full(size, 0.0 if name.endswith(".bias") else 1.0)
+    generator = torch.Generator().manual_seed(0 if "embed" in name else seed)
+    width = size[1]
+    if name == "fc.weight":  # hands the token's embedding on
+        noise = torch.randn(size, generator=generator) * (DRAFTER_NOISE / width**0.5)
+        return noise + torch.eye(*size)
+    numbers = torch.randn(min(_BLOCK, size[0] * width), generator=generator)
+    if "embed" in name:
+        return numbers
+    if name in ("output.weight", "lm_head.weight"):
+        return numbers * (LOGIT_SPREAD / width**0.5)
+    adds = name.endswith((".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight"))
+    return numbers * ((LAYER_GAIN if adds else 0.5) / width**0.5)
