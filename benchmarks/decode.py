@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_rt import LanternError, Pipeline, RequestError, __version__, open_bundle
-from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.bundle.files import Bundle
 from lantern_rt.engines.bandwidth import read_bandwidth
 from lantern_rt.engines.host import host_report, processor
 from lantern_rt.evaluation.drawing import parse_ways
@@ -34,7 +34,7 @@ from lantern_rt.planning.rates_file import Rates, brought_rates
 from lantern_rt.planning.tree_search import Plan, best_plan, expected_codes, slots_per_level
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree
-from lantern_rt.tuning.bench import Bench, bench, target_bytes, usual_ways
+from lantern_rt.tuning.bench import bench, target_bytes, usual_ways
 from lantern_rt.tuning.measure import Calibration
 
 ROWS = 2  # one image with guidance
@@ -46,7 +46,7 @@ def measure(
     pipeline: Pipeline, bandwidth: float, methods: str | None, images: int, rates: Rates, seconds: float = PASS_SECONDS
 ) -> dict[str, Any]:
     """Print and return all three parts for one pipeline; bandwidth: bytes per second."""
-    manifest, calibration = pipeline.bundle.manifest, calibration_of(pipeline.bundle.manifest)
+    manifest = pipeline.bundle.manifest
     size = target_bytes(pipeline.bundle) // (2 if manifest.target.dtype == "float16" else 1)
     bound = size / bandwidth
     print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
@@ -55,10 +55,8 @@ def measure(
     passes = {"target": print_passes("target", costs.target, bound)}
     if costs.drafter is not None:
         passes["drafter"] = print_passes("drafter", costs.drafter, None)
-    named = methods or usual_ways(manifest, (), sweep=False)
-    found = bench(pipeline, parse_ways(named, {}, manifest), calibration, images, lambda line: None)
-    rows = print_methods(found)
-    request = calibration.batch(0)
+    rows = compare(pipeline, methods, images)
+    request = calibration_of(pipeline.bundle).batch(0)
     costs = with_overhead(
         costs,
         pipeline.stream(**request, method="ar"),
@@ -69,14 +67,16 @@ def measure(
     return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes, "methods": rows, "projection": projected}
 
 
-def calibration_of(manifest: Manifest) -> Calibration:
-    """What to draw, one image at a time: class ids, or the prompts that the bundle's vocabulary has."""
-    kind = manifest.condition.kind
-    if kind == "embeddings":
-        raise RequestError(f"bundle {manifest.name}: takes embeddings, expected prompts or class ids")
-    if kind == "class":
-        return Calibration(None, range(manifest.condition.classes or 1), 1)
-    return Calibration(("a red cube on sand", "a red cube", "a red cube on a red cube"), None, 1)
+def calibration_of(bundle: Bundle) -> Calibration:
+    """What to draw, one image at a time: class ids, or the bundle's own prompts where it has some."""
+    condition = bundle.manifest.condition
+    if condition.kind == "embeddings":
+        raise RequestError(f"bundle {bundle.manifest.name}: takes embeddings, expected one of prompts or class ids")
+    if condition.kind == "class":
+        return Calibration(None, range(condition.classes or 1), 1)
+    if "prompts" in bundle.manifest.files:
+        return Calibration(bundle.path("prompts").read_text("utf-8").splitlines(), None, 1)
+    return Calibration(("a red cube on sand",), None, 1)
 
 
 def print_passes(name: str, cost: PassCost, bound: float | None) -> list[dict[str, Any]]:
@@ -92,8 +92,14 @@ def print_passes(name: str, cost: PassCost, bound: float | None) -> list[dict[st
     return rows
 
 
-def print_methods(found: Bench) -> list[dict[str, Any]]:
-    """One line a method; outside: the share of decoding, text and pictures apart, that is spent outside the engines."""
+def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[str, Any]]:
+    """Methods against plain decoding, one line each.
+
+    outside: the share of decoding, text and pictures apart, that is spent outside the engines.
+    """
+    manifest = pipeline.bundle.manifest
+    ways = parse_ways(methods or usual_ways(manifest, (), sweep=False), {}, manifest)
+    found = bench(pipeline, ways, calibration_of(pipeline.bundle), images, lambda line: None)
     rows = []
     print("  speed-up  tokens/pass  target ms  drafter ms  outside  TVD/token  method")
     for row in found.rows:
