@@ -9,7 +9,7 @@ The checkpoint, Anole's always with a drafter, is written to disk piece by piece
 the model's size in `--work` (default `work/`, which git ignores) and is removed afterwards, but for the bundle with
 `--keep`. Memory is what the process holds without mapped files (RssAnon), at its highest; that of the export is judged
 against 1.3 x the largest layer as stored in the bundle + 1.5 GB. Plans are TensorRT-RTX's with `build-engine`'s own
-ranges, built on a host that need not have a GPU, each in a process of its own.
+ranges, built on a host that need not have a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -66,11 +65,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the bundle")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--smoke", action="store_true", help="a tiny model")
-    parser.add_argument("--build", nargs=2, help=argparse.SUPPRESS)  # bundle and role: this process builds one plan
     arguments = parser.parse_args()
-    if arguments.build:
-        print(json.dumps(build_plan(*arguments.build, arguments.plans)))
-        return 0
     name = "tiny" if arguments.smoke else arguments.shape
     precision = arguments.precision
     shape, work = SHAPES[name], arguments.work / f"export-{name}"
@@ -94,7 +89,7 @@ def main() -> int:
         f"bundle {figures['bundle_bytes'] / 1e9:.2f} GB"
     )
     if arguments.plans:
-        figures["plans"] = [run_build(bundle, role, arguments.plans) for role in ("target", "drafter", "vq_decoder")]
+        figures["plans"] = build_plans(bundle, tuple(arguments.plans.split(",")))
     if arguments.json:
         arguments.json.write_text(json.dumps(vars(arguments) | {"shape": name} | figures, default=str))
     if not arguments.keep:
@@ -110,35 +105,33 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def run_build(bundle: Path, role: str, capabilities: str) -> dict[str, Any] | None:
-    """Build one plan in a process of its own, and print its line; None if the bundle has no such graph."""
-    if role not in open_bundle(bundle, verify=False).manifest.files:
-        return None
-    command = [sys.executable, __file__, "--build", str(bundle), role, "--plans", capabilities]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    print(
-        f"  {role} for {capabilities}: {found['seconds']:.1f} s, {found['cpu_seconds']:.1f} s of the processor, "
-        f"plan {found['bytes'] / 1e6:.0f} MB, peak memory {found['peak_bytes'] / 1e6:.0f} MB",
-        flush=True,
-    )
+def build_plans(folder: Path, capabilities: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Build every graph's plan, print its line and remove it."""
+    bundle, backend = open_bundle(folder, verify=False), find_backend("tensorrt-rtx")
+    options = BuildOptions(backend.name, compute_capabilities=capabilities)
+    found = []
+    for role in (role for role in backend.roles if role in bundle.manifest.files):
+        output = folder.with_name(f"{folder.name}-{role}")
+        output.mkdir()
+        cpu = time.process_time()
+        try:
+            with PeakMemory() as peak:
+                built = backend.build(bundle, role, profiles(bundle.manifest, role, options), options, output, silent)
+            plan = {"role": role, "seconds": built.seconds, "bytes": folder_bytes(output), "peak_bytes": peak.bytes}
+        finally:
+            shutil.rmtree(output)
+        plan["cpu_seconds"] = time.process_time() - cpu
+        print(
+            f"  {role} for {', '.join(capabilities)}: {plan['seconds']:.1f} s, {plan['cpu_seconds']:.1f} s of the "
+            f"processor, plan {plan['bytes'] / 1e6:.0f} MB, peak memory {plan['peak_bytes'] / 1e6:.0f} MB",
+            flush=True,
+        )
+        found.append(plan)
     return found
 
 
-def build_plan(folder: str, role: str, capabilities: str) -> dict[str, Any]:
-    """Build one plan here, beside the bundle, and remove it."""
-    bundle = open_bundle(folder, verify=False)
-    options = BuildOptions("tensorrt-rtx", compute_capabilities=tuple(capabilities.split(",")))
-    output = Path(f"{folder}-plans")
-    output.mkdir()
-    try:
-        ranges = profiles(bundle.manifest, role, options)
-        with PeakMemory() as peak:
-            built = find_backend("tensorrt-rtx").build(bundle, role, ranges, options, output, lambda *_: None)
-        found = {"role": role, "bytes": folder_bytes(output), "peak_bytes": peak.bytes}
-    finally:
-        shutil.rmtree(output)
-    return found | {"seconds": built.seconds, "cpu_seconds": time.process_time()}
+def silent(what: str, done: int, total: int) -> None:
+    pass
 
 
 if __name__ == "__main__":

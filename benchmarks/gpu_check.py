@@ -6,9 +6,9 @@
     python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU: does the script itself run?
 
 Runs `pytest -m gpu`, then bundles of LlamaGen's sizes with random weights through ONNX Runtime's CUDA provider, and as
-plans through TensorRT and TensorRT-RTX where they are installed, without and with CUDA graphs: what `decode.py` prints,
-the bound being the bandwidth of device memory, and the memory taken. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA
-driver. What does not fit the GPU's memory, or a library does not build, is left out, and said so.
+plans through TensorRT and TensorRT-RTX, without and with CUDA graphs: what `decode.py` prints, the bound being the
+bandwidth of device memory, and the memory taken. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not
+installed, does not fit the GPU's memory, or is not built by a library, is left out, and said so.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.ort.session import import_onnxruntime
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.engines.trt.cuda_driver import find_gpu
-from lantern_rt.engines.trt.library import MODULES, import_library
 
-BACKENDS = ("onnxruntime", *MODULES)
+BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
 
 
@@ -71,7 +70,7 @@ def main() -> None:
         report["tests"] = subprocess.run(command, cwd=Path(__file__).parent.parent, check=False).returncode
     report["bandwidth"] = bandwidth = device_bandwidth(provider, 1 << (22 if arguments.smoke else 28))
     report["models"] = []
-    backends = ["onnxruntime"] if arguments.smoke else arguments.backend or installed()
+    backends = ["onnxruntime"] if arguments.smoke else arguments.backend or BACKENDS
     rates, seconds = read_rates_of("scenes"), 1.0 if arguments.smoke else PASS_SECONDS
     for name in ["tiny"] if arguments.smoke else arguments.shape or GPT:
         for compute in arguments.compute or ("float16", "float32"):
@@ -103,18 +102,6 @@ def pipelines(bundle: Path, backend: str, provider: str) -> Iterator[tuple[str, 
     print(f"built plans in {time.perf_counter() - began:.0f} s", flush=True)
     for label, graphs in ((backend, False), (f"{backend}, CUDA graphs", True)):
         yield label, Pipeline.from_bundle(bundle, engines=engines, cuda_graphs=graphs)
-
-
-def installed() -> list[str]:
-    """ONNX Runtime, and those of the TensorRT libraries that can be imported."""
-    found = ["onnxruntime"]
-    for name in MODULES:
-        try:
-            print(f"{name} {import_library(name).__version__}")
-            found.append(name)
-        except EngineError as error:
-            print(f"{name}: left out: {error}")
-    return found
 
 
 def device_bandwidth(provider: str, size: int) -> float:

@@ -33,6 +33,7 @@ LAYER_GAIN, DRAFTER_NOISE, LOGIT_SPREAD = 0.01, 0.3, 4.0
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cost does not
 _FIRST_CODE, _BEGIN_OF_IMAGE, _END_OF_TURN = 4, 8197, 8710  # Chameleon's tokens
+_VQ_WIDTH = 256  # of the image tokenizers' narrowest part
 _LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -91,84 +92,15 @@ def export_checkpoints(
     """Export what `write_checkpoints` wrote to `folder`."""
     write = partial(write_bundle, precisions=read_precisions(precision, compute=compute))
     drafter = folder / "drafter" if (folder / "drafter").exists() else None
-    common: dict[str, Any] = {"drafter": drafter, "write": write, "progress": progress}
-    if shape.vocab_size is not None:
-        return export_anole(folder / "target", folder / "vqgan", output, **common)
-    target, vq, config = (folder / name for name in ("target.safetensors", "vq.pt", "config.json"))
-    return export_llamagen(target, vq, output, config=config, grid=shape.grid, **common)
+    common: dict[str, Any] = {"drafter": drafter, "grid": shape.grid, "write": write, "progress": progress}
+    if shape.vocab_size is None:
+        return export_llamagen(folder / "target", folder / "vq.pt", output, **common)
+    return export_anole(folder / "target", folder / "vqgan", output, **common)
 
 
 def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
-    """Write all that an export reads."""
-    if shape.vocab_size is None:
-        _write_llamagen(shape, folder)
-    else:
-        _write_anole(shape, folder)
-    if drafter:
-        (folder / "drafter").mkdir()
-        _write_weights(folder / "drafter/model.safetensors", _drafter(shape), shape.dtype)
-        (folder / "drafter/config.json").write_text(json.dumps(_llama_config(shape) | {"num_hidden_layers": 1}))
-
-
-def _write_llamagen(shape: Shape, folder: Path) -> None:
-    _write_weights(folder / "target.safetensors", _llamagen(shape), shape.dtype)
-    tokenizer = _tokenizer(VQConfig(shape.codes, 8, 256, shape.vq_width, *_widths(shape), 2))
-    state = tokenizer.state_dict()
-    state["quantize.embedding.weight"] = torch.randn_like(state.pop("codebook"))
-    torch.save({"model": state}, folder / "vq.pt")
-    (folder / "config.json").write_text(json.dumps({"n_head": shape.num_heads}))
-
-
-def _llamagen(shape: Shape) -> Sizes:
-    """Names and shapes of an official class-conditional LlamaGen transformer."""
-    width, inner = shape.hidden_size, shape.intermediate_size
-    yield "tok_embeddings.weight", (shape.codes, width)
-    yield "cls_embedding.embedding_table.weight", (CLASSES + 1, width)
-    for i in range(shape.num_layers):
-        yield f"layers.{i}.attention.wqkv.weight", (3 * width, width)
-        yield f"layers.{i}.attention.wo.weight", (width, width)
-        yield f"layers.{i}.feed_forward.w1.weight", (inner, width)
-        yield f"layers.{i}.feed_forward.w3.weight", (inner, width)
-        yield f"layers.{i}.feed_forward.w2.weight", (width, inner)
-        yield f"layers.{i}.attention_norm.weight", (width,)
-        yield f"layers.{i}.ffn_norm.weight", (width,)
-    yield "norm.weight", (width,)
-    yield "output.weight", (shape.codes, width)
-
-
-def _write_anole(shape: Shape, folder: Path) -> None:
-    """A Chameleon folder in Hugging Face's layout, and its VQGAN in taming-transformers'."""
-    target, vq = folder / "target", folder / "vqgan"
-    target.mkdir()
-    vq.mkdir()
-    _write_weights(target / "model.safetensors", _chameleon(shape), shape.dtype)
-    named = {"<s>": 0, "<racm3:break>": _BEGIN_OF_IMAGE, "<reserved08706>": _END_OF_TURN}
-    codes = {f"IMGIMG{_letters(code)}Z": _FIRST_CODE + code for code in range(shape.codes)}
-    whole = {"num_hidden_layers": shape.num_layers, "vocabulary_map": named | codes}
-    (target / "config.json").write_text(json.dumps(_llama_config(shape) | whole))
-    words = {word: _END_OF_TURN + 1 + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
-    tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.save(str(target / "tokenizer.json"))
-
-    width, top = 256, len(_LEVELS) - 1
-    config = VQConfig(shape.codes, width, width, shape.vq_width, *_widths(shape), 2, attention=False)
-    state = {"quantize.embedding.weight": torch.randn(shape.codes, width)}
-    for name, weight in _tokenizer(config).state_dict().items():
-        for i, part in enumerate(("block_1", "attn_1", "block_2")):
-            name = name.replace(f".mid.{i}.", f".mid.{part}.")
-        name = re.sub(r"encoder\.conv_blocks\.(\d+)", r"encoder.down.\1", name)
-        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{top - int(found[1])}", name)
-        if name != "codebook":
-            state[name.replace(".res.", ".block.")] = weight
-    torch.save({"state_dict": state}, vq / "vqgan.ckpt")
-    sizes = {"z_channels": width, "ch": shape.vq_width, "num_res_blocks": 2, "resolution": shape.grid * 2**top}
-    parameters = {"embed_dim": width, "n_embed": shape.codes, "ddconfig": sizes}
-    (vq / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": parameters}}))
-
-
-def _llama_config(shape: Shape) -> dict[str, Any]:
-    sizes = {
+    """Write all that an export reads: folders in LANTERN's layout, or Anole's, and an image tokenizer."""
+    config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_heads,
@@ -176,20 +108,32 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "vocab_size": shape.vocab_size or shape.codes,
     }
-    return sizes if shape.vocab_size is None else sizes | {"model_type": "chameleon", "max_position_embeddings": 4096}
+    if shape.vocab_size is None:
+        _write_vq(shape, folder)
+    else:
+        config |= {"model_type": "chameleon", "max_position_embeddings": 4096}
+        _write_vqgan(shape, folder / "vqgan")
+    _write_folder(folder / "target", _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
+    if shape.vocab_size is not None:
+        _name_tokens(shape, folder / "target")
+    if drafter:
+        _write_folder(folder / "drafter", _drafter(shape), shape.dtype, config | {"num_hidden_layers": 1})
 
 
-def _chameleon(shape: Shape) -> Sizes:
-    assert shape.vocab_size is not None
-    yield "model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size)
+def _target(shape: Shape) -> Sizes:
+    """Names and shapes of a target's weights."""
+    width, anole = shape.hidden_size, shape.vocab_size is not None
+    yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
+    if not anole:
+        yield "model.cls_embedding.embedding_table.weight", (CLASSES + 1, width)
     for i in range(shape.num_layers):
-        yield from _hugging_face_layer(shape, f"model.layers.{i}.")
-        yield f"model.layers.{i}.input_layernorm.weight", (shape.hidden_size,)
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            yield f"model.layers.{i}.{name}.weight", (shape.num_heads, shape.hidden_size // shape.num_heads)
-            yield f"model.layers.{i}.{name}.bias", (shape.num_heads, shape.hidden_size // shape.num_heads)
-    yield "model.norm.weight", (shape.hidden_size,)
-    yield "lm_head.weight", (shape.vocab_size, shape.hidden_size)
+        yield from _layer(shape, f"model.layers.{i}.")
+        yield f"model.layers.{i}.input_layernorm.weight", (width,)
+        for name in ("self_attn.q_norm", "self_attn.k_norm") if anole else ():
+            yield f"model.layers.{i}.{name}.weight", (shape.num_heads, width // shape.num_heads)
+            yield f"model.layers.{i}.{name}.bias", (shape.num_heads, width // shape.num_heads)
+    yield "model.norm.weight", (width,)
+    yield "lm_head.weight", (shape.vocab_size or shape.codes, width)
 
 
 def _drafter(shape: Shape) -> Sizes:
@@ -197,10 +141,10 @@ def _drafter(shape: Shape) -> Sizes:
     yield "embed_tokens.weight", (shape.vocab_size or shape.codes, shape.hidden_size)
     yield "fc.weight", (shape.hidden_size, 2 * shape.hidden_size)
     yield "fc.bias", (shape.hidden_size,)
-    yield from _hugging_face_layer(shape, "layers.0.")
+    yield from _layer(shape, "layers.0.")
 
 
-def _hugging_face_layer(shape: Shape, prefix: str) -> Sizes:
+def _layer(shape: Shape, prefix: str) -> Sizes:
     for part in "qkvo":
         yield f"{prefix}self_attn.{part}_proj.weight", (shape.hidden_size, shape.hidden_size)
     for part in ("gate", "up"):
@@ -209,23 +153,55 @@ def _hugging_face_layer(shape: Shape, prefix: str) -> Sizes:
     yield f"{prefix}post_attention_layernorm.weight", (shape.hidden_size,)
 
 
-def _letters(code: int) -> str:
-    """A code's digits as Chameleon's vocabulary spells them: A is 0."""
-    return "".join(chr(ord("A") + int(digit)) for digit in str(code))
+def _name_tokens(shape: Shape, folder: Path) -> None:
+    """Chameleon's names of image tokens, in which a code's digits are letters (A is 0), and a small tokenizer."""
+    named = {"<s>": 0, "<racm3:break>": _BEGIN_OF_IMAGE, "<reserved08706>": _END_OF_TURN}
+    letters = str.maketrans("0123456789", "ABCDEFGHIJ")
+    codes = {f"IMGIMG{str(code).translate(letters)}Z": _FIRST_CODE + code for code in range(shape.codes)}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocabulary_map": named | codes}))
+    words = {word: _END_OF_TURN + 1 + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
+    tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def _widths(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    widths = tuple(shape.vq_width * level for level in _LEVELS)
-    return widths, widths[::-1]
+def _write_vq(shape: Shape, folder: Path) -> None:
+    """LlamaGen's image tokenizer."""
+    state = _tokenizer(shape, 8, attention=True)
+    state["quantize.embedding.weight"] = torch.randn_like(state.pop("codebook"))
+    torch.save({"model": state}, folder / "vq.pt")
 
 
-def _tokenizer(config: VQConfig) -> LlamaGenVQ:
+def _write_vqgan(shape: Shape, folder: Path) -> None:
+    """Chameleon's, in taming-transformers' layout."""
+    top = len(_LEVELS) - 1
+    state = {}
+    for name, weight in _tokenizer(shape, _VQ_WIDTH, attention=False).items():
+        for i, part in enumerate(("block_1", "attn_1", "block_2")):
+            name = name.replace(f".mid.{i}.", f".mid.{part}.")
+        name = re.sub(r"encoder\.conv_blocks\.(\d+)", r"encoder.down.\1", name)
+        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{top - int(found[1])}", name)
+        state[name.replace(".res.", ".block.")] = weight
+    state["quantize.embedding.weight"] = torch.randn_like(state.pop("codebook"))
+    folder.mkdir()
+    torch.save({"state_dict": state}, folder / "vqgan.ckpt")
+    sizes = {"z_channels": _VQ_WIDTH, "ch": shape.vq_width, "num_res_blocks": 2, "resolution": shape.grid * 2**top}
+    parameters = {"embed_dim": _VQ_WIDTH, "n_embed": shape.codes, "ddconfig": sizes}
+    (folder / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": parameters}}))
+
+
+def _tokenizer(shape: Shape, code_width: int, attention: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return LlamaGenVQ(config)
+    widths = tuple(shape.vq_width * level for level in _LEVELS)
+    config = VQConfig(shape.codes, code_width, _VQ_WIDTH, shape.vq_width, widths, widths[::-1], 2, attention=attention)
+    return dict(LlamaGenVQ(config).state_dict())
 
 
-def _write_weights(path: Path, sizes: Sizes, dtype: torch.dtype) -> None:
-    """A safetensors file, tensor by tensor."""
+def _write_folder(folder: Path, sizes: Sizes, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """A configuration and a safetensors file, tensor by tensor."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, object] = {}
     at, listed = 0, list(sizes)
     for name, size in listed:
@@ -234,7 +210,7 @@ def _write_weights(path: Path, sizes: Sizes, dtype: torch.dtype) -> None:
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for seed, (name, size) in enumerate(listed, start=1):
             block = _weight(name, size, seed).to(dtype).flatten().view(torch.uint8).numpy().data
@@ -255,7 +231,7 @@ def _weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
     numbers = torch.randn(min(_BLOCK, size[0] * width), generator=generator)
     if "embed" in name:
         return numbers
-    if name in ("output.weight", "lm_head.weight"):
+    if name == "lm_head.weight":
         return numbers * (LOGIT_SPREAD / width**0.5)
-    adds = name.endswith((".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight"))
+    adds = name.endswith((".o_proj.weight", ".down_proj.weight"))
     return numbers * ((LAYER_GAIN if adds else 0.5) / width**0.5)
