@@ -18,6 +18,7 @@ import argparse
 import json
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -68,19 +69,19 @@ def main() -> int:
     arguments = parser.parse_args()
     name = "tiny" if arguments.smoke else arguments.shape
     precision = arguments.precision
-    shape, work = SHAPES[name], arguments.work / f"export-{name}"
-    bundle = arguments.work / f"bundle-{name}-{precision}"
-    work.mkdir(parents=True)
-    try:
-        start = time.perf_counter()
-        write_checkpoints(shape, work, arguments.drafter or shape.vocab_size is not None)
-        print(f"checkpoint: {folder_bytes(work) / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s")
-        start = time.perf_counter()
-        with PeakMemory() as peak:
-            export_checkpoints(shape, work, bundle, precision, arguments.compute, lambda line: say(line, start, peak))
+    shape, bundle = SHAPES[name], arguments.work / f"bundle-{name}-{precision}"
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
+        start, checkpoints = time.perf_counter(), Path(folder) / "checkpoints"
+
+        def say(line: str) -> None:
+            print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {line}", flush=True)
+
+        write_checkpoints(shape, checkpoints, arguments.drafter or shape.vocab_size is not None)
+        say(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
+        start, peak.bytes = time.perf_counter(), 0
+        export_checkpoints(shape, checkpoints, bundle, precision, arguments.compute, say)
         seconds = time.perf_counter() - start
-    finally:
-        shutil.rmtree(work)
     bound = 1.3 * shape.layer_parameters * BYTES[precision] + 1.5e9
     figures: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak.bytes, "allowed_bytes": bound}
     figures["bundle_bytes"] = folder_bytes(bundle)
@@ -95,10 +96,6 @@ def main() -> int:
     if not arguments.keep:
         shutil.rmtree(bundle)
     return 0 if peak.bytes <= bound else 1
-
-
-def say(line: str, start: float, peak: PeakMemory) -> None:
-    print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {line}", flush=True)
 
 
 def folder_bytes(folder: Path) -> int:
@@ -116,7 +113,9 @@ def build_plans(folder: Path, capabilities: tuple[str, ...]) -> list[dict[str, A
         cpu = time.process_time()
         try:
             with PeakMemory() as peak:
-                built = backend.build(bundle, role, profiles(bundle.manifest, role, options), options, output, silent)
+                built = backend.build(
+                    bundle, role, profiles(bundle.manifest, role, options), options, output, lambda *_: None
+                )
             plan = {"role": role, "seconds": built.seconds, "bytes": folder_bytes(output), "peak_bytes": peak.bytes}
         finally:
             shutil.rmtree(output)
@@ -128,10 +127,6 @@ def build_plans(folder: Path, capabilities: tuple[str, ...]) -> list[dict[str, A
         )
         found.append(plan)
     return found
-
-
-def silent(what: str, done: int, total: int) -> None:
-    pass
 
 
 if __name__ == "__main__":

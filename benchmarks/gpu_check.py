@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from decode import PASS_SECONDS, measure, read_rates_of
+from decode import PASS_SECONDS, measure
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__, open_bundle
@@ -37,6 +37,7 @@ from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.ort.session import import_onnxruntime
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.engines.trt.cuda_driver import find_gpu
+from lantern_rt.planning.rates_file import brought_rates
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
@@ -59,7 +60,6 @@ def main() -> None:
     report: dict[str, Any] = {
         "lantern_rt": __version__,
         "onnxruntime": import_onnxruntime().__version__,
-        "date": time.strftime("%Y-%m-%d"),
         "device": query("name,memory.total"),
         "driver": gpu.driver if gpu else None,
         "compute_capability": gpu.compute_capability if gpu else None,
@@ -71,7 +71,7 @@ def main() -> None:
     report["bandwidth"] = bandwidth = device_bandwidth(provider, 1 << (22 if arguments.smoke else 28))
     report["models"] = []
     backends = ["onnxruntime"] if arguments.smoke else arguments.backend or BACKENDS
-    rates, seconds = read_rates_of("scenes"), 1.0 if arguments.smoke else PASS_SECONDS
+    rates, seconds = brought_rates(open_bundle("scenes")), 1.0 if arguments.smoke else PASS_SECONDS
     for name in ["tiny"] if arguments.smoke else arguments.shape or GPT:
         for compute in arguments.compute or ("float16", "float32"):
             with tempfile.TemporaryDirectory() as folder:
@@ -79,10 +79,12 @@ def main() -> None:
                 bundle = random_bundle(shape, Path(folder) / name, compute)
                 for backend in backends:
                     try:
-                        for label, pipeline in pipelines(bundle, backend, provider):
+                        for label, how in choices(bundle, backend, provider):
                             print(f"\n{name} {compute}, {label}", end="")
+                            pipeline = Pipeline.from_bundle(bundle, **how)
                             found = measure(pipeline, bandwidth, arguments.methods, 3, rates, seconds)
                             found |= {"memory": query("memory.used"), "backend": label, "compute": compute}
+                            del pipeline  # makes room for the next
                             report["models"].append(found)
                             print(f"  device memory in use, by anybody: {found['memory']}")
                     except LanternError as error:
@@ -91,17 +93,17 @@ def main() -> None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def pipelines(bundle: Path, backend: str, provider: str) -> Iterator[tuple[str, Pipeline]]:
-    """A bundle in each way that a backend can run it; plans are built once."""
+def choices(bundle: Path, backend: str, provider: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How a backend can run a bundle, as `Pipeline.from_bundle` takes it; plans are built once."""
     if backend == "onnxruntime":
-        yield backend, Pipeline.from_bundle(bundle, provider=provider)
+        yield backend, {"provider": provider}
         return
     engines = bundle.with_name(f"{bundle.name}-{backend}")
     options, began = BuildOptions(backend, max_rows=2), time.perf_counter()
     build_engines(open_bundle(bundle), str(bundle), options, engines, False, lambda what, done, total: None)
     print(f"built plans in {time.perf_counter() - began:.0f} s", flush=True)
-    for label, graphs in ((backend, False), (f"{backend}, CUDA graphs", True)):
-        yield label, Pipeline.from_bundle(bundle, engines=engines, cuda_graphs=graphs)
+    yield backend, {"engines": engines}
+    yield f"{backend}, CUDA graphs", {"engines": engines, "cuda_graphs": True}
 
 
 def device_bandwidth(provider: str, size: int) -> float:

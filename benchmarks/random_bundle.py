@@ -74,7 +74,6 @@ SHAPES = {
 def random_bundle(shape: Shape, output: Path, compute: str = "float32") -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
-    checkpoints.mkdir()
     write_checkpoints(shape, checkpoints, drafter=True)
     export_checkpoints(shape, checkpoints, output, compute=compute)
     shutil.rmtree(checkpoints)
@@ -100,6 +99,7 @@ def export_checkpoints(
 
 def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
     """Write all that an export reads: folders in LANTERN's layout, or Anole's, and an image tokenizer."""
+    folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,

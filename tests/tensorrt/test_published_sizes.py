@@ -44,7 +44,6 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
     from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
     shape = replace(SHAPES["GPT-XL"], dtype=torch.bfloat16, vq_width=32)  # a file of half the size
-    (tmp_path / "checkpoints").mkdir()
     write_checkpoints(shape, tmp_path / "checkpoints", drafter=False)
     export_checkpoints(shape, tmp_path / "checkpoints", tmp_path / "bundle", compute=compute)
     manifest = build(tmp_path / "bundle")
