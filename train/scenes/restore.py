@@ -41,17 +41,12 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
 
 
 def _vq(bundle: Bundle) -> ScenesVQ:
-    stored = _weights(bundle.path("vq_decoder"))
-    codebook = stored["codebook"]
-    decoder = {name: w for name, w in stored.items() if name.startswith("decoder.")}
-    encoder = {
-        name.removeprefix("vq."): w
-        for name, w in _weights(bundle.path("vq_encoder")).items()
-        if name.startswith("vq.encoder.")
-    }
+    stored = {name.removeprefix("vq."): w for name, w in _weights(bundle.path("vq_encoder")).items()}
+    stored |= _weights(bundle.path("vq_decoder"))
+    codebook, vq = stored["codebook"], ScenesVQ()
+    networks = {name: w for name, w in stored.items() if name.startswith(("encoder.", "decoder."))}
     table = {"codebook": codebook, "sums": codebook.clone(), "members": torch.ones(len(codebook))}
-    vq = ScenesVQ()
-    vq.load_state_dict(encoder | decoder | table)
+    vq.load_state_dict(networks | table)
     return vq
 
 
@@ -73,15 +68,11 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
         for name, tensor in target.named_parameters()
         if name in ("words.weight", "slots", "uncond_embedding")
     }
-    rows = {
-        "code_embedding.rows": torch.from_numpy(bundle.code_embeddings().copy()),
-        "code_head.rows": stored["head.weight"].T,
-        "decoder.norm.weight": stored["norm.weight"],
-    }
-    for part in ("code_embedding", "code_head"):
-        rows[f"{part}.map"] = torch.zeros_like(getattr(target, part).map)
-        rows[f"{part}.features"] = getattr(target, part).features
-    target.load_state_dict(layers | condition | rows)
+    tables = {"code_embedding": torch.from_numpy(bundle.code_embeddings().copy()), "code_head": stored["head.weight"].T}
+    for part, table in tables.items():  # all in the learned rows, nothing in the map of features
+        own = getattr(target, part)
+        condition |= {f"{part}.rows": table, f"{part}.map": torch.zeros_like(own.map), f"{part}.features": own.features}
+    target.load_state_dict(layers | condition | {"decoder.norm.weight": stored["norm.weight"]})
     return target
 
 
@@ -118,7 +109,6 @@ def _layers(stored: dict[str, Tensor], layers: int, head_dim: int) -> dict[str, 
         found[f"{at}attention.qkv.weight"] = qkv
         for name in ("attention.out", "ffn.gate", "ffn.up", "ffn.down"):
             found[f"{at}{name}.weight"] = stored[f"{at}{name}.weight"].T
-        for name in ("attention_norm", "ffn_norm"):
-            if f"{at}{name}.weight" in stored:
-                found[f"{at}{name}.weight"] = stored[f"{at}{name}.weight"]
+        norms = (f"{at}{name}.weight" for name in ("attention_norm", "ffn_norm"))
+        found |= {name: stored[name] for name in norms if name in stored}
     return {name: weight.contiguous() for name, weight in found.items()}
