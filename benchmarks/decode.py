@@ -9,7 +9,7 @@ Three parts. *Passes*: milliseconds of a pass against its nodes at half an image
 beside the time it takes to read the target's weights once. *Methods*: every method against plain decoding, as
 `lantern-rt bench` compares them, and the share of decoding that is spent outside the engines. *Projection*: what the
 best tree or window would give at these costs, with the papers' trees beside it, if drafts were accepted as often as
-`lantern-rt tune` counted on the bundle `--rates`. Needs `lantern-rt[export]`. Nothing is judged.
+`lantern-rt tune` counted on the bundle `--project`. Needs `lantern-rt[export]`. Nothing is judged.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from typing import Any
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
-from lantern_rt.bundle.files import Bundle
 from lantern_rt.engines.bandwidth import read_bandwidth
 from lantern_rt.engines.host import host_report, processor
-from lantern_rt.evaluation.drawing import parse_ways
-from lantern_rt.planning.costs import HostCosts, PassCost
-from lantern_rt.planning.probe import CHAIN, WINDOW, measure_costs, with_overhead
-from lantern_rt.planning.rates_file import Rates, brought_rates
-from lantern_rt.planning.tree_search import Plan, best_plan, expected_codes, slots_per_level
+from lantern_rt.methods import Ar, Eagle, Sjd
+from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
+from lantern_rt.planning.costs import PROBE_CHAIN, PROBE_WINDOW, HostCosts, PassCost, measure_costs, with_overhead
+from lantern_rt.planning.tree_search import Plan, best_plan, expected_tokens, slots_per_level
+from lantern_rt.runner import Subjects, parse_contenders, subjects_of
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree
-from lantern_rt.tuning.bench import bench, target_bytes, usual_ways
-from lantern_rt.tuning.measure import Calibration
+from lantern_rt.tuning.bench import bench, target_bytes, usual_methods
+from lantern_rt.tuning.measure import describe
 
 ROWS = 2  # one image with guidance
 PASS_SECONDS = 20.0
@@ -49,7 +48,7 @@ def measure(
     bandwidth: float,
     methods: str | None,
     images: int,
-    rates: Rates | None,
+    measured: AcceptanceStatistics | None,
     seconds: float = PASS_SECONDS,
 ) -> dict[str, Any]:
     """Print and return all three parts for one pipeline; bandwidth: bytes per second."""
@@ -65,19 +64,20 @@ def measure(
     ]
     print_table(passes, {"graph": "", "nodes": "d", "ms": ".2f", "relative": ".2f", "bound_share": ".0%"})
     rows = compare(pipeline, methods, images)
-    request = calibration_of(pipeline.bundle).batch(0)
+    request = subjects(pipeline).request(0, 1)
+    chain = Eagle(tree=f"chain-{PROBE_CHAIN}") if costs.drafter else None
     costs = with_overhead(
         costs,
-        pipeline.stream(**request, method="ar"),
-        pipeline.stream(**request, method="sjd", window=WINDOW),
-        pipeline.stream(**request, method="eagle", tree=f"chain-{CHAIN}") if costs.drafter else None,
+        pipeline.stream(**request, method=Ar()),
+        pipeline.stream(**request, method=Sjd(window=PROBE_WINDOW)),
+        pipeline.stream(**request, method=chain) if chain else None,
     )
     print(
         f"  outside the engines {1e3 * costs.step:.2f} ms a step, {1e3 * costs.level:.2f} ms a drafter pass; projected:"
     )
-    projected = project(rates, costs)
-    columns = {"speed_against_ar": ".2f", "tokens_per_target_pass": ".2f", "tvd_per_code": ".4f"}
-    print_table(projected, columns | {"plan": "", "candidate": ""})
+    projected = project(measured, costs)
+    columns = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "tvd_per_token": ".4f", "method": ""}
+    print_table(projected, columns)
     return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes, "methods": rows, "projection": projected}
 
 
@@ -90,14 +90,10 @@ def print_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
         print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
 
-def calibration_of(bundle: Bundle) -> Calibration:
-    """What to draw, one image at a time: class ids, or the bundle's own prompts where it has some."""
-    condition = bundle.manifest.condition
-    if condition.kind == "class":
-        return Calibration(None, range(condition.classes or 1), 1)
-    if "prompts" in bundle.manifest.files:
-        return Calibration(bundle.path("prompts").read_text("utf-8").splitlines(), None, 1)
-    return Calibration(("a red cube on sand",), None, 1)
+def subjects(pipeline: Pipeline) -> Subjects:
+    """What to draw; random models of prompts bring none."""
+    kind = pipeline.bundle.manifest.condition.kind
+    return Subjects("prompts", ["a red cube on sand"]) if kind == "tokens" else subjects_of(pipeline.bundle, None)
 
 
 def pass_rows(graph: str, cost: PassCost, bound: float | None = None) -> list[dict[str, Any]]:
@@ -117,46 +113,41 @@ def pass_rows(graph: str, cost: PassCost, bound: float | None = None) -> list[di
 def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[str, Any]]:
     """Methods against plain decoding; outside_engines: a share of decoding, without text and pictures."""
     manifest = pipeline.bundle.manifest
-    ways = parse_ways(methods or usual_ways(manifest, (), sweep=False), {}, manifest)
-    found = bench(pipeline, ways, calibration_of(pipeline.bundle), images, lambda line: None)
+    contenders = parse_contenders(methods or usual_methods(manifest, (), sweep=False), {}, pipeline.bundle)
+    found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda line: None)
     rows = []
-    for row in found.rows:
-        stats = [run.stats for run in row.runs]
+    for runs in found.runs:
+        stats = [run.statistics for run in runs]
         drafted = [one.drafter_seconds / one.drafter_passes for one in stats if one.drafter_passes]
         times = {
             "target_ms": 1e3 * statistics.median(one.target_seconds / one.target_passes for one in stats),
             "drafter_ms": 1e3 * statistics.median(drafted) if drafted else None,
             "outside_engines": sum(one.host_seconds for one in stats) / sum(one.seconds for one in stats),
         }
-        rows.append(found.figures(row) | times)
-    columns = {"speed_against_ar": ".2f", "tokens_per_target_pass": ".2f", "target_ms": ".2f", "drafter_ms": ".2f"}
-    print_table(rows, columns | {"outside_engines": ".1%", "tvd_per_code": ".4f", "way": ""})
+        rows.append(found.figures(runs) | times)
+    columns = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "target_ms": ".2f", "drafter_ms": ".2f"}
+    print_table(rows, columns | {"outside_engines": ".1%", "tvd_per_token": ".4f", "label": ""})
     return rows
 
 
-def project(rates: Rates | None, costs: HostCosts) -> list[dict[str, Any]]:
-    """Per measured candidate the best tree or window at these costs, and the papers' static trees beside it."""
+def project(measured: AcceptanceStatistics | None, costs: HostCosts) -> list[dict[str, Any]]:
+    """Per measured method the best tree or window at these costs, and the papers' static trees beside it."""
     rows = []
-    for entry in rates.entries if rates else ():
-        if entry.greedy or (entry.rates and costs.drafter is None):
+    for entry in measured.entries if measured else ():
+        if entry.greedy or (entry.method.needs_drafter and costs.drafter is None):
             continue
-        chances = entry.tree_rates()
-        plans = [best_plan(chances, entry.window_codes(), costs)]
-        for name in PAPER_TREES if entry.rates else ():
+        rates = entry.rates()
+        plans = [best_plan(rates, entry.window_tokens(), costs)]
+        for name in PAPER_TREES if entry.method.needs_drafter else ():
             tree = named_tree(name)
             assert isinstance(tree, StaticTree)
             seconds = costs.tree_seconds(tree.nodes, slots_per_level(tree.paths))
-            plans.append(Plan(tree.paths, expected_codes(tree.paths, chances), seconds))
-        rows += [
-            {
-                "candidate": entry.candidate.label,
-                "plan": name or plan.name or "ar",
-                "speed_against_ar": plan.rate * costs.plain_seconds,
-                "tokens_per_target_pass": plan.codes,
-                "tvd_per_code": entry.tvd_per_code,
-            }
-            for name, plan in zip(("", *PAPER_TREES), plans, strict=False)
-        ]
+            plans.append(Plan(tree.paths, expected_tokens(tree.paths, rates), seconds))
+        for name, plan in zip(("", *PAPER_TREES), plans, strict=False):
+            method = entry.method.model_copy(update={"tree": name} if name else plan.drafting)
+            row = {"method": str(method) if plan.drafts else f"ar, not {describe(method)}"}
+            row |= {"speed_up": plan.rate * costs.plain_seconds, "tokens_per_forward_pass": plan.tokens}
+            rows.append(row | {"tvd_per_token": entry.tvd_per_token})
     return rows
 
 
@@ -167,7 +158,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
     parser.add_argument("--methods", help="as in `lantern-rt bench` [default: all that the bundle can run]")
     parser.add_argument("--images", type=int, default=3, help="of every method, at least 3")
-    parser.add_argument("--rates", default="scenes", help="bundle whose rates are projected")
+    parser.add_argument("--project", default="scenes", help="bundle whose acceptance statistics are projected")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, few repeats")
     arguments = parser.parse_args()
@@ -180,8 +171,8 @@ def main() -> None:
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.situation(1, None, "").threads
         bandwidth = read_bandwidth(target_bytes(pipeline.bundle), threads)
-        rates, seconds = brought_rates(open_bundle(arguments.rates)), 1.0 if arguments.smoke else PASS_SECONDS
-        found = measure(pipeline, bandwidth, arguments.methods, arguments.images, rates, seconds)
+        measured, seconds = bundle_statistics(open_bundle(arguments.project)), 1.0 if arguments.smoke else PASS_SECONDS
+        found = measure(pipeline, bandwidth, arguments.methods, arguments.images, measured, seconds)
     if arguments.json:
         report = {"lantern_rt": __version__, "host": host.as_dict(), "processor": processor(), "threads": threads}
         arguments.json.write_text(json.dumps(report | found, indent=2) + "\n", encoding="utf-8")

@@ -37,7 +37,7 @@ from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.ort.session import import_onnxruntime
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.engines.trt.cuda_driver import find_gpu
-from lantern_rt.planning.rates_file import brought_rates
+from lantern_rt.planning.acceptance_statistics import bundle_statistics
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
@@ -71,7 +71,7 @@ def main() -> None:
     report["bandwidth"] = bandwidth = device_bandwidth(provider, 1 << (22 if arguments.smoke else 28))
     report["models"] = []
     backends = ["onnxruntime"] if arguments.smoke else arguments.backend or BACKENDS
-    rates, seconds = brought_rates(open_bundle("scenes")), 1.0 if arguments.smoke else PASS_SECONDS
+    measured, seconds = bundle_statistics(open_bundle("scenes")), 1.0 if arguments.smoke else PASS_SECONDS
     for name in ["tiny"] if arguments.smoke else arguments.shape or GPT:
         for compute in arguments.compute or ("float16", "float32"):
             with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def main() -> None:
                         for label, how in choices(bundle, backend, provider):
                             print(f"\n{name} {compute}, {label}", end="")
                             pipeline = Pipeline.from_bundle(bundle, **how)
-                            found = measure(pipeline, bandwidth, arguments.methods, 3, rates, seconds)
+                            found = measure(pipeline, bandwidth, arguments.methods, 3, measured, seconds)
                             found |= {"memory": query("memory.used"), "backend": label, "compute": compute}
                             del pipeline  # makes room for the next
                             report["models"].append(found)

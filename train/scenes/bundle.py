@@ -42,8 +42,8 @@ from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
 PROMPTS_SEED = 930_000
-# The tree of 16 nodes with the most codes a pass (lantern_rt/tuning/tree_search.py, rates of captions that nothing else
-# uses): 3.6 exactly. Relaxed methods stray little from the target. What is fastest on a host `lantern-rt tune` finds.
+# The tree of 16 nodes with the most tokens per forward pass (lantern_rt/planning/tree_search.py, acceptance statistics
+# of captions that nothing else uses): 3.6 exactly. What is fastest on a host `lantern-rt tune` finds.
 TREE = "tree-4-2100-211-1000-1-1-1"
 DECODING = DecodingDefaults(
     method="lantern++",
@@ -98,10 +98,11 @@ class PictureEncoder(nn.Module):
 def write_scenes_bundle(
     work: Path, output: Path, force: bool, progress: Callable[[str], None], compute: str = "float32"
 ) -> Path:
-    """Write the bundle of a work folder's `vq.pt`, `target.pt` and `drafter.pt`, and `rates.json` where there is one.
+    """Write the bundle of a work folder's checkpoints, and `acceptance_statistics.json` where there is one.
 
     compute: what target and drafter compute in, float32 or float16.
-    `lantern-rt tune scenes --rates work/scenes/rates.json` measures the rates, with a bundle written before.
+    `lantern-rt tune scenes --acceptance-statistics work/scenes/acceptance_statistics.json` measures these, with a
+    bundle written before.
     """
     vq, target = load_vq(work), load_target(work)
     config = target.config
@@ -170,8 +171,8 @@ def write_scenes_bundle(
         ),
     }
     files = {"tokenizer": ("tokenizer.json", _tokenizer()), "prompts": ("prompts.txt", _prompts())}
-    if (work / "rates.json").exists():
-        files["rates"] = ("rates.json", (work / "rates.json").read_bytes())
+    if (counted := work / "acceptance_statistics.json").exists():
+        files["acceptance_statistics"] = (counted.name, counted.read_bytes())
     return write_bundle(
         output,
         graphs=graphs,

@@ -1,6 +1,6 @@
 """How well a bundle draws what prompts say: agreement per method, intervals, and contact sheets.
 
-Runs the bundle as a user would, through `Pipeline`. Does not know how the model was trained.
+Runs the bundle as a user would, through `Pipeline`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...pipeline import Pipeline
+from ...runner import Contender, take_turns
 from .judge import Judge, agreement, judge, load_judge
 from .vocabulary import Scene, describe, sample_scene
 
@@ -46,25 +47,20 @@ def evaluate_bundle(
     report: dict[str, Any] = {"prompts": count, "methods": {}}
     pictures: dict[str, NDArray[np.uint8]] = {}
     plain: list[dict[str, bool]] = []  # marks of the first method
-    for method in methods:
-        images, passes, tvd, seconds = [], 0.0, 0.0, 0.0
-        for i in range(0, count, batch):
-            seeds_from = 1000 + i
-            result = pipe(prompts[i : i + batch], seed=seeds_from, method=method)
-            images += [np.asarray(image) for image in result.images]
-            weight = len(result.images) / count
-            passes += weight / result.stats.tokens_per_forward_pass
-            tvd += weight * result.stats.realised_tvd
-            seconds += result.stats.seconds
-        pictures[method] = np.stack(images)
+    requests = [{"prompts": prompts[i : i + batch], "seed": 1000 + i} for i in range(0, count, batch)]
+    contenders = [Contender(method, {"method": method}) for method in methods]
+    turns = list(take_turns(pipe, contenders, requests, score=False))
+    for method, runs in zip(methods, zip(*turns, strict=True), strict=True):
+        pictures[method] = np.stack([np.asarray(image) for run in runs for image in run.images])
+        shares = [(len(run.images) / count, run.statistics) for run in runs]
         marks = score(critic, scenes, pictures[method])
         plain = plain or marks
         report["methods"][method] = {
             "agreement": {name: interval(values) for name, values in by_name(marks).items()},
             f"against {methods[0]}": differences(marks, plain),
-            "tokens_per_forward_pass": 1 / passes,
-            "realised_tvd_per_image": tvd,
-            "seconds_per_image": seconds / count,
+            "tokens_per_forward_pass": 1 / sum(share / one.tokens_per_forward_pass for share, one in shares),
+            "realised_tvd_per_image": sum(share * one.realised_tvd for share, one in shares),
+            "seconds_per_image": sum(one.seconds for _, one in shares) / count,
         }
         print(method, json.dumps(report["methods"][method]), flush=True)
     output.mkdir(parents=True, exist_ok=True)
