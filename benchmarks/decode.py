@@ -145,9 +145,9 @@ def project(measured: AcceptanceStatistics | None, costs: HostCosts) -> list[dic
             plans.append(Plan(tree.paths, expected_tokens(tree.paths, rates), seconds))
         for name, plan in zip(("", *PAPER_TREES), plans, strict=False):
             method = entry.method.model_copy(update={"tree": name} if name else plan.drafting)
-            row = {"method": str(method) if plan.drafts else f"ar, not {describe(method)}"}
-            row |= {"speed_up": plan.rate * costs.plain_seconds, "tokens_per_forward_pass": plan.tokens}
-            rows.append(row | {"tvd_per_token": entry.tvd_per_token})
+            label = str(method) if plan.drafts else f"ar, not {describe(method)}"
+            gain = {"speed_up": plan.rate * costs.plain_seconds, "tokens_per_forward_pass": plan.tokens}
+            rows.append({"method": label, **gain, "tvd_per_token": entry.tvd_per_token})
     return rows
 
 

@@ -116,7 +116,12 @@ def build_plans(folder: Path, capabilities: tuple[str, ...]) -> list[dict[str, A
                 built = backend.build(
                     bundle, role, profiles(bundle.manifest, role, options), options, output, lambda *_: None
                 )
-            plan = {"role": role, "seconds": built.seconds, "bytes": folder_bytes(output), "peak_bytes": peak.bytes}
+            plan: dict[str, Any] = {
+                "role": role,
+                "seconds": built.seconds,
+                "bytes": folder_bytes(output),
+                "peak_bytes": peak.bytes,
+            }
         finally:
             shutil.rmtree(output)
         plan["cpu_seconds"] = time.process_time() - cpu

@@ -226,12 +226,8 @@ def _weight(name: str, size: tuple[int, ...], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0 if "embed" in name else seed)
     width = size[1]
     if name == "fc.weight":  # hands the token's embedding on
-        noise = torch.randn(size, generator=generator) * (DRAFTER_NOISE / width**0.5)
-        return noise + torch.eye(*size)
+        return torch.eye(*size).add_(torch.randn(size, generator=generator), alpha=DRAFTER_NOISE / width**0.5)
     numbers = torch.randn(min(_BLOCK, size[0] * width), generator=generator)
-    if "embed" in name:
-        return numbers
-    if name == "lm_head.weight":
-        return numbers * (LOGIT_SPREAD / width**0.5)
     adds = name.endswith((".o_proj.weight", ".down_proj.weight"))
-    return numbers * ((LAYER_GAIN if adds else 0.5) / width**0.5)
+    spread = LOGIT_SPREAD if name == "lm_head.weight" else LAYER_GAIN if adds else 0.5
+    return numbers if "embed" in name else numbers * (spread / width**0.5)

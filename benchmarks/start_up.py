@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from lantern_rt import open_bundle
@@ -48,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures there")
     parser.add_argument("--smoke", action="store_true", help="one round")
     arguments = parser.parse_args()
-    name, found = arguments.bundle, {"raw bundle": [], "engines": []}
+    name, found = arguments.bundle, defaultdict[str, list[dict[str, float]]](list)
     with tempfile.TemporaryDirectory() as folder:
         engines = Path(folder) / "engines"
         build_engines(open_bundle(name), name, BuildOptions("onnxruntime"), engines, False, lambda *_: None)

@@ -1,7 +1,4 @@
-"""The default bundle: trained modules of a work folder, folded and rounded to float16, as ONNX graphs.
-
-Does not know training; the writing itself is `export`'s.
-"""
+"""The default bundle: trained modules of a work folder, folded and rounded to float16, as ONNX graphs."""
 
 from __future__ import annotations
 

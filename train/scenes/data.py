@@ -1,7 +1,4 @@
-"""Endless scenes: rendered in parallel processes, the same for the same seed.
-
-Does not know models; captions come out as words, not ids.
-"""
+"""Endless scenes: rendered in parallel processes, the same for the same seed."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Two batches of three are of pictures that the target drew itself (`samples.py`),
 
 Both rows of guidance are run, and the loss compares guided distributions, since those are what drafting
 uses. Part of the hidden states it reads are its own predictions, so that it keeps its head deeper in a
-tree. Does not know decoding or the bundle.
+tree.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
 
 
 def judge_accuracy(model: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> dict[str, float]:
-    """Share of attributes the judge reads rightly; see `agreement`."""
+    """Share of attributes that the judge reads rightly, by their names in `agreement`."""
     verdicts = [
         verdict
         for i in range(0, len(scenes), 100)

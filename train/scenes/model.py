@@ -4,7 +4,6 @@ The code embedding and the output head are each a learned table plus a linear ma
 the code's codebook vector, so that codes that look alike start out alike; both fold into plain tables.
 
 A size is a `DecoderConfig`. It goes into every checkpoint, and what reads one takes it from there.
-Does not know how the model is trained or exported.
 """
 
 from __future__ import annotations

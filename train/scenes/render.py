@@ -2,8 +2,6 @@
 
 Everything is a function of the scene and its seed. Solids are shaded from surface normals, grounds are
 noise textures seen in perspective, skies are gradients with clouds, stars, a sun or a moon.
-
-Does not know captions or models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The target's own pictures: codes it draws for captions, which the drafter is trained on.
 
-What a target draws under guidance is sharper than what it was trained on, and a drafter meets nothing else.
-Does not know the drafter, bundles or speculative decoding: this is plain sampling in torch, many captions at once.
+What a target draws under guidance is sharper than what it was trained on, and a drafter meets nothing else. This is
+plain sampling in torch, many captions at once.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def sample_codes(target: ScenesTarget, captions: Tensor, cfg_scale: float, gener
         nodes = embeds.shape[1]
         positions = torch.arange(length, length + nodes, device=device).expand(2 * rows, nodes)
         past = [(key[:length], value[:length]) for key, value in cache]
-        logits, _, fresh = decoder(embeds, positions, mask, past)
-        for (key, value), (new_key, new_value) in zip(cache, fresh, strict=True):
+        logits, _, new_kv = decoder(embeds, positions, mask, past)
+        for (key, value), (new_key, new_value) in zip(cache, new_kv, strict=True):
             key[length : length + nodes], value[length : length + nodes] = new_key, new_value
         length += nodes
         cond, uncond = logits[:, -1].chunk(2)

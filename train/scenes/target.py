@@ -1,7 +1,4 @@
-"""Training of the scenes target: endless rendered scenes, Muon, and a weight average for use.
-
-Does not know the drafter or the bundle.
-"""
+"""Training of the scenes target: endless rendered scenes, Muon, and a weight average for use."""
 
 from __future__ import annotations
 

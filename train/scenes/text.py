@@ -1,7 +1,4 @@
-"""Captions as word ids in a fixed number of slots.
-
-Does not know models. The ids are those of `tokenizer.json` in the bundle.
-"""
+"""Captions as word ids in a fixed number of slots; the ids are those of `tokenizer.json` in the bundle."""
 
 from __future__ import annotations
 

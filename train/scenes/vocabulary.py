@@ -3,8 +3,6 @@
 A `Scene` is the ground truth behind one picture: sky, ground and one or two solids. `describe` turns it
 into one of many captions; attributes may be left out, so that a prompt need not name everything. The
 words of all templates are the model's whole vocabulary.
-
-Does not know pixels, tokens ids or models.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The encoder sees a small neighbourhood of each cell, which keeps codes local and interchangeable and the
 autoregressive task easy. Codes are unit vectors of 8 numbers; the codebook follows its members by
 exponential moving averages, and codes nobody uses are moved onto encodings that are badly served.
-
-Does not know captions or the transformer.
 """
 
 from __future__ import annotations
