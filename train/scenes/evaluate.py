@@ -92,5 +92,7 @@ def differences(marks: list[dict[str, bool]], others: list[dict[str, bool]]) -> 
 
 def contact_sheet(groups: list[NDArray[np.uint8]], columns: int, rows: int = 3) -> Image.Image:
     """Pictures of the groups under each other, the same prompt and seed in one column; `rows` times."""
+    missing = max(0, rows * columns - len(groups[0]))
+    groups = [np.pad(group, ((0, missing), (0, 0), (0, 0), (0, 0))) for group in groups]
     lines = [np.hstack(list(group[r * columns : (r + 1) * columns])) for r in range(rows) for group in groups]
     return Image.fromarray(np.vstack(lines))
