@@ -1,8 +1,7 @@
 """Which codes look alike: each code's nearest codes by Euclidean distance between codebook rows.
 
 Distances come from matrix products in float64. Where their rounding could change the order, they are sums of squared
-differences instead: the order is exact. A block of rows at a time, so memory stays small. Does not know where the rows
-come from or what neighbours are for.
+differences instead: the order is exact. A block of rows at a time, so memory stays small.
 """
 
 from __future__ import annotations
@@ -54,15 +53,8 @@ def _nearest(
     square: NDArray[np.float64], rows: NDArray[np.int64], k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The k nearest of each row in order, and their squares and the next one's; `square [rows, codes]`."""
-    codes = square.shape[1]
     square[np.arange(len(rows)), rows] = np.inf  # itself, last of all
-    some = np.sort(np.argpartition(square, k)[:, : k + 1]) if k < codes - 1 else _all_but(rows, codes)
+    some = np.sort(np.argpartition(square, k)[:, : k + 1])
     close = np.take_along_axis(square, some, 1)
     order = np.argsort(close, kind="stable")  # of equal distances, the smaller index stays first
     return np.take_along_axis(some, order, 1)[:, :k], np.take_along_axis(close, order, 1)
-
-
-def _all_but(rows: NDArray[np.int64], codes: int) -> NDArray[np.int64]:
-    """Every code but the row's own, in order: `[rows, codes - 1]`."""
-    others = np.arange(codes - 1)
-    return others + (others >= rows[:, None])

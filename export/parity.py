@@ -1,15 +1,13 @@
 """Whether a written graph computes what its torch module computes, in ONNX Runtime on the CPU.
 
-Neither side ever holds all weights as float32: the module's matrices are converted one at a time while it runs,
-and large graphs run from the mapped file. Weights that were rounded for storage are rounded in the module too, so
-that what is compared is the graph, not the rounding; `verify.py` measures that.
-
-Does not know what the graphs mean, and does not judge the module itself.
+Neither side ever holds all weights as float32: those of the module are converted where they are used, and large
+graphs run from the mapped file. Weights that were rounded for storage are rounded in the module too, so that what is
+compared is the graph, not the rounding; `verify.py` measures that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..errors import ParityError
-from .checkpoints.deferred import computed
+from .checkpoints.deferred import computed, deferred
+from .checkpoints.files import brief
 from .graph.graphs import Arrays, Graph
-from .graph.precision import Storage, rounded
+from .graph.precision import fake_quantize
 from .graph.weight_file import GraphFile
 
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
@@ -35,8 +34,8 @@ LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped fil
 def check_parity(graph: Graph, path: Path, tolerance: float = TOLERANCE, plan: GraphFile | None = None) -> float:
     """Compare `path` with `graph.module` on the graph's cases; returns the largest difference.
 
-    `plan` is what the file was written from; without it, weights are taken to be as the module has them.
-    Raises `ParityError` that names every tensor that differs by more than the tolerance.
+    plan: what the file was written from; without it, weights are taken to be as the module has them.
+    Raises: ParityError that names every tensor that differs by more than the tolerance.
     """
     worst = 0.0
     wrong: dict[str, tuple[float, str]] = {}
@@ -50,85 +49,86 @@ def check_parity(graph: Graph, path: Path, tolerance: float = TOLERANCE, plan: G
         try:
             results.append(sessions.run(case.inputs))
         except Exception as error:  # ONNX Runtime's own exceptions share no base class
-            reason = " ".join(str(error).split())[:200]
-            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case.name}: {reason}") from error
+            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case.name}: {brief(error)}") from error
     del sessions  # and its memory, before the module takes as much
     for case, found in zip(cases, results, strict=True):
-        for value, expected in zip(graph.outputs, run_module(graph, case.inputs, plan), strict=True):
-            difference = _difference(found[value.name], expected)
-            worst = max(worst, difference)
-            if not difference <= tolerance and not wrong.get(value.name, (0.0, ""))[0] >= difference:
-                wrong[value.name] = difference, case.name
+        for name, expected in run_module(graph, case.inputs, plan).items():
+            *_, scaled = differences(found[name], expected)
+            worst = max(worst, scaled)
+            if scaled > tolerance and scaled > wrong.get(name, (0.0, ""))[0]:
+                wrong[name] = scaled, case.name
     if wrong:
         listed = ", ".join(f"{name} by {d:.3g} ({case})" for name, (d, case) in wrong.items())
         raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {listed}")
     return worst
 
 
-def run_module(graph: Graph, inputs: Arrays, plan: GraphFile | None = None) -> list[NDArray[Any]]:
-    """The module's outputs for a case, as arrays in the order of `graph.outputs`; weights rounded as in `plan`."""
+def differences(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float, float]:
+    """The largest difference of two arrays: absolute, relative to each number, and scaled as limits are.
+
+    The scaled one is absolute up to values of 1, relative to the largest value above. All are infinite where shapes,
+    types or infinities differ, or one is not a number.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return np.inf, np.inf, np.inf
+    if not expected.size:
+        return 0.0, 0.0, 0.0
+    wide = expected.astype(np.float64)
+    with np.errstate(all="ignore"):
+        apart = np.where(found == expected, 0, np.abs(found.astype(np.float64) - wide))
+        relative = np.where(apart == 0, 0, apart / np.abs(wide))
+    absolute = float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max())
+    # Of integers (codes) any difference counts whole.
+    scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
+    scaled = absolute / scale if np.isfinite(scale) else absolute
+    return absolute, float(np.nan_to_num(relative, nan=np.inf, posinf=np.inf).max()), scaled
+
+
+def run_module(graph: Graph, inputs: Arrays, plan: GraphFile | None = None) -> Arrays:
+    """The module's outputs for a case by name; weights rounded as in `plan`."""
     with torch.no_grad(), computing(graph.module, plan):
         result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
-    return [tensor.numpy() for tensor in ((result,) if isinstance(result, Tensor) else result)]
+    tensors = (result,) if isinstance(result, Tensor) else result
+    return {value.name: tensor.numpy() for value, tensor in zip(graph.outputs, tensors, strict=True)}
 
 
 @contextmanager
 def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None]:
-    """The module computes in float32, whatever its weights are stored as, converting one part's at a time.
+    """The module computes in float32, whatever its weights are stored as, converting each where it is used.
 
-    A part is a module with weights of its own, such as one product of a layer; only it may use them. Of a table that
-    rows are looked up in, only the rows found are converted.
+    Of a table that rows are looked up in, only the rows found are converted.
     """
-    handles: list[Any] = []
-    for name, part in module.named_modules():
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    handles = []
+    for prefix, part in module.named_modules():
         if isinstance(part, nn.Embedding):
-            handles.append(part.register_forward_hook(partial(_convert_rows, f"{name}.weight", plan)))
-        elif part._parameters or part._buffers:
-            swap = _Swap(name, part, plan)
-            handles += [
-                part.register_forward_pre_hook(swap.enter),
-                part.register_forward_hook(swap.leave, always_call=True),
-            ]
+            name = f"{prefix}.weight"
+            handles.append(
+                part.register_forward_hook(lambda _part, _ids, rows, name=name: _as_stored(name, rows, plan))
+            )
+            continue
+        for own in (part._parameters, part._buffers):
+            for leaf, value in own.items():
+                if value is not None and value.is_floating_point():
+                    kept.append((own, leaf, value))
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    own[leaf] = deferred(partial(_as_stored, name, value, plan), value.shape, torch.float32)
     try:
         yield
     finally:
+        for own, leaf, value in kept:
+            own[leaf] = value
         for handle in handles:
             handle.remove()
 
 
-class _Swap:
-    """Float32 weights in a module, not those of its submodules, while it runs; its own afterwards."""
-
-    def __init__(self, name: str, module: nn.Module, plan: GraphFile | None) -> None:
-        self.name, self.module, self.plan = name, module, plan
-        self.kept: list[tuple[dict[str, Any], str, Tensor]] = []
-
-    def enter(self, *_: Any) -> None:
-        both: tuple[dict[str, Any], ...] = (self.module._parameters, self.module._buffers)
-        for own in both:
-            for leaf, value in own.items():
-                if value is not None and value.is_floating_point():
-                    self.kept.append((own, leaf, value))
-                    new = _as_stored(f"{self.name}.{leaf}" if self.name else leaf, value, self.plan)
-                    own[leaf] = nn.Parameter(new, requires_grad=False) if own is self.module._parameters else new
-
-    def leave(self, *_: Any) -> None:
-        for own, leaf, value in self.kept:
-            own[leaf] = value
-        self.kept.clear()
-
-
-def _convert_rows(name: str, plan: GraphFile | None, _module: nn.Module, _ids: Any, rows: Tensor) -> Tensor:
-    return _as_stored(name, rows, plan)
-
-
 def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
     """A module's weight in float32, rounded as the graph has it; the graph omits leading parts of its name."""
-    if plan is None:
-        return computed(weight).float()
-    known: Mapping[str, Storage] = plan.storages
+    known = {} if plan is None else plan.storages
     found = next((n for n in (name, name.partition(".")[2]) if n in known), None)
-    return computed(weight).float() if found is None else rounded(weight, known[found], found in plan.matrices)
+    if plan is None or found is None:
+        return computed(weight).float()
+    return fake_quantize(weight, known[found], found in plan.matrices)
 
 
 class Sessions:
@@ -184,14 +184,3 @@ def narrowed(inputs: Arrays, names: Collection[str]) -> Arrays:
 def widened(array: NDArray[Any]) -> NDArray[Any]:
     """The array in float32 if it is in float16."""
     return array.astype(np.float32) if array.dtype == np.float16 else array
-
-
-def _difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return float("inf")
-    if not expected.size:
-        return 0.0
-    if np.issubdtype(expected.dtype, np.integer):
-        return float(np.abs(found - expected).max())
-    difference = float(np.abs(found.astype(np.float64) - expected).max())
-    return float("inf") if np.isnan(difference) else difference / max(1.0, float(np.abs(expected).max()))

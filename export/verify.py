@@ -3,8 +3,6 @@
 Graphs run in ONNX Runtime as they do when images are made, with all its fusions. They are held against the torch
 modules of the checkpoint, in float32; or, without one, against ONNX's reference evaluator on small inputs, which
 shows what the runtime does to the graph but not what storing did to the weights.
-
-Does not know checkpoint families, command lines or how a report is shown.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -21,11 +19,11 @@ from numpy.typing import NDArray
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Precision
 from .graph.graphs import HIDDEN, Arrays, Case, Graph
-from .parity import Sessions, narrowed, run_module, widened
+from .graph.precision import Precisions
+from .parity import Sessions, differences, narrowed, run_module, widened
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What is accepted. `difference` is absolute up to values of 1, relative to a tensor's largest value above.
 
     Where a decoder's weights were rounded, it is judged by its distributions, and single numbers are only shown.
@@ -51,50 +49,27 @@ LIMITS: dict[Precision, Limits] = {
 
 
 @dataclass(frozen=True)
-class TensorRow:
-    """One output of a graph over all cases. `scaled` is the difference that limits are about.
-
-    `largest_relative` is None where a number differs from 0, so that no ratio is finite.
-    """
-
-    graph: str
-    tensor: str
-    largest_absolute: float
-    largest_relative: float | None
-    scaled: float
-    limit: float | None  # None: shown, not judged
-    passed: bool
-
-
-@dataclass(frozen=True)
-class DistributionRow:
-    """The token distributions of a decoder, over all nodes of all cases, at temperature 1 without guidance."""
-
-    graph: str
-    nodes: int
-    agreement: float  # share of nodes whose likeliest token is the same, near ties included
-    mean_divergence: float  # KL(reference || bundle), nats
-    largest_divergence: float
-    agreement_limit: float
-    divergence_limit: float
-    passed: bool
-
-
-@dataclass(frozen=True)
 class Verification:
-    """The whole comparison."""
+    """The whole comparison, with rows ready for JSON.
+
+    tensors: one output of a graph over all cases. `scaled` is the difference that `limit` is about, None where it is
+    shown but not judged; `largest_relative` is None where a number differs from 0, so that no ratio is finite.
+    distributions: those of a decoder's tokens, over all `nodes` of all cases, at temperature 1 without guidance.
+    `agreement`: the share of nodes whose likeliest token is the same, near ties included; divergences are
+    KL(reference || bundle) in nats.
+    """
 
     bundle: str
     digest: str
     against: str
     precision: str
-    tensors: tuple[TensorRow, ...]
-    distributions: tuple[DistributionRow, ...]
+    tensors: list[dict[str, Any]]
+    distributions: list[dict[str, Any]]
 
     @property
     def passed(self) -> bool:
         """Whether everything is within its limits."""
-        return all(row.passed for row in self.tensors) and all(row.passed for row in self.distributions)
+        return all(row["passed"] for row in (*self.tensors, *self.distributions))
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -108,42 +83,30 @@ def verify(
     progress: Callable[[str], None] | None = None,
 ) -> Verification:
     """Compare a bundle's graphs with the modules of `graphs`, or each with the reference evaluator."""
-    say = progress or (lambda _: None)
-    tensors: list[TensorRow] = []
-    distributions: list[DistributionRow] = []
-    runs = _reference_runs(bundle) if graphs is None else _module_runs(bundle, graphs)
-    for role, pairs in runs:
-        say(f"comparing {role}.onnx")
-        limits = LIMITS[_precision(bundle.manifest, role)]
-        found, distribution = _compare(role, pairs, limits, exact=_precision(bundle.manifest, role) == "fp32")
-        tensors += found
-        distributions += [distribution] if distribution else []
-    manifest = bundle.manifest
-    return Verification(
-        manifest.name, bundle.digest, against, manifest.target.precision, tuple(tensors), tuple(distributions)
-    )
+    manifest, roles = bundle.manifest, bundle.manifest.files
+    drafter = manifest.drafter.precision if manifest.drafter else None
+    precisions = Precisions(manifest.target.precision, drafter)
+    runs: dict[str, Iterator[Pair]]
+    if graphs is None:
+        onnx_roles = [role for role, entry in roles.items() if entry.path.endswith(".onnx")]
+        runs = {role: _reference_pairs(bundle.path(role), manifest) for role in onnx_roles}
+    else:
+        runs = {graph.role: _module_pairs(graph, bundle.path(graph.role)) for graph in graphs if graph.role in roles}
+    result = Verification(manifest.name, bundle.digest, against, manifest.target.precision, [], [])
+    for role, pairs in runs.items():
+        if progress:
+            progress(f"comparing {role}.onnx")
+        _compare(role, pairs, precisions.of(role), result)
+    return result
 
 
 Pair = tuple[Arrays, Arrays]  # outputs of the bundle, and of what it is held against
 
 
-def _module_runs(bundle: Bundle, graphs: Sequence[Graph]) -> Iterator[tuple[str, Iterator[Pair]]]:
-    for graph in graphs:
-        if graph.role in bundle.manifest.files:
-            yield graph.role, _module_pairs(graph, bundle.path(graph.role))
-
-
 def _module_pairs(graph: Graph, path: Path) -> Iterator[Pair]:
     sessions = Sessions(path)
-    names = [value.name for value in graph.outputs]
     for case in graph.cases:
-        yield sessions.run(case.inputs), dict(zip(names, run_module(graph, case.inputs), strict=True))
-
-
-def _reference_runs(bundle: Bundle) -> Iterator[tuple[str, Iterator[Pair]]]:
-    for role, entry in bundle.manifest.files.items():
-        if entry.path.endswith(".onnx"):
-            yield role, _reference_pairs(bundle.path(role), bundle.manifest)
+        yield sessions.run(case.inputs), run_module(graph, case.inputs)
 
 
 def _reference_pairs(path: Path, manifest: Manifest) -> Iterator[Pair]:
@@ -184,48 +147,44 @@ def small_cases(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> It
     yield Case("small", arrays)
 
 
-def _precision(manifest: Manifest, role: str) -> Precision:
-    """How a graph's weights were rounded; a condition follows its target in float16."""
-    if role == "drafter":
-        return manifest.drafter.precision if manifest.drafter else "fp32"
-    if role == "condition":
-        return "fp32" if manifest.target.precision == "fp32" else "bf16-safe"
-    return manifest.target.precision if role == "target" else "fp32"
-
-
-def _compare(
-    role: str, pairs: Iterator[Pair], limits: Limits, exact: bool
-) -> tuple[list[TensorRow], DistributionRow | None]:
-    """All tensors of one graph, and its distributions if it is a decoder."""
+def _compare(role: str, pairs: Iterator[Pair], precision: Precision, result: Verification) -> None:
+    """Add rows for all tensors of one graph, and for its distributions if it is a decoder."""
+    limits = LIMITS[precision]
     worst: dict[str, NDArray[np.float64]] = {}  # per tensor: absolute, relative, scaled
     agreements: list[NDArray[np.bool_]] = []
     divergences: list[NDArray[np.float64]] = []
     for found, expected in pairs:
-        for name, measured in _differences(found, expected).items():
-            worst[name] = np.maximum(worst.get(name, np.zeros(3)), measured)
+        for name, array in expected.items():
+            worst[name] = np.maximum(worst.get(name, np.zeros(3)), differences(found[name], array))
         if "logits" in expected:
             agreements.append(agree(expected["logits"], found["logits"]).ravel())
             divergences.append(divergence(expected["logits"], found["logits"]).ravel())
-    limit = limits.difference if exact or not agreements else None
-    rows = []
+    limit = limits.difference if precision == "fp32" or not agreements else None
     for name, measured in worst.items():
         absolute, relative, scaled = (float(number) for number in measured)
-        shown = relative if np.isfinite(relative) else None
-        rows.append(TensorRow(role, name, absolute, shown, scaled, limit, limit is None or scaled <= limit))
-    if not agreements:
-        return rows, None
-    same, apart = np.concatenate(agreements), np.concatenate(divergences)
-    passed = bool(same.mean() >= limits.agreement and apart.mean() <= limits.divergence)
-    return rows, DistributionRow(
-        role,
-        len(same),
-        float(same.mean()),
-        float(apart.mean()),
-        float(apart.max()),
-        limits.agreement,
-        limits.divergence,
-        passed,
-    )
+        row = {
+            "graph": role,
+            "tensor": name,
+            "largest_absolute": absolute,
+            "largest_relative": relative if np.isfinite(relative) else None,
+            "scaled": scaled,
+            "limit": limit,
+            "passed": limit is None or scaled <= limit,
+        }
+        result.tensors.append(row)
+    if agreements:
+        same, apart = np.concatenate(agreements), np.concatenate(divergences)
+        row = {
+            "graph": role,
+            "nodes": len(same),
+            "agreement": float(same.mean()),
+            "mean_divergence": float(apart.mean()),
+            "largest_divergence": float(apart.max()),
+            "agreement_limit": limits.agreement,
+            "divergence_limit": limits.divergence,
+            "passed": bool(same.mean() >= limits.agreement and apart.mean() <= limits.divergence),
+        }
+        result.distributions.append(row)
 
 
 def agree(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[np.bool_]:
@@ -243,30 +202,3 @@ def divergence(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[np.float6
         logs.append(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
     total: NDArray[np.float64] = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
     return np.maximum(total, 0)
-
-
-def _differences(found: Arrays, expected: Arrays) -> dict[str, NDArray[np.float64]]:
-    """Per tensor the largest absolute and relative difference, as polygraphy measures them, and the scaled one."""
-    from polygraphy.logger import G_LOGGER  # type: ignore[import-untyped]
-
-    same = sorted(name for name, array in expected.items() if found[name].shape == array.shape and array.size)
-    sides = [{name: np.ascontiguousarray(side[name]) for name in same} for side in (expected, found)]
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL), np.errstate(all="ignore"):
-        from polygraphy.comparator import (  # type: ignore[import-untyped]
-            IterationResult,
-            SimpleCompareFunc,
-        )
-
-        compare = SimpleCompareFunc(check_error_stat="max", infinities_compare_equal=True)
-        compared = compare(*(IterationResult(side) for side in sides))
-    result = {}
-    for name, array in expected.items():
-        if name not in same:
-            off = 0.0 if found[name].shape == array.shape else np.inf
-            result[name] = np.full(3, off)
-            continue
-        absolute, relative = (float(np.asarray(x)) for x in (compared[name].max_absdiff, compared[name].max_reldiff))
-        scaled = absolute / max(1.0, float(np.abs(array).max()))
-        relative = relative if absolute else 0.0
-        result[name] = np.nan_to_num(np.array([absolute, relative, scaled]), nan=np.inf, posinf=np.inf)
-    return result

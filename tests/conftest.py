@@ -4,7 +4,6 @@ host was tuned to, or changes it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,22 +65,20 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None, c
         pytest.importorskip(needed)
     import torch
 
-    from lantern_rt.export.families.llamagen import export_llamagen
+    from lantern_rt.export.families.llamagen import read_llamagen
     from lantern_rt.export.graph.precision import read_precisions
-    from lantern_rt.export.writer import write_bundle
+    from lantern_rt.export.writer import export_model
 
     torch.set_num_threads(1)
     name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
     official = (DATA / target).is_file()
-    return export_llamagen(
+    model = read_llamagen(
         DATA / target,
         DATA / "llamagen-vq/vq_tiny.pt",
-        factory.mktemp("bundles") / name,
         drafter=None if drafter is None else DATA / drafter,
         config=(DATA / target).with_name("config.json") if official else None,
-        name=name,
-        write=partial(write_bundle, precisions=read_precisions(compute=compute)),
     )
+    return export_model(model, factory.mktemp("bundles") / name, precisions=read_precisions(compute=compute))
 
 
 @pytest.fixture(scope="session")
@@ -91,8 +88,10 @@ def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(needed)
     import torch
 
-    from lantern_rt.export.families.anole import export_anole
+    from lantern_rt.export.families.anole import read_anole
+    from lantern_rt.export.writer import export_model
 
     torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("bundles") / "tiny-anole"
-    return export_anole(DATA / "anole/target", DATA / "chameleon-vqgan", output, drafter=DATA / "anole/drafter")
+    model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
+    return export_model(model, output)

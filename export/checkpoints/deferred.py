@@ -1,11 +1,8 @@
 """Weights that are computed when they are used, and modules that exist before their weights do.
 
-A checkpoint's tensors lie in a memory map and cost nothing until read. What is made from them (three
-projections joined, a matrix transposed or scaled) would be a copy in memory; a deferred tensor keeps the recipe
-instead, and computes it anew each time. So a model larger than memory can be described, and written piece by
-piece.
-
-Does not know checkpoints, models or files.
+A checkpoint's tensors lie in a memory map and cost nothing until read. What is made from them (three projections
+joined, a matrix transposed or scaled) would be a copy in memory; a deferred tensor keeps the recipe instead, and
+computes it anew each time. So a model larger than memory can be described, and written a chunk at a time.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def without_weights() -> torch.device:
-    """Inside `with without_weights():` modules are built without memory for their weights, to be filled later."""
+    """Inside `with without_weights():` modules are built without memory for their weights, to be loaded later."""
     return torch.device("meta")
 
 

@@ -1,7 +1,6 @@
-"""Reading checkpoint files safely: tensors only, no code, every weight finite, every key accounted for.
+"""Reading checkpoint files safely: fields, and tensors only, no code, every weight finite, every weight used.
 
 Files are mapped, not copied: a weight is in memory only while it is read, in the type it is stored in.
-Does not know model families: which keys there should be is the caller's business.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,84 @@ _WRAPPERS = ("model", "module", "state_dict")
 _SHOWN = 6  # names listed in a message before the rest is counted
 
 
-def read_weights(path: Path) -> Weights:
-    """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, checked to be finite.
+@dataclass(frozen=True)
+class Config:
+    """Fields read from `path`; names: what the file calls a field, where readers call it otherwise."""
 
-    Tensors keep their type; whoever computes with them converts them (`parity.py`, `weight_file.py`).
+    path: Path
+    values: Mapping[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def error(self, text: str) -> CheckpointError:
+        """An error about this file."""
+        return CheckpointError(f"{self.path}: {text}")
+
+    def shown(self, name: str) -> str:
+        """The field as the file calls it."""
+        return self.names.get(name, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field as it is."""
+        return self.values.get(self.shown(name), default)
+
+    def whole(self, name: str) -> int | None:
+        """A positive whole number, None if the field is not there. Raises: CheckpointError."""
+        value = self.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise self.error(f"{self.shown(name)} is {value!r}, expected a whole number of at least 1")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number, or its default. Raises: CheckpointError."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.error(f"{self.shown(name)} is {value!r}, expected a positive number")
+        return float(value)
+
+    def section(self, *names: str) -> Config:
+        """The fields under a name, or under names within each other. Raises: CheckpointError."""
+        content: Any = self.values
+        for name in names:
+            content = content.get(name) if isinstance(content, Mapping) else None
+        if not isinstance(content, Mapping):
+            raise self.error(f"has no {'.'.join(names)}, expected the model's settings there")
+        return replace(self, values=content)
+
+    def expect(self, name: str, *allowed: Any) -> None:
+        """Refuse a field of any other value. Raises: CheckpointError."""
+        if (value := self.get(name)) not in allowed:
+            choices = " or ".join(repr(choice) for choice in allowed if choice is not None)
+            raise self.error(f"{self.shown(name)} is {value!r}, expected {choices}")
+
+    def agree(self, **found: int) -> None:
+        """Refuse a field that contradicts what the weights have. Raises: CheckpointError."""
+        for name, count in found.items():
+            if self.whole(name) not in (None, count):
+                raise self.error(f"{self.shown(name)} is {self.get(name)}, but the weights have {count}")
+
+
+def read_config(path: Path) -> Config:
+    """A JSON object from a file. Raises: CheckpointError."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected JSON, found {brief(error)}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found a {type(values).__name__}")
+    return Config(path, values)
+
+
+def brief(error: Exception) -> str:
+    """An error's first words in one line."""
+    return " ".join((str(error) or type(error).__name__).split())[:100]
+
+
+def read_weights(path: Path) -> Weights:
+    """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, of the types stored.
+
+    Raises: CheckpointError, also for a file with numbers that are not finite.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
@@ -41,94 +115,46 @@ def read_weights(path: Path) -> Weights:
             content = content[wrapper]
             break
     if not isinstance(content, Mapping) or not content:
-        raise CheckpointError(f"{path}: expected a state dict, found {_kind(content)}")
+        found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise CheckpointError(f"{path}: expected a state dict, found {found}")
     weights: Weights = {}
     for name, value in content.items():
         if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: expected a state dict of tensors, found {_kind(value)} under {name!r}")
-        weights[str(name)] = value.detach()
+            found = f"a {type(value).__name__}"
+            raise CheckpointError(f"{path}: expected a state dict of tensors, found {found} under {name!r}")
         if not _is_finite(value):
             raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
+        weights[str(name)] = value.detach()
     return weights
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: expected JSON, found {_line(error)}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {_kind(config)}")
-    return config
+def load_strict(module: nn.Module, weights: Weights, place: Path, shown: Callable[[str], str] = str) -> None:
+    """Give a module the tensors themselves, in their type; `shown`: what the files call a weight, for messages.
 
-
-def config_int(config: Mapping[str, Any], name: str, path: Path) -> int | None:
-    """A positive whole number of a configuration, None if it is not there."""
-    value = config.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{path}: {name} is {value!r}, expected a whole number of at least 1")
-    return value
-
-
-def config_float(config: Mapping[str, Any], name: str, default: float, path: Path) -> float:
-    """A positive number of a configuration, or its default."""
-    value = config.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive number")
-    return float(value)
-
-
-def shape_of(weights: Weights, name: str, dimensions: int, path: Path) -> tuple[int, ...]:
-    """Shape of a weight that must be there, with so many dimensions."""
-    if name not in weights:
-        raise CheckpointError(f"{path}: missing weight {name}")
-    shape = tuple(weights[name].shape)
-    if len(shape) != dimensions or 0 in shape:
-        raise CheckpointError(f"{path}: weight {name} has shape {list(shape)}, expected {dimensions} sizes")
-    return shape
-
-
-def count_blocks(weights: Iterable[str], prefix: str) -> int:
-    """How many consecutive numbers 0, 1, ... follow `prefix` in the names."""
-    heads = {name[len(prefix) :].split(".")[0] for name in weights if name.startswith(prefix)}
-    numbers = {int(head) for head in heads if head.isdecimal()}
-    return next(i for i in range(len(numbers) + 1) if i not in numbers)
-
-
-def fill(module: nn.Module, weights: Weights, path: Path, names: Mapping[str, str] | None = None) -> None:
-    """Load weights into a module, strictly; `names` maps the module's names to the checkpoint's, for messages.
-
-    Every parameter and buffer of the module must be given with its shape, and nothing else may be given.
-    The module takes the tensors themselves, in their type; `without_weights()` builds it without its own.
+    Every weight of the module must be given with its shape, and nothing else. Raises: CheckpointError.
     """
     wanted = module.state_dict()
-    shown = {name: (names or {}).get(name, name) for name in wanted.keys() | weights.keys()}
+    missing, unexpected = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
     problems = [
-        f"{word}: {_listing(shown[n] for n in found)}"
-        for word, found in (("missing", wanted.keys() - weights.keys()), ("unexpected", weights.keys() - wanted.keys()))
-        if found
+        f"{word}: {listing([shown(name) for name in names])}"
+        for word, names in (("missing", missing), ("unexpected", unexpected))
+        if names
     ]
     problems += [
-        f"{shown[name]} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
+        f"{shown(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
         for name, value in wanted.items()
         if name in weights and weights[name].shape != value.shape
     ][:_SHOWN]
     if problems:
-        raise CheckpointError(f"{path}: the weights do not fit the model; {'; '.join(problems)}")
-    for prefix, part in module.named_modules():
-        for own in (part._parameters, part._buffers):
-            for leaf, old in own.items():
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                if old is not None and name in wanted:  # others are computed by the module itself
-                    weight = weights[name]
-                    own[leaf] = nn.Parameter(weight, requires_grad=False) if own is part._parameters else weight
-    assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())), "left without weights"
-    module.requires_grad_(False).eval()
+        raise CheckpointError(f"{place}: the weights do not fit the model; {'; '.join(problems)}")
+    module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
+
+
+def listing(names: Collection[str]) -> str:
+    """Names in order, the first six of them in full."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return ", ".join(ordered[:_SHOWN]) + more
 
 
 def _read_torch(path: Path) -> Any:
@@ -143,14 +169,14 @@ def _read_torch(path: Path) -> Any:
             reason = "is not a PyTorch checkpoint, or is cut short"
         raise CheckpointError(f"{path}: {reason}") from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not a PyTorch checkpoint, or is cut short ({_line(error)})") from error
+        raise CheckpointError(f"{path}: is not a PyTorch checkpoint, or is cut short ({brief(error)})") from error
 
 
 def _read_safetensors(path: Path) -> Any:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{path}: is not a safetensors file, or is cut short ({_line(error)})") from error
+        raise CheckpointError(f"{path}: is not a safetensors file, or is cut short ({brief(error)})") from error
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -159,17 +185,3 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     low, high = torch.aminmax(tensor)  # a NaN anywhere makes both NaN
     return bool(torch.isfinite(low) and torch.isfinite(high))
-
-
-def _line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:100]
-
-
-def _kind(value: object) -> str:
-    return "an empty dict" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"
-
-
-def _listing(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more

@@ -1,72 +1,125 @@
-"""Which files of a checkpoint's folder hold its weights, and reading them as one.
+"""A checkpoint's weights as one, from a file or a folder.
 
-A folder holds one file of weights, or several with an index that says which weight is in which file (the
-layout of Hugging Face), or several `.pt` or `.pth` files that share the weights between them. A weight that
-the index names and no file holds, or that a file holds and the index does not name, is an error: nothing is
-ignored.
-
-Does not know model families, nor how a file is read (`checkpoints.py`).
+A folder holds one file of weights, or several with an index that says which weight is in which file (the layout of
+Hugging Face), or several `.pt` or `.pth` files that share the weights between them. A weight that the index names
+and no file holds, or that a file holds and the index does not name, is an error: nothing is ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from torch import nn
+
 from ...errors import CheckpointError
-from .files import Weights, read_config, read_weights
+from .files import Weights, listing, load_strict, read_config, read_weights
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _LOOSE = (".pt", ".pth")
 _OTHERS = ("optimizer", "training_args", "scheduler", "rng_state")  # what training leaves beside the weights
-_SHOWN = 6  # names listed in a message before the rest is counted
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-@dataclass(frozen=True)
-class WeightFiles:
-    """The files that hold a checkpoint's weights. `named`: with an index, the weights it expects in each file."""
+@dataclass
+class Checkpoint:
+    """Weights by the names that readers give them; messages use those of the files, which `names` maps to.
+
+    In `names`, `*` stands for the number of a layer. `prefix`: what files put before all names.
+    """
 
     place: Path
-    files: tuple[Path, ...]
+    weights: Weights
+    files: tuple[Path, ...] = ()
     index: Path | None = None
-    named: tuple[frozenset[str], ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+    prefix: str = ""
 
-    @property
-    def all_files(self) -> tuple[Path, ...]:
-        """The files of weights, and the index if there is one."""
-        return self.files if self.index is None else (self.index, *self.files)
+    def error(self, text: str) -> CheckpointError:
+        """An error about this checkpoint."""
+        return CheckpointError(f"{self.place}: {text}")
+
+    def sources(self, role: str) -> list[tuple[str, Path]]:
+        """The files with roles: `role`, and `role_index` for the index if there is one."""
+        index = [] if self.index is None else [(f"{role}_index", self.index)]
+        return [*index, *((role, file) for file in self.files)]
+
+    def shown(self, name: str) -> str:
+        """A weight's name in the files."""
+        return self.prefix + _translate(name, self.names)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give weights the names that are keys of `names`; its values are those of the files. Others stay."""
+        back = {theirs: ours for ours, theirs in names.items()}
+        self.weights = {_translate(name, back): weight for name, weight in self.weights.items()}
+        self.names.update(names)
+
+    def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+        """Shape of a weight that must be there, with so many dimensions. Raises: CheckpointError."""
+        if name not in self.weights:
+            raise self.error(f"missing weight {self.shown(name)}")
+        shape = tuple(self.weights[name].shape)
+        if len(shape) != dimensions or 0 in shape:
+            raise self.error(f"weight {self.shown(name)} has shape {list(shape)}, expected {dimensions} sizes")
+        return shape
+
+    def count(self, prefix: str) -> int:
+        """How many consecutive numbers 0, 1, ... follow `prefix` in the names."""
+        found = {name[len(prefix) :].split(".")[0] for name in self.weights if name.startswith(prefix)}
+        return next(i for i in range(len(found) + 1) if str(i) not in found)
+
+    def take(self, prefix: str) -> Checkpoint:
+        """Remove the weights with a prefix and return them without it."""
+        names = [name for name in self.weights if name.startswith(prefix)]
+        weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
+        return Checkpoint(self.place, weights, prefix=prefix)
+
+    def load_into(self, module: nn.Module) -> None:
+        """Give a module all weights, see `load_strict`. Raises: CheckpointError."""
+        load_strict(module, self.weights, self.place, self.shown)
 
 
-def find_weights(place: Path) -> WeightFiles:
-    """The weight files at `place`, a folder or a single file.
+def read_checkpoint(
+    place: Path, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()
+) -> Checkpoint:
+    """All weights whose name `keep` accepts, from a file or all files of a folder.
 
-    Where a folder has the same weights in two formats, safetensors come first. Raises CheckpointError if there
-    are none, or if the index names a file that is not there.
+    Where a folder has the same weights in two formats, safetensors come first. optional: weights that an index may
+    name though no file holds them, since they are another weight's second name and were dropped when the files were
+    converted. Raises: CheckpointError.
     """
     if not place.is_dir():
-        return WeightFiles(place, (place,))
-    names = {path.name for path in place.iterdir() if path.is_file()}
-    chosen = choose_files(names)
-    if not chosen:
+        return Checkpoint(place, {name: weight for name, weight in read_weights(place).items() if keep(name)}, (place,))
+    files = choose_files({path.name for path in place.iterdir() if path.is_file()})
+    if not files:
         raise CheckpointError(
             f"{place}: found no weights, expected one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its "
             "files, or .pt files"
         )
-    if chosen[0] not in INDEX:
-        return WeightFiles(place, tuple(place / name for name in chosen))
-    index = place / chosen[0]
-    shards = read_index(index)
-    if missing := sorted(shards.keys() - names):
+    index = place / files[0] if files[0] in INDEX else None
+    shards = read_index(index) if index else {}
+    if absent := [name for name in shards if not (place / name).is_file()]:
         raise CheckpointError(
-            f"{place}: {index.name} tells of {len(shards)} files, missing: {listing(missing)}; "
+            f"{place}: {files[0]} tells of {len(shards)} files, missing: {listing(absent)}; "
             "download them into that folder"
         )
-    ordered = sorted(shards)
-    return WeightFiles(
-        place, tuple(place / name for name in ordered), index, tuple(frozenset(shards[name]) for name in ordered)
-    )
+    weights: Weights = {}
+    files = sorted(shards) or files
+    for name in files:
+        part = {key: weight for key, weight in read_weights(place / name).items() if keep(key)}
+        if index:
+            named = {key for key in shards[name] if keep(key)}
+            _compare(place / name, named - part.keys() - set(optional), part.keys() - named)
+        if twice := sorted(part.keys() & weights):
+            raise CheckpointError(
+                f"{place}: weight {twice[0]} is in {name} and in a file before it, expected it once; "
+                "leave the files of one checkpoint in the folder"
+            )
+        weights |= part
+    return Checkpoint(place, weights, tuple(place / name for name in files), index)
 
 
 def choose_files(names: Collection[str]) -> list[str]:
@@ -74,59 +127,35 @@ def choose_files(names: Collection[str]) -> list[str]:
     for name in (SINGLE[0], INDEX[0], *SINGLE[1:], INDEX[1]):
         if name in names:
             return [name]
-    loose = [name for name in names if name.endswith(_LOOSE) and not name.startswith(_OTHERS)]
-    return sorted(loose)
+    return sorted(name for name in names if name.endswith(_LOOSE) and not name.startswith(_OTHERS))
 
 
 def read_index(path: Path) -> dict[str, list[str]]:
-    """The weights in each file, from an index; file names must be plain."""
-    weight_map = read_config(path).get("weight_map")
+    """The weights in each file, from an index; file names must be plain. Raises: CheckpointError."""
+    config = read_config(path)
+    weight_map = config.get("weight_map")
     shards: dict[str, list[str]] = {}
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: has no weight_map, expected one that names a file for every weight")
+        raise config.error("has no weight_map, expected one that names a file for every weight")
     for weight, name in weight_map.items():
         if not isinstance(name, str) or name in ("", ".", "..") or "\\" in name or PurePosixPath(name).name != name:
-            raise CheckpointError(f"{path}: weight {weight} is in {name!r}, expected the name of a file beside it")
+            raise config.error(f"weight {weight} is in {name!r}, expected the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards
 
 
-def read_weight_files(
-    found: WeightFiles, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()
-) -> Weights:
-    """All weights whose name `keep` accepts, from all files; each must be in exactly the file it belongs to.
-
-    `optional`: weights that an index may name though no file holds them, since they are another weight's second
-    name and were dropped when the files were converted.
-    """
-    weights: Weights = {}
-    for i, path in enumerate(found.files):
-        part = {name: weight for name, weight in read_weights(path).items() if keep(name)}
-        if found.named:
-            _compare(path, part.keys(), {name for name in found.named[i] if keep(name)}, optional)
-        for name in part:
-            if name in weights:
-                raise CheckpointError(
-                    f"{found.place}: weight {name} is in {path.name} and in a file before it, expected it once; "
-                    "leave the files of one checkpoint in the folder"
-                )
-            weights[name] = part[name]
-    return weights
-
-
-def _compare(path: Path, held: Collection[str], named: set[str], optional: Collection[str]) -> None:
-    missing, unexpected = named - set(held) - set(optional), set(held) - named
-    problems = [
-        f"{word}: {listing(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
-    ]
-    if problems:
+def _compare(path: Path, missing: Collection[str], unexpected: Collection[str]) -> None:
+    found = (("missing", missing), ("unexpected", unexpected))
+    if problems := [f"{word}: {listing(names)}" for word, names in found if names]:
         raise CheckpointError(
             f"{path}: does not hold what the index says; {'; '.join(problems)}; download the folder again"
         )
 
 
-def listing(names: Collection[str]) -> str:
-    """Names in order, the first six of them in full."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more
+def _translate(name: str, names: Mapping[str, str]) -> str:
+    """The name that a table has for another; the first number in it may be a `*` in the table."""
+    number = _LAYER.search(name)
+    if name in names or number is None:
+        return names.get(name, name)
+    starred = f"{name[: number.start()]}*{name[number.end() :]}"
+    return names[starred].replace("*", number[0]) if starred in names else name

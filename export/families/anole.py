@@ -3,140 +3,111 @@
 Chameleon reads and writes one vocabulary of text and image tokens. Image tokens are named in config.json's
 `vocabulary_map`: `IMGIMG`, the code's decimal digits as letters (A is 0, J is 9), `Z`. Only their rows of the head
 are kept. A prompt is `<s>`, the text, end of turn, begin of image; the unconditional row is `<s>`, begin of image.
-
-Does not know how graphs and bundles are written.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...bundle.manifest import TokenLayout
-from ...errors import CheckpointError, RequestError
 from ...methods import Sampling
+from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import fill, read_config, shape_of
-from ..checkpoints.folders import find_weights, read_weight_files
+from ..checkpoints.files import Config, read_config
+from ..checkpoints.folders import read_checkpoint
+from ..checkpoints.tokenizer import find_tokenizer
+from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.eagle import EagleDrafter, read_drafter
-from ..models.hf_decoder import decoder_sizes, rename_layers
-from ..models.vqgan import read_vqgan
-from ..writer import check_output, write_bundle
-from .common import Drafting, Model, export_model, find_tokenizer, token_condition
+from ..models.llama import decoder_config, rename_llama
+from ..models.llamagen_vq import read_vqgan
+from ..writer import Model
+from .common import check_grid, image_model
 
 _ARCHITECTURE, _LUMINA = "ChameleonForConditionalGeneration", "mask_image_logits"  # the latter is Lumina-mGPT's
 _PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_NAMES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
 # LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
 
 
 @dataclass(frozen=True)
 class Chameleon:
-    """A target taken apart. `embeddings [vocabulary, width]` of all tokens; code c is token `codes[c]`."""
+    """A target taken apart. `embeddings [tokens, hidden_size]` of all tokens; code c is token `codes[c]`."""
 
     decoder: Decoder
     embeddings: Tensor
     layout: TokenLayout
     codes: list[int]
-    files: list[tuple[str, Path]]
+    sources: list[tuple[str, Path]]
     named_tokens: dict[str, int]
 
 
-def export_anole(
-    target: Path,
-    vq: Path,
-    output: Path,
-    *,
-    drafter: Path | None = None,
-    grid: int | None = None,
-    name: str | None = None,
-    force: bool = False,
-    origins: Mapping[Path, str] | None = None,
-    progress: Callable[[str], None] | None = None,
-    write: Callable[..., Path] = write_bundle,
-) -> Path:
-    """Export a Chameleon folder with its VQGAN; returns the bundle's folder.
+def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None) -> Model:
+    """The model of a Chameleon folder with its VQGAN.
 
-    `vq`: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt. `drafter`: a folder in LANTERN's layout. `grid`:
-    rows of codes, by default those of the VQGAN's own resolution. `origins` tells of files or folders where they were
-    fetched from, for the manifest. `write`: as in `export_model`.
+    vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt. drafter: a folder in LANTERN's layout. grid: rows of
+    codes, by default those of the VQGAN's own resolution. Raises: CheckpointError, RequestError.
     """
-    check_output(output, force)
-    if grid is not None and not 1 <= grid <= 256:
-        raise RequestError(f"grid is {grid}, expected 1 to 256 code rows")
+    check_grid(grid)
     tokenizer = find_tokenizer(target)
-    if progress:
-        progress("reading checkpoints")
-    image = read_vqgan(vq)
-    rows = grid or image.grid
+    image, rows, vq_files = read_vqgan(vq)
+    rows = grid or rows
     if rows is None:
         raise CheckpointError(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid")
     chameleon = read_chameleon(target, rows)
-    tokens = len(chameleon.embeddings)
-    draft = None if drafter is None else read_drafter(drafter, chameleon.decoder, tokens)
-    if draft is not None:
-        arrange_codes(draft.drafter, chameleon.codes)
-    sources = [*chameleon.files, ("tokenizer", tokenizer), *(("vq", path) for path in image.files)]
-    sources += [] if draft is None else draft.files
-    model = Model(
+    decoder, embeddings, codes = chameleon.decoder, chameleon.embeddings, chameleon.codes
+    sources = [*chameleon.sources, ("tokenizer", tokenizer), *(("vq", path) for path in vq_files)]
+    drafting = None
+    if drafter is not None:
+        drafting = replace(read_drafter(drafter, decoder, len(embeddings)), code_offset=min(codes))
+        arrange_codes(drafting.drafter, codes)
+        sources += drafting.sources
+    return image_model(
         family="anole",
-        decoder=chameleon.decoder,
-        code_embeddings=_rows(chameleon.embeddings, chameleon.codes),
+        decoder=decoder,
+        code_embeddings=_rows(embeddings, codes),
         condition=token_condition(
-            chameleon.embeddings,
-            chameleon.decoder.config.prefix,
-            chameleon.layout,
-            tokenizer,
-            chameleon.named_tokens,
+            embeddings, decoder.config.prefix, chameleon.layout, tokenizer, chameleon.named_tokens
         ),
-        vq=image.vq,
+        vq=image,
+        vq_place=vq,
         sampling=_SAMPLING,
         sources=sources,
-        drafting=None if draft is None else Drafting(draft.drafter, code_offset=min(chameleon.codes)),
+        drafting=drafting,
     )
-    return export_model(model, output, name=name, force=force, origins=origins, progress=progress, write=write)
 
 
 def read_chameleon(folder: Path, grid: int) -> Chameleon:
-    """The decoder in a Hugging Face folder, for pictures of `grid` rows and columns of codes."""
-    config_path = folder / "config.json"
-    if not config_path.is_file():
+    """The decoder in a Hugging Face folder, for pictures of `grid` rows of codes. Raises: CheckpointError."""
+    path = folder / "config.json"
+    if not path.is_file():
         raise CheckpointError(f"{folder}: expected a Hugging Face folder with config.json and weights")
-    config = read_config(config_path)
-    if config.get("model_type") != "chameleon":
-        raise CheckpointError(f"{config_path}: model_type is {config.get('model_type')!r}, expected 'chameleon'")
-    if config.get("architectures", [_ARCHITECTURE]) != [_ARCHITECTURE] or _LUMINA in config:
-        found_name = _LUMINA if _LUMINA in config else f"architectures {config['architectures']}"
-        raise CheckpointError(
-            f"{config_path}: found {found_name}, expected a {_ARCHITECTURE}; Lumina-mGPT and its kin are not supported"
-        )
-    codes, layout = _read_vocabulary(config, config_path)
-    found = find_weights(folder)
-    weights = read_weight_files(found, keep=lambda name: not name.startswith(_VQ_PREFIX))
-    for name in (_EMBEDDINGS, _HEAD):
-        if shape_of(weights, name, 2, folder)[0] <= max(codes):
-            raise CheckpointError(
-                f"{folder}: {name} has {len(weights[name])} rows, but {config_path.name} has image tokens up to "
-                f"{max(codes)}"
-            )
-    embeddings, head = weights.pop(_EMBEDDINGS), weights.pop(_HEAD)
-    sizes = decoder_sizes(config, config_path, weights, folder, "model.", len(codes), grid)
-    named, shown = rename_layers(weights, "model.", sizes.num_layers, sizes.hidden_size, folder)
+    config = read_config(path)
+    config.expect("model_type", "chameleon")
+    if config.get("architectures", [_ARCHITECTURE]) != [_ARCHITECTURE] or _LUMINA in config.values:
+        found = _LUMINA if _LUMINA in config.values else f"architectures {config.get('architectures')}"
+        raise config.error(f"found {found}, expected a {_ARCHITECTURE}; Lumina-mGPT and its kin are not supported")
+    codes, layout = _read_vocabulary(config)
+    checkpoint = read_checkpoint(folder, keep=lambda name: not name.startswith(_VQ_PREFIX))
+    rename_llama(checkpoint, "model.", _NAMES)
+    for name, shown in _NAMES.items():
+        if (rows := checkpoint.shape(name)[0]) <= max(codes):
+            raise checkpoint.error(f"{shown} has {rows} rows, but {path.name} has image tokens up to {max(codes)}")
     with without_weights():
-        decoder = Decoder(sizes)
-    fill(decoder, named | {"head.weight": _rows(head, codes)}, folder, shown | {"head.weight": _HEAD})
-    files = [("target", path) for path in found.all_files]
-    named_tokens = {name: config["vocabulary_map"][name] for name in _PROMPT_TOKENS}
-    return Chameleon(decoder, embeddings, layout, codes, [*files, ("target_config", config_path)], named_tokens)
+        decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid))
+    embeddings = checkpoint.weights.pop("embed.weight")
+    checkpoint.weights["head.weight"] = _rows(checkpoint.weights["head.weight"], codes)
+    checkpoint.load_into(decoder)
+    sources = [*checkpoint.sources("target"), ("target_config", path)]
+    named_tokens = {name: config.get("vocabulary_map")[name] for name in _PROMPT_TOKENS}
+    return Chameleon(decoder, embeddings, layout, codes, sources, named_tokens)
 
 
 def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:
@@ -156,27 +127,23 @@ def _rows(table: Tensor, codes: list[int]) -> Tensor:
     return table[torch.tensor(codes)]
 
 
-def _read_vocabulary(config: Mapping[str, Any], path: Path) -> tuple[list[int], TokenLayout]:
+def _read_vocabulary(config: Config) -> tuple[list[int], TokenLayout]:
     """The token of every code, and how prompts are laid out."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
-        raise CheckpointError(
-            f"{path}: has no vocabulary_map from names to token ids, expected one that names the codes"
-        )
+        raise config.error("has no vocabulary_map from names to token ids, expected one that names the codes")
     if missing := [name for name in _PROMPT_TOKENS if name not in names]:
-        raise CheckpointError(f"{path}: vocabulary_map lacks {', '.join(missing)}")
+        raise config.error(f"vocabulary_map lacks {', '.join(missing)}")
     tokens = {_code(name): token for name, token in names.items() if re.fullmatch("IMGIMG[A-J]+Z", name)}
-    ids = sorted(tokens.values())
-    block = len(ids) > 1 and ids == list(range(ids[0], ids[0] + len(ids)))
-    if not block or sorted(tokens) != list(range(len(ids))):
-        raise CheckpointError(
-            f"{path}: vocabulary_map names {len(tokens)} image tokens (IMGIMG..Z), expected those of the codes "
-            "0, 1, ... with ids in one block"
+    count, ids = len(tokens), sorted(tokens.values())
+    if count < 2 or ids != list(range(ids[0], ids[0] + count)) or sorted(tokens) != list(range(count)):
+        raise config.error(
+            f"vocabulary_map names {count} image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... with ids in "
+            "one block"
         )
     start, end, begin = (names[name] for name in _PROMPT_TOKENS)
-    return [tokens[code] for code in range(len(ids))], TokenLayout(
-        before=(start,), after=(end, begin), uncond=(start, begin)
-    )
+    layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
+    return [tokens[code] for code in range(count)], layout
 
 
 def _code(name: str) -> int:

@@ -1,123 +1,261 @@
-"""From LlamaGen's published files to a bundle: transformer, image tokenizer, EAGLE drafter and text encoder if given.
+"""LlamaGen: transformer, image tokenizer, and LANTERN's EAGLE drafter and a text encoder if given.
 
-Does not know file layouts (`llamagen_gpt.py`, `llamagen_vq.py`, `eagle.py`, `text_encoder.py`) nor how
-graphs and bundles are written.
+Official files of the transformer (alone, sharded, or consolidated from FSDP), or folders in LANTERN's layout: Llama's
+names of weights and fields. Sizes come from the weights where these determine them. The number of heads and the grid
+do not show there: they come from a published model's name, a configuration file, or the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isqrt
 from pathlib import Path
 
-import numpy as np
+from torch import Tensor
 
-from ...bundle.manifest import ConditionSpec
-from ...errors import CheckpointError, RequestError
 from ...methods import Sampling
-from ..graph.graphs import Arrays, Graph
-from ..graph.onnx_ops import Value
-from ..graph.text_condition import text_condition_graph
+from ...errors import CheckpointError
+from ..checkpoints.deferred import without_weights
+from ..checkpoints.files import Config, read_config
+from ..checkpoints.folders import Checkpoint, read_checkpoint
+from ..graph.conditions import CaptionCondition, ClassCondition, caption_condition, class_condition, text_condition
+from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
-from ..models.llamagen_gpt import CaptionCondition, LlamaGen, read_llamagen
+from ..models.llama import layer_sizes, rename_llama
 from ..models.llamagen_vq import read_vq
-from ..models.text_encoder import read_text_encoder
-from ..writer import check_output, write_bundle
-from .common import Condition, Drafting, Model, export_model, plain_cases
+from ..models.t5 import read_text_encoder
+from ..writer import Model
+from .common import check_grid, image_model
+
+_DEFAULT_GRID = 16  # 256 pixels at 16 pixels per cell
 
 
-def export_llamagen(
+# Layers, hidden size and heads of published models.
+MODELS: Mapping[str, tuple[int, int, int]] = {
+    "GPT-B": (12, 768, 12),
+    "GPT-L": (24, 1024, 16),
+    "GPT-XL": (36, 1280, 20),
+    "GPT-XXL": (48, 1536, 24),
+    "GPT-3B": (24, 3200, 32),
+}
+
+_CONDITION_NAMES = {
+    "classes": "cls_embedding.embedding_table.weight",
+    "captions.uncond": "cls_embedding.uncond_embedding",
+    "captions.first": "cls_embedding.cap_proj.fc1.weight",
+    "captions.second": "cls_embedding.cap_proj.fc2.weight",
+}
+_NAMES = {
+    "codes": "tok_embeddings.weight",
+    "head.weight": "output.weight",
+    "layers.*.attention.qkv.weight": "layers.*.attention.wqkv.weight",
+    "layers.*.attention.out.weight": "layers.*.attention.wo.weight",
+    "layers.*.ffn.gate.weight": "layers.*.feed_forward.w1.weight",
+    "layers.*.ffn.up.weight": "layers.*.feed_forward.w3.weight",
+    "layers.*.ffn.down.weight": "layers.*.feed_forward.w2.weight",
+    **_CONDITION_NAMES,
+}
+_LANTERN_NAMES = {
+    "codes": "model.embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+    **{ours: f"model.{theirs}" for ours, theirs in _CONDITION_NAMES.items()},
+}
+_FIELDS = {  # LANTERN's field, and the official argument; others are called the same
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "intermediate_size": "ffn_hidden",
+    "rms_norm_eps": "norm_eps",
+    "input_type": "model_type",
+}
+_FOREIGN = {  # a name found in checkpoints of another kind, and what they are
+    "quantize.embedding.weight": "a VQ tokenizer; give it as --vq",
+    "fc.weight": "an EAGLE drafter; give it as --drafter",
+    "model.vqmodel.quantize.embedding.weight": "a Chameleon model such as Anole",
+    "model.embed_tokens.weight": "a Hugging Face decoder (Llama, Chameleon or alike)",
+}
+_UNUSED = (".inv_freq", "condition_embeddings")  # written by some versions beside the weights
+
+
+def read_llamagen(
     target: Path,
     vq: Path,
-    output: Path,
     *,
     drafter: Path | None = None,
     text_encoder: Path | None = None,
     model: str | None = None,
     config: Path | None = None,
     grid: int | None = None,
-    name: str | None = None,
-    force: bool = False,
-    origins: Mapping[Path, str] | None = None,
-    progress: Callable[[str], None] | None = None,
-    write: Callable[..., Path] = write_bundle,
-) -> Path:
-    """Export a LlamaGen transformer with its VQ tokenizer; returns the bundle's folder.
+    heads: int | None = None,
+) -> Model:
+    """The model of a LlamaGen transformer with its VQ tokenizer.
 
-    `target` is an official file, or a folder: LANTERN's layout, or shards. The transformer's heads come from `model`
-    (a published name) or `config` (a JSON file of the model's arguments), `grid` is the number of code rows, 16 for
-    256 pixels; a folder in LANTERN's layout tells all of these. `drafter` is a folder in LANTERN's layout.
-    `text_encoder` is flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text
-    embeddings. `origins` tells of files or folders where they were fetched from, for the manifest.
-    `write` takes the bundle's parts as `write_bundle` does; give a partial one for other precisions.
+    target: an official file, or a folder: LANTERN's layout, or shards. The transformer's heads come from `model` (a
+    published name), `config` (a JSON file of the model's arguments) or `heads`; `grid` is the number of code rows, 16
+    for 256 pixels; a folder in LANTERN's layout tells all of these. drafter: a folder in LANTERN's layout.
+    text_encoder: flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text embeddings.
+    Raises: CheckpointError, RequestError.
     """
-    say = progress or (lambda _: None)
-    if grid is not None and not 1 <= grid <= 256:
-        raise RequestError(f"grid is {grid}, expected 1 to 256 code rows")
-    check_output(output, force)
-    say("reading checkpoints")
-    transformer = read_llamagen(target, model=model, config=config, grid=grid)
-    sizes = transformer.decoder.config
+    check_grid(grid)
+    transformer = read_transformer(target, model=model, config=config, grid=grid, heads=heads)
     image = read_vq(vq)
-    if image.config.codes != sizes.vocab_size:
-        raise CheckpointError(f"{vq}: has {image.config.codes} codes, but the transformer has {sizes.vocab_size}")
-    draft = None if drafter is None else read_drafter(drafter, transformer.decoder)
-    sources = [*transformer.files, ("vq", vq), *(draft.files if draft else ())]
-    if text_encoder is None:
-        condition = _condition(transformer)
-    elif isinstance(transformer.condition, CaptionCondition):
-        say("reading the text encoder")
-        text = read_text_encoder(text_encoder, transformer.condition.first.shape[1])
-        sources += text.files
-        spec = ConditionSpec(kind="text", prefix=sizes.prefix, cleaning="llamagen")
-        condition = Condition(spec, text_condition_graph(text.encoder, transformer.condition), text.tokenizer)
+    sources = [*transformer.sources, ("vq", vq)]
+    drafting = None
+    if drafter is not None:
+        drafting = replace(read_drafter(drafter, transformer.decoder), masks_prefix=False)
+        sources += drafting.sources
+    module = transformer.condition
+    classes = isinstance(module, ClassCondition)
+    if isinstance(module, ClassCondition):
+        if text_encoder is not None:
+            raise CheckpointError(
+                f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
+            )
+        condition = class_condition(module)
+    elif text_encoder is None:
+        condition = caption_condition(module)
     else:
-        raise CheckpointError(
-            f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
-        )
-    classes = transformer.classes is not None
-    parts = Model(
+        encoder, tokenizer, files = read_text_encoder(text_encoder, module.uncond.shape[1])
+        sources += files
+        condition = text_condition(encoder, tokenizer, module)
+    return image_model(
         family="llamagen",
         decoder=transformer.decoder,
         code_embeddings=transformer.code_embeddings,
         condition=condition,
         vq=image,
+        vq_place=vq,
         sampling=Sampling(cfg_scale=4.0 if classes else 7.5, top_k=0 if classes else 1000),
         sources=sources,
-        drafting=None if draft is None else Drafting(draft.drafter, masks_prefix=False),
+        drafting=drafting,
     )
-    return export_model(parts, output, name=name, force=force, origins=origins, progress=progress, write=write)
 
 
-def _condition(transformer: LlamaGen) -> Condition:
-    """Class ids, or text embeddings."""
-    sizes = transformer.decoder.config
-    generator = np.random.default_rng(0)
-    inputs: tuple[Value, ...]
-    cases: list[Arrays]
-    if transformer.classes is not None:
-        inputs = (Value("class_ids", ("rows",), "int64"),)
-        cases = [{"class_ids": generator.integers(transformer.classes, size=rows)} for rows in (3, 1)]
+@dataclass(frozen=True)
+class LlamaGen:
+    """A transformer taken apart. code_embeddings `[codes, hidden_size]` float32; sources: its files with roles."""
+
+    decoder: Decoder
+    code_embeddings: Tensor
+    condition: ClassCondition | CaptionCondition
+    sources: list[tuple[str, Path]]
+
+
+def read_transformer(
+    path: Path,
+    *,
+    model: str | None = None,
+    config: Path | None = None,
+    grid: int | None = None,
+    heads: int | None = None,
+) -> LlamaGen:
+    """Read a transformer from a file or folder.
+
+    model: a published name. config: a JSON file with the model's arguments, by default the folder's `config.json`.
+    heads: where neither of these tells. Raises: CheckpointError that names what is missing, unexpected, or
+    contradicts another.
+    """
+    checkpoint = read_checkpoint(path, keep=lambda name: not name.endswith(_UNUSED))
+    for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
+        if all(name.startswith(wrapper) for name in checkpoint.weights):
+            checkpoint.weights = checkpoint.take(wrapper).weights
+    lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if config is None and beside.is_file() and (path.is_dir() or lantern):
+        config = beside
+    values = Config(path, {}) if config is None else read_config(config)
+    if lantern:
+        if config is None:
+            raise checkpoint.error("LlamaGen in LANTERN's layout, but no config.json beside it; give its folder")
+        rename_llama(checkpoint, "model.", _LANTERN_NAMES)
     else:
-        width = transformer.caption_dim or 0
-        inputs = (
-            Value("caption_embeds", ("rows", sizes.prefix, width)),
-            Value("caption_mask", ("rows", sizes.prefix), "int64"),
+        checkpoint.rename(_NAMES)
+        values = Config(values.path, values.values, _FIELDS)
+    weights = checkpoint.weights
+    _check_family(checkpoint)
+    frequencies = weights.pop("freqs_cis", None)
+    codes, code_width = checkpoint.shape("codes")
+    values.agree(vocab_size=codes, hidden_size=code_width)
+    condition, prefix = _take_condition(checkpoint, values)
+    if lantern and grid is None and values.whole("block_size") is None:
+        raise values.error("has no block_size; give --grid (16 for 256 pixels, 32 for 512)")
+    sizes = DecoderConfig(
+        **layer_sizes(checkpoint, values, _heads(checkpoint, values, model, heads), parts=4),
+        vocab_size=codes,
+        grid=grid or _grid(path, prefix, frequencies, values),
+        prefix=prefix,
+        norm_eps=values.number("rms_norm_eps", 1e-6 if lantern else 1e-5),
+        rope_base=values.number("rope_base", 10000.0),
+    )
+    with without_weights():
+        decoder = Decoder(sizes)
+    code_embeddings = weights.pop("codes").float()
+    checkpoint.load_into(decoder)
+    sources = checkpoint.sources("target") + ([] if config is None else [("config", config)])
+    return LlamaGen(decoder, code_embeddings, condition, sources)
+
+
+def _check_family(checkpoint: Checkpoint) -> None:
+    weights = checkpoint.weights
+    if "codes" in weights and ("classes" in weights or "captions.uncond" in weights):
+        return
+    for name, kind in _FOREIGN.items():
+        if name in weights:
+            raise checkpoint.error(f"found {kind}; expected a LlamaGen transformer")
+    raise checkpoint.error(
+        "found no class or caption embeddings with tok_embeddings, but "
+        f"{', '.join(sorted(map(checkpoint.shown, weights))[:3])}; expected a LlamaGen transformer"
+    )
+
+
+def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
+    """The condition, and the rows of its prefix."""
+    weights = checkpoint.weights
+    if "classes" in weights:
+        rows, _ = checkpoint.shape("classes")
+        config.expect("input_type", "c2i", None)
+        config.agree(num_classes=rows - 1, cls_token_num=1)
+        return ClassCondition(weights.pop("classes").float()), 1
+    names = ("captions.first", "captions.second", "captions.uncond")
+    shapes = [checkpoint.shape(name) for name in names]
+    first, second, (prefix, caption_dim) = shapes
+    config.expect("input_type", "t2i", "t2i2", None)  # t2i2: stage II
+    config.agree(caption_dim=caption_dim, cls_token_num=prefix)
+    if first[1] != caption_dim or second[1] != first[0]:
+        raise checkpoint.error(f"caption weights {', '.join(str(list(shape)) for shape in shapes)} do not fit")
+    return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
+
+
+def _heads(checkpoint: Checkpoint, config: Config, model: str | None, heads: int | None) -> int:
+    layers, width = checkpoint.count("layers."), checkpoint.shape("codes")[1]
+    given, field = config.whole("num_attention_heads"), config.shown("num_attention_heads")
+    fitting = next((name for name, sizes in MODELS.items() if sizes[:2] == (layers, width)), None)
+    hint = f"; its sizes are those of {fitting}" if fitting else ""
+    if model is not None:
+        if model not in MODELS:
+            raise CheckpointError(f"model {model!r} is unknown; expected one of {', '.join(MODELS)}")
+        *sizes, heads = MODELS[model]
+        if sizes != [layers, width]:
+            raise checkpoint.error(
+                f"has {layers} layers of width {width}, but {model} has {sizes[0]} of {sizes[1]}{hint}"
+            )
+        if given not in (None, heads):
+            raise config.error(f"{field} is {given}, but {model} has {heads}")
+    if given is None and heads is None:
+        raise checkpoint.error(
+            f"the number of heads does not show in the weights; give --model ({', '.join(MODELS)}) or a --config with "
+            f"{field}{hint}"
         )
-        cases = [
-            {
-                "caption_embeds": generator.standard_normal((rows, sizes.prefix, width), dtype=np.float32),
-                "caption_mask": np.sort(generator.integers(2, size=(rows, sizes.prefix))),
-            }
-            for rows in (3, 1)
-        ]
-    outputs = tuple(
-        Value(name, ("rows", sizes.prefix, sizes.hidden_size)) for name in ("prefix_embeds", "uncond_embeds")
-    )
-    graph = Graph("condition", transformer.condition, inputs, outputs, plain_cases(cases))
-    spec = ConditionSpec(
-        kind="embeddings" if transformer.classes is None else "class",
-        prefix=sizes.prefix,
-        classes=transformer.classes,
-        caption_dim=transformer.caption_dim,
-    )
-    return Condition(spec, graph)
+    return given or heads or 0
+
+
+def _grid(path: Path, prefix: int, frequencies: Tensor | None, config: Config) -> int:
+    stored, block = None if frequencies is None else len(frequencies) - prefix, config.whole("block_size")
+    for cells, where in ((stored, f"{path}: freqs_cis"), (block, f"{config.path}: block_size")):
+        if cells is not None:
+            if cells < 1 or isqrt(cells) ** 2 != cells:
+                raise CheckpointError(f"{where} tells of {cells} codes, which is no square grid; give --grid")
+            return isqrt(cells)
+    return _DEFAULT_GRID

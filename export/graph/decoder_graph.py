@@ -7,8 +7,6 @@ result against the torch module.
 
 Past tensors may be empty (`past` = 0) as far as ONNX goes, but ONNX Runtime 1.31 divides by zero and dies in
 the fused product on an empty past: an engine on it feeds at least one column and hides it with the mask.
-
-Does not know checkpoints, prompts or trees.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import computed, deferred, transposed
-from ..models.decoder import Attention, Decoder, DeepHead, FeedForward, Layer, RMSNorm
-from .onnx_ops import Ops, Value
+from ..models.decoder import Attention, Decoder, DeepHead, FeedForward, Layer, LayerStack
+from .onnx_ops import Ops
 
 
 @dataclass(frozen=True)
@@ -36,24 +34,9 @@ class _Shared:
     sizes: str  # int64 [2]: past, nodes
 
 
-def cache_values(layers: int, heads: int, width: int) -> tuple[list[Value], list[Value]]:
-    """Inputs and outputs that hold keys and values."""
-    parts = [f"{i}.{part}" for i in range(layers) for part in ("key", "value")]
-    past = [Value(f"past_key_values.{part}", ("past", "rows", heads, width)) for part in parts]
-    return past, [Value(f"new_key_values.{part}", ("nodes", "rows", heads, width)) for part in parts]
-
-
-def node_values() -> list[Value]:
-    """The inputs that say where nodes are and whom they see."""
-    return [
-        Value("position_ids", ("rows", "nodes"), "int64"),
-        Value("attention_mask", ("rows", 1, "nodes", "past + nodes")),
-    ]
-
-
 def write_target(ops: Ops, decoder: Decoder) -> None:
     """The target: `input_embeds` and the values above to `logits`, `hidden_states` and new keys and values."""
-    hidden = write_layers(ops, decoder.layers, decoder.turns, "input_embeds")
+    hidden = write_layers(ops, decoder, "input_embeds")
     hidden = write_norm(ops, hidden, "norm", decoder.norm, name="hidden_states")
     write_head(ops, hidden, decoder.head)
 
@@ -78,11 +61,11 @@ def _write_deep_head(ops: Ops, hidden: str, head: DeepHead, name: str) -> None:
     ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name=name)
 
 
-def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
-    """All layers over `x [rows, nodes, width]`; writes the new keys and values as outputs."""
-    stack = [cast(Layer, layer) for layer in layers]
-    shared = _write_shared(ops, turns, stack[0].attention)
-    for i, layer in enumerate(stack):
+def write_layers(ops: Ops, stack: LayerStack, x: str) -> str:
+    """All layers over `x [rows, nodes, hidden_size]`; writes the new keys and values as outputs."""
+    layers = [cast(Layer, layer) for layer in stack.layers]
+    shared = _write_shared(ops, stack.rope, layers[0].attention)
+    for i, layer in enumerate(layers):
         normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
         x = ops.op("Add", x, _write_attention(ops, normed, i, layer.attention, shared))
         normed = write_norm(ops, x, f"layers.{i}.ffn_norm", layer.ffn_norm)
@@ -91,15 +74,20 @@ def write_layers(ops: Ops, layers: nn.ModuleList, turns: Tensor, x: str) -> str:
 
 
 def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None = None) -> str:
-    """x / rms(x), scaled, in float32; or `x` itself where the module is no norm."""
-    if not isinstance(norm, RMSNorm):
-        return x if name is None else ops.op("Identity", x, name=name)
+    """A norm of a decoder, or `x` itself where the module is none."""
+    if isinstance(norm, nn.RMSNorm):
+        return write_rms_norm(ops, x, prefix, norm.weight, cast(float, norm.eps), name)
+    return x if name is None else ops.op("Identity", x, name=name)
+
+
+def write_rms_norm(ops: Ops, x: str, prefix: str, weight: Tensor, eps: float, name: str | None = None) -> str:
+    """x / rms(x), scaled, in float32."""
     x = ops.widen(x)
     square = ops.op("Pow", x, ops.weight("two", torch.tensor(2.0), wide=True))
     mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{norm.eps}", torch.tensor(norm.eps), wide=True)))
-    weight = ops.weight(prefix + ".weight", norm.weight, wide=True)
-    return ops.narrow(ops.op("Mul", ops.op("Div", x, rms), weight, name=None if ops.half else name), name=name)
+    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{eps}", torch.tensor(eps), wide=True)))
+    scale = ops.weight(prefix + ".weight", weight, wide=True)
+    return ops.narrow(ops.op("Mul", ops.op("Div", x, rms), scale, name=None if ops.half else name), name=name)
 
 
 def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
@@ -118,13 +106,13 @@ def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale
     return ops.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
 
 
-def _write_shared(ops: Ops, turns: Tensor, attention: Attention) -> _Shared:
-    width = 2 * turns.shape[1]
+def _write_shared(ops: Ops, rope: Tensor, attention: Attention) -> _Shared:
+    width = 2 * rope.shape[1]
     halves = attention.rope_style == "half"
     order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
     place = order.flatten().argsort()  # where each number stands in `order`
     pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
-    tables = {"cos": turns[:, place // 2, 0], "sin": turns[:, place // 2, 1] * sign}
+    tables = {"cos": rope[:, place // 2, 0], "sin": rope[:, place // 2, 1] * sign}
     group = attention.num_heads // attention.num_kv_heads
     cos, sin = (
         ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
@@ -147,14 +135,14 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
     weight = _scale_rows(attention.qkv.weight, heads * width, scale) if folds else attention.qkv.weight
     joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * num_kv_heads, width)
     at = f"layers.{index}"
-    turned, value = ops.many(
+    rotated, value = ops.many(
         "Split", joint, ops.ints(heads + num_kv_heads, num_kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
     )
     if attention.normed:  # the root goes into the norm
-        turned = _write_head_norms(ops, turned, f"{at}.attention.head_norm", attention, width**-0.5)
-    swapped = ops.op("MatMul", turned, shared.swap)
-    turned = ops.op("Add", ops.op("Mul", turned, shared.cos), ops.op("Mul", swapped, shared.sin))
-    query, key = ops.many("Split", turned, ops.ints(heads, num_kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
+        rotated = _write_head_norms(ops, rotated, f"{at}.attention.head_norm", attention, width**-0.5)
+    swapped = ops.op("MatMul", rotated, shared.swap)
+    rotated = ops.op("Add", ops.op("Mul", rotated, shared.cos), ops.op("Mul", swapped, shared.sin))
+    query, key = ops.many("Split", rotated, ops.ints(heads, num_kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
     new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_key_values.{index}.key")  # [nodes, rows, num_kv_heads, width]
     new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_key_values.{index}.value")
     past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"

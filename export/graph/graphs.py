@@ -1,13 +1,8 @@
 """What a graph file is made from: a torch module, its inputs and outputs by name, and inputs to check it with.
 
-The two decoders bring their own writer (`decoder_graph.py`). Any other module is traced with PyTorch's
-TorchScript-based exporter: on these modules it takes a twentieth of the time of the newer one and gives the
-same ops; `parity.py` holds either kind against the module.
-
-Masks of graphs are additive; `HIDDEN` is what hides a column. It is finite so that a node that sees nothing
-gets finite numbers instead of NaN.
-
-Does not know checkpoints, manifests or what the tensors mean to a runtime.
+The decoders and the large conditions bring their own writer; any other module is traced. `parity.py`
+holds either kind against the module. Masks of graphs are additive; `HIDDEN` is what hides a column. It is finite so
+that a node that sees nothing gets finite numbers instead of NaN.
 """
 
 from __future__ import annotations
@@ -15,8 +10,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import computed, deferred
-from ..models.decoder import Decoder
-from .decoder_graph import cache_values, node_values, write_target
+from ..models.decoder import Decoder, LayerStack
+from .decoder_graph import write_target
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
-from .precision import Rule
-from .weight_file import GraphFile, graph_file, half_graph_file
+from .precision import Rule, Storage
+from .weight_file import GraphFile, plan_storage
 
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
@@ -74,7 +68,6 @@ class Graph:
 
 def in_half(graph: Graph) -> Graph:
     """A decoder's graph as one that computes in float16: inputs, weights and outputs, but for norms and logits."""
-    assert graph.write is not None
 
     def halved(values: tuple[Value, ...]) -> tuple[Value, ...]:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
@@ -87,16 +80,18 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     """Describe a graph's files without writing them; no weight is read for it."""
     if graph.write is None:
         model, weights = _trace(graph)
-        return graph_file(model, weights, set(weights), set(), rule)
+        return GraphFile(model, weights, plan_storage(weights, set(weights), set(), rule), set(), rule)
     ops = Ops(half=graph.half)
     graph.write(ops)
+    model = ops.model(graph.role, graph.inputs, graph.outputs)
+    if graph.half:
+        numbers = [name for name, weight in ops.weights.items() if weight.is_floating_point()]
+        storages: dict[str, Storage] = {name: "float32" if name in ops.wide else "float16" for name in numbers}
+        return GraphFile(model, ops.weights, storages, set(), "fp16", half=True)
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
     matrices = {name for name in ops.matrices if not name.startswith("head.")}  # a head stays float16 at the least
-    model = ops.model(graph.role, graph.inputs, graph.outputs)
-    if graph.half:
-        return half_graph_file(model, ops.weights, ops.wide)
-    return graph_file(model, ops.weights, own, matrices, rule)
+    return GraphFile(model, ops.weights, plan_storage(ops.weights, own, matrices, rule), matrices, rule)
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
@@ -104,138 +99,138 @@ def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
     return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
 
 
+def cases_of(*inputs: Arrays) -> tuple[Case, ...]:
+    """Checks of a graph that is no decoder; the first axis of the first input counts rows."""
+    return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
+
+
 def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
-    """The graph of a decoder; `code_embeddings [codes, width]` serve as inputs of the checks."""
-    config = decoder.config
-    past, new = cache_values(config.num_layers, config.num_kv_heads, config.head_dim)
+    """The graph of a decoder; `code_embeddings [codes, hidden_size]` serve as inputs of the checks."""
 
     def inputs(generator: np.random.Generator, rows: int, nodes: int) -> Arrays:
         chosen = generator.integers(len(code_embeddings), size=(rows, nodes))
         return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
+    embeds = Value("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
+    return decoder_graph("target", decoder, (embeds,), inputs, lambda ops: write_target(ops, decoder))
+
+
+def decoder_graph(
+    role: str,
+    module: LayerStack,
+    leading: tuple[Value, ...],
+    inputs: Callable[[np.random.Generator, int, int], Arrays],
+    write: Callable[[Ops], None],
+) -> Graph:
+    """The graph of a target or drafter with a cache; leading: what it takes besides positions, mask and past.
+
+    inputs: random arrays for `leading`, of so many rows and nodes.
+    """
+    config = module.config
+    parts = [f"{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
+    heads = (config.num_kv_heads, config.head_dim)
+    past = tuple(Value(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
+    new = (Value(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
     return Graph(
-        role="target",
-        module=Flat(decoder),
-        inputs=(Value("input_embeds", ("rows", "nodes", config.hidden_size)), *node_values(), *past),
-        outputs=(*decoder_outputs(config.vocab_size, config.hidden_size), *new),
-        cases=tuple(decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
-        write=lambda ops: write_target(ops, decoder),
+        role=role,
+        module=_Flat(module, len(leading) + 2),
+        inputs=(
+            *leading,
+            Value("position_ids", ("rows", "nodes"), "int64"),
+            Value("attention_mask", ("rows", 1, "nodes", "past + nodes")),
+            *past,
+        ),
+        outputs=(
+            Value("logits", ("rows", "nodes", config.vocab_size)),
+            Value("hidden_states", ("rows", "nodes", config.hidden_size)),
+            *new,
+        ),
+        cases=tuple(_decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
+        write=write,
     )
 
 
-def decoder_outputs(vocabulary: int, width: int) -> tuple[Value, Value]:
-    """The outputs of both decoders that are not cache."""
-    return Value("logits", ("rows", "nodes", vocabulary)), Value("hidden_states", ("rows", "nodes", width))
-
-
-class Flat(nn.Module):
+class _Flat(nn.Module):
     """A decoder whose past and new keys and values are plain arguments and results."""
 
-    def __init__(self, decoder: nn.Module, leading: int = 3) -> None:
+    def __init__(self, decoder: nn.Module, leading: int) -> None:
         super().__init__()
         self.decoder, self.leading = decoder, leading
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         past = values[self.leading :]
         pairs = list(zip(past[::2], past[1::2], strict=True))
-        logits, hidden, fresh = self.decoder(*values[: self.leading], pairs)
-        return logits, hidden, *(tensor for pair in fresh for tensor in pair)
+        logits, hidden, new_kv = self.decoder(*values[: self.leading], pairs)
+        return logits, hidden, *(tensor for pair in new_kv for tensor in pair)
 
 
-def decoder_cases(
-    inputs: Callable[[np.random.Generator, int, int], Arrays], past: list[Value], positions: int, prefix: int
-) -> Iterable[Case]:
+def _decoder_cases(
+    inputs: Callable[[np.random.Generator, int, int], Arrays], past: Sequence[Value], positions: int, prefix: int
+) -> Iterator[Case]:
     """Checks of a decoder: prefill on nothing, prefill, one node, a tree, two rows of different length."""
     generator = np.random.default_rng(0)
-    entry = 4 * sum(int(np.prod([int(axis) for axis in value.axes[2:]])) for value in past)
-    prefix = min(prefix, _LONGEST_CASE, max(2, _CASE_BYTES // entry))
+    heads, head_dim = (int(axis) for axis in past[0].axes[2:])
+    prefix = min(prefix, _LONGEST_CASE, max(2, _CASE_BYTES // (4 * len(past) * heads * head_dim)))
 
-    def case(name: str, rows: int, spans: list[int], visible: NDArray[np.bool_]) -> Case:
-        """`spans`: committed entries per row; `visible [nodes, nodes]` among the new nodes."""
-        nodes, longest = len(visible), max(spans)
-        before = np.arange(longest) < np.array(spans)[:, None]  # [rows, longest]
-        seen = np.concatenate(
-            [np.broadcast_to(before[:, None], (rows, nodes, longest)), np.broadcast_to(visible, (rows, nodes, nodes))],
-            2,
-        )
+    def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> Case:
+        """`lengths`: committed entries per row; `visible [nodes, nodes]` among the new nodes."""
+        rows, nodes, longest = len(lengths), len(visible), max(lengths)
+        before = np.arange(longest) < np.array(lengths)[:, None]  # [rows, longest]
+        seen = np.zeros((rows, nodes, longest + nodes), bool)
+        seen[:, :, :longest], seen[:, :, longest:] = before[:, None], visible
         depth = visible.sum(1) - 1
         values = inputs(generator, rows, nodes)
-        values["position_ids"] = np.minimum(np.array(spans)[:, None] + depth, positions - 1).astype(np.int64)
+        values["position_ids"] = np.minimum(np.array(lengths)[:, None] + depth, positions - 1).astype(np.int64)
         values["attention_mask"] = np.where(seen, 0, HIDDEN).astype(np.float32)[:, None]
         for value in past:
-            heads, width = (int(axis) for axis in value.axes[2:])
-            values[value.name] = generator.standard_normal((longest, rows, heads, width), dtype=np.float32)
+            values[value.name] = generator.standard_normal((longest, rows, heads, head_dim), dtype=np.float32)
         return Case(name, values)
 
     parents = np.array([-1, 0, 0, 1, 1, 2, 3])
     tree = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents):
         tree[node] |= tree[parent] if parent >= 0 else False
-    causal = np.tril(np.ones((prefix, prefix), bool))
-    yield case("prefill", 2, [0, 0], causal)
-    yield case("one node", 2, [prefix + 3] * 2, np.ones((1, 1), bool))
-    yield case("tree", 2, [prefix + 2] * 2, tree)
-    yield case("three rows, causal", 3, [prefix + 1, 1, prefix], causal)
-    yield case("rows of different length", 2, [prefix, prefix + 4], tree)
+    causal = np.tri(prefix, dtype=bool)
+    yield case("prefill", [0, 0], causal)
+    yield case("one node", [prefix + 3] * 2, np.ones((1, 1), bool))
+    yield case("tree", [prefix + 2] * 2, tree)
+    yield case("three rows, causal", [prefix + 1, 1, prefix], causal)
+    yield case("rows of different length", [prefix, prefix + 4], tree)
 
 
 def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
-    """The graph of a module, and its weights by name: the module's own tensors, not copies."""
-    example = tuple(torch.from_numpy(graph.cases[0].inputs[value.name]) for value in graph.inputs)
-    axes = {
-        value.name: {i: axis for i, axis in enumerate(value.axes) if isinstance(axis, str)}
-        for value in (*graph.inputs, *graph.outputs)
-    }
-    own = graph.module.state_dict()
+    """A module of float32 weights as ONNX, and its weights by name: the module's own tensors, not copies.
+
+    By PyTorch's TorchScript-based exporter: on these modules it takes a twentieth of the time of the newer one and
+    gives the same ops.
+    """
+    values, example = (*graph.inputs, *graph.outputs), graph.cases[0].inputs
     buffer = io.BytesIO()
-    with warnings.catch_warnings(), torch.no_grad(), _hollow(graph.module):
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
         torch.onnx.export(
             graph.module,
-            example,
+            tuple(torch.from_numpy(example[value.name]) for value in graph.inputs),
             buffer,  # type: ignore[arg-type]  # the annotation knows paths only
             input_names=[value.name for value in graph.inputs],
             output_names=[value.name for value in graph.outputs],
-            dynamic_axes=axes,
+            dynamic_axes={v.name: {i: axis for i, axis in enumerate(v.axes) if isinstance(axis, str)} for v in values},
             opset_version=OPSET,
             export_params=False,
-            do_constant_folding=False,  # it would need the weights; runtimes do it when they load
+            do_constant_folding=False,  # weights would lose their names; runtimes do it when they load
             dynamo=False,
         )
     model = onnx.load_from_string(buffer.getvalue())
     model.ir_version, model.producer_name, model.producer_version = IR_VERSION, "lantern-rt", ""
     model.graph.name = graph.role
-    inputs = {value.name for value in graph.inputs}
-    weights = {entry.name: own[entry.name] for entry in model.graph.input if entry.name not in inputs}
-    for entries, values in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
+    own, given = graph.module.state_dict(), {value.name for value in graph.inputs}
+    weights = {entry.name: own[entry.name] for entry in model.graph.input if entry.name not in given}
+    for entries, declared in ((model.graph.input, graph.inputs), (model.graph.output, graph.outputs)):
         del entries[:]  # as declared: the tracer guesses output sizes from the example
-        entries.extend(value.proto() for value in values)
+        entries.extend(value.proto() for value in declared)
     del model.graph.value_info[:]
     _fold_transposes(model, weights)
     return model, weights
-
-
-@contextmanager
-def _hollow(module: nn.Module) -> Iterator[None]:
-    """The module with float32 weights of the right shapes that take no memory: enough to trace it.
-
-    Each holds a number of its own: the exporter takes equal weights for one.
-    """
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    hollow: dict[int, Tensor] = {}  # a tensor that two modules share stays shared
-    for part in module.modules():
-        both: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
-        for own in both:
-            for name, value in own.items():
-                if value is not None and value.is_floating_point() and name not in part._non_persistent_buffers_set:
-                    kept.append((own, name, value))
-                    empty = hollow.setdefault(id(value), torch.tensor(1e-6 * len(kept)).expand(value.shape))
-                    own[name] = nn.Parameter(empty, requires_grad=False) if own is part._parameters else empty
-    try:
-        yield
-    finally:
-        for own, name, value in kept:
-            own[name] = value
 
 
 def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None:

@@ -1,7 +1,4 @@
-"""Describing an ONNX graph op by op: values are names, weights are tensors, often deferred or mapped.
-
-Does not know models (what the ops mean is the caller's business) nor how weights are stored (`weight_file.py`).
-"""
+"""Describing an ONNX graph op by op: values are names, weights are tensors, often deferred or mapped."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Writing a graph and its weights to files, one weight at a time and each a piece at a time.
+"""Writing a graph and its weights to files, one weight at a time and each a chunk at a time.
 
 Large weights go to one file beside the graph (`<role>.onnx.data`), aligned so that a runtime can map them. A
 weight that is stored in another type than the graph computes with is turned back by a node right before its
 first use: `Cast` for float16, `DequantizeLinear` for integers. Runtimes fold or fuse these when they load. Of
 a float16 table that rows are looked up in, only the rows found are turned back, so that it stays as small when loaded.
-
-Does not know models or checkpoints; how weights are rounded is `precision.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import onnx
@@ -22,7 +21,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from ..checkpoints.deferred import computed
-from .precision import Rule, Storage, block_size, pieces, quantise, settle, storage
+from .precision import Rule, Storage, block_size, iter_chunks, quantise, resolve_dtype, storage
 
 BLOCK_OPSET = 21  # the first with scales for blocks, and with 4-bit integers
 _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
@@ -78,63 +77,54 @@ class GraphFile:
             return [Part(name, kind, shape)]
         if kind == "float16":
             return [Part(name if self.half else f"{name}.half", kind, shape)]
-        size = block_size(kind, shape[0])
-        assert size is not None
+        size = block_size(kind, shape[0]) or 1
         return [Part(f"{name}.{kind}", kind, shape), Part(f"{name}.scales", "float32", (shape[0] // size, shape[1]))]
 
-    def write(self, path: Path, written: Callable[[int], None] | None = None) -> list[Path]:
+    def write(self, path: Path, written: Callable[[int], None] = lambda count: None) -> list[Path]:
         """Write `path`, and `path.data` if the weights are larger than a megabyte; returns the files written.
 
         `written` is told of every so many bytes of weights.
         """
-        tell = written or (lambda _: None)
         external = path.with_name(path.name + ".data") if self.size > 1 << 20 else None
-        file = external.open("wb") if external else None
-        try:
+        with external.open("wb") if external else nullcontext() as file:
             for name in self.weights:
                 if name in self.storages:
-                    self.storages[name] = settle(name, self.weights[name], self.storages[name], self.rule)
-                self._write_weight(name, file, tell)
-        finally:
-            if file:
-                file.close()
+                    self.storages[name] = resolve_dtype(name, self.weights[name], self.storages[name], self.rule)
+                self._write_weight(name, file, written)
         self._insert_decoders()
         path.write_bytes(self.model.SerializeToString())
         return [path, external] if external else [path]
 
-    def _write_weight(self, name: str, file: BinaryIO | None, tell: Callable[[int], None]) -> None:
-        parts = self.parts(name)
-        scales: list[NDArray[Any]] = []
-        for part in parts:
+    def _write_weight(self, name: str, file: BinaryIO | None, written: Callable[[int], None]) -> None:
+        scales: list[bytes] = []  # of integers, filled in while those are written
+        for part, chunks in zip(self.parts(name), (self._chunks(name, scales), scales), strict=False):
             proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=_TYPES[part.kind])
-            raw = iter([s.tobytes() for s in scales]) if part is not parts[0] else self._raw(name, scales)
             if file is None or part.bytes <= _EXTERNAL_ABOVE:
-                proto.raw_data = b"".join(raw)
-                tell(part.bytes)
+                proto.raw_data = b"".join(chunks)
+                written(part.bytes)
                 continue
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             proto.data_location = TensorProto.EXTERNAL
             where = {"location": Path(file.name).name, "offset": str(file.tell()), "length": str(part.bytes)}
             for key, value in where.items():
                 proto.external_data.add(key=key, value=value)
-            for data in raw:
+            for data in chunks:
                 file.write(data)
-                tell(len(data))
+                written(len(data))
 
-    def _raw(self, name: str, scales: list[NDArray[Any]]) -> Iterator[bytes]:
+    def _chunks(self, name: str, scales: list[bytes]) -> Iterator[bytes]:
         """The bytes of a weight's first part; fills in the scales of integers."""
         weight, kind = self.weights[name], self.storages.get(name)
         if kind is None:
             yield np.ascontiguousarray(computed(weight).numpy()).tobytes()
-            return
-        size = block_size(kind, weight.shape[0]) if kind in ("int8", "int4") else None
-        for piece in pieces(weight, size or 1):
-            if size is None:
-                yield np.ascontiguousarray(piece.numpy(), np.float16 if kind == "float16" else np.float32).tobytes()
-                continue
-            integers, own = quantise(piece.contiguous(), kind)
-            scales.append(own.numpy())
-            yield integers.numpy().tobytes() if kind == "int8" else _pack(integers.numpy())
+        elif kind in ("float32", "float16"):
+            for chunk in iter_chunks(weight):
+                yield np.ascontiguousarray(chunk.numpy(), kind).tobytes()
+        else:
+            for chunk in iter_chunks(weight, block_size(kind, weight.shape[0]) or 1):
+                integers, own = quantise(chunk, kind)
+                scales.append(own.numpy().tobytes())
+                yield integers.numpy().tobytes() if kind == "int8" else _pack(integers.numpy())
 
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
@@ -174,31 +164,17 @@ class GraphFile:
         return helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}.decode", axis=0, block_size=size)
 
 
-def graph_file(
-    model: onnx.ModelProto, weights: dict[str, Tensor], own: Set[str], matrices: set[str], rule: Rule
-) -> GraphFile:
-    """Plan the files of a graph whose weights are not in it yet.
+def plan_storage(weights: dict[str, Tensor], own: Set[str], matrices: Set[str], rule: Rule) -> dict[str, Storage]:
+    """How to store the weights of a graph, as far as their shapes tell.
 
-    `own` are the weights that the checkpoint has too: others (rotary tables and the like) are computed, and only
-    rounded where nothing is lost. `matrices` are the layers' products, `[in, out]`.
+    own: the weights that the checkpoint has too; others (rotary tables and the like) are computed, and only rounded
+    where nothing is lost. matrices: the layers' products, `[in, out]`.
     """
-    storages = {
+    return {
         name: storage(weight, name in matrices, rule if name in own or rule == "lossless" else "fp32")
         for name, weight in weights.items()
         if weight.is_floating_point()
     }
-    return GraphFile(model, weights, storages, matrices, rule)
-
-
-def half_graph_file(model: onnx.ModelProto, weights: dict[str, Tensor], wide: set[str]) -> GraphFile:
-    """Plan the files of a graph that computes in float16, with float32 for the weights in `wide`.
-
-    Writing raises CheckpointError for a weight that does not fit float16.
-    """
-    storages: dict[str, Storage] = {
-        name: "float32" if name in wide else "float16" for name, weight in weights.items() if weight.is_floating_point()
-    }
-    return GraphFile(model, weights, storages, set(), "fp16", half=True)
 
 
 def _looks_up(node: onnx.NodeProto) -> bool:

@@ -1,9 +1,7 @@
 """The one decoder every family shares: a Llama-style transformer with tree masks and an explicit cache.
 
-`Decoder.forward` is the module behind the target graph (design: past-first keys and values, the past is
-read but never returned). `Decoder.full` is the same function without a cache, for training and checks.
-
-Does not know checkpoints, prompts, ONNX or how tokens are accepted.
+`Decoder.forward` is the module behind the target graph: past-first keys and values, the past is read but never
+returned. `Decoder.full` is the same function without a cache, for training and checks.
 """
 
 from __future__ import annotations
@@ -60,54 +58,37 @@ class DecoderConfig:
         return self.prefix + self.grid**2 + self.spare_positions
 
 
-def rotary_table(config: DecoderConfig) -> Tensor:
+def rope_table(config: DecoderConfig) -> Tensor:
     """Cosines and sines `[positions, head_dim / 2, 2]` of the rotary embedding.
 
     On a grid the first half of the pairs turns by the row of the cell, the second half by its column, both with
     frequencies base^(-2k / (head_dim / 2)). In a sequence pair k turns by the position, with frequency
     base^(-2k / head_dim).
     """
-    half = config.head_dim // 2
+    axes = 1 if config.rotary == "sequence" else 2
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # also in a module built without weights
-    if config.rotary == "sequence":
-        pair = torch.arange(half, **real) / half
-        position = torch.arange(config.positions, **real)
-        turns = position[:, None] * config.rope_base**-pair
-        return torch.stack([turns.cos(), turns.sin()], -1).float()  # [positions, half, 2]
-    frequencies = config.rope_base ** (-torch.arange(0, half, 2, **real)[: half // 2] / half)
-    cells = torch.arange(config.grid, **real)
-    turns = cells[:, None] * frequencies  # [grid, pairs / 2]
-    by_row = turns[:, None].expand(config.grid, config.grid, -1)
-    by_column = turns[None].expand(config.grid, config.grid, -1)
-    angles = torch.cat([by_row, by_column], -1).flatten(0, 1)  # [grid * grid, pairs]
-    table = torch.zeros(config.positions, half, 2, **real)
+    frequencies = torch.arange(config.head_dim // 2 // axes, **real) / (config.head_dim // 2 // axes)
+    places = torch.arange(config.positions, **real)[:, None]
+    if axes == 2:
+        side = torch.arange(config.grid, **real)
+        places = torch.cartesian_prod(side, side)  # [grid * grid, 2]: row, column
+    angles = (places[:, :, None] * config.rope_base**-frequencies).flatten(1)  # [places, head_dim / 2]
+    first = 0 if axes == 1 else config.prefix
+    table = torch.zeros(config.positions, config.head_dim // 2, 2, **real)
     if config.prefix_rotation == "identity":
-        table[: config.prefix, :, 0] = 1
-    table[config.prefix : config.prefix + config.grid**2] = torch.stack([angles.cos(), angles.sin()], -1)
+        table[:first, :, 0] = 1
+    table[first : first + len(places)] = torch.stack([angles.cos(), angles.sin()], -1)
     return table.float()
 
 
-def rotate(x: Tensor, turn: Tensor, rope_style: str = "interleaved") -> Tensor:
-    """Turn pairs of `x [rows, nodes, heads, width]` by `turn [rows, nodes, width / 2, 2]`."""
-    rows, nodes, heads, width = x.shape
-    cos, sin = turn[:, :, None, :, 0], turn[:, :, None, :, 1]
+def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
+    """Turn pairs of `x [rows, nodes, heads, head_dim]` by cosines and sines `rope [rows, nodes, head_dim / 2, 2]`."""
+    cos, sin = rope[:, :, None, :, 0], rope[:, :, None, :, 1]
     if rope_style == "half":
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    even, odd = x.view(rows, nodes, heads, width // 2, 2).unbind(-1)
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).view(rows, nodes, heads, width)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x), scaled."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+    even, odd = x.view(*x.shape[:-1], -1, 2).unbind(-1)
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
 
 
 class HeadNorm(nn.Module):
@@ -133,25 +114,20 @@ class Attention(nn.Module):
             self.query_norm = HeadNorm(config.num_heads, config.head_dim)
             self.key_norm = HeadNorm(config.num_kv_heads, config.head_dim)
         self.normed = config.query_key_norm
-        self.qkv = nn.Linear(
-            config.hidden_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, bias=False
-        )
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        width, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
+        self.qkv = nn.Linear(width, heads * config.head_dim, bias=False)
+        self.out = nn.Linear(config.num_heads * config.head_dim, width, bias=False)
 
-    def project(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values: each `[rows, nodes, heads or num_kv_heads, head_dim]`."""
-        rows, nodes, _ = x.shape
-        sizes = [self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim]
-        query, key, value = self.qkv(x).split(sizes, -1)
-        query = query.view(rows, nodes, self.num_heads, self.head_dim)
-        key = key.view(rows, nodes, self.num_kv_heads, self.head_dim)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).split(heads, 2)
         if self.normed:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, turn, self.rope_style), rotate(key, turn, self.rope_style)
-        return query, key, value.view(rows, nodes, self.num_kv_heads, self.head_dim)
+        return rotate(query, rope, self.rope_style), rotate(key, rope, self.rope_style), value
 
     def forward(
-        self, x: Tensor, turn: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+        self, x: Tensor, rope: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Attend to the past and to the new nodes; the past is used where it lies, not copied.
 
@@ -159,7 +135,7 @@ class Attention(nn.Module):
         head_dim]`. Returns the output and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
         """
         rows, nodes, _ = x.shape
-        query, key, value = self.project(x, turn)
+        query, key, value = self.project(x, rope)
         group = self.num_heads // self.num_kv_heads
         query = query.transpose(1, 2) * self.head_dim**-0.5  # [rows, heads, nodes, head_dim]
         if group > 1:  # queries of one group share a key head: stack them along the nodes
@@ -172,15 +148,13 @@ class Attention(nn.Module):
         mixed = weights[..., :past] @ past_value.permute(1, 2, 0, 3) + weights[..., past:] @ value.transpose(1, 2)
         if group > 1:
             mixed = mixed.reshape(rows, self.num_heads, nodes, self.head_dim)
-        mixed = mixed.transpose(1, 2).reshape(rows, nodes, self.num_heads * self.head_dim)
-        return self.out(mixed), key.transpose(0, 1), value.transpose(0, 1)
+        return self.out(mixed.transpose(1, 2).flatten(2)), key.transpose(0, 1), value.transpose(0, 1)
 
-    def full(self, x: Tensor, turn: Tensor) -> Tensor:
+    def full(self, x: Tensor, rope: Tensor) -> Tensor:
         """Causal attention over a whole sequence, without a cache."""
-        query, key, value = (t.transpose(1, 2) for t in self.project(x, turn))
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
-        )
+        query, key, value = (t.transpose(1, 2) for t in self.project(x, rope))
+        grouped = self.num_heads != self.num_kv_heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
 
@@ -204,21 +178,21 @@ class Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(
-        self, x: Tensor, turn: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+        self, x: Tensor, rope: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attended, key, value = self.attention(self.attention_norm(x), turn, mask, past_key, past_value)
+        attended, key, value = self.attention(self.attention_norm(x), rope, mask, past_key, past_value)
         x = x + attended
         return x + self.ffn(self.ffn_norm(x)), key, value
 
-    def full(self, x: Tensor, turn: Tensor) -> Tensor:
+    def full(self, x: Tensor, rope: Tensor) -> Tensor:
         """The layer over a whole causal sequence."""
-        x = x + self.attention.full(self.attention_norm(x), turn)
+        x = x + self.attention.full(self.attention_norm(x), rope)
         mixed: Tensor = x + self.ffn(self.ffn_norm(x))
         return mixed
 
@@ -235,43 +209,57 @@ class DeepHead(nn.Module):
         return logits
 
 
-class Decoder(nn.Module):
-    """A stack of layers with an output head over the image vocabulary."""
+class LayerStack(nn.Module):
+    """The layers that decoders and drafters are made of, with their rotary table."""
 
-    turns: Tensor
+    rope: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
+        self.register_buffer("rope", rope_table(config), persistent=False)
+
+    def run_layers(
+        self, x: Tensor, position_ids: Tensor, mask: Tensor, past: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """One pass of `x [rows, nodes, hidden_size]` through all layers; the rest as in `Decoder.forward`."""
+        rope = self.rope[position_ids]
+        new_kv = []
+        for layer, (past_key, past_value) in zip(self.layers, past, strict=True):
+            x, key, value = layer(x, rope, mask, past_key, past_value)
+            new_kv.append((key, value))
+        return x, new_kv
+
+
+class Decoder(LayerStack):
+    """A stack of layers with an output head over the image vocabulary."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
         self.head: nn.Linear | DeepHead = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
             self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
-        self.register_buffer("turns", rotary_table(config), persistent=False)
 
     def forward(
         self, embeds: Tensor, position_ids: Tensor, mask: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """One pass over new nodes.
 
-        `embeds [rows, nodes, width]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +
+        `embeds [rows, nodes, hidden_size]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +
         nodes]`, `past` per layer keys and values `[past, rows, num_kv_heads, head_dim]`. Returns logits
-        `[rows, nodes, vocabulary]`, hidden states `[rows, nodes, width]` and per layer the new keys and
+        `[rows, nodes, vocab_size]`, hidden states `[rows, nodes, hidden_size]` and per layer the new keys and
         values `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        turn = self.turns[position_ids]
-        fresh = []
-        for layer, (past_key, past_value) in zip(self.layers, past, strict=True):
-            embeds, key, value = layer(embeds, turn, mask, past_key, past_value)
-            fresh.append((key, value))
-        hidden = self.norm(embeds)
-        return self.head(hidden), hidden, fresh
+        x, new_kv = self.run_layers(embeds, position_ids, mask, past)
+        hidden = self.norm(x)
+        return self.head(hidden), hidden, new_kv
 
     def full(self, embeds: Tensor) -> Tensor:
-        """Hidden states `[rows, length, width]` of whole causal sequences that start at position 0."""
-        turn = self.turns[None, : embeds.shape[1]]
+        """Hidden states `[rows, length, hidden_size]` of whole causal sequences that start at position 0."""
+        rope = self.rope[None, : embeds.shape[1]]
         for layer in self.layers:
-            embeds = cast(Layer, layer).full(embeds, turn)
+            embeds = cast(Layer, layer).full(embeds, rope)
         hidden: Tensor = self.norm(embeds)
         return hidden

@@ -4,25 +4,35 @@ A convolutional encoder and decoder around a codebook whose rows are unit vector
 weights: width per level from the convolutions, levels and residual blocks from the names. Groups of the norms
 (32) and their eps are constants of the published model. Chameleon's and Janus's tokenizers are the same modules
 with other choices (`VQConfig`); `vqgan.py` reads them.
-
-Does not know transformers, prompts or how codes are chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Weights, count_blocks, fill, read_weights, shape_of
+from ..checkpoints.files import Config, brief
+from ..checkpoints.folders import Checkpoint, read_checkpoint
 
+CODEBOOK = "quantize.embedding.weight"
 _GROUPS, _EPS = 32, 1e-6
+_VQGAN_NAMES = (  # of taming-transformers, and LlamaGen's
+    (r"\.down\.(\d+)\.block\.", r".conv_blocks.\1.res."),
+    (r"\.down\.(\d+)\.", r".conv_blocks.\1."),
+    (r"\.up\.(\d+)\.block\.", r".conv_blocks.\1.res."),
+    (r"\.up\.(\d+)\.", r".conv_blocks.\1."),
+    (r"\.mid\.block_1\.", ".mid.0."),
+    (r"\.mid\.attn_1\.", ".mid.1."),
+    (r"\.mid\.block_2\.", ".mid.2."),
+)
 
 
 @dataclass(frozen=True)
@@ -88,113 +98,67 @@ class _CellAttention(nn.Module):
         return attended
 
 
-class _Halve(nn.Module):
-    """Half the pixels along each side; one column and row of zeros at the right and bottom."""
+class _Resize(nn.Module):
+    """Half the pixels along each side, after a column and a row of zeros at the right and bottom; or twice as many."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, shrinks: bool) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, stride=2)
+        self.shrinks = shrinks
+        self.conv = nn.Conv2d(width, width, 3, stride=2) if shrinks else nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        halved: Tensor = self.conv(F.pad(x, (0, 1, 0, 1)))
-        return halved
-
-
-class _Double(nn.Module):
-    """Twice the pixels along each side."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        doubled: Tensor = self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
-        return doubled
+        x = F.pad(x, (0, 1, 0, 1)) if self.shrinks else F.interpolate(x, scale_factor=2.0, mode="nearest")
+        resized: Tensor = self.conv(x)
+        return resized
 
 
 class _Level(nn.Module):
-    """Residual blocks of one resolution, each followed by attention at the coarsest one, then a resize."""
+    """Residual blocks of one resolution, each perhaps followed by attention, then perhaps a resize under its name."""
 
-    def __init__(self, inputs: int, width: int, blocks: int, coarsest: bool, resize: str | None) -> None:
+    def __init__(self, inputs: int, width: int, blocks: int, attention: bool, resize: str | None) -> None:
         super().__init__()
         self.res = nn.ModuleList(_Residual(inputs if i == 0 else width, width) for i in range(blocks))
-        self.attn = nn.ModuleList(_CellAttention(width) for _ in range(blocks if coarsest else 0))
-        if resize == "downsample":
-            self.downsample = _Halve(width)
-        elif resize == "upsample":
-            self.upsample = _Double(width)
+        self.attn = nn.ModuleList(_CellAttention(width) for _ in range(blocks if attention else 0))
+        self.resize = resize
+        if resize:
+            setattr(self, resize, _Resize(width, shrinks=resize == "downsample"))
 
     def forward(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.res):
-            x = block(x)
-            if len(self.attn):
-                x = self.attn[i](x)
-        for name in ("downsample", "upsample"):
-            if hasattr(self, name):
-                x = getattr(self, name)(x)
-        return x
+            x = self.attn[i](block(x)) if len(self.attn) else block(x)
+        return getattr(self, self.resize)(x) if self.resize else x
 
 
-def _mid(width: int) -> nn.ModuleList:
-    return nn.ModuleList([_Residual(width, width), _CellAttention(width), _Residual(width, width)])
+class _Levels(nn.Module):
+    """Pictures `[images, channels, height, width]` to latents, or the way back.
 
+    widths: of the levels as they run; the coarsest is the last where `resize` is `downsample`, else the first.
+    """
 
-class _Encoder(nn.Module):
-    """Pictures `[images, 3, height, width]` to latents."""
-
-    def __init__(self, config: VQConfig) -> None:
+    def __init__(
+        self, inputs: int, stem: int, widths: tuple[int, ...], outputs: int, blocks: int, attention: bool, resize: str
+    ) -> None:
         super().__init__()
-        widths = config.encoder_widths
-        self.conv_in = nn.Conv2d(3, config.encoder_stem, 3, padding=1)
-        last = len(widths) - 1
-        self.conv_blocks = nn.ModuleList(
-            _Level(
-                widths[i - 1] if i else config.encoder_stem,
-                width,
-                config.blocks,
-                coarsest=i == last and config.attention,
-                resize="downsample" if i < last else None,
-            )
-            for i, width in enumerate(widths)
+        last, down = len(widths) - 1, resize == "downsample"
+        inner = widths[last if down else 0]  # of the coarsest
+        self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
+        mid = nn.ModuleList([_Residual(inner, inner), _CellAttention(inner), _Residual(inner, inner)])
+        levels = nn.ModuleList(
+            _Level(before, width, blocks, attention and i == (last if down else 0), resize if i < last else None)
+            for i, (before, width) in enumerate(zip((stem, *widths), widths, strict=False))
         )
-        self.mid = _mid(widths[-1])
-        self.norm_out, self.conv_out = _norm(widths[-1]), nn.Conv2d(widths[-1], config.latent_width, 3, padding=1)
+        self.order = ("conv_blocks", "mid") if down else ("mid", "conv_blocks")
+        for name in self.order:
+            setattr(self, name, mid if name == "mid" else levels)
+        self.norm_out, self.conv_out = _norm(widths[-1]), nn.Conv2d(widths[-1], outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv_in(x)
-        for part in (*self.conv_blocks, *self.mid):
-            x = part(x)
-        latents: Tensor = self.conv_out(F.silu(self.norm_out(x)))
-        return latents
-
-
-class _Decoder(nn.Module):
-    """Latents to pictures."""
-
-    def __init__(self, config: VQConfig) -> None:
-        super().__init__()
-        widths = config.decoder_widths  # coarsest level first, as it runs
-        self.conv_in = nn.Conv2d(config.latent_width, widths[0], 3, padding=1)
-        self.mid = _mid(widths[0])
-        last = len(widths) - 1
-        self.conv_blocks = nn.ModuleList(
-            _Level(
-                widths[max(i - 1, 0)],
-                width,
-                config.blocks + 1,
-                coarsest=i == 0 and config.attention,
-                resize="upsample" if i < last else None,
-            )
-            for i, width in enumerate(widths)
-        )
-        self.norm_out, self.conv_out = _norm(widths[-1]), nn.Conv2d(widths[-1], 3, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for part in (*self.mid, *self.conv_blocks):
-            x = part(x)
-        pictures: Tensor = self.conv_out(F.silu(self.norm_out(x)))
-        return pictures
+        for name in self.order:
+            for part in getattr(self, name):
+                x = part(x)
+        result: Tensor = self.conv_out(F.silu(self.norm_out(x)))
+        return result
 
 
 class LlamaGenVQ(nn.Module):
@@ -205,7 +169,10 @@ class LlamaGenVQ(nn.Module):
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
         self.config = config
-        self.encoder, self.decoder = _Encoder(config), _Decoder(config)
+        stem, levels, blocks, attention = config.encoder_stem, config.encoder_widths, config.blocks, config.attention
+        self.encoder = _Levels(3, stem, levels, config.latent_width, blocks, attention, "downsample")
+        levels = config.decoder_widths
+        self.decoder = _Levels(config.latent_width, levels[0], levels, 3, blocks + 1, attention, "upsample")
         self.quant_conv = nn.Conv2d(config.latent_width, config.code_width, 1)
         self.post_quant_conv = nn.Conv2d(config.code_width, config.latent_width, 1)
         self.register_buffer("codebook", torch.zeros(config.codes, config.code_width))
@@ -251,51 +218,98 @@ class VQEncoder(nn.Module):
 
 
 def read_vq(path: Path) -> LlamaGenVQ:
-    """The tokenizer in a checkpoint file."""
-    weights = read_weights(path)
-    weights.pop("quantize.codebook_used", None)  # a usage record of training
-    if "quantize.embedding.weight" not in weights:
-        raise CheckpointError(
-            f"{path}: has no quantize.embedding.weight, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
-        )
-    return fill_vq(weights, path)
+    """The tokenizer in a checkpoint file. Raises: CheckpointError."""
+    checkpoint = read_checkpoint(path, keep=lambda name: name != "quantize.codebook_used")  # a record of training
+    if CODEBOOK not in checkpoint.weights:
+        raise checkpoint.error(f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)")
+    return load_vq(checkpoint)
 
 
-def fill_vq(
-    weights: Weights,
-    path: Path,
-    shown: Mapping[str, str] | None = None,
-    unit_decoding: bool = True,
-    unit_encoding: bool = True,
-) -> LlamaGenVQ:
-    """The tokenizer with these weights, which bear LlamaGen's names; `shown` maps them to the file's, for messages."""
-    config = replace(_infer(weights, path), unit_decoding=unit_decoding, unit_encoding=unit_encoding)
+def load_vq(checkpoint: Checkpoint, unit_decoding: bool = True, unit_encoding: bool = True) -> LlamaGenVQ:
+    """The tokenizer with these weights, which bear LlamaGen's names. Raises: CheckpointError."""
+    config = replace(_infer(checkpoint), unit_decoding=unit_decoding, unit_encoding=unit_encoding)
     with without_weights():
         vq = LlamaGenVQ(config)
-    named = {name: weight.float() for name, weight in weights.items()}  # the whole tokenizer is small
-    named["codebook"] = named.pop("quantize.embedding.weight")
-    fill(vq, named, path, {**(shown or {}), "codebook": "quantize.embedding.weight"})
+    checkpoint.rename({"codebook": CODEBOOK})
+    checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}  # it is small
+    checkpoint.load_into(vq)
     return vq
 
 
-def _infer(weights: Weights, path: Path) -> VQConfig:
-    codes, code_width = shape_of(weights, "quantize.embedding.weight", 2, path)
-    latent_width = shape_of(weights, "post_quant_conv.weight", 4, path)[0]
-    widths = {
-        part: tuple(
-            shape_of(weights, f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4, path)[0]
-            for i in range(count_blocks(weights, f"{part}.conv_blocks."))
+def _infer(checkpoint: Checkpoint) -> VQConfig:
+    codes, code_width = checkpoint.shape(CODEBOOK)
+    latent_width = checkpoint.shape("post_quant_conv.weight", 4)[0]
+    encoder, decoder = (
+        tuple(
+            checkpoint.shape(f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4)[0]
+            for i in range(checkpoint.count(f"{part}.conv_blocks."))
         )
         for part in ("encoder", "decoder")
-    }
-    stem = shape_of(weights, "encoder.conv_in.weight", 4, path)[0]
-    blocks = count_blocks(weights, "encoder.conv_blocks.0.res.")
-    if not widths["decoder"] or len(widths["encoder"]) != len(widths["decoder"]) or not blocks:
-        raise CheckpointError(
-            f"{path}: {len(widths['encoder'])} encoder levels, {len(widths['decoder'])} decoder levels of {blocks} "
-            "blocks; expected a LlamaGen VQ tokenizer with as many of both"
+    )
+    stem = checkpoint.shape("encoder.conv_in.weight", 4)[0]
+    blocks = checkpoint.count("encoder.conv_blocks.0.res.")
+    if not decoder or len(encoder) != len(decoder) or not blocks:
+        raise checkpoint.error(
+            f"{len(encoder)} encoder levels, {len(decoder)} decoder levels of {blocks} blocks; expected a LlamaGen VQ "
+            "tokenizer with as many of both"
         )
-    if odd := [w for w in (stem, *widths["encoder"], *widths["decoder"]) if w % _GROUPS]:
-        raise CheckpointError(f"{path}: level width {odd[0]} is no multiple of {_GROUPS}, the groups of its norms")
-    attention = f"encoder.conv_blocks.{len(widths['encoder']) - 1}.attn.0.norm.weight" in weights
-    return VQConfig(codes, code_width, latent_width, stem, widths["encoder"], widths["decoder"], blocks, attention)
+    if odd := [width for width in (stem, *encoder, *decoder) if width % _GROUPS]:
+        raise checkpoint.error(f"level width {odd[0]} is no multiple of {_GROUPS}, the groups of its norms")
+    attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
+    return VQConfig(codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
+
+
+def read_vqgan(path: Path) -> tuple[LlamaGenVQ, int | None, list[Path]]:
+    """The tokenizer in taming-transformers' layout, the rows of codes of its pictures if known, and its files.
+
+    path: a folder with `vqgan.ckpt` and `vqgan.yaml`, or a .ckpt file with its .yaml beside it. Raises:
+    CheckpointError.
+    """
+    file = path / "vqgan.ckpt" if path.is_dir() else path
+    if not file.is_file():
+        raise CheckpointError(f"{path}: expected a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
+    checkpoint = read_checkpoint(file, keep=lambda name: not name.startswith("loss."))  # of training
+    if CODEBOOK not in checkpoint.weights or not checkpoint.count("encoder.down."):
+        raise checkpoint.error(
+            f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
+        )
+    rename_vqgan(checkpoint)
+    vq = load_vq(checkpoint, unit_decoding=False, unit_encoding=False)
+    settings = file.with_suffix(".yaml")
+    if not settings.is_file():
+        return vq, None, [file]
+    return vq, _grid(settings, vq), [file, settings]
+
+
+def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False) -> None:
+    """Give weights LlamaGen's names.
+
+    coarsest_first: whether the decoder's levels are numbered as they run; taming numbers them the other way.
+    """
+    levels = checkpoint.count("decoder.up.")
+    names: dict[str, str] = {}
+    for name in checkpoint.weights:
+        ours = name
+        for pattern, replacement in _VQGAN_NAMES:
+            ours = re.sub(pattern, replacement, ours)
+        if name.startswith("decoder.up.") and not coarsest_first:
+            ours = re.sub(r"conv_blocks\.(\d+)", lambda found: f"conv_blocks.{levels - 1 - int(found[1])}", ours)
+        names[ours] = name
+    checkpoint.rename(names)
+
+
+def _grid(path: Path, vq: LlamaGenVQ) -> int:
+    """Rows of codes; CheckpointError where the configuration contradicts the weights."""
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path}: expected YAML, found {brief(error)}") from error
+    config = vq.config
+    parameters = Config(path, content).section("model", "params")
+    parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
+    sizes = Config(path, content).section("model", "params", "ddconfig")
+    sizes.agree(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
+    pixels = sizes.whole("resolution")
+    if pixels is None or pixels % config.scale:
+        raise sizes.error(f"resolution is {pixels}, expected a multiple of {config.scale} pixels")
+    return pixels // config.scale

@@ -1,20 +1,20 @@
-"""Which checkpoints each model family is exported from, fetching them, and its exporter: for `export` and `verify`.
-
-Does not know graphs or bundles.
-"""
+"""Which checkpoints each model family is exported from, fetching and reading them: for `export` and `verify`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 
-# Which options a family takes besides those that all do.
+if TYPE_CHECKING:
+    from ..export.writer import Model
+
+# Which options a family takes besides the target; each has a reader `read_<family>` in `export.families.<family>`.
 _TAKES = {
-    "llamagen": ("vq", "drafter", "text_encoder", "model", "config", "grid"),
+    "llamagen": ("vq", "drafter", "text_encoder", "model", "config", "grid", "heads"),
     "anole": ("vq", "drafter", "grid"),
     "janus": (),
 }
@@ -29,7 +29,7 @@ _SIDE_FILES = {
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a bundle is made from, as the user gave it."""
+    """What a bundle is made from, as the user gave it; `verify` adds what the bundle's manifest tells."""
 
     target: Path
     vq: Path | None = None
@@ -38,9 +38,10 @@ class Checkpoints:
     model: str | None = None
     config: Path | None = None
     grid: int | None = None
+    heads: int | None = None
 
     def check(self, family: str) -> None:
-        """Refuse what the family does not take, or needs and was not given."""
+        """Refuse what the family does not take, or needs and was not given. Raises: CheckpointError."""
         for option in ("vq", "drafter", "text_encoder", "model", "config", "grid"):
             if getattr(self, option) is not None and option not in _TAKES[family]:
                 raise CheckpointError(f"--{option.replace('_', '-')}: family {family} does not take it; leave it out")
@@ -63,29 +64,8 @@ class Checkpoints:
         return replace(self, **paths), origins
 
 
-def export_family(family: str, given: Checkpoints, output: Path, common: Mapping[str, Any]) -> None:
-    """Hand over to a family's exporter; `common`: what all of them take."""
-    if family == "janus":
-        from ..export.families.janus import export_janus
-
-        export_janus(given.target, output, **common)
-        return
-    assert given.vq is not None
-    if family == "anole":
-        from ..export.families.anole import export_anole
-
-        export_anole(given.target, given.vq, output, drafter=given.drafter, grid=given.grid, **common)
-    else:
-        from ..export.families.llamagen import export_llamagen
-
-        export_llamagen(
-            given.target,
-            given.vq,
-            output,
-            drafter=given.drafter,
-            text_encoder=given.text_encoder,
-            model=given.model,
-            config=given.config,
-            grid=given.grid,
-            **common,
-        )
+def read_family(family: str, given: Checkpoints) -> Model:
+    """The model that a family's checkpoints, all on this machine, make. Raises: CheckpointError, RequestError."""
+    read = getattr(import_module(f"...export.families.{family}", __name__), f"read_{family}")
+    model: Model = read(given.target, **{option: getattr(given, option) for option in _TAKES[family]})
+    return model

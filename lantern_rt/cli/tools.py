@@ -11,16 +11,15 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from .. import __version__
 from ..errors import CheckpointError, EngineError
-from .families import FAMILIES, Checkpoints, export_family
+from .families import FAMILIES, Checkpoints, read_family
 from .memory import PeakMemory
 from .verify import export_progress
 
@@ -90,21 +89,16 @@ def export_command(
         )
     given.check(family)
     from ..export.graph.precision import read_precisions
-    from ..export.writer import check_output, write_bundle
+    from ..export.writer import check_output, export_model
 
-    write = partial(write_bundle, precisions=read_precisions(precision, drafter_precision, compute))
+    precisions = read_precisions(precision, drafter_precision, compute)
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
-    common: dict[str, Any] = {
-        "name": name,
-        "force": force,
-        "origins": origins,
-        "write": write,
-    }
     start = time.perf_counter()
     with PeakMemory() as peak, export_progress() as progress:
-        common["progress"] = progress
-        export_family(family, fetched, output, common)
+        progress("reading checkpoints")
+        model = read_family(family, fetched)
+        export_model(model, output, name=name, precisions=precisions, origins=origins, force=force, progress=progress)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     print(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}", file=sys.stderr)

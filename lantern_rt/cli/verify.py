@@ -6,10 +6,9 @@ import html
 import importlib.util
 import json
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from ..bundle.files import Bundle, open_bundle
 from ..errors import CheckpointError, EngineError
 from ..output.files import check_output, write_output
 from ..progress import Progress
-from .families import FAMILIES, Checkpoints, export_family
+from .families import FAMILIES, Checkpoints, read_family
 
 if TYPE_CHECKING:
     from ..export.graph.graphs import Graph
@@ -31,7 +30,7 @@ def verify_command(name: str, given: Checkpoints | None, report: Path | None, as
     if report:
         check_output(report, force)
     bundle = open_bundle(name)
-    if missing := [n for n in ("torch", "onnx", "onnxruntime", "polygraphy") if importlib.util.find_spec(n) is None]:
+    if missing := [n for n in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(n) is None]:
         raise EngineError(
             f"verify needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
@@ -55,8 +54,8 @@ def verify_command(name: str, given: Checkpoints | None, report: Path | None, as
         raise typer.Exit(2)
 
 
-def _graphs(bundle: Bundle, given: Checkpoints) -> list[Graph]:
-    """The checkpoints' modules, as their exporter would write them."""
+def _graphs(bundle: Bundle, given: Checkpoints) -> Sequence[Graph]:
+    """The checkpoints' modules, as they would be written."""
     manifest = bundle.manifest
     if manifest.family not in FAMILIES:
         raise CheckpointError(
@@ -70,21 +69,8 @@ def _graphs(bundle: Bundle, given: Checkpoints) -> list[Graph]:
         wanted = "none: the bundle has none" if given.text_encoder else "the folder of the bundle's text encoder"
         raise CheckpointError(f"--text-encoder: found {given.text_encoder or 'nothing'}, expected {wanted}")
     given, _ = given.fetched(manifest.family)
-    kept: list[Graph] = []
-
-    def keep(output: Path, *, graphs: list[Graph], **_: Any) -> Path:
-        kept.extend(graphs)
-        return output
-
-    with tempfile.TemporaryDirectory() as folder:  # the bundle knows what weights do not tell
-        if manifest.family != "janus":
-            given = replace(given, grid=manifest.grid_rows)
-        if manifest.family == "llamagen" and not (given.config or given.model) and given.target.is_file():
-            config, target = Path(folder) / "config.json", manifest.target
-            config.write_text(json.dumps({"n_head": target.hidden_size // target.head_dim}))
-            given = replace(given, config=config)
-        export_family(manifest.family, given, Path(folder) / "unwritten", {"write": keep})
-    return kept
+    heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
+    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads)).graphs
 
 
 def text_report(result: Verification) -> str:
@@ -120,8 +106,8 @@ def _tables(result: Verification) -> Iterator[tuple[str, list[str], list[list[st
     tables = (("Token distributions", result.distributions), ("Tensors", result.tensors))
     for title, found in tables:
         if found:
-            header = [name.replace("_", " ") for name in asdict(found[0])]
-            yield title, header, [[_text(value) for value in asdict(row).values()] for row in found]
+            header = [name.replace("_", " ") for name in found[0]]
+            yield title, header, [[_text(value) for value in row.values()] for row in found]
 
 
 def _text(value: object) -> str:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, LanternError
-from lantern_rt.export.families.anole import arrange_codes, export_anole, read_chameleon
+from lantern_rt.export.families.anole import arrange_codes, read_anole, read_chameleon
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.vqgan import read_vqgan
+from lantern_rt.export.models.llamagen_vq import read_vqgan
 
 TARGET, VQ, DRAFTER = DATA / "anole/target", DATA / "chameleon-vqgan", DATA / "anole/drafter"
 
@@ -78,7 +78,7 @@ def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(target:
     for name, weight in whole.decoder.state_dict().items():
         assert torch.equal(weight, sharded.decoder.state_dict()[name])
     assert torch.equal(whole.embeddings, sharded.embeddings)
-    names = [path.name for role, path in sharded.files if role == "target"]
+    names = [path.name for role, path in sharded.sources if role in ("target", "target_index")]
     assert len(names) == 4
     assert "model.safetensors.index.json" in names
 
@@ -121,10 +121,10 @@ def test_codes_are_told_by_their_names_whatever_the_order_of_their_tokens(target
 
 
 def test_the_size_of_pictures_comes_from_the_yaml_or_the_caller(vq: Path) -> None:
-    assert read_vqgan(vq).grid == 8
-    assert read_vqgan(vq / "vqgan.ckpt").grid == 8
+    assert read_vqgan(vq)[1] == 8
+    assert read_vqgan(vq / "vqgan.ckpt")[1] == 8
     (vq / "vqgan.yaml").unlink()
-    assert read_vqgan(vq).grid is None
+    assert read_vqgan(vq)[1] is None
 
 
 def test_export_and_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,42 +144,42 @@ def test_export_and_run_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
 # ---------------------------------------------------------------- what does not fit
 
 
-def test_a_drafter_of_another_vocabulary_is_named(tmp_path: Path) -> None:
+def test_a_drafter_of_another_vocabulary_is_named() -> None:
     other = DATA / "lantern-drafter-llamagen"
-    with refused(f"{other}/pytorch_model.bin: the drafter has 128 tokens of width 64, the target 176 of 64"):
-        export_anole(TARGET, VQ, tmp_path / "out", drafter=other)
+    with refused(f"{other}: the drafter has 128 tokens of width 64, the target 176 of 64"):
+        read_anole(TARGET, VQ, drafter=other)
 
 
-def test_a_vq_of_another_codebook_is_named(vq: Path, tmp_path: Path) -> None:
+def test_a_vq_of_another_codebook_is_named(vq: Path) -> None:
     content = torch.load(vq / "vqgan.ckpt", weights_only=True)
     content["state_dict"]["quantize.embedding.weight"] = torch.zeros(64, 16)
     torch.save(content, vq / "vqgan.ckpt")
     with refused(f"{vq}/vqgan.yaml: n_embed is 128, but the weights have 64"):
-        export_anole(TARGET, vq, tmp_path / "out")
+        read_anole(TARGET, vq)
     (vq / "vqgan.yaml").unlink()
-    with refused("the VQ tokenizer has 64 codes, but the transformer has 128; give the one that belongs to it"):
-        export_anole(TARGET, vq, tmp_path / "out", grid=8)
+    with refused(f"{vq}: has 64 codes, but the transformer has 128; give the VQ tokenizer that belongs to it"):
+        read_anole(TARGET, vq, grid=8)
 
 
 def test_a_vq_of_another_family_and_a_missing_size_are_named(vq: Path, tmp_path: Path) -> None:
     other = DATA / "llamagen-vq/vq_tiny.pt"
     message = "has no quantize.embedding.weight with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
     with refused(f"{other}: {message}"):
-        export_anole(TARGET, other, tmp_path / "out")
+        read_anole(TARGET, other)
     with refused(f"{tmp_path}: expected a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file"):
-        export_anole(TARGET, tmp_path, tmp_path / "out")
+        read_anole(TARGET, tmp_path)
     (vq / "vqgan.yaml").unlink()
     with refused(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid"):
-        export_anole(TARGET, vq, tmp_path / "out")
+        read_anole(TARGET, vq)
     (vq / "vqgan.yaml").write_text("model: [")
     with pytest.raises(CheckpointError, match=r"vqgan\.yaml: expected YAML, found while parsing"):
         read_vqgan(vq)
     (vq / "vqgan.yaml").write_text("model: {params: {embed_dim: 16}}")
-    with refused(f"{vq}/vqgan.yaml: expected the model's sizes under model.params.ddconfig, found none"):
+    with refused(f"{vq}/vqgan.yaml: has no model.params.ddconfig, expected the model's settings there"):
         read_vqgan(vq)
 
 
-def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(target: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(target: Path) -> None:
     def add_token(tokenizer: dict[str, Any]) -> None:
         tokenizer["model"]["vocab"]["far"] = 176
 
@@ -194,16 +194,16 @@ def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(target: Path, 
         f"{target}/tokenizer.json: token 'far' has id 176, but the model embeds 176 tokens; "
         "give the model's own tokenizer"
     ):
-        export_anole(target, VQ, tmp_path / "out")
+        read_anole(target, VQ)
     change(target / "tokenizer.json", swap_tokens)
     with refused(
         f"{target}/tokenizer.json: token '<racm3:break>' has id 132, but the model's is 133; "
         "give the model's own tokenizer"
     ):
-        export_anole(target, VQ, tmp_path / "out")
+        read_anole(target, VQ)
     (target / "tokenizer.json").unlink()
     with refused(f"{target}: has no tokenizer.json; download it into that folder, prompts need it"):
-        export_anole(target, VQ, tmp_path / "out")
+        read_anole(target, VQ)
 
 
 def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target: Path) -> None:
@@ -239,14 +239,10 @@ def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target:
         (
             "num_attention_heads",
             5,
-            "5 heads (num_attention_heads, head_dim) do not fit the width 64, expected equal parts",
+            "num_attention_heads is 5, expected a number that divides the width 64 into heads of a multiple of 2 "
+            "numbers",
         ),
-        (
-            "num_key_value_heads",
-            2,
-            "2 key heads (num_key_value_heads) of 16 numbers do not fit 4 heads and the 64 rows of k_proj",
-        ),
-        ("swin_norm", True, "hidden_act must be silu and swin_norm off; this decoder has nothing else"),
+        ("swin_norm", True, "swin_norm is True, expected False"),
         ("rope_scaling", {"type": "linear"}, "rotary positions are of type 'linear', expected plain ones (default)"),
         ("max_position_embeddings", 60, "max_position_embeddings is 60, expected more than the 64 codes of an image"),
         ("vocabulary_map", None, "has no vocabulary_map from names to token ids, expected one that names the codes"),
@@ -264,6 +260,12 @@ def test_a_configuration_that_this_decoder_cannot_follow_is_named(
 ) -> None:
     change(target / "config.json", lambda config: config.update({field: value}))
     with refused(f"{target}/config.json: {message}"):
+        read_chameleon(target, 8)
+
+
+def test_key_heads_that_the_weights_do_not_have_are_named(target: Path) -> None:
+    change(target / "config.json", lambda config: config.update(num_key_value_heads=2))
+    with pytest.raises(CheckpointError, match=r"192 rows, which 4 heads of 16 .* 2 key heads.*num_key_value_heads$"):
         read_chameleon(target, 8)
 
 

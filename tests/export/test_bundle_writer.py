@@ -14,14 +14,16 @@ from llamagen_golden import DATA
 from torch import Tensor, nn
 
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.manifest import DecoderSpec
+from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, OutputError, ParityError, RequestError
-from lantern_rt.export.families.llamagen import export_llamagen
+from lantern_rt.export.families.common import decoder_fields
+from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.graph.graphs import Case, Graph, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Precisions
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.export.neighbours import neighbour_table
-from lantern_rt.export.writer import write_bundle
+from lantern_rt.export.writer import Model, export_model
 from lantern_rt.progress import Progress
 
 CONFIG = DecoderConfig(
@@ -49,28 +51,24 @@ class Both(nn.Module):
         return prefix, torch.zeros_like(prefix)
 
 
-def parts() -> dict[str, Any]:
+def parts() -> Model:
     torch.manual_seed(0)
     decoder, table = Decoder(CONFIG).eval(), torch.randn(16, 8)
     outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
     ids = (Case("two", {"class_ids": np.array([1, 2])}), Case("one", {"class_ids": np.array([3])}))
     codes = (Case("two", {"codes": np.array([[1], [2]])}),)
-    return {
-        "graphs": [
+    class_ids = (Value("class_ids", ("rows",), "int64"),)
+    picture = (Value("image", ("images", 1, 4)),)
+    return Model(
+        graphs=[
             target_graph(decoder, table),
-            Graph("condition", Both().eval(), (Value("class_ids", ("rows",), "int64"),), outputs, ids),
-            Graph(
-                "vq_decoder",
-                Rows(4).eval(),
-                (Value("codes", ("images", 1), "int64"),),
-                (Value("image", ("images", 1, 4)),),
-                codes,
-            ),
+            Graph("condition", Both().eval(), class_ids, outputs, ids),
+            Graph("vq_decoder", Rows(4).eval(), (Value("codes", ("images", 1), "int64"),), picture, codes),
         ],
-        "code_embeddings": table.numpy(),
-        "neighbours": neighbour_table(table.numpy()),
-        "files": {"notes": ("notes.txt", b"hello")},
-        "fields": {
+        code_embeddings=table,
+        codebook=table.numpy(),
+        files={"notes": ("notes.txt", b"hello")},
+        fields={
             "name": "toy",
             "family": "toy",
             "grid_rows": 2,
@@ -78,36 +76,28 @@ def parts() -> dict[str, Any]:
             "codebook_size": 16,
             "image_height": 4,
             "image_width": 4,
-            "target": {
-                "hidden_size": 8,
-                "num_layers": 1,
-                "num_kv_heads": 2,
-                "head_dim": 4,
-                "vocab_size": 16,
-                "max_positions": CONFIG.positions,
-            },
+            "target": DecoderSpec(**decoder_fields(CONFIG), max_positions=CONFIG.positions),
             "condition": {"kind": "class", "prefix": 1, "classes": 16},
             "sampling": {},
             "decoding": {"method": "ar"},
-            "provenance": {"exporter": "test", "licence": "none"},
         },
-    }
+    )
 
 
 def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
     said: list[str] = []
-    folder = write_bundle(tmp_path / "toy", **parts(), progress=said.append)
+    folder = export_model(parts(), tmp_path / "toy", progress=said.append)
     bundle = open_bundle(folder)
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
     assert bundle.code_embeddings().shape == (16, 8)
     assert bundle.neighbors().indices.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    assert said[0] == "writing target.onnx"
+    assert said[:2] == ["sorting neighbours", "writing target.onnx"]
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
-    one, two = (open_bundle(write_bundle(tmp_path / name, **parts())) for name in ("one", "two"))
+    one, two = (open_bundle(export_model(parts(), tmp_path / name)) for name in ("one", "two"))
     assert one.digest == two.digest
 
 
@@ -115,27 +105,27 @@ def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
     goal = tmp_path / "toy"
     goal.mkdir()
     with pytest.raises(OutputError, match=r"is there already.*--force"):
-        write_bundle(goal, **parts())
+        export_model(parts(), goal)
     assert list(goal.iterdir()) == []
 
 
 def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
-    goal = write_bundle(tmp_path / "toy", **parts())
+    goal = export_model(parts(), tmp_path / "toy")
     (goal / "old").touch()
-    write_bundle(goal, **parts(), force=True)
+    export_model(parts(), goal, force=True)
     assert not (goal / "old").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
     for other in (tmp_path / "letters", tmp_path / "file"):
         other.write_text("dear") if other.name == "file" else other.mkdir()
         (other / "a.txt").write_text("dear") if other.is_dir() else None
         with pytest.raises(OutputError, match="is no bundle, so --force does not replace it"):
-            write_bundle(other, **parts(), force=True)
+            export_model(parts(), other, force=True)
     assert (tmp_path / "letters/a.txt").read_text() == "dear"
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="nowhere does not exist"):
-        write_bundle(tmp_path / "nowhere/toy", **parts())
+        export_model(parts(), tmp_path / "nowhere/toy")
 
 
 def stop(error: BaseException) -> Callable[..., None]:
@@ -152,7 +142,7 @@ def test_nothing_half_written_stays_after_a_failure(
 ) -> None:
     monkeypatch.setattr(f"lantern_rt.export.writer.{step}", stop(error))
     with pytest.raises(type(error)):
-        write_bundle(tmp_path / "toy", **parts())
+        export_model(parts(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -163,7 +153,7 @@ def test_ctrl_c_in_the_middle_of_a_weight_leaves_nothing(tmp_path: Path) -> None
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_bundle(tmp_path / "toy", **parts(), progress=Stops())
+        export_model(parts(), tmp_path / "toy", progress=Stops())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -174,7 +164,7 @@ def test_progress_counts_every_byte_of_the_weights(tmp_path: Path) -> None:
         def bytes(self, done: int, total: int) -> None:
             seen.append((done, total))
 
-    write_bundle(tmp_path / "toy", **parts(), progress=Counts())
+    export_model(parts(), tmp_path / "toy", progress=Counts())
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > 0
 
@@ -185,18 +175,18 @@ def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
     with pytest.raises(OutputError, match=r"takes about 0\.00 GB, but the disk has 0\.00 GB free; free some"):
-        write_bundle(tmp_path / "toy", **parts())
+        export_model(parts(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_precisions_are_recorded_in_the_manifest(tmp_path: Path) -> None:
-    goal = write_bundle(tmp_path / "toy", **parts(), precisions=Precisions("int8-weights"))
+    goal = export_model(parts(), tmp_path / "toy", precisions=Precisions("int8-weights"))
     assert open_bundle(goal).manifest.target.precision == "int8-weights"
-    assert open_bundle(write_bundle(tmp_path / "plain", **parts())).manifest.target.precision == "fp32"
+    assert open_bundle(export_model(parts(), tmp_path / "plain")).manifest.target.precision == "fp32"
 
 
 def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    goal = write_bundle(tmp_path / "toy", **parts())
+    goal = export_model(parts(), tmp_path / "toy")
     digest = open_bundle(goal).digest
     rename = Path.rename
 
@@ -207,25 +197,28 @@ def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "rename", fails_for_new)
     with pytest.raises(OutputError, match="No space left"):
-        write_bundle(goal, **parts(), force=True)
+        export_model(parts(), goal, force=True)
     assert open_bundle(goal).digest == digest
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
 
 
 def test_a_bundle_can_be_read_by_others(tmp_path: Path) -> None:
-    goal = write_bundle(tmp_path / "toy", **parts())
+    goal = export_model(parts(), tmp_path / "toy")
     (tmp_path / "plain").mkdir()
     assert goal.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def export(output: Path, **changes: Any) -> Path:
     arguments: dict[str, Any] = {"target": C2I, "vq": VQ, "config": C2I.with_name("config.json"), **changes}
-    return export_llamagen(output=output, **arguments)
+    return export_model(read_llamagen(**arguments), output)
 
 
-def test_an_export_refuses_what_is_there_before_reading_anything(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is there already"):
-        export(tmp_path, target=tmp_path / "absent.pt")
+def test_an_export_refuses_what_is_there_before_reading_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
+    assert run_program(command) == 2
+    assert "is there already" in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from lantern_rt.bundle.manifest import file_sha256
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import read_weights
+from lantern_rt.export.families.llamagen import read_transformer
+from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.llamagen_gpt import CaptionCondition, ClassCondition, read_llamagen
 from lantern_rt.export.models.llamagen_vq import read_vq
 
 C2I, T2I, VQ = (
@@ -133,7 +134,7 @@ def edited(tmp_path: Path, source: Path, edit: Any) -> Path:
 
 
 def test_sizes_come_from_the_weights() -> None:
-    found = read_llamagen(C2I, config=config_of(C2I))
+    found = read_transformer(C2I, config=config_of(C2I))
     sizes = found.decoder.config
     assert (sizes.hidden_size, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads, sizes.intermediate_size) == (
         64,
@@ -143,40 +144,40 @@ def test_sizes_come_from_the_weights() -> None:
         256,
     )
     assert (sizes.vocab_size, sizes.grid, sizes.prefix) == (128, 4, 1)
-    assert (found.classes, found.caption_dim) == (10, None)
     assert isinstance(found.condition, ClassCondition)
-    found = read_llamagen(T2I, config=config_of(T2I))
+    assert found.condition.table.shape == (11, 64)
+    found = read_transformer(T2I, config=config_of(T2I))
     assert (found.decoder.config.grid, found.decoder.config.prefix) == (6, 8)
-    assert (found.classes, found.caption_dim) == (None, 32)
     assert isinstance(found.condition, CaptionCondition)
+    assert found.condition.uncond.shape == (8, 32)
     np.testing.assert_array_equal(found.condition.uncond, golden("llamagen-t2i")["uncond_embedding"])
 
 
 def test_the_safetensors_copy_reads_the_same(tmp_path: Path) -> None:
     save_file(torch.load(C2I, weights_only=True)["model"], tmp_path / "model.safetensors")
-    one, two = (read_llamagen(p, config=config_of(C2I)).decoder for p in (C2I, tmp_path / "model.safetensors"))
+    one, two = (read_transformer(p, config=config_of(C2I)).decoder for p in (C2I, tmp_path / "model.safetensors"))
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
 def test_the_grid_is_the_callers_then_the_stored_tables_then_the_configurations(tmp_path: Path) -> None:
     no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None)
     stored = edited(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
-    assert read_llamagen(stored, config=config_of(C2I), grid=7).decoder.config.grid == 7
-    assert read_llamagen(stored, config=config_of(C2I)).decoder.config.grid == 5
-    assert read_llamagen(C2I, config=config_of(C2I)).decoder.config.grid == 4
-    assert read_llamagen(C2I, config=no_block).decoder.config.grid == 16
+    assert read_transformer(stored, config=config_of(C2I), grid=7).decoder.config.grid == 7
+    assert read_transformer(stored, config=config_of(C2I)).decoder.config.grid == 5
+    assert read_transformer(C2I, config=config_of(C2I)).decoder.config.grid == 4
+    assert read_transformer(C2I, config=no_block).decoder.config.grid == 16
 
 
 def test_heads_need_a_name_or_a_configuration() -> None:
     with pytest.raises(CheckpointError, match=r"number of heads does not show.*--model \(GPT-B, .*--config"):
-        read_llamagen(C2I)
+        read_transformer(C2I)
 
 
 def test_a_name_that_contradicts_the_weights_is_refused() -> None:
     with pytest.raises(CheckpointError, match="has 3 layers of width 64, but GPT-B has 12 of 768"):
-        read_llamagen(C2I, model="GPT-B")
+        read_transformer(C2I, model="GPT-B")
     with pytest.raises(CheckpointError, match="'GPT-9' is unknown; expected one of GPT-B"):
-        read_llamagen(C2I, model="GPT-9")
+        read_transformer(C2I, model="GPT-9")
 
 
 @pytest.mark.parametrize(
@@ -185,9 +186,9 @@ def test_a_name_that_contradicts_the_weights_is_refused() -> None:
         ({"dim": 128}, "dim is 128, but the weights have 64"),
         ({"num_classes": 1000}, "num_classes is 1000, but the weights have 10"),
         ({"model_type": "t2i"}, "model_type is 't2i'"),
-        ({"n_head": 5}, "does not divide"),
+        ({"n_head": 5}, "n_head is 5, expected a number that divides the width 64"),
         ({"n_head": "four"}, "n_head is 'four'"),
-        ({"n_head": 32}, "needs a multiple of 4"),
+        ({"n_head": 32}, "n_head is 32, expected .* a multiple of 4"),
         ({"n_kv_head": 2}, "key heads do not explain"),
         ({"block_size": 17}, "no square grid; give --grid"),
         ({"norm_eps": 0}, "norm_eps is 0"),
@@ -197,7 +198,7 @@ def test_a_configuration_that_contradicts_the_weights_is_refused(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
-        read_llamagen(C2I, config=changed(config_of(C2I), tmp_path / "config.json", **changes))
+        read_transformer(C2I, config=changed(config_of(C2I), tmp_path / "config.json", **changes))
 
 
 def test_missing_and_unexpected_weights_are_listed(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_missing_and_unexpected_weights_are_listed(tmp_path: Path) -> None:
         weights["norm.weight"] = torch.ones(63)
 
     with pytest.raises(CheckpointError) as caught:
-        read_llamagen(edited(tmp_path, C2I, edit), config=config_of(C2I))
+        read_transformer(edited(tmp_path, C2I, edit), config=config_of(C2I))
     message = str(caught.value)
     assert "missing: layers.1.attention.wo.weight" in message
     assert "unexpected: layers.1.extra" in message
@@ -219,7 +220,7 @@ def test_a_missing_layer_is_noticed(tmp_path: Path) -> None:
             del weights[name]
 
     with pytest.raises(CheckpointError, match=r"n_layer is 3, but the weights have 1"):
-        read_llamagen(edited(tmp_path, C2I, edit), config=config_of(C2I))
+        read_transformer(edited(tmp_path, C2I, edit), config=config_of(C2I))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_a_missing_layer_is_noticed(tmp_path: Path) -> None:
 )
 def test_a_checkpoint_of_another_family_is_named(path: Path, kind: str) -> None:
     with pytest.raises(CheckpointError, match=f"found {kind}.*expected a LlamaGen transformer"):
-        read_llamagen(path, model="GPT-B")
+        read_transformer(path, model="GPT-B")
 
 
 def test_a_transformer_is_no_image_tokenizer() -> None:
@@ -246,7 +247,7 @@ def test_an_image_tokenizer_with_a_missing_level_is_refused(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return read_llamagen(T2I, config=config_of(T2I)).decoder
+    return read_transformer(T2I, config=config_of(T2I)).decoder
 
 
 def drafter_copy(folder: Path, edit: Any = None, **config: Any) -> Path:
@@ -262,8 +263,8 @@ def test_a_drafter_is_read_from_either_format(tmp_path: Path, target: Decoder) -
     one, two = read_drafter(DRAFTER, target), read_drafter(drafter_copy(tmp_path), target)
     pairs = zip(one.drafter.state_dict().values(), two.drafter.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert [path.name for _, path in one.files] == ["pytorch_model.bin", "config.json"]
-    assert [path.name for _, path in two.files] == ["model.safetensors", "config.json"]
+    assert [path.name for _, path in one.sources] == ["pytorch_model.bin", "config.json"]
+    assert [path.name for _, path in two.sources] == ["model.safetensors", "config.json"]
     assert one.drafter.config.prefix == 7
     assert not one.drafter.config.input_norm
 
@@ -282,7 +283,7 @@ def test_a_drafter_without_bias_and_with_an_input_norm_is_read(tmp_path: Path, t
     ("config", "words"),
     [
         ({"intermediate_size": 256}, "intermediate_size is 256, but the weights have 128"),
-        ({"num_attention_heads": 3}, "3 heads do not fit"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3, expected a number that divides"),
         ({"hidden_size": 65}, "hidden_size is 65"),
     ],
 )

@@ -14,8 +14,9 @@ from llamagen_golden import Run, guide, manifest
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
-from lantern_rt.export.families.janus import export_janus
+from lantern_rt.export.families.janus import read_janus
 from lantern_rt.export.parity import Sessions
+from lantern_rt.export.writer import export_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -94,7 +95,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return export_janus(folder, tmp_path_factory.mktemp("bundles") / "janus")
+    return export_model(read_janus(folder), tmp_path_factory.mktemp("bundles") / "janus")
 
 
 def prompt_ids(words: str) -> list[int]:
@@ -166,11 +167,11 @@ def test_what_a_folder_lacks_is_named(folder: Path, tmp_path: Path) -> None:
     whole = generation.read_text()
     generation.write_text(json.dumps({"bos_token_id": 1}))
     with pytest.raises(CheckpointError, match=r"generation_config\.json: has no pad_token_id, boi_token_id; give the"):
-        export_janus(tmp_path, tmp_path / "out")
+        read_janus(tmp_path)
     generation.write_text(whole)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; download it into that folder"):
-        export_janus(tmp_path, tmp_path / "out")
+        read_janus(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "chameleon"}))
     with pytest.raises(CheckpointError, match=r"config\.json: model_type is 'chameleon', expected 'janus'"):
-        export_janus(tmp_path, tmp_path / "out")
+        read_janus(tmp_path)

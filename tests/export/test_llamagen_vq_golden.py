@@ -23,7 +23,7 @@ def decode(c2i_bundle: Path) -> onnxruntime.InferenceSession:
     first = next(node for node in model.graph.node if node.op_type == "Conv")
     for name in (first.input[0], first.output[0]):
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    options = onnxruntime.Sessiondict()
+    options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 

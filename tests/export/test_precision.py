@@ -15,7 +15,15 @@ from test_streaming import stored
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, ParityError, RequestError
 from lantern_rt.export.graph.graphs import plan_graph
-from lantern_rt.export.graph.precision import block_size, pieces, quantise, read_precisions, rounded, settle, storage
+from lantern_rt.export.graph.precision import (
+    block_size,
+    fake_quantize,
+    iter_chunks,
+    quantise,
+    read_precisions,
+    resolve_dtype,
+    storage,
+)
 from lantern_rt.export.parity import Sessions, check_parity
 
 PRECISIONS = get_args(Precision)
@@ -38,16 +46,16 @@ def test_a_block_of_zeros_stays_zero() -> None:
     integers, scales = quantise(torch.zeros(32, 2), "int4")
     assert not integers.any()
     assert not scales.any()
-    assert not rounded(torch.zeros(2, 32), "int4", matrix=True).any()
+    assert not fake_quantize(torch.zeros(2, 32), "int4", matrix=True).any()
 
 
-def test_pieces_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lantern_rt.export.graph.precision._PIECE", 40)
+def test_chunks_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 40)
     weight = torch.randn(96, 8, dtype=torch.float64).bfloat16()
-    assert [len(piece) for piece in pieces(weight)] == [5] * 19 + [1]
-    assert [len(piece) for piece in pieces(weight, 32)] == [32] * 3
-    assert torch.equal(torch.cat(list(pieces(weight))), weight.float())
-    assert torch.equal(next(pieces(torch.tensor(3.0))), torch.tensor(3.0))
+    assert [len(chunk) for chunk in iter_chunks(weight)] == [5] * 19 + [1]
+    assert [len(chunk) for chunk in iter_chunks(weight, 32)] == [32] * 3
+    assert torch.equal(torch.cat(list(iter_chunks(weight))), weight.float())
+    assert torch.equal(next(iter_chunks(torch.tensor(3.0))), torch.tensor(3.0))
 
 
 def test_only_matrices_of_layers_become_integers() -> None:
@@ -59,7 +67,7 @@ def test_only_matrices_of_layers_become_integers() -> None:
     assert storage(matrix, True, "fp32") == "float32"
 
 
-def test_only_weights_of_the_checkpoint_are_rounded() -> None:
+def test_only_weights_of_the_checkpoint_are_fake_quantize() -> None:
     plan = plan_graph(stored(torch.float32), "int4-weights")
     kinds = {kind: {name for name, found in plan.storages.items() if found == kind} for kind in plan.storages.values()}
     assert kinds["float16"] == {"head.weight"}
@@ -69,12 +77,12 @@ def test_only_weights_of_the_checkpoint_are_rounded() -> None:
 
 @pytest.mark.parametrize("weight", [torch.full((2, 2), 1e5), torch.full((2, 2), 1e-8)])
 def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Tensor) -> None:
-    assert settle("w", weight, "float16", "bf16-safe") == "float32"
-    assert settle("w", weight, "float16", "int8-weights") == "float32"
-    assert settle("w", torch.randn(9, 9), "float16", "fp16") == "float16"
-    assert settle("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
+    assert resolve_dtype("w", weight, "float16", "bf16-safe") == "float32"
+    assert resolve_dtype("w", weight, "float16", "int8-weights") == "float32"
+    assert resolve_dtype("w", torch.randn(9, 9), "float16", "fp16") == "float16"
+    assert resolve_dtype("w", torch.zeros(2, 2), "float16", "fp16") == "float16"
     with pytest.raises(CheckpointError, match=r"weight w: .* do not fit float16; export with precision bf16-safe"):
-        settle("w", weight, "float16", "fp16")
+        resolve_dtype("w", weight, "float16", "fp16")
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
@@ -139,7 +147,7 @@ def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(t
 def test_onnx_runtime_fuses_integer_matrices(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     path = plan_graph(stored(torch.float32), "int8-weights").write(tmp_path / "target.onnx")[0]
-    options = onnxruntime.Sessiondict()
+    options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "fused.onnx")
     options.log_severity_level = 4
     onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.errors import CheckpointError
+from lantern_rt.export.graph.conditions import CaptionCondition, text_condition
 from lantern_rt.export.graph.graphs import write_graph
-from lantern_rt.export.graph.text_condition import text_condition_graph
-from lantern_rt.export.models.llamagen_gpt import CaptionCondition
-from lantern_rt.export.models.t5 import distance_buckets, read_t5
+from lantern_rt.export.models.t5 import read_t5
 from lantern_rt.export.parity import Sessions, check_parity
 
 transformers = pytest.importorskip("transformers")
@@ -78,7 +77,7 @@ def test_prompts_of_every_length_give_what_transformers_and_llamagen_compute(tmp
     """Padding on the left from the start equals padding on the right and rolling: shortest, middle, longest."""
     encoder = save_t5(tmp_path / "t5")
     projection = caption(120, 32)
-    graph = text_condition_graph(read_t5(tmp_path / "t5").encoder, projection)
+    graph = text_condition(read_t5(tmp_path / "t5")[0], b"", projection).graph
     path = write_graph(graph, tmp_path)[0]
     ids, mask = prompts([1, 7, 64, 119, 120], 120, 50)
     out = Sessions(path).run(left(ids, mask))
@@ -127,22 +126,13 @@ def test_encoders_of_any_size_equal_transformers(
         relative_attention_max_distance=distance,
     )
     projection = caption(prefix, width)
-    graph = text_condition_graph(read_t5(folder).encoder, projection)
+    graph = text_condition(read_t5(folder)[0], b"", projection).graph
     path = write_graph(graph, folder)[0]
     assert check_parity(graph, path, graph.tolerance) < 1e-4
     ids, mask = prompts([1, max(prefix // 2, 1), prefix], prefix, 50)
     expected = published(encoder, projection, ids, mask)
     found = Sessions(path).run(left(ids, mask))["prefix_embeds"]
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5 * max(1, np.abs(expected).max()))
-
-
-@pytest.mark.parametrize(("buckets", "distance"), [(32, 128), (16, 20), (8, 500)])
-def test_buckets_of_distances_are_those_of_transformers(buckets: int, distance: int) -> None:
-    from transformers.models.t5.modeling_t5 import T5Attention
-
-    place = torch.arange(300)
-    theirs = T5Attention._relative_position_bucket(place[None] - place[:, None], True, buckets, distance)
-    assert torch.equal(distance_buckets(300, buckets, distance), theirs)
 
 
 def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_path: Path) -> None:
@@ -159,11 +149,10 @@ def test_the_encoder_of_a_whole_t5_in_shards_is_read_without_its_decoder(tmp_pat
     # As in indices of converted files: second names of shared.weight, which the files dropped.
     weight_map |= dict.fromkeys(["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"], "model-0.safetensors")
     (two / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    one, sharded = read_t5(tmp_path / "one"), read_t5(two)
-    assert one.encoder.config == sharded.encoder.config
-    pairs = zip(one.encoder.state_dict().values(), sharded.encoder.state_dict().values(), strict=True)
+    (one, _), (sharded, sources) = read_t5(tmp_path / "one"), read_t5(two)
+    pairs = zip(one.state_dict().values(), sharded.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert [role for role, _ in sharded.files] == [
+    assert [role for role, _ in sources] == [
         "text_encoder_index",
         "text_encoder",
         "text_encoder",
@@ -179,10 +168,9 @@ def refusal(folder: Path) -> str:
 
 def test_an_encoder_of_another_kind_is_refused(tmp_path: Path) -> None:
     save_t5(tmp_path / "t5", feed_forward_proj="relu")
-    assert refusal(tmp_path / "t5") == (
-        "FOLDER/config.json: model_type is 't5' with feed_forward_proj 'relu', expected 't5' with 'gated-gelu', "
-        "such as flan-t5-xl"
-    )
+    assert refusal(tmp_path / "t5") == "FOLDER/config.json: feed_forward_proj is 'relu', expected 'gated-gelu'"
+    save_t5(tmp_path / "t5", relative_attention_num_buckets=6)
+    assert refusal(tmp_path / "t5").startswith("FOLDER/config.json: 6 buckets for distances to 128, expected")
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
@@ -205,7 +193,9 @@ def test_a_configuration_that_contradicts_the_weights_is_refused(tmp_path: Path)
     save_t5(tmp_path / "t5")
     path = tmp_path / "t5/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"d_ff": 80}))
-    assert refusal(tmp_path / "t5") == "FOLDER/config.json: d_ff is 80, but the weights have 40"
+    assert "DenseReluDense.wi_0.weight has shape [40, 32], expected [80, 32]" in refusal(tmp_path / "t5")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": "two"}))
+    assert refusal(tmp_path / "t5").startswith("FOLDER/config.json: expected the configuration of a T5, found ")
 
 
 def test_two_tables_of_tokens_must_be_one(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from test_t5 import save_t5
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, LanternError, RequestError
-from lantern_rt.export.families.llamagen import export_llamagen
+from lantern_rt.export.families.llamagen import read_llamagen, read_transformer
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.llamagen_gpt import read_llamagen
-from lantern_rt.export.models.text_encoder import read_text_encoder
+from lantern_rt.export.models.t5 import read_text_encoder
 from lantern_rt.text.captions import clean_caption
 
 transformers = pytest.importorskip("transformers")
@@ -151,14 +150,14 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
 def test_a_text_encoder_of_another_width_is_named(tmp_path: Path) -> None:
     save_t5(tmp_path, d_model=48, vocab_size=60)
     shutil.copy(TOKENIZER, tmp_path)
-    assert refusal(export_llamagen, TEXT, VQ, tmp_path / "out", text_encoder=tmp_path) == (
+    assert refusal(read_llamagen, TEXT, VQ, text_encoder=tmp_path) == (
         f"{tmp_path}: the text encoder has width 48, but the transformer's captions 32; "
         "LlamaGen's text models take flan-t5-xl (2048)"
     )
 
 
 def test_a_text_encoder_for_a_class_model_is_named(tmp_path: Path, encoder: tuple[Path, Any]) -> None:
-    assert refusal(export_llamagen, CLASS, VQ, tmp_path / "out", text_encoder=encoder[0]) == (
+    assert refusal(read_llamagen, CLASS, VQ, text_encoder=encoder[0]) == (
         f"{CLASS}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
     )
 
@@ -167,8 +166,8 @@ def test_an_image_tokenizer_with_another_codebook_is_named(tmp_path: Path) -> No
     weights = torch.load(VQ, weights_only=True)["model"]
     weights["quantize.embedding.weight"] = weights["quantize.embedding.weight"][:64]
     torch.save({"model": weights}, tmp_path / "vq.pt")
-    assert refusal(export_llamagen, TEXT, tmp_path / "vq.pt", tmp_path / "out") == (
-        f"{tmp_path / 'vq.pt'}: has 64 codes, but the transformer has 128"
+    assert refusal(read_llamagen, TEXT, tmp_path / "vq.pt") == (
+        f"{tmp_path / 'vq.pt'}: has 64 codes, but the transformer has 128; give the VQ tokenizer that belongs to it"
     )
 
 
@@ -176,8 +175,8 @@ def test_a_drafter_of_another_width_is_named(tmp_path: Path) -> None:
     weights = torch.load(DRAFTER / "pytorch_model.bin", weights_only=True)
     save_file(weights | {"embed_tokens.weight": torch.ones(128, 48)}, tmp_path / "model.safetensors")
     shutil.copy(DRAFTER / "config.json", tmp_path)
-    assert refusal(read_drafter, tmp_path, read_llamagen(TEXT).decoder) == (
-        f"{tmp_path / 'model.safetensors'}: the drafter has 128 codes of width 48, the target 128 of 64"
+    assert refusal(read_drafter, tmp_path, read_transformer(TEXT).decoder) == (
+        f"{tmp_path}: the drafter has 128 codes of width 48, the target 128 of 64"
     )
 
 
@@ -201,7 +200,7 @@ def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pyte
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     save_t5(tmp_path)  # 50 tokens, the tokenizer has 56
     shutil.copy(TOKENIZER, tmp_path)
-    assert "tokenizer.json: has 56 tokens, but the encoder 50; give both of one model" in refusal(
+    assert "has id 55, but the model embeds 50 tokens; give the model's own tokenizer" in refusal(
         read_text_encoder, tmp_path, 32
     )
     save_t5(tmp_path, vocab_size=60)

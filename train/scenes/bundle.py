@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ... import __version__
 from ...bundle.manifest import (
     ConditionSpec,
     DecoderSpec,
     DecodingDefaults,
     DrafterSpec,
-    Provenance,
-    Source,
-    file_sha256,
 )
+from ...export.families.common import decoder_fields
 from ...export.graph.graphs import Case, Graph, target_graph
 from ...export.graph.onnx_ops import Value
 from ...export.graph.precision import read_precisions
 from ...export.models.eagle import EagleDrafter, drafter_graph
-from ...export.neighbours import neighbour_table
-from ...export.writer import write_bundle
+from ...export.writer import Model, export_model
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from .data import render_pictures
 from .drafter import load_drafter
@@ -141,47 +138,34 @@ def write_scenes_bundle(
             (Case("two pictures", pictures),),
         ),
     ]
-    sizes: dict[str, Any] = {
-        "hidden_size": config.hidden_size,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": CODES,
-    }
-    sources = [("vq", "vq.pt"), ("target", "target.pt"), ("drafter", "drafter.pt")]
-    fields = {
-        "name": "scenes" if config == CONFIG else f"scenes-{size_name(config)}",
-        "family": "scenes",
-        "grid_rows": GRID,
-        "grid_columns": GRID,
-        "codebook_size": CODES,
-        "image_height": SIZE,
-        "image_width": SIZE,
-        "target": DecoderSpec(num_layers=config.num_layers, max_positions=config.positions, **sizes),
-        "drafter": DrafterSpec(num_layers=trained.config.num_layers, **sizes),
-        "condition": ConditionSpec(kind="words", prefix=SLOTS),
-        "sampling": Sampling(cfg_scale=3.0),
-        "decoding": DECODING,
-        "provenance": Provenance(
-            exporter=f"lantern-rt {__version__}",
-            sources=tuple(Source(role=role, name=name, sha256=file_sha256(work / name)) for role, name in sources),
-            licence="Apache-2.0",
-        ),
-    }
     files = {"tokenizer": ("tokenizer.json", _tokenizer()), "prompts": ("prompts.txt", _prompts())}
     if (counted := work / "acceptance_statistics.json").exists():
         files["acceptance_statistics"] = (counted.name, counted.read_bytes())
-    return write_bundle(
-        output,
+    model = Model(
         graphs=graphs,
-        code_embeddings=code_embeddings.numpy(),
-        fields=fields,
-        neighbours=neighbour_table(vq.codebook.numpy(), NEIGHBOURS),
+        code_embeddings=code_embeddings,
+        codebook=vq.codebook.numpy(),
+        neighbors=NEIGHBOURS,
+        fields={
+            "name": "scenes" if config == CONFIG else f"scenes-{size_name(config)}",
+            "family": "scenes",
+            "grid_rows": GRID,
+            "grid_columns": GRID,
+            "codebook_size": CODES,
+            "image_height": SIZE,
+            "image_width": SIZE,
+            "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
+            "drafter": DrafterSpec(**decoder_fields(trained.config)),
+            "condition": ConditionSpec(kind="words", prefix=SLOTS),
+            "sampling": Sampling(cfg_scale=3.0),
+            "decoding": DECODING,
+        },
         files=files,
-        halve=True,
-        precisions=read_precisions(compute=compute),
-        force=force,
-        progress=progress,
+        sources=[(role, work / f"{role}.pt") for role in ("vq", "target", "drafter")],
+        licence="Apache-2.0",
     )
+    precisions = replace(read_precisions(compute=compute), lossless=True)
+    return export_model(model, output, precisions=precisions, force=force, progress=progress)
 
 
 def _round(*modules: nn.Module) -> None:

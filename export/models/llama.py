@@ -1,0 +1,120 @@
+"""Weights and sizes of Llama-style decoders: names of Hugging Face's transformers, checks against config.json.
+
+Chameleon, Janus's language model, LANTERN's targets and drafters have these names; LlamaGen's own files bring theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoints.deferred import joined
+from ..checkpoints.files import Config
+from ..checkpoints.folders import Checkpoint
+from .decoder import DecoderConfig
+
+_LONGEST_PROMPT = 2048  # tokens; a request's prompt has at most 2000 characters
+_LAYER = "layers.0.attention"
+_LAYER_NAMES = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.query.weight": "self_attn.q_proj.weight",
+    "attention.key.weight": "self_attn.k_proj.weight",
+    "attention.value.weight": "self_attn.v_proj.weight",
+    "attention.qkv.weight": "self_attn.{q,k,v}_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "attention.query_norm.weight": "self_attn.q_norm.weight",
+    "attention.query_norm.bias": "self_attn.q_norm.bias",
+    "attention.key_norm.weight": "self_attn.k_norm.weight",
+    "attention.key_norm.bias": "self_attn.k_norm.bias",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn.gate.weight": "mlp.gate_proj.weight",
+    "ffn.up.weight": "mlp.up_proj.weight",
+    "ffn.down.weight": "mlp.down_proj.weight",
+}
+
+
+def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) -> None:
+    """Rename the layers and the final norm, whose names start with `prefix`, and `names` to the decoder's.
+
+    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. Raises: CheckpointError
+    if a layer lacks one of the three.
+    """
+    layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
+    checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
+    for i in range(checkpoint.count("layers.")):
+        parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]
+        shapes = [checkpoint.shape(name) for name in parts]
+        if len({width for _, width in shapes}) > 1:
+            raise checkpoint.error(f"projections of {checkpoint.shown(f'layers.{i}')} have shapes {shapes}")
+        checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
+
+
+def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts: int) -> dict[str, Any]:
+    """Sizes of a decoder for `DecoderConfig`, from renamed weights, checked against the configuration.
+
+    config: with transformers' names of fields. parts: what the head size must be a multiple of. Raises:
+    CheckpointError.
+    """
+    rows, width = checkpoint.shape(f"{_LAYER}.qkv.weight")
+    layers, intermediate_size = checkpoint.count("layers."), checkpoint.shape("layers.0.ffn.gate.weight")[0]
+    config.agree(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
+    if heads is None or width % heads or width // heads % parts or config.get("head_dim") not in (None, width // heads):
+        raise config.error(
+            f"{config.shown('num_attention_heads')} is {heads}, expected a number that divides the width {width} into "
+            f"heads of a multiple of {parts} numbers"
+        )
+    head_dim = width // heads
+    num_kv_heads, rest = divmod(rows - width, 2 * head_dim)
+    given = config.whole("num_key_value_heads")
+    if rest or num_kv_heads < 1 or heads % num_kv_heads or given not in (None, num_kv_heads):
+        raise checkpoint.error(
+            f"{checkpoint.shown(f'{_LAYER}.qkv.weight')} has {rows} rows, which {heads} heads of {head_dim} numbers "
+            f"and {given or 'some'} key heads do not explain; check {config.shown('num_attention_heads')} and "
+            f"{config.shown('num_key_value_heads')}"
+        )
+    return {
+        "hidden_size": width,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": num_kv_heads,
+        "intermediate_size": intermediate_size,
+        "query_key_norm": f"{_LAYER}.query_norm.weight" in checkpoint.weights,
+    }
+
+
+def decoder_config(
+    checkpoint: Checkpoint, config: Config, vocab_size: int, grid: int, head_hidden: int = 0
+) -> DecoderConfig:
+    """A decoder of transformers for pictures of `grid` rows and columns of `vocab_size` codes.
+
+    Prompts may fill what the codes leave of `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError
+    for what the decoder cannot do.
+    """
+    sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
+    config.expect("hidden_act", "silu", None)
+    config.expect("swin_norm", False, None)
+    positions = config.whole("max_position_embeddings")
+    if positions is None or positions < grid**2 + 2:
+        raise config.error(
+            f"max_position_embeddings is {positions}, expected more than the {grid**2} codes of an image"
+        )
+    return DecoderConfig(
+        **sizes,
+        vocab_size=vocab_size,
+        grid=grid,
+        prefix=min(positions - grid**2, _LONGEST_PROMPT),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope_base=rope_base(config),
+        rotary="sequence",
+        rope_style="half",
+        head_hidden=head_hidden,
+    )
+
+
+def rope_base(config: Config) -> float:
+    """Base of the rotary frequencies; newer configurations have it under `rope_parameters`. Raises: CheckpointError."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
+    if kind != "default":
+        raise config.error(f"rotary positions are of type {kind!r}, expected plain ones (default)")
+    return Config(config.path, scaling if "rope_theta" in scaling else config.values).number("rope_theta", 10000.0)
