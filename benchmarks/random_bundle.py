@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lantern_rt.export.families.anole import export_anole
-from lantern_rt.export.families.llamagen import export_llamagen
+from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.writer import write_bundle
+from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
 # How much a layer adds to what enters it, how well the drafter reads its token, and how far logits spread: random
@@ -89,12 +88,13 @@ def export_checkpoints(
     progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
-    write = partial(write_bundle, precisions=read_precisions(precision, compute=compute))
     drafter = folder / "drafter" if (folder / "drafter").exists() else None
-    common: dict[str, Any] = {"drafter": drafter, "grid": shape.grid, "write": write, "progress": progress}
     if shape.vocab_size is None:
-        return export_llamagen(folder / "target", folder / "vq.pt", output, **common)
-    return export_anole(folder / "target", folder / "vqgan", output, **common)
+        model = read_llamagen(folder / "target", folder / "vq.pt", drafter=drafter, grid=shape.grid)
+    else:
+        model = read_anole(folder / "target", folder / "vqgan", drafter=drafter, grid=shape.grid)
+    precisions = read_precisions(precision, compute=compute)
+    return export_model(model, output, precisions=precisions, progress=progress)
 
 
 def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...bundle.manifest import TokenLayout
-from ...methods import Sampling
 from ...errors import CheckpointError
+from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config
 from ..checkpoints.folders import read_checkpoint

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...methods import Sampling
 from ...errors import CheckpointError
+from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config
 from ..checkpoints.folders import Checkpoint, read_checkpoint
