@@ -246,7 +246,7 @@ def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c
     manifest = open_bundle(t2i_drafter_bundle).manifest
     assert [s.role for s in manifest.provenance.sources] == ["target", "config", "vq", "drafter", "drafter_config"]
     assert manifest.decoding.method == "lantern"
-    assert manifest.decoding.methods["lantern"].neighbors == 127
+    assert next(one for one in manifest.decoding.methods if one.method == "lantern").neighbors == 127
     assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)
     plain = open_bundle(c2i_bundle).manifest
     assert (plain.decoding.method, plain.drafter) == ("ar", None)

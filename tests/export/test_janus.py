@@ -136,7 +136,7 @@ def test_a_greedy_picture_is_the_one_transformers_generates(model: Any, bundle: 
         ids, attention_mask=torch.ones_like(ids), generation_mode="image", do_sample=False, use_cache=True
     )
     result = Pipeline.from_bundle(bundle, threads=1)(words, temperature=0)
-    assert result.settings.cfg_scale == 5.0
+    assert result.settings.sampling.cfg_scale == 5.0
     assert result.codes[0].tolist() == expected[0].tolist()
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom: generating needs neither torch nor onnx, the runtime knows no backend."""
+"""Who may import whom: lower packages know no higher ones, nothing imports in circles, generating needs no torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,90 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
 from tiny_bundle import make_tiny_bundle
 
 import lantern_rt
 
 HEAVY = {"torch", "onnx", "onnxscript", "safetensors"}
+BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
+# From low to high: a module imports from its own layer and those before it.
+LAYERS = (
+    ("errors",),
+    ("checks", "methods", "progress"),
+    ("runtime",),
+    ("bundle", "text", "output"),
+    ("engines",),
+    ("requests", "results"),
+    ("planning",),
+    ("pipeline",),
+    ("runner",),
+    ("tuning", "evaluation", "export"),
+    ("train",),
+    ("cli",),
+)
+RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
-def folder_of(name: str) -> Path:
-    """The source folder of a subpackage, wherever it is installed from."""
-    for root in lantern_rt.__path__:
-        if (Path(root) / name / "__init__.py").is_file():
-            return Path(root) / name
-    raise AssertionError(f"no folder {name}")
+def modules() -> dict[str, Path]:
+    """Every module of the package but its front doors, by its dotted name within the package."""
+    found: dict[str, Path] = {}
+    for root in map(Path, lantern_rt.__path__):
+        for file in root.rglob("*.py"):
+            parts = [part for part in file.relative_to(root).with_suffix("").parts if part != "__init__"]
+            if parts and parts[0] in RANKS:
+                found[".".join(parts)] = file
+    return found
 
 
 def imported(file: Path, only_at_import: bool = False) -> Iterator[str]:
-    """Dotted names that a file imports, relative ones with their leading dots."""
+    """Dotted names that a file imports, relative ones with their leading dots; of `from . import x` also x."""
     tree = ast.parse(file.read_text("utf-8"))
     for node in tree.body if only_at_import else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or "")
+            name = "." * node.level + (node.module or "")
+            yield name
+            yield from (f"{name}{'' if name.endswith('.') else '.'}{alias.name}" for alias in node.names)
+
+
+def arrows() -> dict[str, set[str]]:
+    """For every module the modules of the package that it imports, wherever in the file."""
+    known = modules()
+    found: dict[str, set[str]] = {}
+    for name, file in known.items():
+        package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+        found[name] = set()
+        for target in imported(file):
+            dots = len(target) - len(target.lstrip("."))
+            if dots:
+                full = ".".join([*package[: len(package) - dots + 1], target.lstrip(".")])
+                found[name] |= {full} & known.keys()
+    return found
+
+
+def test_lower_packages_import_no_higher_ones() -> None:
+    upwards = [
+        f"{source} -> {target}"
+        for source, targets in arrows().items()
+        for target in targets
+        if RANKS[target.split(".")[0]] > RANKS[source.split(".")[0]]
+    ]
+    assert upwards == []
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    graph = {name: targets - {name} for name, targets in arrows().items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(graph) > 80
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    folder = Path(lantern_rt.__file__).parent
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert names - {"__init__", "__main__"} <= RANKS.keys()
 
 
 def run_python(code: str) -> set[str]:
@@ -41,21 +99,24 @@ def run_python(code: str) -> set[str]:
     return set(done.stdout.split("\n")[-2].split())
 
 
-def test_the_runtime_imports_no_backend_and_no_neighbour_but_the_errors() -> None:
-    for file in folder_of("runtime").glob("*.py"):
-        for name in imported(file):
-            assert name.partition(".")[0] not in HEAVY | {"onnxruntime", "tensorrt", "PIL", "typer", "rich", "pydantic"}
-            assert not name.startswith("lantern_rt"), f"{file.name}: use relative imports"
-            assert not name.startswith("..") or name == "..errors", f"{file.name} imports {name}"
+def outsiders(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
+    """Top-level packages that modules of these parts import."""
+    chosen = [file for name, file in modules().items() if name.split(".")[0] in prefixes]
+    names = {name for file in chosen for name in imported(file, only_at_import) if not name.startswith(".")}
+    return {name.split(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("name", ["engines", "api"])
-def test_engines_and_the_public_side_import_neither_torch_nor_onnx(name: str) -> None:
-    folder = Path(lantern_rt.__file__).parent if name == "api" else folder_of(name)
-    for file in folder.glob("*.py"):
-        assert HEAVY.isdisjoint(module.partition(".")[0] for module in imported(file)), file.name
-        top = set(imported(file, only_at_import=True))
-        assert not {module for module in top if module.lstrip(".").startswith(("export", "train"))}, file.name
+def test_the_runtime_imports_neither_torch_nor_a_backend() -> None:
+    assert outsiders(("runtime",)) & (HEAVY | BACKENDS | {"PIL", "typer", "rich", "lantern_rt"}) == set()
+
+
+def test_generating_never_imports_torch_or_onnx_and_export_only_when_asked() -> None:
+    public = tuple(name for name in RANKS if name not in ("export", "train"))
+    assert outsiders(public) & HEAVY == set()
+    for name, file in modules().items():
+        if name.split(".")[0] not in ("export", "train"):
+            top = {target.lstrip(".").split(".")[0] for target in imported(file, only_at_import=True)}
+            assert not top & {"export", "train"}, name
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
