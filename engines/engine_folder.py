@@ -15,12 +15,13 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from ..bundle.files import Bundle, Fact
+from ..bundle.files import Bundle
 from ..bundle.manifest import Part
+from ..checks import brief, explain
 from ..errors import EngineError
 from .profiles import Profile
 
@@ -134,7 +135,7 @@ class EngineFolder:
                 raise EngineError(f"{path}: found no file, expected an engine; rebuild with `{self.rebuild}`")
             found = _hash(path)
         except OSError as error:
-            raise EngineError(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise EngineError(f"{path}: cannot be read ({brief(error)})") from error
         if found != entry.blake2b:
             raise EngineError(
                 f"{path}: found hash {found[:12]}..., expected {entry.blake2b[:12]}...; engines are code and an "
@@ -166,13 +167,13 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
             f"{path}: no {ENGINE_FILE} in it; an engine folder is written by `lantern-rt build-engine`"
         ) from error
     except (OSError, ValueError) as error:
-        raise EngineError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        raise EngineError(f"{file}: cannot be read ({brief(error)})") from error
     if len(text) > _LIMIT:
         raise EngineError(f"{file}: found more than {_LIMIT:,} bytes, expected a short JSON text")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EngineError(f"{file}: expected JSON, found {error}; build the engines again") from error
+        raise EngineError(f"{file}: expected JSON, found {brief(error)}; build the engines again") from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or version.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
         raise EngineError(
@@ -181,31 +182,6 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise EngineError(f"{file}: field `{field}`: {first['msg']}; build the engines again") from error
+        field, problem = explain(error)
+        raise EngineError(f"{file}: field `{field}`: {problem}; build the engines again") from error
     return EngineFolder(Path(path).resolve(), manifest)
-
-
-def describe_engines(engines: EngineFolder) -> list[Fact]:
-    """Everything an engine folder says about itself, as lines to print."""
-    manifest = engines.manifest
-    facts = [Fact("engines", "folder", str(engines.folder))]
-    for key, value in manifest.model_dump(mode="json", exclude={"graphs", "settings", "command"}).items():
-        facts.append(
-            Fact("engines", key, (", ".join(value) if isinstance(value, list) else str(value or "")) or "none")
-        )
-    facts.append(Fact("engines", "rebuild", engines.rebuild))
-    facts += [Fact("settings", key, value) for key, value in manifest.settings.items()]
-    for role, graph in manifest.graphs.items():
-        facts.append(Fact(role, "build", f"{graph.seconds:.1f} s"))
-        facts += [Fact(role, f"from {name}", f"sha256 {sha256}") for name, sha256 in graph.onnx_sha256.items()]
-        facts += [Fact(role, f.path, f"{f.bytes:,} bytes  blake2b {f.blake2b}") for f in graph.files]
-        facts += [Fact(role, f"profile {profile.name}", profile_line(profile)) for profile in graph.profiles]
-    return facts
-
-
-def profile_line(profile: Profile) -> str:
-    """A profile's ranges as text: smallest / tuned for / largest."""
-    parts: dict[str, Any] = profile.model_dump(exclude={"name"})
-    return ", ".join(f"{name} {'/'.join(map(str, sizes))}" for name, sizes in parts.items() if sizes[2])

@@ -1,13 +1,11 @@
-"""Checks of single values that a user gives: numbers in range, one of several words. RequestError says what is wrong.
-
-Does not know what the values are for.
-"""
+"""Checks of single values that a user gives, and what errors of libraries say, as parts of one line."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -59,11 +57,13 @@ def explain(error: ValidationError) -> tuple[str, str]:
 
 
 def short(value: object) -> str:
-    """A value for a message: one line of at most 60 characters."""
+    """A value for a message: one line of at most 80 characters, text in quotes."""
+    value = str(value) if isinstance(value, Path) else value
     text = repr(value) if isinstance(value, str) else " ".join(str(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def brief(error: BaseException) -> str:
-    """What an error says, as one line of at most 120 characters."""
-    return " ".join(str(error).split())[:120]
+    """What an error says, as one line of at most 160 characters."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join((text or type(error).__name__).split())[:160]

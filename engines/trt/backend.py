@@ -17,7 +17,7 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...bundle.onnx_nodes import place_of_node
+from ...bundle.onnx_scan import place_of_node
 from ...errors import EngineError, OutputError, RequestError
 from ...output.files import write_output
 from ...runtime.engine import Engine, Floats

@@ -1,16 +1,18 @@
-"""Which other files an ONNX file reads, and how many weights it has: a walk over its bytes, without onnx.
+"""What an ONNX file says without running it: files it reads, how many weights it has, where a node belongs.
 
-A tensor may keep its numbers in another file, named by the `location` entry of its `external_data`. A
-runtime opens whatever that names, so a bundle is only safe when every such file is one of its own;
-`bundle.py` compares. Only messages that can hold a tensor are entered; big tensors are skipped unread.
-
-Does not know operators, shapes or runtimes, and does not judge the locations it finds.
+A tensor may keep its numbers in another file, named by the `location` entry of its `external_data`. A runtime opens
+whatever that names, so a bundle is only safe when every such file is one of its own. This is a walk over the file's
+bytes (protobuf), since the base install has no onnx. Only messages that can hold a tensor are entered; big tensors
+are skipped unread.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 # Messages of onnx.proto that lead to a tensor: field number -> message kind.
@@ -25,7 +27,7 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "tensor": {13: "entry"},
     "entry": {},
 }
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FLOATS = {1, 10, 16}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
 
 
 class NotOnnx(ValueError):  # noqa: N818
@@ -33,100 +35,105 @@ class NotOnnx(ValueError):  # noqa: N818
 
 
 def external_locations(path: Path) -> set[str]:
-    """The `location` of every tensor that an ONNX file keeps elsewhere."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            raise NotOnnx("the file is empty")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _walk(data)
-
-
-def float_weights(path: Path) -> int:
-    """How many numbers the float weights of an ONNX file's graph hold, wherever they are stored."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        graphs = [extent for number, *extent in fields(data, 0, len(data)) if number == 7]
-        return sum(
-            _float_elements(data, low, high)
-            for start, end in graphs
-            for number, low, high in fields(data, start, end)
-            if number == 5
-        )
-
-
-def _float_elements(data: mmap.mmap, at: int, end: int) -> int:
-    """Elements of the tensor in `data[at:end]`, 0 if its type is not one of float, float16, bfloat16."""
-    elements, kind = 1, 0
-    while at < end:
-        tag, at = _varint(data, at, end)
-        number, wire = tag >> 3, tag & 7
-        if wire == _VARINT:
-            value, at = _varint(data, at, end)
-            elements, kind = (elements * value, kind) if number == 1 else (elements, value if number == 2 else kind)
-        elif wire == _BYTES:
-            size, at = _varint(data, at, end)
-            if number == 1:  # dimensions in one packed field
-                stop, place = at + size, at
-                while place < stop:
-                    value, place = _varint(data, place, stop)
-                    elements *= value
-            at += size
-        else:
-            at += 8 if wire == _FIXED64 else 4
-    return elements if kind in (1, 10, 16) else 0
-
-
-def _walk(data: mmap.mmap) -> set[str]:
+    """The `location` of every tensor that an ONNX file keeps elsewhere. Raises: NotOnnx, OSError."""
     found: set[str] = set()
-    has_graph = False
-    todo = [("model", 0, len(data))]
-    while todo:
-        kind, start, end = todo.pop()
-        key = value = b""
-        for number, low, high in fields(data, start, end):
-            if child := _CHILDREN[kind].get(number):
-                todo.append((child, low, high))
-                has_graph |= child == "graph"
-            elif kind == "entry" and number == 1:
-                key = data[low:high]
-            elif kind == "entry" and number == 2:
-                value = data[low:high]
-        if key == b"location":
-            found.add(value.decode("utf-8", "backslashreplace"))
-    if not has_graph:
+    with _mapped(path) as data:
+        todo, graphs = [("model", slice(0, len(data)))], 0
+        while todo:
+            kind, message = todo.pop()
+            graphs += kind == "graph"
+            texts: dict[int, bytes] = {}
+            for number, value in _fields(data, message):
+                if child := _CHILDREN[kind].get(number):
+                    todo.append((child, value))
+                elif kind == "entry":
+                    texts[number] = data[value]
+            if texts.get(1) == b"location":
+                found.add(texts.get(2, b"").decode("utf-8", "backslashreplace"))
+    if not graphs:
         raise NotOnnx("no graph in it")
     return found
 
 
-def fields(data: mmap.mmap, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Field number and extent of every length-delimited field of the message in `data[at:end]`."""
+def float_weights(path: Path) -> int:
+    """How many numbers the float weights of a graph hold, wherever they are stored. Raises: NotOnnx, OSError."""
+    total = 0
+    with _mapped(path) as data:
+        for tensor in _in_graph(data, 5):
+            sizes: list[int] = []
+            kind: list[int] = []
+            for number, value in _fields(data, tensor):
+                if number in (1, 2):  # dimensions, one by one or packed; type
+                    (sizes if number == 1 else kind).extend(_varints(data, value))
+            total += math.prod(sizes) if set(kind) & _FLOATS else 0
+    return total
+
+
+def place_of_node(path: Path, index: int) -> str | None:
+    """The last dotted name (`layers.3.attention.qkv.weight`) that node `index` or one before it reads or writes.
+
+    Names of weights and of some results say which module they belong to; names of most nodes do not. None where
+    no name does, or the file cannot be read.
+    """
+    place = None
+    try:
+        with _mapped(path) as data:
+            for node in islice(_in_graph(data, 1), index + 1):
+                names = [data[value] for number, value in _fields(data, node) if number in (1, 2)]
+                place = next((name.decode("utf-8", "replace") for name in names if b"." in name), place)
+    except (OSError, ValueError):
+        return None
+    return place
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    if not path.stat().st_size:
+        raise NotOnnx("the file is empty")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _in_graph(data: mmap.mmap, wanted: int) -> Iterator[slice]:
+    """The messages of one field of the main graph: 1 has nodes, 5 weights."""
+    for number, graph in _fields(data, slice(0, len(data))):
+        if number == 7:
+            yield from (value for field, value in _fields(data, graph) if field == wanted)
+
+
+def _fields(data: mmap.mmap, message: slice) -> Iterator[tuple[int, slice]]:
+    """Number and bytes of the fields of a message; those of fixed size are left out."""
+    at, end = message.start, message.stop
     while at < end:
-        tag, at = _varint(data, at, end)
+        tag, start = _varint(data, at, end)
         wire = tag & 7
-        if wire == _VARINT:
-            _, at = _varint(data, at, end)
-        elif wire == _FIXED64:
-            at += 8
-        elif wire == _FIXED32:
-            at += 4
-        elif wire == _BYTES:
-            size, at = _varint(data, at, end)
-            if at + size > end:
-                raise NotOnnx("a field runs past the end: cut short, or no ONNX file")
-            yield tag >> 3, at, at + size
-            at += size
-        else:
+        if wire not in (0, 1, 2, 5):
             raise NotOnnx(f"wire type {wire} at byte {at}: no ONNX file")
-    if at > end:
-        raise NotOnnx("a field runs past the end: cut short, or no ONNX file")
+        if wire == 0:
+            at = _varint(data, start, end)[1]
+        elif wire == 2:
+            size, start = _varint(data, start, end)
+            at = start + size
+        else:
+            at = start + (8 if wire == 1 else 4)
+        if at > end:
+            raise NotOnnx("a field runs past the end: cut short, or no ONNX file")
+        if wire in (0, 2):
+            yield tag >> 3, slice(start, at)
+
+
+def _varints(data: mmap.mmap, values: slice) -> Iterator[int]:
+    at = values.start
+    while at < values.stop:
+        value, at = _varint(data, at, values.stop)
+        yield value
 
 
 def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while at < end and shift < 70:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if data[at - 1] < 0x80:
             return value, at
-        shift += 7
     raise NotOnnx("a number runs past the end: cut short, or no ONNX file")

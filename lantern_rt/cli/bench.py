@@ -1,48 +1,77 @@
-"""The `bench` command: what to run, and the table, the JSON and the chart of what was found.
-
-Does not know option parsing, nor how runs are timed.
-"""
+"""The `bench` command: what to run, and the table, the JSON and the chart of what was found."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .. import __version__
 from ..bundle.files import Bundle
 from ..checks import whole
+from ..engines.host import processor
 from ..errors import RequestError
 from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_png, write_output
-from ..pipeline import Pipeline
 from ..runner import parse_contenders, subjects_of
-from ..tuning.bench import Bench, bench, usual_methods
-from .running import Running
+from ..tuning.bench import Bench, usual_methods
+from ..tuning.bench import bench as compare
+from .console import print_json, say
+from .options import BundleName, Force, Json, Prompts, Running
 
+EXAMPLES = """
+lantern-rt bench scenes
+lantern-rt bench scenes --threads 1 --batch 4 --greedy --json
+lantern-rt bench scenes --sweep --images 16 --plot speed.png
+lantern-rt bench scenes --methods sjd:window=5,sjd:window=11,auto:quality=fast
+"""
 _QUALITIES = ("strict", "balanced")
 _WIDTH = 150  # of a table that goes to a file
 
 
-@dataclass(frozen=True)
-class BenchCommand:
-    """What the user asked `bench` for."""
-
-    bundle: str
-    methods: str | None
-    qualities: tuple[str, ...]
-    sweep: bool
-    images: int
-    batch: int
-    greedy: bool
-    prompts: Path | None
-    running: Running
-    plot: Path | None
-    json: bool
-    force: bool
+def bench(
+    bundle: BundleName,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods to compare with ar, NAME:PARAMETER=VALUE:..., joined by commas, as in eval. "
+            "[default: all that the bundle can run]"
+        ),
+    ] = None,
+    quality: Annotated[
+        list[str] | None,
+        typer.Option(help="Budget of a row of auto; may be given several times. [default: strict, balanced]"),
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also relax to several degrees.")] = False,
+    images: Annotated[int, typer.Option(help="Images of every method, at least three turns.")] = 8,
+    batch: Annotated[int, typer.Option(help="Images decoded together.")] = 1,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Temperature 0.")] = False,
+    prompts: Prompts = None,
+    *,
+    running: Running,
+    plot: Annotated[Path | None, typer.Option(help="Draw codes per second against quality, a .png file.")] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Measure methods against ar, in turns on the same prompts and seeds. Best with nothing else running."""
+    if plot is not None:
+        check_png(plot, force)
+    whole("images", images, 1, 1, 10_000)
+    whole("batch", batch, 1, 1, 64)
+    if methods is not None and (sweep or quality):
+        raise RequestError("methods: says what to run; leave --sweep and --quality out, or leave --methods out")
+    opened = running.open_bundle(bundle)
+    named = methods or usual_methods(opened.manifest, tuple(quality or _QUALITIES), sweep)
+    report = run_bench(opened, named, images, batch, greedy, prompts, running)
+    if plot is not None:
+        write_output(plot, chart_png(_charts(report.figures, report.facts)), force)
+    if json:
+        print_json(report.as_dict())
+    else:
+        print_table(report)
 
 
 @dataclass(frozen=True)
@@ -59,51 +88,26 @@ class BenchReport:
         return {**self.facts, "memory_bound_ms": None if bound is None else 1e3 * bound, "rows": self.figures}
 
 
-def bench_command(asked: BenchCommand) -> None:
-    """Check, run, print."""
-    if asked.plot is not None:
-        check_png(asked.plot, asked.force)
-    report = run_bench(asked)
-    if asked.plot is not None:
-        write_output(asked.plot, chart_png(_charts(report.figures, report.facts)), asked.force)
-    if asked.json:
-        print(json.dumps(report.as_dict(), allow_nan=False))
-    else:
-        print_table(report)
-
-
-def run_bench(asked: BenchCommand) -> BenchReport:
-    """Check and run; what is being done goes to stderr."""
-    whole("images", asked.images, 1, 1, 10_000)
-    whole("batch", asked.batch, 1, 1, 64)
-    if asked.methods is not None and (asked.sweep or asked.qualities):
-        raise RequestError("methods: says what to run; leave --sweep and --quality out, or leave --methods out")
-    bundle = asked.running.open_bundle(asked.bundle)
-    subjects = subjects_of(bundle, asked.prompts)
-    sampling = {"temperature": 0.0} if asked.greedy else {}
-    named = asked.methods or usual_methods(bundle.manifest, asked.qualities or _QUALITIES, asked.sweep)
-    contenders = parse_contenders(named, sampling, bundle)
-    pipeline = asked.running.load(bundle)
-    say = partial(print, file=sys.stderr)
-    found = bench(pipeline, contenders, subjects, asked.batch, asked.images, say)
-    return BenchReport(found, _facts(bundle, pipeline, asked), [found.figures(runs) for runs in found.runs])
-
-
-def _facts(bundle: Bundle, pipeline: Pipeline, asked: BenchCommand) -> dict[str, Any]:
-    """What the figures are of."""
-    from ..engines.host import processor
-
-    situation = pipeline.situation(asked.batch, 0.0 if asked.greedy else None, "")
-    return {
+def run_bench(
+    bundle: Bundle, methods: str, images: int, batch: int, greedy: bool, prompts: Path | None, running: Running
+) -> BenchReport:
+    """Run methods, written as `bench --methods` takes them; what is being done goes to stderr."""
+    subjects = subjects_of(bundle, prompts)
+    contenders = parse_contenders(methods, {"temperature": 0.0} if greedy else {}, bundle)
+    pipeline = running.load(bundle)
+    found = compare(pipeline, contenders, subjects, batch, images, say)
+    situation = pipeline.situation(batch, 0.0 if greedy else None, "")
+    facts = {
         "lantern_rt": __version__,
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,
         "processor": processor(),
         "backend": situation.backend,
         "threads": situation.threads,
-        "batch": asked.batch,
+        "batch": batch,
         "greedy": situation.greedy,
     }
+    return BenchReport(found, facts, [found.figures(runs) for runs in found.runs])
 
 
 def print_table(report: BenchReport) -> None:

@@ -1,107 +1,112 @@
-"""The commands on engines: `build-engine`, and `inspect` of what it made.
-
-Does not know option parsing, nor how a backend builds.
-"""
+"""The `build-engine` command."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
-from ..bundle.files import Fact, open_bundle
+import typer
+
+from ..bundle.files import open_bundle
 from ..engines.build import BuildPlan, build_engines, plan_build
-from ..engines.contracts import Progress
-from ..engines.engine_folder import describe_engines, open_engine_folder, profile_line
 from ..engines.profiles import BuildOptions
 from ..errors import RequestError
-from .tools import print_facts
+from .console import Facts, print_facts, print_json, progress, say
+from .inspect import profile_line
+from .options import BundleName, Force, Json, ProviderName
+
+EXAMPLES = r"""
+lantern-rt build-engine scenes --backend onnxruntime --output engines/scenes-cpu
+lantern-rt run --engines engines/scenes-cpu --prompt "a red sphere on sand"
+lantern-rt build-engine bundles/llamagen-xl --backend tensorrt-rtx --compute-capability SM89 \
+    --compute-capability SM120 --max-rows 8 --max-nodes 64 --output engines/llamagen-xl-rtx
+lantern-rt build-engine bundles/llamagen-xl --backend tensorrt --dry-run
+"""
 
 
-def build_engine_command(
-    name: str, options: BuildOptions, output: Path | None, dry_run: bool, as_json: bool, force: bool
+def build_engine(
+    bundle: BundleName,
+    backend: Annotated[str, typer.Option(help="onnxruntime, tensorrt or tensorrt-rtx.")] = "onnxruntime",
+    output: Annotated[Path | None, typer.Option(help="Engine folder to write; not needed with --dry-run.")] = None,
+    provider: ProviderName = "cpu",
+    max_rows: Annotated[int, typer.Option(help="Sequences per pass; guidance makes two of every image.")] = 8,
+    max_nodes: Annotated[int, typer.Option(help="New nodes per pass, at least the tree's.")] = 64,
+    max_past: Annotated[
+        int | None, typer.Option(help="Committed columns. [default: prefix, codes and one tree]")
+    ] = None,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SM", help="GPU to build for, such as SM89; may be given several times. [default: this host's]"
+        ),
+    ] = None,
+    optimization_level: Annotated[int | None, typer.Option(help="How long the builder may search, 0 .. 5.")] = None,
+    workspace: Annotated[
+        int | None, typer.Option(help="MiB that intermediate results may take. [default: all of the GPU]")
+    ] = None,
+    timing_cache: Annotated[Path | None, typer.Option(help="File of measured kernel times, read and written.")] = None,
+    hardware_compatible: Annotated[
+        bool, typer.Option("--hardware-compatible", help="With tensorrt: run on every GPU from Ampere on.")
+    ] = False,
+    weight_streaming: Annotated[
+        bool, typer.Option("--weight-streaming", help="Let `run --weight-budget` keep weights in host memory.")
+    ] = False,
+    refit: Annotated[bool, typer.Option("--refit", help="Allow weights to be replaced later.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print memory and shapes, build nothing.")] = False,
+    json: Json = False,
+    force: Force = False,
 ) -> None:
-    """Print what a build would take, or build."""
-    bundle = open_bundle(name)
-    if options.backend != "onnxruntime" and bundle.manifest.target.dtype == "float32":
-        print(
-            "note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
-            "half the memory",
-            file=sys.stderr,
-        )
+    """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
+    options = BuildOptions(
+        backend,
+        provider,
+        max_rows,
+        max_nodes,
+        max_past,
+        optimization_level,
+        None if workspace is None else workspace << 20,
+        timing_cache,
+        tuple(compute_capability or ()),
+        hardware_compatible,
+        weight_streaming,
+        refit,
+    )
+    opened = open_bundle(bundle)
+    if backend != "onnxruntime" and opened.manifest.target.dtype == "float32":
+        say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
+            "half the memory")  # fmt: skip
     if dry_run:
-        _print_plan(plan_build(bundle, options), options, as_json)
+        _print_plan(plan_build(opened, options), options, json)
         return
     if output is None:
         raise RequestError("found no --output, expected a folder to write the engines to (or --dry-run)")
-    with _progress() as say:
-        manifest = build_engines(bundle, name, options, output, force, say)
-    if as_json:
-        print(json.dumps({"folder": str(output), "manifest": manifest.model_dump(mode="json")}))
+    with progress() as show:
+        manifest = build_engines(opened, bundle, options, output, force, show)
+    if json:
+        print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json")})
         return
     for role, graph in manifest.graphs.items():
-        size = sum(file.bytes for file in graph.files)
-        print(f"{role}: {graph.seconds:.1f} s, {_mib(size)}", file=sys.stderr)
+        say(f"{role}: {graph.seconds:.1f} s, {_mib(sum(file.bytes for file in graph.files))}")
     print(output)
-
-
-def inspect_engines_command(name: str, as_json: bool) -> None:
-    """Check an engine folder's files and print what it says about itself."""
-    engines = open_engine_folder(name)
-    engines.check_files()
-    if as_json:
-        print(json.dumps({"folder": str(engines.folder), "manifest": engines.manifest.model_dump(mode="json")}))
-    else:
-        print_facts(describe_engines(engines))
 
 
 def _print_plan(plan: BuildPlan, options: BuildOptions, as_json: bool) -> None:
     total = sum(part.total for part in plan.estimates)
     if as_json:
         profiles = {role: [shape.model_dump() for shape in shapes] for role, shapes in plan.profiles.items()}
-        parts = [asdict(part) for part in plan.estimates]
-        print(json.dumps({"estimates": parts, "total": total, "profiles": profiles}))
+        print_json({"estimates": [asdict(part) for part in plan.estimates], "total": total, "profiles": profiles})
         return
-    section = f"memory for {options.max_rows} rows and {options.max_nodes} nodes, estimated"
-    facts = []
+    memory: dict[str, str] = {}
     for part in plan.estimates:
         sizes = {"weights": part.weights, "keys and values": part.cache, "activations": part.activations}
-        facts.append(Fact(section, part.role, ", ".join(f"{k} {_mib(size)}" for k, size in sizes.items() if size)))
-    facts.append(Fact(section, "total", _mib(total)))
+        memory[part.role] = ", ".join(f"{name} {_mib(size)}" for name, size in sizes.items() if size)
+    section = f"memory for {options.max_rows} rows and {options.max_nodes} nodes, estimated"
+    facts: Facts = {section: {**memory, "total": _mib(total)}}
     for role, shapes in plan.profiles.items():
-        facts += [Fact(f"profiles of {role} (smallest/tuned for/largest)", s.name, profile_line(s)) for s in shapes]
-    print_facts(facts)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """Shows each thing being done as a bar on stderr; one line for each where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        seen: set[str] = set()
-
-        def say(what: str, done: int, total: int) -> None:
-            if what not in seen:
-                seen.add(what)
-                print(what, file=sys.stderr)
-
-        yield say
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=max(1, total))
-            bar.update(tasks[what], completed=done, total=max(1, total))
-
-        yield show
+        ranges = f"profiles of {role} (smallest/tuned for/largest)"
+        facts[ranges] = {shape.name: profile_line(shape) for shape in shapes}
+    print_facts({section: values for section, values in facts.items() if values})
 
 
 def _mib(size: int) -> str:

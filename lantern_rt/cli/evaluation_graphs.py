@@ -1,13 +1,13 @@
-"""The graphs that `eval` measures pictures with, made of what the user wrote.
-
-Does not know what is drawn, nor how figures come about.
-"""
+"""The graphs that `eval` measures pictures with, made of what the user wrote."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..bundle.files import Bundle
 from ..checks import number, short, whole
@@ -23,23 +23,36 @@ _BANDWIDTHS = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
-class GivenGraph:
-    """A graph, and how pictures are prepared for it; None where the user said nothing."""
-
-    path: Path | None
-    size: int | None
-    mean: str | None
-    std: str | None
-
-
-@dataclass(frozen=True)
 class GivenInstruments:
-    """All that the user said about graphs."""
+    """All that the user said about graphs, and how pictures are prepared for them."""
 
-    features: GivenGraph
-    bandwidth: float | None
-    agreement: GivenGraph
-    tokenizer: Path | None
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="ONNX graph from pictures to features, such as Inception. [default: the bundle's VQ encoder]"
+        ),
+    ] = None
+    feature_size: Annotated[
+        int | None, typer.Option(help="Width and height of pictures for --features. [default: its own]")
+    ] = None
+    feature_mean: Annotated[
+        str | None, typer.Option(help="Taken off RGB values 0 .. 1: a number, or three, by commas. [default: 0]")
+    ] = None
+    feature_std: Annotated[str | None, typer.Option(help="What they are then divided by. [default: 1]")] = None
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bandwidth of the kernel distance; 10 for CMMD. [default: median distance of features]"),
+    ] = None
+    agreement: Annotated[
+        Path | None,
+        typer.Option(help="ONNX graph from pictures and token ids to their agreement, such as CLIP. [default: none]"),
+    ] = None
+    agreement_tokenizer: Annotated[
+        Path | None, typer.Option(help="Its tokenizer.json. [default: the bundle's list of words]")
+    ] = None
+    agreement_size: Annotated[int | None, typer.Option(help="As --feature-size, for --agreement.")] = None
+    agreement_mean: Annotated[str | None, typer.Option(help="As --feature-mean, for --agreement.")] = None
+    agreement_std: Annotated[str | None, typer.Option(help="As --feature-std, for --agreement.")] = None
 
 
 def open_instruments(bundle: Bundle, given: GivenInstruments, threads: int | None) -> Instruments:
@@ -47,48 +60,45 @@ def open_instruments(bundle: Bundle, given: GivenInstruments, threads: int | Non
     bandwidth = None
     if given.bandwidth is not None:
         bandwidth = number("bandwidth", given.bandwidth, 0, *_BANDWIDTHS)
-    extractor = _extractor(bundle, given.features, threads)
+    extractor = _extractor(bundle, given, threads)
     if bandwidth is not None and extractor is None:
         raise RequestError(f"bandwidth: bundle {bundle.manifest.name} has no features of its own; give --features too")
-    return Instruments(extractor, bandwidth, _agreement(bundle, given.agreement, given.tokenizer, threads))
+    return Instruments(extractor, bandwidth, _agreement(bundle, given, threads))
 
 
-def _extractor(bundle: Bundle, given: GivenGraph, threads: int | None) -> Extractor | None:
+def _extractor(bundle: Bundle, given: GivenInstruments, threads: int | None) -> Extractor | None:
     """The user's graph, or the bundle's."""
-    if given.path is None:
-        _refuse_idle("feature", "--features", given)
+    prepare = _preprocessing(given, "feature", "--features", given.features is not None)
+    if given.features is None:
         return bundle_features(bundle, threads)
-    return GraphFeatures(given.path, _preprocessing("feature", given), given.path.stem, threads)
+    return GraphFeatures(given.features, prepare, given.features.stem, threads)
 
 
-def _agreement(bundle: Bundle, given: GivenGraph, tokenizer: Path | None, threads: int | None) -> Agreement | None:
+def _agreement(bundle: Bundle, given: GivenInstruments, threads: int | None) -> Agreement | None:
     """The user's graph."""
-    if given.path is None:
-        _refuse_idle("agreement", "--agreement", given)
+    manifest, tokenizer = bundle.manifest, given.agreement_tokenizer
+    prepare = _preprocessing(given, "agreement", "--agreement", given.agreement is not None)
+    if given.agreement is None:
         if tokenizer is not None:
             raise RequestError("agreement-tokenizer: makes tokens for --agreement, which is not given")
         return None
-    manifest = bundle.manifest
     if manifest.condition.kind == "class":
         raise RequestError(f"agreement: bundle {manifest.name} takes class ids, not prompts; leave --agreement out")
-    prepare = _preprocessing("agreement", given)
     tokens = partial(bundle_tokens, bundle) if tokenizer is None else partial(file_tokens, tokenizer)
     name = f"the tokenizer of {manifest.name}" if tokenizer is None else tokenizer.name
-    return GraphAgreement(given.path, prepare, tokens, name, threads)
+    return GraphAgreement(given.agreement, prepare, tokens, name, threads)
 
 
-def _refuse_idle(prefix: str, graph: str, given: GivenGraph) -> None:
-    preparing = {"size": given.size, "mean": given.mean, "std": given.std}
-    if idle := [name for name, value in preparing.items() if value is not None]:
+def _preprocessing(given: GivenInstruments, prefix: str, graph: str, used: bool) -> Preprocessing:
+    """How pictures are prepared for a graph, by the options of this prefix; RequestError if set without the graph."""
+    options = {name: getattr(given, f"{prefix}_{name}") for name in ("size", "mean", "std")}
+    if not used and (idle := [name for name, value in options.items() if value is not None]):
         raise RequestError(f"{prefix}-{idle[0]}: says how pictures are prepared for {graph}, which is not given")
-
-
-def _preprocessing(prefix: str, given: GivenGraph) -> Preprocessing:
-    size = None if given.size is None else whole(f"{prefix}-size", given.size, 0, 8, _MOST_SIZE)
-    mean = _triple(f"{prefix}-mean", given.mean, 0.0)
-    std = _triple(f"{prefix}-std", given.std, 1.0)
+    size = None if options["size"] is None else whole(f"{prefix}-size", options["size"], 0, 8, _MOST_SIZE)
+    mean = _triple(f"{prefix}-mean", options["mean"], 0.0)
+    std = _triple(f"{prefix}-std", options["std"], 1.0)
     if min(std) <= 0:
-        raise RequestError(f"{prefix}-std: found {short(given.std)}, expected numbers above 0")
+        raise RequestError(f"{prefix}-std: found {short(options['std'])}, expected numbers above 0")
     return Preprocessing(size, mean, std)
 
 

@@ -1,94 +1,119 @@
-"""The `run` command: prompts in, PNG files out.
-
-Everything that can be refused is refused before a graph is loaded. Does not know option parsing.
-"""
+"""The `run` command: prompts in, PNG files out. All that can be refused is refused before a graph is loaded."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from io import BytesIO
+from collections.abc import Generator
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from .. import __version__
 from ..bundle.files import Bundle
+from ..checks import whole
 from ..errors import OutputError, RequestError
+from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
 from ..output.images import enlarge, png_bytes
 from ..output.trace import Trace
 from ..pipeline import bundle_tokenizer, check_request
 from ..planning.auto import with_default_method
-from ..requests import ImageRequest, Request, Settings
+from ..requests import ImageRequest, Settings
 from ..results import StreamStep
-from .running import Running
+from .console import print_json, progress, say
+from .options import FieldsOf, Force, Json, Running, Shaping
 
-MOST_SCALE = 16
+EXAMPLES = """
+lantern-rt run --prompt "a large red sphere left of a small blue cube on grass at sunset"
+lantern-rt run --prompt "a green cone on snow" --num-images 4 --output cones/ --scale 4
+lantern-rt run --prompt "a blue torus at night" --method lantern --delta 0.3 --neighbors 100
+lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --trace cube.npz
+lantern-rt run --prompt "a red cone in the snow" --method sjd --window 8
+lantern-rt run --bundle bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json
+"""
 _STATS = (
-    "method",
-    "target_passes",
-    "drafter_passes",
-    "tokens_per_forward_pass",
-    "accepted_lengths",
-    "seconds",
-    "target_seconds",
-    "drafter_seconds",
-    "host_seconds",
-    "realised_tvd",
-)
+    "method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
+    "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the user asked `run` for, besides the request's parameters."""
+def run(
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="What to draw; may be given several times.")
+    ] = None,
+    class_id: Annotated[
+        list[int] | None,
+        typer.Option(metavar="ID", help="Class to draw, for class-conditional bundles; may be given several times."),
+    ] = None,
+    bundle: Annotated[str, typer.Option(help="Bundle folder, or the name of an embedded bundle.")] = "scenes",
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
+            "[default: a name made of prompt and seed, in the current folder]"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Image i of a prompt is drawn with seed + i.")] = 0,
+    num_images: Annotated[int, typer.Option(help="Images per prompt.")] = 1,
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(METHODS)}. [default: auto if it knows enough, or the bundle's]"),
+    ] = None,
+    *,
+    parameters: Annotated[dict[str, Any], FieldsOf(*METHODS.values())],
+    sampling: Shaping,
+    running: Running,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write every draft tree to this .npz, and a picture to NAME.trace.png.")
+    ] = None,
+    scale: Annotated[int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.")] = 1,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Turn prompts (or class ids) into PNG files.
 
-    prompts: list[str] | None
-    class_ids: list[int] | None
-    bundle: str
-    output: str | None
-    seed: int
-    num_images: int
-    running: Running
-    trace: Path | None
-    scale: int
-    json: bool
-    force: bool
-
-
-def run_command(run: Run, options: dict[str, Any]) -> None:
-    """Check, decode, write, report."""
-    if run.prompts is None and run.class_ids is None:
+    Paths of the files go to stdout, progress and a line of statistics to stderr.
+    """
+    prompts, class_ids = prompt or None, class_id or None
+    if prompts is None and class_ids is None:
         raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
-    if not 1 <= run.scale <= MOST_SCALE:
-        raise RequestError(f"scale: found {run.scale}, expected a whole number 1 .. {MOST_SCALE}")
-    bundle = run.running.open_bundle(run.bundle)
-    options = with_default_method(bundle, options)
-    asked = {"class_ids": run.class_ids, "seed": run.seed, "num_images": run.num_images, **options}
-    request = check_request(bundle.manifest, bundle_tokenizer(bundle), run.prompts, **asked)
-    outputs = plan_outputs(run.output, [_stem(image) for image in request.images], run.force)
-    picture = _check_trace(run.trace, outputs, run.force)
+    whole("scale", scale, 1, 1, 16)
+    opened = running.open_bundle(bundle)
+    manifest, tokenizer = opened.manifest, bundle_tokenizer(opened)
+    options = with_default_method(opened, {"method": method, **parameters, **sampling})
+    asked = {"class_ids": class_ids, "seed": seed, "num_images": num_images, **options}
+    request = check_request(manifest, tokenizer, prompts, **asked)
+    outputs = plan_outputs(output, [_stem(image) for image in request.images], force)
+    picture = None if trace is None else _check_trace(trace, outputs, force)
 
-    pipeline = run.running.load(bundle)
+    pipeline = running.load(opened)
     began = time.perf_counter()
-    trace = Trace(bundle.manifest.grid_rows, bundle.manifest.grid_columns)
-    steps = pipeline.stream(run.prompts, **asked)
-    last = _decode(steps, trace if run.trace else None)
+    traced = None if trace is None else Trace(manifest.grid_rows, manifest.grid_columns)
+    last = _decode(pipeline.stream(prompts, **asked), traced)
     assert last.stats is not None
     for i, path in enumerate(outputs):
-        image = enlarge(last.image(i), run.scale)
-        write_output(path, png_bytes(image, _texts(bundle, last.settings, request.images[i])), run.force)
-    if run.trace and picture:
-        write_output(run.trace, trace.npz_bytes(), run.force)
-        buffer = BytesIO()
-        trace.picture().save(buffer, "PNG")
-        write_output(picture, buffer.getvalue(), run.force)
-    print(_summary(last, time.perf_counter() - began), file=sys.stderr)
-    if run.json:
-        print(json.dumps(_report(request, last, outputs), allow_nan=False))
+        image = enlarge(last.image(i), scale)
+        write_output(path, png_bytes(image, _texts(opened, last.settings, request.images[i])), force)
+    if trace and picture and traced:
+        write_output(trace, traced.npz_bytes(), force)
+        write_output(picture, png_bytes(traced.picture(), {}), force)
+    if last.settings.choice is not None:
+        say(str(last.settings.choice))
+    count = f"{last.stats.images} image{'s' * (last.stats.images > 1)}"
+    say(
+        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per forward pass, {count} in "
+        f"{time.perf_counter() - began:.1f} s ({last.stats.seconds:.1f} s decoding codes)"
+    )
+    if json:
+        images = [
+            {"codes": codes.tolist(), "seed": image.seed, _kind(image): image.label, "output": str(path)}
+            for image, codes, path in zip(request.images, last.codes, outputs, strict=True)
+        ]
+        stats = asdict(last.stats)
+        print_json({"images": images, "stats": {name: stats[name] for name in _STATS}})
     else:
         print(*outputs, sep="\n")
 
@@ -98,10 +123,12 @@ def _stem(image: ImageRequest) -> str:
     return f"{what}-seed{image.seed}"
 
 
-def _check_trace(trace: Path | None, outputs: list[Path], force: bool) -> Path | None:
+def _kind(image: ImageRequest) -> str:
+    return "prompt" if isinstance(image.label, str) else "class_id"
+
+
+def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
     """The picture's path beside the trace; both checked."""
-    if trace is None:
-        return None
     if trace.suffix != ".npz":
         raise OutputError(f"trace {trace}: found the ending {trace.suffix or 'none'}, expected .npz")
     picture = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")
@@ -114,60 +141,22 @@ def _check_trace(trace: Path | None, outputs: list[Path], force: bool) -> Path |
 
 def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None) -> StreamStep:
     """Run all steps, showing progress; the last one."""
-    with _progress() as show:
+    with progress(lines=False) as show:
         for step in steps:
             if trace is not None:
                 trace.add(step.step)
-            show(step.done, step.total)
+            show("codes", step.done, step.total)
     return step
-
-
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A progress bar on stderr, called with codes done and in all; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("codes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("codes", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _summary(last: StreamStep, seconds: float) -> str:
-    """What to say after the work. Speed against plain decoding is known only where `tune` has measured it."""
-    stats = last.stats
-    assert stats is not None
-    images = f"{stats.images} image{'s' if stats.images > 1 else ''}"
-    line = (
-        f"{stats.method}: {stats.tokens_per_forward_pass:.2f} tokens per forward pass, "
-        f"{images} in {seconds:.1f} s ({stats.seconds:.1f} s decoding codes)"
-    )
-    return line if last.settings.choice is None else f"{last.settings.choice}\n{line}"
 
 
 def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
     """Text chunks of a PNG: enough to make it again."""
-    what = "prompt" if isinstance(image.label, str) else "class_id"
     return {
         "Software": f"lantern-rt {__version__}",
-        what: str(image.label),
+        _kind(image): str(image.label),
         "seed": str(image.seed),
         "method": settings.method.method,
-        "settings": json.dumps(settings.as_dict()),
+        "settings": dumps(settings.as_dict()),
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,
     }
-
-
-def _report(request: Request, last: StreamStep, outputs: list[Path]) -> dict[str, Any]:
-    """What --json prints."""
-    images = []
-    for image, codes, output in zip(request.images, last.codes, outputs, strict=True):
-        what = "prompt" if isinstance(image.label, str) else "class_id"
-        images.append({"codes": codes.tolist(), "seed": image.seed, what: image.label, "output": str(output)})
-    stats = asdict(last.stats) if last.stats else {}
-    return {"images": images, "stats": {name: stats[name] for name in _STATS}}

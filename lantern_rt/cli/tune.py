@@ -1,23 +1,17 @@
-"""The `tune` command: what to measure with, progress, and a table of what was found.
-
-Does not know option parsing, nor how measuring and choosing work.
-"""
+"""The `tune` command: what to measure with, and a table of what was found."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import ValidationError
 
 from ..bundle.manifest import Manifest
-from ..checks import explain
+from ..checks import explain, whole
 from ..errors import LanternError, RequestError
 from ..methods import Ar, Auto
 from ..output.charts import Chart, Line, chart_png
@@ -33,53 +27,63 @@ from ..planning.costs import PassCost
 from ..planning.tree_search import speed_by_nodes
 from ..runner import subjects_of
 from ..tuning.measure import Calibration, describe
-from ..tuning.tune import Finalist, TuneResult, tune
-from .running import Running
+from ..tuning.tune import Finalist, TuneResult
+from ..tuning.tune import tune as measure
+from .console import print_json, say
+from .options import BundleName, Force, Json, Prompts, Running
 
+EXAMPLES = """
+lantern-rt tune scenes
+lantern-rt tune scenes --quality strict --minutes 2
+lantern-rt tune bundles/llamagen-b --images 8 --quality TVD=0.1 --json
+"""
 _MOST_MINUTES = 24 * 60.0
 
 
-@dataclass(frozen=True)
-class Tune:
-    """What the user asked `tune` for."""
-
-    bundle: str
-    minutes: float
-    quality: str
-    images: int
-    prompts: Path | None
-    temperature: float | None
-    running: Running
-    statistics: Path | None
-    plot: Path | None
-    json: bool
-    force: bool
-
-
-def tune_command(asked: Tune) -> None:
-    """Measure, store, and print what was found."""
-    if not 0 < asked.minutes <= _MOST_MINUTES:
-        raise RequestError(f"minutes: found {asked.minutes:g}, expected a number above 0, up to {_MOST_MINUTES:g}")
-    if not 1 <= asked.images <= 64:
-        raise RequestError(f"images: found {asked.images}, expected a whole number 1 .. 64")
+def tune(
+    bundle: BundleName,
+    minutes: Annotated[float, typer.Option(help="How long to measure, about.")] = 5,
+    quality: Annotated[
+        str, typer.Option(help="What may be given away: strict (nothing), balanced, fast, or TVD=x per token.")
+    ] = "balanced",
+    images: Annotated[int, typer.Option(help="Images decoded together, as in later use.")] = 1,
+    *,
+    running: Running,
+    prompts: Prompts = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
+    acceptance_statistics: Annotated[
+        Path | None,
+        typer.Option(help="Also write the statistics found, for a bundle to bring along; adds to those found before."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw costs of passes and expected speed by size of a draft, a .png file.")
+    ] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
+    if not 0 < minutes <= _MOST_MINUTES:
+        raise RequestError(f"minutes: found {minutes:g}, expected a number above 0, up to {_MOST_MINUTES:g}")
+    whole("images", images, 1, 1, 64)
     try:
-        quality = Auto(quality=asked.quality)
+        budget = Auto(quality=quality)
     except ValidationError as error:
         raise RequestError(": ".join(explain(error))) from error
-    bundle = asked.running.open_bundle(asked.bundle)
-    subjects = subjects_of(bundle, asked.prompts)
-    earlier = () if asked.statistics is None else _earlier(asked.statistics, bundle.manifest, asked.force)
-    if asked.plot is not None:
-        check_png(asked.plot, asked.force)
-    sampling = {} if asked.temperature is None else {"temperature": asked.temperature}
-    calibration = Calibration(asked.running.load(bundle), subjects, asked.images, sampling)
-    result = tune(calibration, quality, asked.minutes, partial(print, file=sys.stderr))
-    if asked.statistics is not None:
-        _write_statistics(asked.statistics, bundle.manifest, result, earlier)
-    if asked.plot is not None:
-        write_output(asked.plot, chart_png(_charts(result)), asked.force)
-    if asked.json:
-        print(json.dumps(_report(result), allow_nan=False))
+    opened = running.open_bundle(bundle)
+    subjects = subjects_of(opened, prompts)
+    earlier = () if acceptance_statistics is None else _earlier(acceptance_statistics, opened.manifest, force)
+    if plot is not None:
+        check_png(plot, force)
+    sampling = {} if temperature is None else {"temperature": temperature}
+    result = measure(Calibration(running.load(opened), subjects, images, sampling), budget, minutes, say)
+    if acceptance_statistics is not None:
+        entries = merge(result.entries, earlier)
+        found = AcceptanceStatistics(format=2, weights=weights_of(opened.manifest), entries=entries)
+        write_output(acceptance_statistics, (found.model_dump_json(indent=1) + "\n").encode(), True)
+    if plot is not None:
+        write_output(plot, chart_png(_charts(result)), force)
+    if json:
+        print_json(_report(result))
     else:
         print("\n".join(_lines(result)))
 
@@ -92,14 +96,6 @@ def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatist
                 return earlier
     check_output(path, force)
     return ()
-
-
-def _write_statistics(
-    path: Path, manifest: Manifest, result: TuneResult, earlier: tuple[MethodStatistics, ...]
-) -> None:
-    entries = merge(result.entries, earlier)
-    found = AcceptanceStatistics(format=2, weights=weights_of(manifest), entries=entries)
-    write_output(path, (found.model_dump_json(indent=1) + "\n").encode(), True)
 
 
 def _lines(result: TuneResult) -> list[str]:

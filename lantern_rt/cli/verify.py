@@ -1,53 +1,77 @@
-"""The `verify` command and the bar of long writes. Does not know option parsing, nor how graphs are compared."""
+"""The `verify` command."""
 
 from __future__ import annotations
 
 import html
 import importlib.util
-import json
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..bundle.files import Bundle, open_bundle
-from ..errors import CheckpointError, EngineError
+from ..errors import CheckpointError, EngineError, RequestError
 from ..output.files import check_output, write_output
-from ..progress import Progress
+from .console import say
 from .families import FAMILIES, Checkpoints, read_family
+from .options import BundleName, Force, Json
 
 if TYPE_CHECKING:
     from ..export.graph.graphs import Graph
     from ..export.verify import Verification
 
+EXAMPLES = """
+lantern-rt verify scenes
+lantern-rt verify bundles/llamagen-b --against c2i_B_256.pt --vq vq_ds16_c2i.pt --report b.html
+"""
 
-def verify_command(name: str, given: Checkpoints | None, report: Path | None, as_json: bool, force: bool) -> None:
-    """Compare a bundle's graphs and print the tables; exit code 2 if a limit is passed."""
+
+def verify(
+    bundle: BundleName,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="The target's checkpoint, a path or hf:owner/name as in export. Without it, ONNX's reference "
+            "evaluator on small inputs."
+        ),
+    ] = None,
+    vq: Annotated[Path | None, typer.Option(help="Checkpoint of the VQ model, with --against.")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Folder of the drafter, with --against.")] = None,
+    text_encoder: Annotated[Path | None, typer.Option(help="Folder of the text encoder, with --against.")] = None,
+    model: Annotated[str | None, typer.Option(help="Size by name, as in export.")] = None,
+    config: Annotated[Path | None, typer.Option(help="JSON file with sizes, as in export.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the tables to this .html as well.")] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
+
+    Needs lantern-rt[cpu,export].
+    """
+    if against is None and any((vq, drafter, text_encoder, model, config)):
+        raise RequestError("verify: found checkpoint options without --against, expected the target's there")
     if report:
         check_output(report, force)
-    bundle = open_bundle(name)
+    opened = open_bundle(bundle)
     if missing := [n for n in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(n) is None]:
         raise EngineError(
             f"verify needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
-    from ..export.verify import verify
+    from ..export.verify import verify as compare
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    if given is None:
-        result = verify(bundle, progress=say)
+    if against is None:
+        result = compare(opened, progress=say)
     else:
         say("reading checkpoints")
-        result = verify(bundle, _graphs(bundle, given), str(given.target), say)
+        given = Checkpoints(against, vq, drafter, text_encoder, model, config)
+        result = compare(opened, _graphs(opened, given), str(against), say)
     if report:
         write_output(report, html_report(result).encode(), force)
-    if as_json:
-        print(json.dumps(result.as_dict()))
+    if json:
+        print(dumps(result.as_dict()))  # differences may be infinite
     else:
         print(text_report(result))
     if not result.passed:
@@ -116,34 +140,3 @@ def _text(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-@contextmanager
-def export_progress() -> Iterator[Progress]:
-    """Lines on stderr, and a bar of bytes where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield _Lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bar(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-        yield _OnTerminal(bar)
-
-
-class _Lines(Progress):
-    def __call__(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-
-class _OnTerminal(Progress):
-    def __init__(self, bar: Any) -> None:
-        self.bar, self.task = bar, bar.add_task("", total=None)
-
-    def __call__(self, line: str) -> None:
-        self.bar.update(self.task, description=line)
-
-    def bytes(self, done: int, total: int) -> None:
-        self.bar.update(self.task, completed=done, total=total)

@@ -1,7 +1,7 @@
 """Where files go: names, checks before the work, and writing all or nothing.
 
 A file is written under a hidden name in its own folder and then moved into place, so that no reader ever
-sees half of it. Does not know what is in a file.
+sees half of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import re
 import secrets
 import tempfile
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 
+from ..checks import brief
 from ..errors import OutputError
 
 _SLUG_LIMIT = 60  # characters
@@ -28,41 +30,34 @@ def slug(text: str) -> str:
 
 
 def plan_outputs(output: str | None, stems: Sequence[str], force: bool) -> list[Path]:
-    """One PNG path per image, all checked: writable, and not there yet unless `force`.
+    """One PNG path per image, all checked: writable, and not there yet unless `force`. Raises: OutputError.
 
     `output` is a .png file (for one image), or a folder: one that exists, or a new one in a folder that
     exists. Without it, files go to the current folder. Files in a folder are called after `stems`, with
     -2, -3, ... where two would be the same.
     """
-    try:
-        return _plan(output, stems, force)
-    except (OSError, ValueError) as error:  # such as a name that is too long
-        raise OutputError(f"{output}: cannot be written ({_brief(error)}); give another name") from error
-
-
-def _plan(output: str | None, stems: Sequence[str], force: bool) -> list[Path]:
     folder = Path(output or ".")
-    if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
-        if folder.suffix.lower() == ".png":
-            if len(stems) > 1:
-                raise OutputError(f"{output}: found one file name for {len(stems)} images, expected a folder")
-            check_output(folder, force)
-            return [folder]
-        if folder.suffix:
-            raise OutputError(f"{output}: found the ending {folder.suffix}, expected a .png file or a folder")
-    names: list[str] = []
-    for stem in stems:
-        name, number = f"{stem}.png", 1
-        while name in names:
-            number += 1
-            name = f"{stem}-{number}.png"
-        names.append(name)
-    paths = [folder / name for name in names]
-    if folder.exists():
-        for path in paths:
-            check_output(path, force)
-    else:
-        _check_folder(folder.parent, folder)
+    try:
+        there = folder.is_dir()
+        if output is not None and not there and not output.endswith(("/", os.sep)):
+            if folder.suffix.lower() == ".png":
+                if len(stems) > 1:
+                    raise OutputError(f"{output}: found one file name for {len(stems)} images, expected a folder")
+                check_output(folder, force)
+                return [folder]
+            if folder.suffix:
+                raise OutputError(f"{output}: found the ending {folder.suffix}, expected a .png file or a folder")
+        paths: list[Path] = []
+        for stem in stems:
+            names = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
+            paths.append(next(folder / name for name in names if folder / name not in paths))
+        if there or folder.exists():
+            for path in paths:
+                check_output(path, force)
+        else:
+            _check_folder(folder.parent, folder)
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise OutputError(f"{output}: cannot be written ({brief(error)}); give another name") from error
     return paths
 
 
@@ -74,12 +69,12 @@ def check_output(path: Path, force: bool) -> None:
         if path.exists() and not force:
             raise OutputError(f"{path}: found a file, expected none; give another name, or --force to replace it")
     except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: cannot be written ({_brief(error)}); give another name") from error
+        raise OutputError(f"{path}: cannot be written ({brief(error)}); give another name") from error
     _check_folder(path.parent, path)
 
 
 def check_png(path: Path, force: bool) -> None:
-    """The same for a picture, whose name has to say so."""
+    """`check_output` for a picture, whose name has to say so."""
     if path.suffix.lower() != ".png":
         raise OutputError(f"{path}: found the ending {path.suffix or 'none'}, expected .png")
     check_output(path, force)
@@ -102,7 +97,7 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
             if new_folder and not path.exists():
                 path.parent.rmdir()
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({_brief(error)}); give another place") from error
+        raise OutputError(f"{path}: cannot be written ({brief(error)}); give another place") from error
 
 
 def _check_folder(folder: Path, for_whom: Path) -> None:
@@ -113,9 +108,4 @@ def _check_folder(folder: Path, for_whom: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise OutputError(f"{for_whom}: folder {folder} cannot be written to ({_brief(error)})") from error
-
-
-def _brief(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())
+        raise OutputError(f"{for_whom}: folder {folder} cannot be written to ({brief(error)})") from error

@@ -1,7 +1,6 @@
 """Folders that appear whole or not at all: written beside their goal, then renamed.
 
 A folder of a kind is known by one file in it (`bundle.json`, `engine.json`); nothing else is ever replaced.
-Does not know what is in a folder.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..checks import brief
 from ..errors import OutputError
 
 
@@ -36,7 +36,7 @@ def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iter
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
     except OSError as error:
-        raise OutputError(f"{output}: cannot be written ({error.strerror})") from error
+        raise OutputError(f"{output}: cannot be written ({brief(error)})") from error
     folder, old = work / "new", work / "old"
     try:
         folder.mkdir()
@@ -51,7 +51,7 @@ def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iter
                 old.rename(output)
             raise
     except OSError as error:
-        raise OutputError(f"{output}: cannot be written ({error.strerror or error})") from error
+        raise OutputError(f"{output}: cannot be written ({brief(error)})") from error
     finally:
         with suppress(OSError):
             shutil.rmtree(work)

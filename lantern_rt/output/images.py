@@ -1,7 +1,4 @@
-"""Pixels: from decoder output to pictures, enlarging, and PNG with text chunks.
-
-Does not know codes, models, or where a file goes.
-"""
+"""Pixels: from decoder output to pictures, enlarging, and PNG with text chunks."""
 
 from __future__ import annotations
 

@@ -18,15 +18,14 @@ flattened: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
     tree_parents       int64 [nodes]       parent of each node within its tree, -1 for the root
     path_offsets       int64 [parts + 1]
     path_nodes         int64 [accepted]    accepted nodes within the tree, from the root (0) on
-
-Does not know engines, prompts or files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,60 +93,56 @@ class Trace:
 
     def npz_bytes(self) -> bytes:
         """The file described above."""
+        arrays: dict[str, Any] = {"format": np.int64(FORMAT), "grid": np.array([self.rows, self.columns], np.int64)}
+        arrays["codes"] = self._cells(lambda part: part.codes[: part.committed])
+        values = {
+            "step": [part.step for part in self.parts],
+            "image": [part.image for part in self.parts],
+            "committed": [part.committed for part in self.parts],
+            "bonus": [part.codes[-1] for part in self.parts],
+        }
+        arrays |= {f"part_{name}": np.array(each, np.int64) for name, each in values.items()}
+        trees, paths = [part.tree_tokens for part in self.parts], [part.path for part in self.parts]
+        arrays |= {"tree_offsets": _offsets(trees), "tree_tokens": np.concatenate([_EMPTY, *trees])}
+        arrays["tree_parents"] = np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)])
+        arrays |= {"path_offsets": _offsets(paths), "path_nodes": np.concatenate([_EMPTY, *paths])}
         buffer = BytesIO()
-        np.savez_compressed(
-            buffer,
-            format=np.int64(FORMAT),
-            grid=np.array([self.rows, self.columns], np.int64),
-            codes=self._cells("codes"),
-            part_step=np.array([part.step for part in self.parts], np.int64),
-            part_image=np.array([part.image for part in self.parts], np.int64),
-            part_committed=np.array([part.committed for part in self.parts], np.int64),
-            part_bonus=np.array([part.codes[-1] for part in self.parts], np.int64),
-            tree_offsets=_offsets([part.tree_tokens for part in self.parts]),
-            tree_tokens=np.concatenate([_EMPTY, *(part.tree_tokens for part in self.parts)]),
-            tree_parents=np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)]),
-            path_offsets=_offsets([part.path for part in self.parts]),
-            path_nodes=np.concatenate([_EMPTY, *(part.path for part in self.parts)]),
-        )
+        np.savez_compressed(buffer, **arrays)
         return buffer.getvalue()
 
     def accepted_per_cell(self) -> Ints:
         """Per cell, the drafted codes accepted by the pass that committed it, int64 `[images, cells]`."""
-        return self._cells("accepted")
+        return self._cells(lambda part: part.accepted)
 
     def picture(self) -> Image.Image:
         """The code grids side by side, at most eight in a row, above a legend."""
         cells = self.accepted_per_cell()
         most = max(int(cells.max(initial=0)), 1)
         across = min(len(cells), 8)
-        down = -(-len(cells) // max(across, 1))
-        width, height = self.columns * _CELL, self.rows * _CELL
-        legend = [(f"{n}", _colour(n, most)) for n in range(most + 1)]
-        total_width = max(_MARGIN + across * (width + _MARGIN), 2 * _MARGIN + 340)
-        legend_lines = -(-len(legend) // ((total_width - 2 * _MARGIN) // 40))
-        top = _MARGIN + down * (height + _MARGIN)
-        picture = Image.new("RGB", (total_width, top + (1 + legend_lines) * _LINE + _MARGIN), _PAPER)
+        step_x, step_y = self.columns * _CELL + _MARGIN, self.rows * _CELL + _MARGIN
+        width = max(_MARGIN + across * step_x, 2 * _MARGIN + 340)
+        a_line = (width - 2 * _MARGIN) // 40  # entries of the legend
+        top = _MARGIN + -(-len(cells) // max(across, 1)) * step_y
+        picture = Image.new("RGB", (width, top + (1 - (-(most + 1) // a_line)) * _LINE + _MARGIN), _PAPER)
         for i, values in enumerate(cells):
-            at = (_MARGIN + i % across * (width + _MARGIN), _MARGIN + i // across * (height + _MARGIN))
+            at = (_MARGIN + i % across * step_x, _MARGIN + i // across * step_y)
             picture.paste(_grid(values.reshape(self.rows, self.columns), most), at)
         draw, font = ImageDraw.Draw(picture), ImageFont.load_default()
         draw.text((_MARGIN, top), "drafted codes accepted by the pass that made each cell", _INK, font)
-        for i, (label, colour) in enumerate(legend):
-            line, place = divmod(i, (total_width - 2 * _MARGIN) // 40)
-            x, y = _MARGIN + 40 * place, top + (1 + line) * _LINE
-            draw.rectangle((x, y, x + 12, y + 12), colour, _INK)
-            draw.text((x + 17, y + 1), label, _INK, font)
+        for value in range(most + 1):
+            x, y = _MARGIN + 40 * (value % a_line), top + (1 + value // a_line) * _LINE
+            draw.rectangle((x, y, x + 12, y + 12), _colour(value, most), _INK)
+            draw.text((x + 17, y + 1), f"{value}", _INK, font)
         return picture
 
-    def _cells(self, value: str) -> Ints:
-        """The parts' codes or accepted counts, laid out over the cells they filled; -1 elsewhere."""
+    def _cells(self, value: Callable[[Part], Ints | int]) -> Ints:
+        """A value of the parts laid out over the cells they filled, `[images, cells]`; -1 elsewhere."""
         cells = np.full((self.images, self.rows * self.columns), -1, np.int64)
         filled = [0] * self.images
         for part in self.parts:
-            start, stop = filled[part.image], filled[part.image] + part.committed
-            cells[part.image, start:stop] = part.codes[: part.committed] if value == "codes" else part.accepted
-            filled[part.image] = stop
+            start = filled[part.image]
+            filled[part.image] += part.committed
+            cells[part.image, start : filled[part.image]] = value(part)
         return cells
 
 

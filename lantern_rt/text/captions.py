@@ -1,17 +1,13 @@
 """Cleaning prompts the way the captions were cleaned that LlamaGen's text models were trained on.
 
 The steps are those of LlamaGen's text encoder wrapper, which has them from PixArt and DeepFloyd IF: lower case, no
-links, markup, file names, product codes or CJK characters, one kind of dash and quote. They are applied twice,
-as there. Leaving them out gives the model text unlike any that it has seen.
-
-Does not know tokens or models. Needs `ftfy`, which repairs wrongly decoded text; it is imported when first used.
+links, markup, file names, product codes or CJK characters, one kind of dash and quote. As there, they apply twice.
 """
 
 from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable
 from html.entities import html5
 from html.parser import HTMLParser
 from urllib.parse import unquote_plus
@@ -81,18 +77,18 @@ _CODES = _steps(
 
 
 def clean_caption(text: str) -> str:
-    """The text as the model's captions were cleaned; it may become empty. ImportError if `ftfy` is missing."""
-    from ftfy import fix_text
-
-    return _clean(_clean(text, fix_text), fix_text)
+    """The text as the model's captions were cleaned; it may become empty."""
+    return _clean(_clean(text))
 
 
-def _clean(text: str, repair: Callable[[str], str]) -> str:
+def _clean(text: str) -> str:
+    from ftfy import fix_text  # 40 ms that other prompts need not wait for
+
     text = _apply(_LINKS, unquote_plus(text).strip().lower())
     text = _apply(_NOISE, _without_markup(text))
     if len(_JOINT.findall(text)) > _JOINTS:
         text = _JOINT.sub(" ", text)
-    text = html.unescape(html.unescape(repair(text))).strip()
+    text = html.unescape(html.unescape(fix_text(text))).strip()
     return _apply(_CODES, text).strip()
 
 

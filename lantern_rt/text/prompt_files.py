@@ -1,9 +1,10 @@
-"""Text files of prompts, one a line. Does not know what prompts are for."""
+"""Text files of prompts, one a line."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from ..checks import brief
 from ..errors import RequestError
 
 
@@ -12,7 +13,7 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"prompts {path}: cannot be read ({' '.join(str(error).split())[:100]})") from error
+        raise RequestError(f"prompts {path}: cannot be read ({brief(error)})") from error
     if not any(lines):
         raise RequestError(f"prompts {path}: found no prompt, expected one a line")
     return [line for line in lines if line]

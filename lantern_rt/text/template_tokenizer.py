@@ -1,19 +1,16 @@
-"""Prompts as the token ids of their own text, without anything around them, for conditions of kind `tokens`.
+"""Prompts as the ids of their own text, for conditions of kind `tokens`: text that is too long is refused, not cut.
 
-What comes before and after the text is the manifest's business. Text that is too long is refused, not cut: the model
-would be shown half a sentence.
-
-Does not know graphs or manifests, nor how the file is read (`caption_tokenizer.py`).
+What comes before and after the text is the manifest's business.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from ..errors import RequestError
 from .caption_tokenizer import load_tokenizer
@@ -23,7 +20,7 @@ from .caption_tokenizer import load_tokenizer
 class TemplateTokenizer:
     """A tokenizer of the `tokenizers` library; each prompt replaces `{prompt}` in `template`."""
 
-    library: Any
+    library: Tokenizer
     template: str
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
@@ -38,4 +35,4 @@ class TemplateTokenizer:
 
 def read_template_tokenizer(path: Path, template: str = "{prompt}") -> TemplateTokenizer:
     """Read a `tokenizer.json`; errors as those of `load_tokenizer`."""
-    return TemplateTokenizer(load_tokenizer(path, ["tokenizers"]), template)
+    return TemplateTokenizer(load_tokenizer(path), template)

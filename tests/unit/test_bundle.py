@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pickle
 import re
@@ -18,7 +17,7 @@ import pytest
 from bundle_folder import CODES, WIDTH, K, make_bundle, neighbor_table, read_manifest, stub_graph, write_manifest
 
 from lantern_rt.bundle import files as bundle_module
-from lantern_rt.bundle.files import as_dict, describe, open_bundle
+from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.onnx_scan import NotOnnx, external_locations
 from lantern_rt.errors import BundleError
 
@@ -343,23 +342,3 @@ def test_a_bundle_without_neighbors_says_so(folder: Path) -> None:
         open_bundle(folder).neighbors()
     with pytest.raises(BundleError, match="no file `neighbors`, expected one of code_embeddings, condition"):
         open_bundle(folder).path("neighbors")
-
-
-def test_the_description_names_every_set_value(folder: Path) -> None:
-    bundle = open_bundle(folder)
-    facts = {(fact.section, fact.key): fact.value for fact in describe(bundle)}
-    assert facts["target", "hidden_size"] == "8"
-    assert facts["decoding", "methods.0.delta"] == "0.1"
-    assert facts["provenance", "sources.0.name"] == "w.pt"
-    assert facts["files", "neighbors"].startswith("neighbors.npz  ")
-    assert facts["bundle", "digest"] == bundle.digest
-    sections = [fact.section for fact in describe(bundle)]
-    assert sorted(set(sections), key=sections.index) == [key for key, _ in _runs(sections)]
-    assert json.loads(json.dumps(as_dict(bundle)))["manifest"]["name"] == "tiny"
-
-
-def _runs(items: list[str]) -> list[tuple[str, int]]:
-    runs: list[tuple[str, int]] = []
-    for item in items:
-        runs = [*runs[:-1], (item, runs[-1][1] + 1)] if runs and runs[-1][0] == item else [*runs, (item, 1)]
-    return runs

@@ -9,7 +9,6 @@ import pytest
 
 from lantern_rt.text.captions import clean_caption
 
-pytest.importorskip("ftfy")
 DATA = Path(__file__).parent.parent / "data" / "llamagen-captions"
 PAIRS: list[tuple[str, str]] = [tuple(pair) for pair in json.loads((DATA / "cleaned.json").read_text("utf-8"))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -17,15 +18,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bundle_folder import make_bundle
 from PIL import Image
 from tiny_bundle import CELL, make_tiny_bundle
 from typer.testing import CliRunner
 
 import lantern_rt
 from lantern_rt import Pipeline
-from lantern_rt.cli import tools as cli_tools
-from lantern_rt.cli.app import app
-from lantern_rt.cli.main import run_program
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.cli.inspect import describe
+from lantern_rt.cli.main import COMMANDS, app, run_program
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_target_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
@@ -105,8 +107,7 @@ def test_class_ids_are_named_in_files_and_json(run: Any, class_folder: Path, tmp
         ["--method", "eagle", "--tree", "mc-25", "--top-p", "0.9"],
         ["--method", "lantern", "--delta", "0.3", "--neighbors", "8", "--cfg-scale", "1"],
         ["--method", "lantern++", "--lambda", "3", "--top-k", "0", "--omega", "2", "--anneal", "0.5"],
-        ["--method", "eagle", "--tree", "chain-2", "--children", "likeliest", "--stop", "0.5"],
-        ["--method", "sjd", "--window", "4", "--redraft", "independent", "--start", "above", "--delta", "0.1"],
+        ["--method", "sjd", "--window", "4", "--delta", "0.1"],
     ],
 )
 def test_options_reach_the_pipeline(run: Any, tmp_path: Path, arguments: list[str]) -> None:
@@ -313,6 +314,17 @@ def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["manifest"]["name"] == "tiny"
 
 
+def test_a_description_has_a_section_for_every_part_and_names_every_set_value(tmp_path: Path) -> None:
+    bundle = open_bundle(make_bundle(tmp_path / "tiny"))
+    facts = describe(bundle)
+    assert next(iter(facts)) == "bundle"
+    assert facts["bundle"]["digest"] == bundle.digest
+    assert facts["target"]["hidden_size"] == "8"
+    assert facts["decoding"]["methods.lantern.delta"] == "0.1"
+    assert facts["provenance"]["sources.0.name"] == "w.pt"
+    assert facts["files"]["neighbors"].startswith("neighbors.npz  ")
+
+
 def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     code = run_program(["doctor"])
     text = capsys.readouterr().out
@@ -327,8 +339,8 @@ def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> No
 def test_export_without_torch_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = cli_tools.importlib.util.find_spec
-    monkeypatch.setattr(cli_tools.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     code = run_program(["export", "--target", "a.pt", "--vq", "b.pt", "--output", "out"])
     assert code == 2
     assert "pip install 'lantern-rt[cpu,export]'" in capsys.readouterr().err
@@ -339,11 +351,36 @@ def test_export_refuses_an_unknown_family(capsys: pytest.CaptureFixture[str]) ->
     assert "family: found 'magic', expected llamagen" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["export"], ["inspect"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_every_help_shows_examples(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_says_what_a_command_says(command: str) -> None:
+    first = " ".join(CliRunner().invoke(app, [command, "--help"]).output.partition("\n\n")[2].split())
+    assert first.startswith(COMMANDS[command][1].rstrip("."))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--help"], {"numpy", "pydantic", "torch", "onnx", "onnxruntime", "scipy"}),
+        (["doctor", "--help"], {"torch", "onnx", "scipy"}),
+        (["run", "--help"], {"torch", "onnx", "onnxruntime", "scipy", "matplotlib"}),
+        (["run", "--prompt", "a red sphere", "--output", "x.png"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
+        (["bench", "--help"], {"torch", "onnx", "onnxruntime", "scipy"}),
+    ],
+)
+def test_commands_start_without_what_they_do_not_need(tmp_path: Path, arguments: list[str], heavy: set[str]) -> None:
+    code = (
+        "import sys; from lantern_rt.cli.main import run_program; "
+        f"print(run_program({arguments!r}), *({heavy!r} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0"
 
 
 def test_the_version_is_printed_without_loading_a_model() -> None:

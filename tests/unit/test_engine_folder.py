@@ -240,24 +240,25 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["files"][0]["path"] = path
     change(engines, graphs=graphs)
-    assert refusal(bundle, engines) == (
-        f"{engines / ENGINE_FILE}: field `graphs.target.files.0.path`: String should match pattern "
-        "'^[A-Za-z0-9_][A-Za-z0-9_.-]*$'; build the engines again"
-    )
+    message = refusal(bundle, engines)
+    assert f"{ENGINE_FILE}: field `graphs.target.files.0.path`: found {path!r}, expected" in message
+    assert message.endswith("build the engines again")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "),
-        ("[]", "found engine format None, this lantern-rt reads 1.0; "),
-        ('{"format_version": "2.0"}', "found engine format '2.0', this lantern-rt reads 1.0; "),
-        ('{"format_version": "1.0"}', "field `backend`: Field required; "),
+        ("{", "expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[]", "found engine format None, this lantern-rt reads 1.0"),
+        ('{"format_version": "2.0"}', "found engine format '2.0', this lantern-rt reads 1.0"),
+        ('{"format_version": "1.0"}', "field `backend`: found nothing, expected a value"),
     ],
 )
 def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str, expected: str) -> None:
     (engines / ENGINE_FILE).write_text(text)
-    assert refusal(bundle, engines) == f"{engines / ENGINE_FILE}: {expected}build the engines again"
+    message = refusal(bundle, engines)
+    assert message.startswith(f"{engines / ENGINE_FILE}: {expected}")
+    assert message.endswith("; build the engines again")
 
 
 def test_a_folder_without_engines_or_a_record_that_is_too_long_is_refused(bundle: Path, tmp_path: Path) -> None:

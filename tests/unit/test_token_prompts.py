@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
-from lantern_rt.errors import BundleError, EngineError, RequestError
+from lantern_rt.errors import BundleError, RequestError
 from lantern_rt.requests import ImageRequest, resolve_images, token_slots
 from lantern_rt.runtime.drafts import DrafterLayout, PrefixRow
 from lantern_rt.text.template_tokenizer import read_template_tokenizer
@@ -90,7 +89,6 @@ def test_a_layout_goes_with_tokens_only() -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    pytest.importorskip("tokenizers")
     bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
     tokenizer = {
         "version": "1.0",
@@ -127,11 +125,3 @@ def test_a_file_that_is_no_tokenizer_is_refused(path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle"):
         read_template_tokenizer(path)
-
-
-def test_without_the_library_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(
-        EngineError, match=r"^prompts of this bundle need tokenizers; install with `pip install 'lantern-rt\[text\]'`$"
-    ):
-        read_template_tokenizer(tmp_path / "tokenizer.json")

@@ -1,0 +1,90 @@
+"""What commands print: progress on stderr, facts and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from ..progress import Progress
+
+Facts = dict[str, dict[str, str]]  # section -> name -> value
+
+
+class Show(Protocol):
+    """Takes what is being done, and how much of it is done."""
+
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON object and nothing else; NaN and infinity are bugs."""
+    print(json.dumps(value, allow_nan=False))
+
+
+def print_facts(facts: Facts) -> None:
+    """Sections, each with its values in a column."""
+    for section, values in facts.items():
+        print(section)
+        print_rows(list(values.items()))
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Names and values in two columns."""
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"  {name:{width}}  {value}")
+
+
+class ExportProgress(Progress):
+    """Shows what an export reports."""
+
+    def __init__(self, show: Show) -> None:
+        self.show, self.what = show, ""
+
+    def __call__(self, line: str) -> None:
+        self.what = line
+        self.show(line)
+
+    def bytes(self, done: int, total: int) -> None:
+        self.show(self.what, done, total)
+
+
+@contextmanager
+def progress(lines: bool = True, unit: str = "count") -> Iterator[Show]:
+    """Bars on stderr, one for each thing being done; where that is no terminal a line for each, or nothing.
+
+    unit: what is counted, `count` or `bytes`.
+    """
+    if not sys.stderr.isatty():
+        last = ""
+
+        def line(what: str, done: int = 0, total: int = 0) -> None:
+            nonlocal last
+            if lines and what != last:
+                say(what)
+            last = what
+
+        yield line
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    counts = (rich.DownloadColumn(), rich.TransferSpeedColumn()) if unit == "bytes" else (rich.MofNCompleteColumn(),)
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *counts, rich.TimeElapsedColumn())
+    with rich.Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, rich.TaskID] = {}
+
+        def bar(what: str, done: int = 0, total: int = 0) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total or None)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield bar

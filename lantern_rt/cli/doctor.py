@@ -1,0 +1,38 @@
+"""The `doctor` command: what this host offers, and what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from contextlib import suppress
+
+import typer
+
+from .. import __version__
+from ..bundle.files import embedded_names
+from ..engines.host import host_report
+from .console import print_json, print_rows
+from .options import Json
+
+EXAMPLES = """
+lantern-rt doctor
+lantern-rt doctor --json
+"""
+_PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
+
+
+def doctor(json: Json = False) -> None:
+    """Print versions, backends, cores and memory, what will be used, and what is wrong (exit code 2 if so)."""
+    report = host_report()
+    packages = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    bundles = embedded_names()
+    if json:
+        print_json({"lantern_rt": __version__, "packages": packages, "bundles": bundles, **report.as_dict()})
+    else:
+        installed = ", ".join(f"{name} {version}" for name, version in packages.items())
+        rows = [("lantern-rt", __version__), *report.rows(), ("packages", installed)]
+        print_rows([*rows, ("bundles", ", ".join(bundles) or "none embedded")])
+    if report.problems:
+        raise typer.Exit(2)

@@ -1,0 +1,96 @@
+"""The `export` command."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import CheckpointError, EngineError
+from .console import ExportProgress, progress, say
+from .families import FAMILIES, Checkpoints, read_family
+from .memory import PeakMemory
+from .options import Force
+
+EXAMPLES = r"""
+lantern-rt export --family llamagen --target c2i_B_256.pt --model GPT-B \
+    --vq vq_ds16_c2i.pt --output bundles/llamagen-b
+lantern-rt export --family llamagen --target t2i_XL_256.pt --model GPT-XL \
+    --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force
+lantern-rt export --family llamagen --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \
+    --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text
+lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan/ \
+    --drafter anole-drafter/ --output bundles/anole
+lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus
+"""
+
+
+def export(
+    target: Annotated[
+        Path, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
+    ],
+    output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
+    vq: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole also a folder with "
+            "vqgan.ckpt and vqgan.yaml."
+        ),
+    ] = None,
+    family: Annotated[str, typer.Option(help="Model family: llamagen, anole or janus.")] = "llamagen",
+    drafter: Annotated[
+        Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
+    ] = None,
+    text_encoder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Size by name, such as GPT-XL, where the weights do not tell.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="JSON file with sizes that the weights do not tell.")] = None,
+    grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where the weights do not tell.")] = None,
+    name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="How weights are stored: fp32, fp16, bf16-safe, int8-weights or int4-weights. [default: fp32]"
+        ),
+    ] = None,
+    drafter_precision: Annotated[
+        str | None, typer.Option(help="The same for the drafter. [default: --precision]")
+    ] = None,
+    compute: Annotated[
+        str, typer.Option(help="What target and drafter compute in: float32, or float16 for GPUs.")
+    ] = "float32",
+    force: Force = False,
+) -> None:
+    """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
+    if family not in FAMILIES:
+        raise CheckpointError(f"family: found {family!r}, expected {' or '.join(FAMILIES)}")
+    if missing := [name for name in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
+        raise EngineError(
+            f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
+        )
+    given = Checkpoints(target, vq, drafter, text_encoder, model, config, grid)
+    given.check(family)
+    from ..export.graph.precision import read_precisions
+    from ..export.writer import check_output, export_model
+
+    precisions = read_precisions(precision, drafter_precision, compute)
+    check_output(output, force)  # before anything is fetched
+    fetched, origins = given.fetched(family)
+    start = time.perf_counter()
+    with PeakMemory() as peak, progress(unit="bytes") as show:
+        show("reading checkpoints")
+        model, shown = read_family(family, fetched), ExportProgress(show)
+        export_model(model, output, name=name, precisions=precisions, origins=origins, force=force, progress=shown)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
+    say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
+    print(output)
