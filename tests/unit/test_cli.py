@@ -29,7 +29,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.inspect import describe
 from lantern_rt.cli.main import COMMANDS, app, run_program
 
-STATS = ["method", "target_passes", "drafter_passes", "tokens_per_target_pass", "accepted_lengths", "seconds",
+STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
 PROGRAM = [sys.executable, "-m", "lantern_rt.cli.main"]
 
@@ -66,7 +66,7 @@ def files(folder: Path) -> list[str]:
 def test_run_writes_a_png_named_after_prompt_and_seed(run: Any, folder: Path, tmp_path: Path) -> None:
     code, out, err = run("--prompt", "Red cube, on SAND!", "--seed", "5")
     assert (code, out) == (0, "red-cube-on-sand-seed5.png\n")
-    assert re.fullmatch(r"lantern: \d\.\d\d tokens per target pass, 1 image in [\d.]+ s \([\d.]+ s decoding codes\)\n",
+    assert re.fullmatch(r"lantern: \d\.\d\d tokens per forward pass, 1 image in [\d.]+ s \([\d.]+ s decoding codes\)\n",
                         err)  # fmt: skip
     with Image.open(tmp_path / "red-cube-on-sand-seed5.png") as image:
         texts = dict(image.text)  # type: ignore[attr-defined]
@@ -166,10 +166,11 @@ def test_force_replaces_a_file(run: Any, tmp_path: Path) -> None:
         (["--prompt", "red", "--delta", "1"], "delta: found 1"),
         (["--prompt", "red", "--delta", "nan"], "delta: found nan"),
         (["--prompt", "red", "--method", "lantern++", "--lambda", "1"], "lambda: found 1"),
-        (["--prompt", "red", "--delta", ".1", "--lambda", "2"], "two bounds"),
+        (["--prompt", "red", "--delta", ".1", "--lambda", "2"], "lambda: method lantern"),
+        (["--prompt", "red", "--method", "sjd", "--delta", ".1", "--lambda", "2"], "two bounds"),
         (["--prompt", "red", "--neighbors", "9"], "neighbors: found 9"),
         (["--prompt", "red", "--tree", "oak"], "no tree is called 'oak'"),
-        (["--prompt", "red", "--method", "ar", "--tree", "mc-25"], "drafts nothing"),
+        (["--prompt", "red", "--method", "ar", "--tree", "mc-25"], "tree: method ar does not take it; leave tree out"),
         (["--prompt", "red", "--seed", "-1"], "seed: found -1"),
         (["--prompt", "red", "--num-images", "0"], "num_images: found 0"),
         (["--prompt", "red", "--threads", "0"], "threads: found 0"),
@@ -196,7 +197,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], reason: str
 ) -> None:
     (tmp_path / "there.png").write_text("mine")
-    monkeypatch.setattr(Pipeline, "_decode", lambda *_: pytest.fail("started to decode"))
+    monkeypatch.setattr(Pipeline, "stream", lambda *_: pytest.fail("started to decode"))
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("lantern-rt: ")
@@ -208,7 +209,7 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder that nobody can write to")
 def test_an_unwritable_folder_is_found_before_decoding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pipeline, "_decode", lambda *_: pytest.fail("started to decode"))
+    monkeypatch.setattr(Pipeline, "stream", lambda *_: pytest.fail("started to decode"))
     for arguments in (["--output", "/proc/red.png"], ["--output", "/proc"], ["--trace", "/proc/red.npz"]):
         code, _, err = run("--prompt", "red", *arguments)
         assert code == 2
@@ -320,7 +321,7 @@ def test_a_description_has_a_section_for_every_part_and_names_every_set_value(tm
     assert next(iter(facts)) == "bundle"
     assert facts["bundle"]["digest"] == bundle.digest
     assert facts["target"]["hidden_size"] == "8"
-    assert facts["decoding"]["methods.lantern.delta"] == "0.1"
+    assert facts["decoding"]["methods.0.delta"] == "0.1"
     assert facts["provenance"]["sources.0.name"] == "w.pt"
     assert facts["files"]["neighbors"].startswith("neighbors.npz  ")
 
