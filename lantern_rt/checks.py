@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import numbers
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .errors import RequestError
+from .errors import EngineError, RequestError
 
 
 def number(name: str, value: Any, default: float, low: float = -math.inf, high: float = math.inf) -> float:
@@ -67,3 +68,9 @@ def brief(error: BaseException) -> str:
     """What an error says, as one line of at most 160 characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join((text or type(error).__name__).split())[:160]
+
+
+def require_library(name: str, what: str, extra: str) -> None:
+    """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise EngineError(f"{what}: {name} is not installed; run `pip install 'lantern-rt[{extra}]'`")

@@ -11,7 +11,7 @@ import typer
 
 from .. import __version__
 from ..bundle.files import Bundle
-from ..checks import whole
+from ..checks import require_library, whole
 from ..engines.host import processor
 from ..errors import RequestError
 from ..output.charts import Chart, Line, chart_png
@@ -52,12 +52,13 @@ def bench(
     prompts: Prompts = None,
     *,
     running: Running,
-    plot: Annotated[Path | None, typer.Option(help="Draw codes per second against quality, a .png file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens per second against quality, a .png file.")] = None,
     json: Json = False,
     force: Force = False,
 ) -> None:
     """Measure methods against ar, in turns on the same prompts and seeds. Best with nothing else running."""
     if plot is not None:
+        require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
     whole("images", images, 1, 1, 10_000)
     whole("batch", batch, 1, 1, 64)
@@ -76,7 +77,7 @@ def bench(
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What was found. facts: what the figures are of; figures: those of every way, plain decoding first."""
+    """What was found. facts: what the figures are of; figures: those of every method, plain decoding first."""
 
     found: Bench
     facts: dict[str, Any]
@@ -120,7 +121,7 @@ def print_table(report: BenchReport) -> None:
     table = Table(title=_title(facts), title_justify="left", box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
     for heading in (
-        "images/s", "speed-up", "tokens\na pass", "target", "drafter", "host", "text,\npictures", "memory\nbound",
+        "images/s", "speed-up", "tokens\na pass", "target", "drafter", "host", "text,\nimages", "memory\nbound",
         "TVD\na token", "NLL\na token", "NLL against ar",
     ):  # fmt: skip
         table.add_column(heading, justify="right", no_wrap=True)

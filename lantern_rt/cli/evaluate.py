@@ -1,8 +1,9 @@
-"""The `eval` command: what to draw, and a folder with the report."""
+"""The `eval` command: what to draw and measure with, and a folder with the report."""
 
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -11,21 +12,19 @@ import typer
 
 from .. import __version__
 from ..bundle.files import Bundle
-from ..checks import whole
+from ..checks import number, require_library, short, whole
 from ..engines.host import host_report, processor
 from ..errors import RequestError
-from ..evaluation.drawing import Subjects, parse_ways
-from ..evaluation.evaluate import as_dict, check_evaluation
+from ..evaluation.evaluate import Images, as_dict
 from ..evaluation.evaluate import evaluate as measure
+from ..evaluation.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
 from ..evaluation.report import html_report, text_table
-from ..evaluation.statistics import require_scipy
 from ..output.files import slug
 from ..output.folders import check_new_folder, folder_or_nothing
 from ..pipeline import Pipeline, bundle_tokenizer, check_request
 from ..requests import SEED_LIMIT
-from ..text.prompt_files import read_prompts
+from ..runner import parse_contenders, subjects_of
 from .console import print_json, progress
-from .evaluation_graphs import GivenInstruments, open_instruments
 from .options import BundleName, Force, Json, Prompts, Running, Shaping
 
 EXAMPLES = """
@@ -35,7 +34,37 @@ lantern-rt eval bundles/t2i --methods auto --prompts captions.txt --features inc
 lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip.onnx --agreement-tokenizer tokenizer.json
 """
 _RESULT, _KIND = "eval.json", "folder of an evaluation"
-_CLASSES = 64  # class ids to draw where nothing is said, spread over all
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What images are measured with, and how they are prepared for it; None where the user said nothing."""
+
+    features: Annotated[
+        Path | None,
+        typer.Option(help="ONNX graph from images to features, such as Inception. [default: the bundle's VQ encoder]"),
+    ] = None
+    feature_size: Annotated[
+        int | None, typer.Option(help="Width and height of images for --features. [default: its own]")
+    ] = None
+    feature_mean: Annotated[
+        str | None, typer.Option(help="Taken off RGB values 0 .. 1: a number, or three, by commas. [default: 0]")
+    ] = None
+    feature_std: Annotated[str | None, typer.Option(help="What they are then divided by. [default: 1]")] = None
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bandwidth of the kernel distance; 10 for CMMD. [default: median distance of features]"),
+    ] = None
+    agreement: Annotated[
+        Path | None,
+        typer.Option(help="ONNX graph from images and token ids to their agreement, such as CLIP. [default: none]"),
+    ] = None
+    agreement_tokenizer: Annotated[
+        Path | None, typer.Option(help="Its tokenizer.json. [default: the bundle's list of words]")
+    ] = None
+    agreement_size: Annotated[int | None, typer.Option(help="As --feature-size, for --agreement.")] = None
+    agreement_mean: Annotated[str | None, typer.Option(help="As --feature-mean, for --agreement.")] = None
+    agreement_std: Annotated[str | None, typer.Option(help="As --feature-std, for --agreement.")] = None
 
 
 def evaluate(
@@ -51,36 +80,40 @@ def evaluate(
     count: Annotated[
         int | None, typer.Option(help="Use the first so many prompts, or so many classes. [default: all; 64 classes]")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
-    seed: Annotated[int, typer.Option(help="Picture i is drawn with seed + i, alike in all methods.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Images per prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="Image i is drawn with seed + i, alike in all methods.")] = 0,
     *,
-    instruments: GivenInstruments,
+    graphs: Graphs,
     output: Annotated[
         Path | None, typer.Option(help="Folder for report.html and eval.json. [default: eval-NAME, here]")
     ] = None,
     sampling: Shaping,
-    images: Annotated[int, typer.Option(help="Pictures decoded together; changes none of them.")] = 8,
+    images: Annotated[int, typer.Option(help="Images decoded together; changes none of them.")] = 8,
     running: Running,
     json: Json = False,
     force: Force = False,
 ) -> None:
     """Compare methods with plain decoding, on the same prompts and seeds. Needs lantern-rt[cpu,eval]."""
-    require_scipy()
+    for library in ("scipy", "matplotlib"):
+        require_library(library, "eval", "eval")
     opened = running.open_bundle(bundle)
     manifest = opened.manifest
     output = output or Path(f"eval-{slug(manifest.name)}")
     check_new_folder(output, force, _RESULT, _KIND)
-    ways = parse_ways(methods, sampling, manifest)
-    subjects = _subjects(opened, prompts, count, seeds, seed)
-    check_evaluation(subjects)
-    whole("images", images, 1, 1, 64)
+    contenders = parse_contenders(methods, sampling, opened)
+    drawn = Images(
+        subjects_of(opened, prompts, count),
+        whole("seeds", seeds, 1, 1, 1000),
+        whole("seed", seed, 0, 0, SEED_LIMIT // 2),
+        whole("images", images, 1, 1, 64),
+    )
     tokenizer = bundle_tokenizer(opened)
-    for part in subjects.batches(images, 0):  # a prompt that cannot be drawn shows before the work
-        check_request(manifest, tokenizer, **{**part, "num_images": 1}, **ways[0].options)
-    opened_instruments = open_instruments(opened, instruments, running.threads)
+    for request in drawn.requests():  # a prompt that cannot be drawn shows before the work
+        check_request(manifest, tokenizer, **{**request, "num_images": 1}, **contenders[0].options)
+    features, agreement = _features(opened, graphs, running.threads), _agreement(opened, graphs, running.threads)
     pipeline = running.load(opened)
     with progress() as show:
-        found = measure(pipeline, subjects, ways, images, opened_instruments, show)
+        found = measure(pipeline, drawn, contenders, show, features, graphs.bandwidth, agreement)
     facts = _facts(opened, pipeline)
     result = {**facts, **as_dict(found)}
     with folder_or_nothing(output, force, _RESULT, _KIND) as folder:
@@ -94,28 +127,62 @@ def evaluate(
         print(output / "report.html")
 
 
-def _subjects(bundle: Bundle, path: Path | None, count: int | None, seeds: int, seed: int) -> Subjects:
-    """Prompts of a file or of the bundle, or class ids."""
-    whole("seeds", seeds, 1, 1, 1000)
-    whole("seed", seed, 0, 0, SEED_LIMIT // 2)
-    manifest, condition = bundle.manifest, bundle.manifest.condition
-    if condition.kind == "embeddings":
-        raise RequestError(
-            f"bundle {manifest.name} takes text embeddings; export it with --text-encoder to give prompts"
-        )
-    if condition.kind == "class":
-        if path is not None:
-            raise RequestError(f"prompts: bundle {manifest.name} takes class ids; leave --prompts out")
-        classes = condition.classes or 1
-        count = whole("count", count, min(_CLASSES, classes), 1, classes)
-        return Subjects(None, [i * classes // count for i in range(count)], seeds, seed)
-    if path is None and "prompts" in manifest.files:
-        path = bundle.path("prompts")
-    if path is None:
-        raise RequestError(f"bundle {manifest.name} has no prompts to draw; give --prompts FILE")
-    prompts = read_prompts(path)
-    count = whole("count", count, len(prompts), 1, len(prompts))
-    return Subjects(prompts[:count], None, seeds, seed)
+def _features(bundle: Bundle, given: Graphs, threads: int | None) -> Features | None:
+    """The user's graph, or the bundle's."""
+    prepare = _preprocessing(given, "feature", "--features", given.features is not None)
+    features = None
+    if given.features is not None:
+        features = Features(given.features, prepare, threads)
+    elif "vq_encoder" in bundle.manifest.files:
+        features = EncoderFeatures(bundle, threads)
+    if given.bandwidth is not None:
+        number("bandwidth", given.bandwidth, 0, 1e-9, 1e9)
+        if features is None:
+            name = bundle.manifest.name
+            raise RequestError(f"bandwidth: bundle {name} has no features of its own; give --features too")
+    return features
+
+
+def _agreement(bundle: Bundle, given: Graphs, threads: int | None) -> Agreement | None:
+    """The user's graph."""
+    prepare = _preprocessing(given, "agreement", "--agreement", given.agreement is not None)
+    if given.agreement is None:
+        if given.agreement_tokenizer is not None:
+            raise RequestError("agreement-tokenizer: makes tokens for --agreement, which is not given")
+        return None
+    if bundle.manifest.condition.kind == "class":
+        name = bundle.manifest.name
+        raise RequestError(f"agreement: bundle {name} takes class ids, not prompts; leave --agreement out")
+    return Agreement(given.agreement, prepare, given.agreement_tokenizer or bundle, threads)
+
+
+def _preprocessing(given: Graphs, prefix: str, graph: str, used: bool) -> Preprocessing:
+    """How images are prepared for a graph, by the options of this prefix.
+
+    Raises: RequestError: a value is out of range, or given without the graph.
+    """
+    options = {name: getattr(given, f"{prefix}_{name}") for name in ("size", "mean", "std")}
+    if not used and (idle := [name for name, value in options.items() if value is not None]):
+        raise RequestError(f"{prefix}-{idle[0]}: says how images are prepared for {graph}, which is not given")
+    size = None if options["size"] is None else whole(f"{prefix}-size", options["size"], 0, 8, 4096)
+    mean, std = _triple(f"{prefix}-mean", options["mean"], 0.0), _triple(f"{prefix}-std", options["std"], 1.0)
+    if min(std) <= 0:
+        raise RequestError(f"{prefix}-std: found {short(options['std'])}, expected numbers above 0")
+    return Preprocessing(size, mean, std)
+
+
+def _triple(name: str, text: str | None, default: float) -> Triple:
+    """One number for all channels, or three."""
+    if text is None:
+        return default, default, default
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 3) or not all(abs(one) < 1e6 for one in numbers):
+        raise RequestError(f"{name}: found {short(text)}, expected a number, or three as in 0.48,0.46,0.41")
+    red, green, blue = numbers * (3 // len(numbers))
+    return red, green, blue
 
 
 def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:

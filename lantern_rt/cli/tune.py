@@ -11,7 +11,7 @@ import typer
 from pydantic import ValidationError
 
 from ..bundle.manifest import Manifest
-from ..checks import explain, whole
+from ..checks import explain, require_library, whole
 from ..errors import LanternError, RequestError
 from ..methods import Ar, Auto
 from ..output.charts import Chart, Line, chart_png
@@ -73,6 +73,7 @@ def tune(
     subjects = subjects_of(opened, prompts)
     earlier = () if acceptance_statistics is None else _earlier(acceptance_statistics, opened.manifest, force)
     if plot is not None:
+        require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
     sampling = {} if temperature is None else {"temperature": temperature}
     result = measure(Calibration(running.load(opened), subjects, images, sampling), budget, minutes, say)
@@ -143,8 +144,8 @@ def _charts(result: TuneResult) -> list[Chart]:
         by_nodes = speed_by_nodes(one.rates(), one.window_tokens(), costs)
         speeds.append(Line(describe(one.method), list(by_nodes.items())))
     return [
-        Chart(f"A pass, {where}", "nodes", "milliseconds", passes, powers=True),
-        Chart("Expected speed-up", "nodes of a target pass", "speed-up", speeds, powers=True),
+        Chart(f"A pass, {where}", "nodes", "milliseconds", passes, log2=True),
+        Chart("Expected speed-up", "nodes of a target pass", "speed-up", speeds, log2=True),
     ]
 
 

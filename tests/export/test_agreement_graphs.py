@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,7 @@ from lantern_rt import open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.evaluation.agreement import GraphAgreement  # noqa: E402
-from lantern_rt.evaluation.picture_graph import Preprocessing  # noqa: E402
-from lantern_rt.evaluation.prompt_tokens import bundle_tokens, file_tokens  # noqa: E402
+from lantern_rt.evaluation.image_graph import Agreement, Preprocessing  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
 from lantern_rt.train.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, Judge, load_judge, save_judge  # noqa: E402
 from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
@@ -42,19 +39,17 @@ def pictures() -> np.ndarray:
     return render_scenes(SCENES)
 
 
-def open_judge(path: Path) -> GraphAgreement:
+def open_judge(path: Path) -> Agreement:
     """A judge's graph, as `lantern-rt eval scenes --agreement` opens it."""
-    return GraphAgreement(path, Preprocessing(), partial(bundle_tokens, open_bundle("scenes")), "scenes", 1)
+    return Agreement(path, Preprocessing(), open_bundle("scenes"), 1)
 
 
 @pytest.fixture(scope="module")
-def judged() -> GraphAgreement:
+def judged() -> Agreement:
     return open_judge(SHIPPED_JUDGE)
 
 
-def test_pictures_agree_with_their_own_captions_and_not_with_others(
-    judged: GraphAgreement, pictures: np.ndarray
-) -> None:
+def test_pictures_agree_with_their_own_captions_and_not_with_others(judged: Agreement, pictures: np.ndarray) -> None:
     images = [Image.fromarray(picture) for picture in pictures]
     rng = np.random.default_rng(0)
     captions = [describe(scene, rng) for scene in SCENES]  # attributes left out at random
@@ -64,9 +59,7 @@ def test_pictures_agree_with_their_own_captions_and_not_with_others(
     assert (others < own).all()
 
 
-def test_the_judges_graph_gives_the_mean_of_the_judges_probabilities(
-    judged: GraphAgreement, pictures: np.ndarray
-) -> None:
+def test_the_judges_graph_gives_the_mean_of_the_judges_probabilities(judged: Agreement, pictures: np.ndarray) -> None:
     with torch.no_grad():
         sky, ground, colours, shapes = (logits.softmax(-1).numpy() for logits in load_judge()(to_tensor(pictures[:8])))
     for i in (i for i in range(8) if len(SCENES[i].solids) == 1):
@@ -87,7 +80,7 @@ def test_the_judges_graph_gives_the_mean_of_the_judges_probabilities(
         assert found == pytest.approx([np.mean(values) for values in prompts.values()], abs=1e-4)
 
 
-def test_a_solid_at_another_place_loses_the_place_alone_and_is_not_counted_twice(judged: GraphAgreement) -> None:
+def test_a_solid_at_another_place_loses_the_place_alone_and_is_not_counted_twice(judged: Agreement) -> None:
     scene = Scene("night", "sand", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     prompts = ["a green cube", "a green cube on the left", "a green cube on the right", "a green cube and a green cube"]
@@ -98,7 +91,7 @@ def test_a_solid_at_another_place_loses_the_place_alone_and_is_not_counted_twice
     assert twice == pytest.approx(anywhere / 2, abs=0.02)  # one cube is not two
 
 
-def test_pairs_are_read_in_the_order_that_the_caption_says(judged: GraphAgreement) -> None:
+def test_pairs_are_read_in_the_order_that_the_caption_says(judged: Agreement) -> None:
     solids = Solid("cube", "green", "large", "matte", 0.27), Solid("sphere", "red", "large", "matte", 0.73)
     image = Image.fromarray(render_scenes([Scene("clear", "sand", solids, 3)])[0])
     right = ["a green cube left of a red ball", "a red ball right of a green cube", "a red ball and a green cube"]
@@ -108,14 +101,14 @@ def test_pairs_are_read_in_the_order_that_the_caption_says(judged: GraphAgreemen
     assert mixed < 0.65
 
 
-def test_captions_are_read_however_they_say_it(judged: GraphAgreement, pictures: np.ndarray) -> None:
+def test_captions_are_read_however_they_say_it(judged: Agreement, pictures: np.ndarray) -> None:
     rng = np.random.default_rng(2)
     images = [Image.fromarray(picture) for picture in pictures]
     for _ in range(4):
         assert judged(images, [describe(scene, rng, complete=True) for scene in SCENES]).min() > 0.9
 
 
-def test_what_a_caption_leaves_out_or_says_twice_is_not_asked_for(judged: GraphAgreement) -> None:
+def test_what_a_caption_leaves_out_or_says_twice_is_not_asked_for(judged: Agreement) -> None:
     scene = Scene("clear", "grass", (Solid("cube", "green", "large", "matte", 0.26),), 3)
     image = Image.fromarray(render_scenes([scene])[0])
     assert judged([image], ["small"]) == pytest.approx(1)  # nothing that is judged is named
@@ -128,7 +121,7 @@ def test_what_a_caption_leaves_out_or_says_twice_is_not_asked_for(judged: GraphA
 
 
 def test_a_trained_judge_becomes_the_same_graph_with_other_weights(
-    judged: GraphAgreement, pictures: np.ndarray, tmp_path: Path
+    judged: Agreement, pictures: np.ndarray, tmp_path: Path
 ) -> None:
     images, captions = [Image.fromarray(picture) for picture in pictures[:4]], ["a cube on sand"] * 4
     shipped = load_judge()
@@ -162,7 +155,7 @@ def test_clip_exported_as_documented_gives_the_cosine_of_both_encoders(tmp_path:
         )
     ).eval()
 
-    class Agreement(torch.nn.Module):
+    class Score(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = clip
@@ -174,7 +167,7 @@ def test_clip_exported_as_documented_gives_the_cosine_of_both_encoders(tmp_path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            Agreement().eval(),
+            Score().eval(),
             (torch.zeros(2, 3, 32, 32), torch.ones(2, 5, dtype=torch.int64)),
             tmp_path / "clip.onnx",
             input_names=["images", "ids"],
@@ -188,8 +181,7 @@ def test_clip_exported_as_documented_gives_the_cosine_of_both_encoders(tmp_path:
     )
     library.save(str(tmp_path / "tokenizer.json"))
     half = (0.5, 0.5, 0.5)
-    tokens = partial(file_tokens, tmp_path / "tokenizer.json")
-    agreement = GraphAgreement(tmp_path / "clip.onnx", Preprocessing(None, half, half), tokens, "tokenizer.json", 1)
+    agreement = Agreement(tmp_path / "clip.onnx", Preprocessing(None, half, half), tmp_path / "tokenizer.json", 1)
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     prompts = ["a red cube", "cube", "red cube"]

@@ -1,4 +1,4 @@
-"""Evaluating methods: ways of drawing, features, and the command end to end."""
+"""Evaluating methods: drawing, features, and the command end to end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.cli.main import run_program
-from lantern_rt.evaluation.drawing import Subjects, draw, parse_ways
-from lantern_rt.evaluation.evaluate import Instruments
-from lantern_rt.evaluation.evaluate import evaluate as evaluate_ways
-from lantern_rt.evaluation.features import GraphFeatures
-from lantern_rt.evaluation.picture_graph import Preprocessing
+from lantern_rt.evaluation.evaluate import Images, draw
+from lantern_rt.evaluation.evaluate import evaluate as evaluate_methods
+from lantern_rt.evaluation.image_graph import Agreement, Features, Preprocessing
 from lantern_rt.evaluation.report import COLUMNS
 from lantern_rt.evaluation.statistics import Floats
+from lantern_rt.runner import Contender, Subjects, parse_contenders
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
 
@@ -46,95 +45,90 @@ def evaluate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     return run
 
 
-# ---------------------------------------------------------------- ways
+# ---------------------------------------------------------------- drawing
 
 
-def test_parameters_of_a_way_reach_its_options_and_ar_comes_first(folder: Path) -> None:
-    manifest = Pipeline.from_bundle(folder, threads=1).bundle.manifest
-    ways = parse_ways("lantern++:lambda=3:drafter-cfg-scale=1, sjd", {"temperature": 0.5}, manifest)
-    assert [way.label for way in ways] == ["ar", "lantern++:lambda=3:drafter-cfg-scale=1", "sjd"]
-    assert ways[1].options == {"method": "lantern++", "lambda_": 3.0, "drafter_cfg_scale": 1, "temperature": 0.5}
-    assert parse_ways("sjd,ar", {}, manifest) == parse_ways("ar,sjd", {}, manifest)
-
-
-def test_pictures_depend_on_prompt_and_seed_alone_and_no_seed_comes_twice(folder: Path) -> None:
+def test_images_depend_on_prompt_and_seed_alone_and_no_seed_comes_twice(folder: Path) -> None:
     pipeline = Pipeline.from_bundle(folder, threads=1)
-    (way,) = parse_ways("ar", {}, pipeline.bundle.manifest)
-    subjects = Subjects(PROMPTS[:3], None, 3, 100)
-    drawn = [draw(pipeline, way, subjects, images, quiet) for images in (1, 2, 8)]
-    other = draw(pipeline, way, subjects, 4, quiet, other_seeds=True)
-    assert [picture.seed for picture in drawn[0].pictures] == list(range(100, 109))
-    assert [picture.seed for picture in other.pictures] == list(range(109, 118))
-    for one in drawn[1:]:
-        assert [p.image.tobytes() for p in one.pictures] == [p.image.tobytes() for p in drawn[0].pictures]
-        assert [p.seed for p in one.pictures] == [p.seed for p in drawn[0].pictures]
-    alone = pipeline(PROMPTS[2], seed=107, method="ar")
-    assert drawn[0].pictures[7].image.tobytes() == alone.images[0].tobytes()
+    subjects, plain = Subjects("prompts", PROMPTS[:3]), Contender("ar", {"method": "ar"})
+    drawn = [draw(pipeline, plain, Images(subjects, 3, 100, batch), quiet) for batch in (1, 2, 8)]
+    images = [[image.tobytes() for image in one.images] for one in drawn]
+    assert images[0] == images[1] == images[2]
+    assert images[0] == [pipeline(PROMPTS[n // 3], seed=100 + n, method="ar").images[0].tobytes() for n in range(9)]
 
 
-def test_figures_of_a_picture_are_those_of_the_pipeline(folder: Path) -> None:
+def test_the_reference_has_seeds_of_its_own(folder: Path) -> None:
     pipeline = Pipeline.from_bundle(folder, threads=1)
-    way = parse_ways("lantern++", {}, pipeline.bundle.manifest)[1]
-    drawn = draw(pipeline, way, Subjects(PROMPTS[:2], None, 1, 0), 2, quiet)
+    images = Images(Subjects("prompts", PROMPTS[:2]), 2, 5, 3)
+    found = evaluate_methods(pipeline, images, [Contender("ar", {"method": "ar"})], quiet)
+    others = [pipeline(PROMPTS[n // 2], seed=9 + n, method="ar").images[0].tobytes() for n in range(4)]
+    assert [image.tobytes() for image in found.reference] == others
+    assert "frechet" not in found.figures
+
+
+def test_figures_of_images_are_those_of_the_pipeline(folder: Path) -> None:
+    pipeline = Pipeline.from_bundle(folder, threads=1)
+    images = Images(Subjects("prompts", PROMPTS[:2]), 1, 0, 2)
+    found = evaluate_methods(pipeline, images, parse_contenders("lantern++", {}, pipeline.bundle), quiet)
+    figures = {name: figure.values[1].value for name, figure in found.figures.items()}
     result = pipeline(PROMPTS[:2], seed=[0, 1], method="lantern++")
-    tvd, speed = ([getattr(picture, name) for picture in drawn.pictures] for name in ("tvd", "codes_per_pass"))
-    assert np.mean(tvd) * 36 == pytest.approx(result.stats.realised_tvd)
-    assert np.mean(speed) == pytest.approx(result.stats.tokens_per_target_pass)
-    scores = pipeline.negative_log_likelihoods(result.codes, PROMPTS[:2], seed=[0, 1], method="lantern++")
-    found = [picture.likelihood.nats for picture in drawn.pictures if picture.likelihood is not None]
-    assert found == pytest.approx(scores)
+    assert figures["tvd"] * 36 == pytest.approx(result.stats.realised_tvd)
+    assert figures["tvd"] > 0
+    assert figures["tokens_per_forward_pass"] == pytest.approx(result.stats.tokens_per_forward_pass)
+    scores = pipeline.likelihoods(result.codes, PROMPTS[:2], seed=[0, 1])
+    assert figures["nll"] == pytest.approx(np.mean([score.nats for score in scores]))
+    assert figures["excess_nll"] == pytest.approx(np.mean([score.nats - score.entropy for score in scores]))
 
 
-def test_prompt_agreement_is_asked_of_every_picture_and_the_prompt_it_was_drawn_from(folder: Path) -> None:
+def test_prompt_agreement_is_asked_of_every_image_and_the_prompt_it_was_drawn_from(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[bytes, str]] = []
 
-    class Recorder:
-        name, file, sha256, tokenizer = "recorder", "recorder.onnx", "0" * 64, "none"
-
-        def __call__(self, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
-            asked.extend((picture.tobytes(), prompt) for picture, prompt in zip(pictures, prompts, strict=True))
-            return np.arange(len(pictures)) / 10.0
+    def record(_: Agreement, images: Sequence[Image.Image], prompts: Sequence[str]) -> Floats:
+        asked.extend((image.tobytes(), prompt) for image, prompt in zip(images, prompts, strict=True))
+        return np.arange(len(images)) / 10.0
 
     pipeline = Pipeline.from_bundle(folder, threads=1)
-    ways = parse_ways("sjd", {}, pipeline.bundle.manifest)
-    found = evaluate_ways(
-        pipeline, Subjects(PROMPTS[:2], None, 2, 5), ways, 8, Instruments(agreement=Recorder()), quiet
-    )
+    agreement = Agreement(make_agreement(tmp_path / "g.onnx"), Preprocessing(), pipeline.bundle, 1)
+    monkeypatch.setattr(Agreement, "__call__", record)
+    contenders = parse_contenders("sjd", {}, pipeline.bundle)
+    images = Images(Subjects("prompts", PROMPTS[:2]), 2, 5, 8)
+    found = evaluate_methods(pipeline, images, contenders, quiet, agreement=agreement)
     drawn = [
-        (pipeline(prompt, seed=5 + 2 * i + k, method=way.label).images[0].tobytes(), prompt)
-        for way in ways
+        (pipeline(prompt, seed=5 + 2 * i + k, method=one.label).images[0].tobytes(), prompt)
+        for one in contenders
         for i, prompt in enumerate(PROMPTS[:2])
         for k in range(2)
     ]
     assert asked[1:] == drawn  # the first is a trial
     assert [one.value for one in found.figures["agreement"].values] == pytest.approx([0.15, 0.15])
-    assert "frechet" not in found.figures
 
 
 # ---------------------------------------------------------------- features
 
 
-@pytest.mark.parametrize("pictures", ["n", 1, 3])
-def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path, pictures: int | str) -> None:
+@pytest.mark.parametrize("batch", ["n", 1, 3])
+def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path, batch: int | str) -> None:
     images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in (0, 51, 102, 153)]
-    extract = GraphFeatures(make_features(tmp_path / "f.onnx", pictures=pictures), Preprocessing(), "colour", 1)
+    extract = Features(make_features(tmp_path / "f.onnx", pictures=batch), Preprocessing(), 1)
     assert extract(images) == pytest.approx(np.array([[i / 5, 0, 1] for i in range(4)]), abs=1e-6)
 
 
-def test_pictures_are_resized_and_normalised_and_maps_are_averaged(tmp_path: Path) -> None:
+def test_images_are_resized_and_normalised_and_maps_are_averaged(tmp_path: Path) -> None:
     path = make_features(tmp_path / "f.onnx", pooled=False, size=5)
-    extract = GraphFeatures(path, Preprocessing(None, (0.5, 0, 0), (0.5, 1, 2)), "picture", 1)
+    extract = Features(path, Preprocessing(None, (0.5, 0, 0), (0.5, 1, 2)), 1)
     assert extract([Image.new("RGB", (9, 7), (255, 51, 0))]) == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
 
 
 def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     with pytest.raises(RequestError, match=r"bad\.onnx: no ONNX graph"):
-        GraphFeatures(tmp_path / "bad.onnx", Preprocessing(), "bad", 1)
+        Features(tmp_path / "bad.onnx", Preprocessing(), 1)
     with pytest.raises(RequestError, match=r"found inputs codes .*, expected one float"):
-        GraphFeatures(folder / "vq_decoder.onnx", Preprocessing(), "bad", 1)
+        Features(folder / "vq_decoder.onnx", Preprocessing(), 1)
     with pytest.raises(RequestError, match=r"feature-size: found 4, but .* takes 5 x 5"):
-        GraphFeatures(make_features(tmp_path / "f.onnx", size=5), Preprocessing(4), "f", 1)
+        Features(make_features(tmp_path / "f.onnx", size=5), Preprocessing(4), 1)
 
 
 # ---------------------------------------------------------------- the command
@@ -148,14 +142,14 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     code, out, err = evaluate(*methods, "--agreement", graph, "--output", "found")
     assert code == 0
     assert out.splitlines()[-1] == "found/report.html"
-    assert "codes a target pass" in out
+    assert "tokens per forward pass" in out
     assert "ar, other seeds" in err
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == ["eval.json", "report.html"]
     found = json.loads((tmp_path / "found/eval.json").read_text())
     assert found["bundle_digest"] == Pipeline.from_bundle(folder, threads=1).bundle.digest
     assert found["features"]["name"] == "VQ encoder features"
-    assert found["features"]["width"] == 15
-    assert (found["prompts"], found["pictures_per_method"]) == (list(PROMPTS), 8)
+    assert found["features"]["num_features"] == 15
+    assert (found["prompts"], found["images_per_method"]) == (list(PROMPTS), 8)
     plain, jacobi, relaxed = found["methods"]
     assert [one["method"] for one in found["methods"]] == ["ar", "sjd", "lantern++:lambda=4"]
     assert list(plain["figures"]) == list(COLUMNS)
@@ -166,15 +160,15 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
         assert words < one["figures"]["agreement"]["value"] < words + 1
         difference = one["figures"]["agreement"]["value"] - plain["figures"]["agreement"]["value"]
         assert one["figures"]["agreement"]["difference_to_ar"]["value"] == pytest.approx(difference)
-    assert plain["figures"]["codes_per_pass"]["value"] == 1
+    assert plain["figures"]["tokens_per_forward_pass"]["value"] == 1
     assert plain["figures"]["tvd"]["value"] == jacobi["figures"]["tvd"]["value"] == 0
     assert relaxed["figures"]["tvd"]["value"] > 0
     assert relaxed["settings"]["lambda"] == 4
-    assert any("8 pictures for 15 features" in note for note in found["notes"])
+    assert any("8 images for 15 features" in note for note in found["notes"])
     page = (tmp_path / "found/report.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 8 * 4
     assert "<svg" in page
-    assert not re.search(r"(src|href)=\"(?!data:)", page)
+    assert not re.search(r"(src|href)=\"(?!data:|#)", page)
 
 
 def test_json_is_one_object_and_features_may_be_a_graph(evaluate: Any, tmp_path: Path) -> None:
@@ -196,7 +190,7 @@ def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any,
     assert code == 0
     report = json.loads(out)
     assert report["prompts"] == ["class 0", "class 3", "class 6"]
-    assert list(report["methods"][1]["figures"]) == ["codes_per_pass", "tvd", "surprise", "nll", "nll_ratio"]
+    assert list(report["methods"][1]["figures"]) == ["tokens_per_forward_pass", "tvd", "excess_nll", "nll", "nll_ratio"]
     assert any("no vq_encoder" in note for note in report["notes"])
 
 
@@ -226,16 +220,16 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
     ("arguments", "message"),
     [
         (["--methods", "sjd,sjd"], "methods: found 'sjd' twice, expected different ones"),
-        (["--methods", "sgd"], "method: found 'sgd', expected auto"),
-        (["--methods", "sjd:windows=3"], "methods: found 'windows=3' in 'sjd:windows=3', expected NAME=VALUE, of tree"),
-        (["--methods", "sjd:window=x"], "methods: found 'window=x' in 'sjd:window=x', expected a whole number"),
-        (["--methods", "sjd:tree=chain-3"], "tree: method sjd drafts no tree"),
+        (["--methods", "sgd"], "method: found 'sgd', expected ar, eagle"),
+        (["--methods", "sjd:windows=3"], "found 'windows=3' in 'sjd:windows=3', expected PARAMETER=VALUE, of tree"),
+        (["--methods", "sjd:window=x"], "window: found 'x', expected integer"),
+        (["--methods", "sjd:tree=chain-3"], "tree: method sjd does not take it; leave tree out"),
         (["--count", "1"], "prompts: found 1, expected at least 2 to compare"),
         (["--count", "9"], "count: found 9, expected a whole number 1 .. 4"),
         (["--seeds", "0"], "seeds: found 0, expected"),
         (["--images", "0"], "images: found 0, expected"),
-        (["--feature-size", "9"], "feature-size: says how pictures are prepared for --features, which is not given"),
-        (["--agreement-std", "2"], "agreement-std: says how pictures are prepared for --agreement, which is not given"),
+        (["--feature-size", "9"], "feature-size: says how images are prepared for --features, which is not given"),
+        (["--agreement-std", "2"], "agreement-std: says how images are prepared for --agreement, which is not given"),
         (["--agreement-tokenizer", "t.json"], "agreement-tokenizer: makes tokens for --agreement, which is not given"),
         (["--agreement", "colour.onnx"], "agreement colour.onnx: found inputs pixels"),
         (["--agreement", "short.onnx"], "prompt: found 4 words, expected at most 3"),
@@ -285,4 +279,4 @@ def test_class_ids_agree_with_nothing_and_have_no_features(evaluate: Any, tmp_pa
     _, _, err = evaluate("--agreement", graph, bundle=bundle, prompts=False)
     assert err == "lantern-rt: agreement: bundle tiny takes class ids, not prompts; leave --agreement out\n"
     _, _, err = evaluate("--bandwidth", "10", bundle=bundle, prompts=False)
-    assert "bandwidth: bundle tiny has no features of its own; give --features too" in err
+    assert "bandwidth: bundle tiny has no features of its own; give --features" in err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from PIL import Image
 from tiny_bundle import PREFIX, make_tiny_bundle
 
 from lantern_rt import EngineError, RequestError, open_bundle
-from lantern_rt.evaluation.agreement import GraphAgreement
-from lantern_rt.evaluation.picture_graph import Preprocessing
-from lantern_rt.evaluation.prompt_tokens import bundle_tokens, file_tokens
+from lantern_rt.evaluation.image_graph import Agreement, Preprocessing, bundle_tokens, file_tokens
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
@@ -40,8 +37,8 @@ def write_tokenizer(path: Path, padding: dict[str, Any] | None = None, truncatio
     return path
 
 
-def agreement_of(graph: Path, tokenizer: Path) -> GraphAgreement:
-    return GraphAgreement(graph, Preprocessing(), partial(file_tokens, tokenizer), tokenizer.name, 1)
+def agreement_of(graph: Path, tokenizer: Path) -> Agreement:
+    return Agreement(graph, Preprocessing(), tokenizer, 1)
 
 
 @pytest.mark.parametrize("pictures", ["n", 1, 3])
@@ -86,10 +83,10 @@ def test_a_graph_that_compares_no_pictures_with_prompts_is_refused(tmp_path: Pat
     ):
         agreement_of(make_features(tmp_path / "features.onnx"), tokenizer)
     agreement = agreement_of(make_agreement(tmp_path / "g.onnx"), tokenizer)
-    agreement.graph.session = BrokenSession(np.zeros((1, 5)))
-    with pytest.raises(RequestError, match=r"found an output \[1, 5\] of 1 pictures, expected \[n\]"):
+    agreement.session = BrokenSession(np.zeros((1, 5)))
+    with pytest.raises(RequestError, match=r"found an output \[1, 5\] of 1 images, expected \[n\]"):
         agreement(PICTURES[:1], ["cube"])
-    agreement.graph.session = BrokenSession(np.array([np.nan]))
+    agreement.session = BrokenSession(np.array([np.nan]))
     with pytest.raises(RequestError, match="gave NaN or infinity"):
         agreement(PICTURES[:1], ["cube"])
 
