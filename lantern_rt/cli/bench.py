@@ -132,7 +132,7 @@ def print_table(report: BenchReport) -> None:
             f"{one['images_per_second']:.3g}",
             f"{one['speed_up']:.2f}",
             f"{one['tokens_per_forward_pass']:.2f}",
-            *(f"{share[name]:.0%}" for name in ("target", "drafter", "host", "text_and_pictures")),
+            *(f"{share[name]:.0%}" for name in ("target", "drafter", "host", "text_and_images")),
             "-" if limit is None else f"{limit:.0%}",
             f"{one['tvd_per_token']:.3f}",
             f"{one['nll_per_token']:.3f}",

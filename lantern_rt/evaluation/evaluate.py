@@ -82,8 +82,8 @@ class Evaluation:
     images: Images
     drawn: list[Drawn]
     reference: list[Image]
-    features: dict[str, object] | None
-    agreement: dict[str, object] | None
+    features: dict[str, Any] | None
+    agreement: dict[str, Any] | None
     figures: dict[str, Figure]
     notes: list[str]
 
@@ -115,25 +115,23 @@ def evaluate(
     others = replace(images, first_seed=images.first_seed + images.count)
     reference = draw(pipeline, replace(contenders[0], label="ar, other seeds"), others, show).images
     figures = _single_figures(drawn, images.seeds)
+    asked, source = None, None
     if agreement is not None:
-        prompts = [prompt for prompt in labels for _ in range(images.seeds)]
+        asked, prompts = agreement.facts, [prompt for prompt in labels for _ in range(images.seeds)]
         agreed = []
         for one in drawn:
             agreed.append(agreement(one.images, prompts))
             show("prompt agreement", len(agreed), len(drawn))
         figures["agreement"] = _mean(agreed, images.seeds)
-    source, width = None, None
     if features is not None:
         sets: list[Floats] = []
         for some in (*(one.images for one in drawn), reference):
             sets.append(features(some))
             show("features", len(sets), len(drawn) + 1)
         bandwidth = bandwidth or median_distance(sets[-1])
-        width = sets[-1].shape[1]
-        source = {**features.facts, "num_features": width, "bandwidth": bandwidth}
+        source = {**features.facts, "num_features": sets[-1].shape[1], "bandwidth": bandwidth}
         figures |= feature_figures(sets[:-1], sets[-1], images.seeds, bandwidth, show)
-    notes = _notes(images, width, "" if features is None else str(features.facts["name"]), drawn[0].runs[0])
-    asked = None if agreement is None else agreement.facts
+    notes = _notes(images, source, drawn[0].runs[0].settings.sampling.greedy)
     return Evaluation(images, drawn, reference, source, asked, figures, notes)
 
 
@@ -217,27 +215,27 @@ def _mean(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Fig
     return estimate(lambda chosen: table[:, chosen].mean(1), table.shape[1], RESAMPLES)
 
 
-def _notes(images: Images, width: int | None, features: str, plain: Run) -> list[str]:
-    """What limits the figures. width: how many features an image has, None without any."""
+def _notes(images: Images, features: dict[str, Any] | None, greedy: bool) -> list[str]:
+    """What limits the figures."""
     notes = []
     prompts = len(images.subjects.items)
     if prompts < ENOUGH_PROMPTS:
         notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
-    if width is None:
+    if features is None:
         notes.append(
             "No features: the bundle has no vq_encoder and --features was not given, so Frechet distance, kernel "
             "distance, precision, recall and diversity are missing."
         )
     else:
-        if images.count < (needed := IMAGES_PER_FEATURE * width):
+        if images.count < (needed := IMAGES_PER_FEATURE * features["num_features"]):
             notes.append(
-                f"{images.count} images for {width} features, expected at least {needed}: ar's own Frechet distance is "
-                "mostly an effect of so few, and small differences drown in it."
+                f"{images.count} images for {features['num_features']} features, expected at least {needed}: ar's own "
+                "Frechet distance is mostly an effect of so few, and small differences drown in it."
             )
-        notes.append(f"Distances between {features} say nothing about those of another feature extractor.")
+        notes.append(f"Distances between {features['name']} say nothing about those of another feature extractor.")
         if images.count <= NEAREST:
             notes.append(f"Precision and recall need more than {NEAREST} images.")
-    if plain.settings.sampling.greedy:
+    if greedy:
         notes.append("Temperature 0: plain images do not depend on the seed, so ar is at distance 0 from itself.")
     return notes
 

@@ -54,9 +54,10 @@ class ImageGraph:
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise RequestError(f"{role} {path}: no ONNX graph that can be loaded ({brief(error)})") from error
-        self.facts: dict[str, object] = {"name": path.stem, "file": path.name, "sha256": sha256}
+        self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
         inputs = self.session.get_inputs()
-        taking = [tensor for tensor in inputs if _takes_images(tensor)]
+        taking = [one for one in inputs if one.type in _TYPES and len(one.shape) == 4]
+        taking = [one for one in taking if one.shape[1] == 3 or not isinstance(one.shape[1], int)]
         if len(taking) != 1:
             self._refuse_inputs("one float [n, 3, h, w]")
         self.others = [tensor for tensor in inputs if tensor is not taking[0]]
@@ -108,11 +109,6 @@ class ImageGraph:
         values = np.asarray(resized.convert("RGB"), np.float64) / 255
         scaled = (values - self.prepare.mean) / self.prepare.std  # [height, width, 3]
         return np.ascontiguousarray(scaled.transpose(2, 0, 1)).astype(self.dtype)
-
-
-def _takes_images(tensor: Any) -> bool:
-    shape = tensor.shape
-    return tensor.type in _TYPES and len(shape) == 4 and (shape[1] == 3 or not isinstance(shape[1], int))
 
 
 # ---------------------------------------------------------------- features

@@ -59,7 +59,7 @@ class Bench:
             "speed_ups": speed_ups,
             "tokens_per_forward_pass": statistics.mean(one.tokens_per_forward_pass for one in stats),
             "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
-            "share": share | {"text_and_pictures": 1 - sum(share.values())},
+            "share": share | {"text_and_images": 1 - sum(share.values())},
             "share_of_memory_bound": None if self.memory_bound is None else passes * self.memory_bound / total,
             "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs),
             "nll_per_token": statistics.mean(nats),
