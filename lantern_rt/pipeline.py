@@ -28,8 +28,7 @@ from .requests import Embeddings, ImageRequest, Request, resolve_images, resolve
 from .results import Ints, Result, StreamStep
 from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
-from .text.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
-from .text.template_tokenizer import TemplateTokenizer, read_template_tokenizer
+from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -255,7 +254,7 @@ def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     """The tokenizer of a bundle that takes prompts."""
     condition = bundle.manifest.condition
     if condition.kind == "text":
-        return read_caption_tokenizer(bundle.path("tokenizer"), condition.cleaning)
+        return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
     if condition.layout is not None:
-        return read_template_tokenizer(bundle.path("tokenizer"), condition.layout.template)
+        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
     return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers.models import WordLevel
 
 from ..errors import BundleError, RequestError
-from .caption_tokenizer import load_tokenizer
+from .tokenizers import load_tokenizer
 
 PAD, UNKNOWN = "<pad>", "<unk>"
 _WORD = re.compile(r"[^\W_]+")

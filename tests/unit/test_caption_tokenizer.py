@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.text.caption_tokenizer import CaptionTokenizer, read_caption_tokenizer
+from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 
 FILE = Path(__file__).parent.parent / "data" / "tiny-text-tokenizer" / "tokenizer.json"
 END = 1
@@ -17,7 +17,7 @@ END = 1
 
 @pytest.fixture
 def tokenizer() -> CaptionTokenizer:
-    return read_caption_tokenizer(FILE, "llamagen")
+    return CaptionTokenizer(load_tokenizer(FILE), "llamagen")
 
 
 def test_a_prompt_ends_with_the_end_token(tokenizer: CaptionTokenizer) -> None:
@@ -34,7 +34,7 @@ def test_a_long_prompt_is_cut_and_still_ends_with_the_end_token(tokenizer: Capti
 
 
 def test_prompts_are_cleaned_only_where_the_bundle_says_so(tokenizer: CaptionTokenizer) -> None:
-    plain = read_caption_tokenizer(FILE, None)
+    plain = CaptionTokenizer(load_tokenizer(FILE), None)
     assert tokenizer.encode("A RED cube (c)", 120).tolist() == tokenizer.encode("a red cube c", 120).tolist()
     assert plain.encode("A RED cube", 120).tolist() != plain.encode("a red cube", 120).tolist()
 
@@ -44,8 +44,8 @@ def test_settings_stored_in_the_file_do_not_cut_or_pad(tmp_path: Path) -> None:
     stored.enable_truncation(3)
     stored.enable_padding(length=50)
     stored.save(str(tmp_path / "tokenizer.json"))
-    ids = read_caption_tokenizer(tmp_path / "tokenizer.json", None).encode("a red cube on the snow", 120)
-    assert ids.tolist() == read_caption_tokenizer(FILE, None).encode("a red cube on the snow", 120).tolist()
+    ids = CaptionTokenizer(load_tokenizer(tmp_path / "tokenizer.json"), None).encode("a red cube on the snow", 120)
+    assert ids.tolist() == CaptionTokenizer(load_tokenizer(FILE), None).encode("a red cube on the snow", 120).tolist()
 
 
 @pytest.mark.parametrize("prompt", ["中文", "***", "http://example.com", "   "])
@@ -58,4 +58,4 @@ def test_a_prompt_of_which_nothing_is_left_is_refused(tokenizer: CaptionTokenize
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle again"):
-        read_caption_tokenizer(tmp_path / "tokenizer.json", None)
+        load_tokenizer(tmp_path / "tokenizer.json")

@@ -15,7 +15,7 @@ from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.errors import BundleError, RequestError
 from lantern_rt.requests import ImageRequest, resolve_images, token_slots
 from lantern_rt.runtime.drafts import DrafterLayout, PrefixRow
-from lantern_rt.text.template_tokenizer import read_template_tokenizer
+from lantern_rt.text.tokenizers import TemplateTokenizer, load_tokenizer
 
 ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
 JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), uncond_fill=2)
@@ -110,18 +110,18 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(path: Path) -> None:
-    assert read_template_tokenizer(path).encode("a red cube", 8).tolist() == [1, 2, 3]
-    assert read_template_tokenizer(path, "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
+    assert TemplateTokenizer(load_tokenizer(path)).encode("a red cube", 8).tolist() == [1, 2, 3]
+    assert TemplateTokenizer(load_tokenizer(path), "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
 
 
 def test_a_prompt_with_too_many_tokens_or_none_is_refused(path: Path) -> None:
     with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2; shorten it$"):
-        read_template_tokenizer(path).encode("a red cube", 2)
+        TemplateTokenizer(load_tokenizer(path)).encode("a red cube", 2)
     with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
-        read_template_tokenizer(path).encode("\u3000", 2)
+        TemplateTokenizer(load_tokenizer(path)).encode("\u3000", 2)
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle"):
-        read_template_tokenizer(path)
+        load_tokenizer(path)

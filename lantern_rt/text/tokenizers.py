@@ -1,4 +1,4 @@
-"""Prompts as token ids, by a bundle's `tokenizer.json`, for conditions of kind `text`: text that is too long is cut."""
+"""Prompts of any text as token ids, by a bundle's `tokenizer.json` and the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILE_LIMIT = 1 << 26  # bytes
 
 @dataclass(frozen=True)
 class CaptionTokenizer:
-    """A tokenizer of the `tokenizers` library, with how prompts are cleaned before; None leaves them as they are."""
+    """For conditions of kind `text`: cleaned first, unless `cleaning` is None; too long a text is cut."""
 
     library: Tokenizer
     cleaning: Literal["llamagen"] | None
@@ -40,9 +40,21 @@ class CaptionTokenizer:
         return ids
 
 
-def read_caption_tokenizer(path: Path, cleaning: Literal["llamagen"] | None) -> CaptionTokenizer:
-    """Read a `tokenizer.json`; errors as those of `load_tokenizer`."""
-    return CaptionTokenizer(load_tokenizer(path), cleaning)
+@dataclass(frozen=True)
+class TemplateTokenizer:
+    """For conditions of kind `tokens`: each prompt replaces `{prompt}` in `template`; too long a text is refused."""
+
+    library: Tokenizer
+    template: str = "{prompt}"
+
+    def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
+        """Ids of the prompt's own text, int64 `[1 .. slots]`. Raises: RequestError: it has none, or more."""
+        ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
+        if not ids:
+            raise RequestError("prompt: found no token in it, expected a few words")
+        if len(ids) > slots:
+            raise RequestError(f"prompt: found {len(ids):,} tokens, expected at most {slots:,}; shorten it")
+        return np.array(ids, np.int64)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
