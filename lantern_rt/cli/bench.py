@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
-from ..bundle.files import Bundle
 from ..checks import require_library, whole
 from ..engines.host import processor
 from ..errors import RequestError
@@ -66,57 +64,36 @@ def bench(
         raise RequestError("methods: says what to run; leave --sweep and --quality out, or leave --methods out")
     opened = running.open_bundle(bundle)
     named = methods or usual_methods(opened.manifest, tuple(quality or _QUALITIES), sweep)
-    report = run_bench(opened, named, images, batch, greedy, prompts, running)
-    if plot is not None:
-        write_output(plot, chart_png(_charts(report.figures, report.facts)), force)
-    if json:
-        print_json(report.as_dict())
-    else:
-        print_table(report)
-
-
-@dataclass(frozen=True)
-class BenchReport:
-    """What was found. facts: what the figures are of; figures: those of every method, plain decoding first."""
-
-    found: Bench
-    facts: dict[str, Any]
-    figures: list[dict[str, Any]]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        bound = self.found.memory_bound
-        return {**self.facts, "memory_bound_ms": None if bound is None else 1e3 * bound, "rows": self.figures}
-
-
-def run_bench(
-    bundle: Bundle, methods: str, images: int, batch: int, greedy: bool, prompts: Path | None, running: Running
-) -> BenchReport:
-    """Run methods, written as `bench --methods` takes them; what is being done goes to stderr."""
-    subjects = subjects_of(bundle, prompts)
-    contenders = parse_contenders(methods, {"temperature": 0.0} if greedy else {}, bundle)
-    pipeline = running.load(bundle)
+    contenders = parse_contenders(named, {"temperature": 0.0} if greedy else {}, opened)
+    subjects = subjects_of(opened, prompts)
+    pipeline = running.load(opened)
     found = compare(pipeline, contenders, subjects, batch, images, say)
+    figures = [found.figures(runs) for runs in found.runs]
     situation = pipeline.situation(batch, 0.0 if greedy else None, "")
     facts = {
         "lantern_rt": __version__,
-        "bundle": bundle.manifest.name,
-        "bundle_digest": bundle.digest,
+        "bundle": opened.manifest.name,
+        "bundle_digest": opened.digest,
         "processor": processor(),
         "backend": situation.backend,
         "threads": situation.threads,
         "batch": batch,
         "greedy": situation.greedy,
     }
-    return BenchReport(found, facts, [found.figures(runs) for runs in found.runs])
+    if plot is not None:
+        write_output(plot, chart_png(_charts(figures, facts)), force)
+    if json:
+        bound = None if found.memory_bound is None else 1e3 * found.memory_bound
+        print_json({**facts, "memory_bound_ms": bound, "rows": figures})
+    else:
+        _print_table(found, facts, figures)
 
 
-def print_table(report: BenchReport) -> None:
+def _print_table(found: Bench, facts: dict[str, Any], figures: list[dict[str, Any]]) -> None:
     """One table, with what `auto` chose below it."""
     from rich.console import Console
     from rich.table import Table
 
-    found, figures, facts = report.found, report.figures, report.facts
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     table = Table(title=_title(facts), title_justify="left", box=None, pad_edge=False)
     table.add_column("method", no_wrap=True)
