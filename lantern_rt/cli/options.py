@@ -70,9 +70,9 @@ class Running:
 
 
 class FieldsOf:
-    """Marks a parameter that takes a dictionary: an option for each field of these models, None where not given.
+    """Marks a parameter that takes a dictionary: an option for each field that one of these models describes.
 
-    Type and help are the field's own; help names the methods that take it, if not all of them do.
+    Type and help are the field's own; help names the methods that take it. None where not given.
     """
 
     def __init__(self, *models: type[BaseModel]) -> None:
@@ -80,16 +80,17 @@ class FieldsOf:
 
     def options(self) -> dict[str, Any]:
         """Parameter name and annotated type of every option."""
+        described: dict[str, FieldInfo] = {}
         takers: dict[str, list[str]] = {}
-        fields: dict[str, FieldInfo] = {}
         for model in self.models:
+            method = [model.model_fields["method"].default] if "method" in model.model_fields else []
             for name, field in model.model_fields.items():
                 if field.description:
-                    fields.setdefault(name, field)
-                    takers.setdefault(name, []).append(str(getattr(model.model_fields.get("method"), "default", "")))
+                    described.setdefault(name, field)
+                    takers[name] = takers.get(name, []) + method
         options: dict[str, Any] = {}
-        for name, field in fields.items():
-            of = f" ({', '.join(takers[name])})" if any(takers[name]) else ""
+        for name, field in described.items():
+            of = f" ({', '.join(takers[name])})" if takers[name] else ""
             text = f"{(field.description or '').rstrip('.')}{of}. [default: the bundle's]"
             flag = f"--{(field.alias or name).replace('_', '-')}"
             options[name] = Annotated[Optional[field.annotation], typer.Option(flag, help=text)]  # noqa: UP045

@@ -110,7 +110,7 @@ def text_report(result: Verification) -> str:
 
 
 def html_report(result: Verification) -> str:
-    """The same as one page that needs nothing else."""
+    """Tables and verdict as one page that needs nothing else."""
     parts = [f"<h1>{html.escape(result.bundle)}: {'passed' if result.passed else 'failed'}</h1>"]
     parts.append(f"<p>Precision {result.precision}; against {html.escape(result.against)}; digest {result.digest}.</p>")
     for title, header, rows in _tables(result):

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
+from tokenizers import Tokenizer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
-from ..checks import brief, require_library
+from ..checks import brief
 from ..engines.host import usable_cores
 from ..engines.ort.session import import_onnxruntime
 from ..errors import RequestError
@@ -219,14 +220,11 @@ class Agreement(ImageGraph):
 
 
 def file_tokens(path: Path, length: int | None) -> Tokenize:
-    """Tokens by a `tokenizer.json` with its own special tokens, truncation and padding; needs the library `tokenizers`.
+    """Tokens by a `tokenizer.json` with its own special tokens, truncation and padding.
 
     length: how many ids a prompt must have; None leaves that to the file.
-    Raises: EngineError: no such library. RequestError: no such file, or it does not pad.
+    Raises: RequestError: no such file, or it does not pad.
     """
-    require_library("tokenizers", _OPTION, "text")
-    from tokenizers import Tokenizer
-
     try:
         library = Tokenizer.from_str(path.read_text("utf-8"))
     except Exception as error:  # the library raises plain Exception

@@ -28,6 +28,8 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.inspect import describe
 from lantern_rt.cli.main import COMMANDS, app, run_program
+from lantern_rt.methods import PARAMETERS
+from lantern_rt.requests import SAMPLING
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
@@ -150,6 +152,14 @@ def test_force_replaces_a_file(run: Any, tmp_path: Path) -> None:
     assert run("--prompt", "red", "--output", "a.png", "--force")[0] == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert files(tmp_path) == ["a.png"]
+
+
+def test_every_parameter_of_every_method_is_an_option() -> None:
+    text = CliRunner().invoke(app, ["run", "--help"]).output
+    for name, methods in PARAMETERS.items():
+        (_, _, after) = text.partition(f"\n  --{name.replace('_', '-')} ")
+        assert f"({', '.join(methods)})" in " ".join(after.partition("\n  --")[0].split())
+    assert all(f"\n  --{name.replace('_', '-')} " in text for name in SAMPLING)
 
 
 # ---------------------------------------------------------------- refusals
