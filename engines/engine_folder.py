@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Part
-from ..checks import brief, explain
+from ..checks import explain
 from ..errors import EngineError
 from .profiles import Profile
 
@@ -135,7 +135,7 @@ class EngineFolder:
                 raise EngineError(f"{path}: found no file, expected an engine; rebuild with `{self.rebuild}`")
             found = _hash(path)
         except OSError as error:
-            raise EngineError(f"{path}: cannot be read ({brief(error)})") from error
+            raise EngineError(f"{path}: cannot be read ({error.strerror or error})") from error
         if found != entry.blake2b:
             raise EngineError(
                 f"{path}: found hash {found[:12]}..., expected {entry.blake2b[:12]}...; engines are code and an "
@@ -167,13 +167,13 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
             f"{path}: no {ENGINE_FILE} in it; an engine folder is written by `lantern-rt build-engine`"
         ) from error
     except (OSError, ValueError) as error:
-        raise EngineError(f"{file}: cannot be read ({brief(error)})") from error
+        raise EngineError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if len(text) > _LIMIT:
         raise EngineError(f"{file}: found more than {_LIMIT:,} bytes, expected a short JSON text")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EngineError(f"{file}: expected JSON, found {brief(error)}; build the engines again") from error
+        raise EngineError(f"{file}: expected JSON, found {error}; build the engines again") from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or version.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
         raise EngineError(

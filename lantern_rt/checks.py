@@ -64,10 +64,10 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def brief(error: BaseException) -> str:
-    """What an error says, as one line of at most 160 characters."""
+def brief(error: BaseException, most: int = 160) -> str:
+    """What an error says, as one line of at most `most` characters."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join((text or type(error).__name__).split())[:160]
+    return " ".join((text or type(error).__name__).split())[:most]
 
 
 def require_library(name: str, what: str, extra: str) -> None:

@@ -1,7 +1,7 @@
 """The most memory this process held at once, page cache aside.
 
 Read from Linux's `/proc/self/status` by a thread: `RssAnon` is what the process itself allocated and touched,
-without files that are mapped, which the system takes back whenever it likes.
+without files that are mapped, which the system takes back whenever it likes. Does not know what the work is.
 """
 
 from __future__ import annotations
