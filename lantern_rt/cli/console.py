@@ -44,34 +44,32 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 
 
 class ExportProgress(Progress):
-    """Shows what an export reports."""
+    """Shows what an export reports: lines, and one bar of all that is written."""
 
     def __init__(self, show: Show) -> None:
-        self.show, self.what = show, ""
+        self.show = show
 
     def __call__(self, line: str) -> None:
-        self.what = line
         self.show(line)
 
     def bytes(self, done: int, total: int) -> None:
-        self.show(self.what, done, total)
+        self.show("written", done, total)
 
 
 @contextmanager
 def progress(lines: bool = True, unit: str = "count") -> Iterator[Show]:
-    """Bars on stderr, one for each thing being done; where that is no terminal a line for each, or nothing.
+    """Shows on stderr what is being done, each thing once: a bar where an amount is known, else a line.
 
-    unit: what is counted, `count` or `bytes`.
+    Where stderr is no terminal there are only lines, or nothing if not `lines`. unit: of amounts, `count` or `bytes`.
     """
+    seen: set[str] = set()
+
+    def line(what: str, done: int = 0, total: int = 0) -> None:
+        if lines and what not in seen and (unit == "count" or not total):
+            say(what)
+        seen.add(what)
+
     if not sys.stderr.isatty():
-        last = ""
-
-        def line(what: str, done: int = 0, total: int = 0) -> None:
-            nonlocal last
-            if lines and what != last:
-                say(what)
-            last = what
-
         yield line
         return
     from rich import progress as rich
@@ -82,9 +80,12 @@ def progress(lines: bool = True, unit: str = "count") -> Iterator[Show]:
     with rich.Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, rich.TaskID] = {}
 
-        def bar(what: str, done: int = 0, total: int = 0) -> None:
+        def show(what: str, done: int = 0, total: int = 0) -> None:
+            if not total:
+                line(what)
+                return
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None)
-            bars.update(tasks[what], completed=done, total=total or None)
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done, total=total)
 
-        yield bar
+        yield show
