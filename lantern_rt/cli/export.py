@@ -88,8 +88,8 @@ def export(
     start = time.perf_counter()
     with PeakMemory() as peak, progress(unit="bytes") as show:
         show("reading checkpoints")
-        model, shown = read_family(family, fetched), ExportProgress(show)
-        export_model(model, output, name=name, precisions=precisions, origins=origins, force=force, progress=shown)
+        found, shown = read_family(family, fetched), ExportProgress(show)
+        export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=shown)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
