@@ -85,7 +85,7 @@ def export_checkpoints(
     output: Path,
     precision: str | None = None,
     compute: str = "float32",
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
     drafter = folder / "drafter" if (folder / "drafter").exists() else None

@@ -20,7 +20,6 @@ from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, Source, file_sha256
 from ..errors import OutputError
 from ..output.folders import check_new_folder, folder_or_nothing
-from ..progress import Progress
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
@@ -57,15 +56,16 @@ def export_model(
     precisions: Precisions | None = None,
     origins: Mapping[Path, str] | None = None,
     force: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    written: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write the bundle of a model and return its folder. Weights are read, rounded and written one at a time.
 
     Every graph is compared with its module. name: the output folder's by default. precisions: how weights are
     rounded, by default not at all. origins: where sources or their folders were fetched from. progress: told of every
-    piece of work, and of bytes if it is a `Progress`. Raises: OutputError, ParityError, CheckpointError.
+    piece of work. written: told how many bytes of weights are written, of how many.
+    Raises: OutputError, ParityError, CheckpointError.
     """
-    say = progress or Progress()
     rounding = precisions or Precisions()
     check_output(output, force)
     graphs = model.graphs
@@ -74,24 +74,23 @@ def export_model(
     plans = {graph.role: plan_graph(graph, rounding.rule(graph.role)) for graph in graphs}
     total = sum(plan.size for plan in plans.values())
     _check_space(output, total + 4 * model.code_embeddings.numel())
-    say("sorting neighbours")
+    progress("sorting neighbours")
     neighbours = neighbour_table(model.codebook, model.neighbors)
     done = 0
 
-    def written(count: int) -> None:
+    def count(size: int) -> None:
         nonlocal done
-        done += count
-        if isinstance(say, Progress):
-            say.bytes(done, total)
+        done += size
+        written(done, total)
 
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths: dict[str, Path] = {}
         for graph in graphs:
-            say(f"writing {graph.role}.onnx")
+            progress(f"writing {graph.role}.onnx")
             plan = plans.pop(graph.role)
-            files = plan.write(folder / f"{graph.role}.onnx", written)
+            files = plan.write(folder / f"{graph.role}.onnx", count)
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
-            say(f"comparing {graph.role}.onnx with the checkpoint")
+            progress(f"comparing {graph.role}.onnx with the checkpoint")
             check_parity(graph, files[0], graph.tolerance, plan=plan)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(model.code_embeddings.detach().float().numpy()))
@@ -100,7 +99,7 @@ def export_model(
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
-        say("hashing")
+        progress("hashing")
         known = origins or {}
         sources = tuple(
             Source(role=r, name=p.name, sha256=file_sha256(p), origin=known.get(p, known.get(p.parent)))

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ..progress import Progress
-
 Facts = dict[str, dict[str, str]]  # section -> name -> value
 
 
@@ -41,19 +39,6 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"  {name:{width}}  {value}")
-
-
-class ExportProgress(Progress):
-    """Shows what an export reports: lines, and one bar of all that is written."""
-
-    def __init__(self, show: Show) -> None:
-        self.show = show
-
-    def __call__(self, line: str) -> None:
-        self.show(line)
-
-    def bytes(self, done: int, total: int) -> None:
-        self.show("written", done, total)
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..errors import CheckpointError, EngineError
-from .console import ExportProgress, progress, say
+from .console import progress, say
 from .families import FAMILIES, Checkpoints, read_family
 from .memory import PeakMemory
 from .options import Force
@@ -88,8 +89,17 @@ def export(
     start = time.perf_counter()
     with PeakMemory() as peak, progress(unit="bytes") as show:
         show("reading checkpoints")
-        found, shown = read_family(family, fetched), ExportProgress(show)
-        export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=shown)
+        found, written = read_family(family, fetched), partial(show, "written")
+        export_model(
+            found,
+            output,
+            name=name,
+            precisions=precisions,
+            origins=origins,
+            force=force,
+            progress=show,
+            written=written,
+        )
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")

@@ -24,7 +24,6 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Precisions
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.writer import Model, export_model
-from lantern_rt.progress import Progress
 
 CONFIG = DecoderConfig(
     hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
@@ -147,24 +146,18 @@ def test_nothing_half_written_stays_after_a_failure(
 
 
 def test_ctrl_c_in_the_middle_of_a_weight_leaves_nothing(tmp_path: Path) -> None:
-    class Stops(Progress):
-        def bytes(self, done: int, total: int) -> None:
-            if done > total // 2:
-                raise KeyboardInterrupt
+    def stop_halfway(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(parts(), tmp_path / "toy", progress=Stops())
+        export_model(parts(), tmp_path / "toy", written=stop_halfway)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_counts_every_byte_of_the_weights(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-
-    class Counts(Progress):
-        def bytes(self, done: int, total: int) -> None:
-            seen.append((done, total))
-
-    export_model(parts(), tmp_path / "toy", progress=Counts())
+    export_model(parts(), tmp_path / "toy", written=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen)
     assert seen[-1][0] == seen[-1][1] > 0
 
