@@ -47,7 +47,8 @@ def _render(charts: Sequence[Chart], kind: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lantern-rt"}):  # text as text, and the same every time
+    # text as text, as it is, and the same bytes every time
+    with rc_context({"svg.fonttype": "none", "text.parse_math": False, "svg.hashsalt": "lantern-rt"}):
         figure = Figure(figsize=(8 * len(charts), 5), layout="constrained")  # inches
         for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
             _draw(axes, chart)
@@ -73,4 +74,4 @@ def _draw(axes: Axes, chart: Chart) -> None:
     axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
     axes.grid(alpha=0.3)
     if chart.lines:
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)  # beside the frame

@@ -148,9 +148,9 @@ def test_a_line_is_drawn_from_point_to_point_in_an_image_of_its_own_half() -> No
 
 
 def test_a_chart_names_its_axes_its_lines_and_its_points() -> None:
-    line = Line("sjd <&>", [(2, 1), (64, 3)], ["window 2", "window 64"])
+    line = Line("sjd <&> $x$", [(2, 1), (64, 3)], ["window 2", "window 64"])
     texts = svg_texts(Chart("A pass", "nodes", "milliseconds", [line, Line("eagle", [(8, 2)])], log2=True))
-    assert {"A pass", "nodes", "milliseconds", "sjd <&>", "eagle", "window 2", "window 64"} <= set(texts)
+    assert {"A pass", "nodes", "milliseconds", "sjd <&> $x$", "eagle", "window 2", "window 64"} <= set(texts)
     assert [text for text in texts if text.isdecimal()] == ["2", "4", "8", "16", "32", "64"]
 
 
