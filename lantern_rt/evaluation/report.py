@@ -12,7 +12,7 @@ from PIL.Image import Image
 
 from ..output.charts import Chart, Line, chart_svg
 from .evaluate import Evaluation
-from .statistics import Estimate
+from .statistics import Figure
 
 GRID_IMAGES = 24  # rows of images
 _WIDEST = 256  # pixels of an image in the page
@@ -52,17 +52,25 @@ def text_table(found: Evaluation) -> str:
     """Figures as lines of text: value and interval of every method, and its difference to ar."""
     lines = []
     width = max(len(one.label) for one in found.drawn)
-    for name, column in COLUMNS.items():
-        if name not in found.figures:
-            continue
-        figure = found.figures[name]
+    for column, figure in _columns(found):
         lines.append(f"{column.heading} ({column.better})")
         for i, one in enumerate(found.drawn):
-            line = "  {:{}}  {} ({} .. {})".format(one.label, width, *_numbers(figure.values[i], column.decimals))
-            if i and column.has_difference:
-                line += "   against ar {} ({} .. {})".format(*_numbers(figure.differences[i], column.decimals, "+"))
-            lines.append(line)
+            value, difference = _shown(column, figure, i)
+            lines.append(f"  {one.label:{width}}  {value}   {difference}".rstrip())
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _columns(found: Evaluation) -> list[tuple[Column, Figure]]:
+    return [(column, found.figures[name]) for name, column in COLUMNS.items() if name in found.figures]
+
+
+def _shown(column: Column, figure: Figure, i: int) -> tuple[str, str]:
+    """Value and difference to ar, the latter where it says something, with intervals."""
+    value, difference = (
+        "{} ({} .. {})".format(*(f"{number:{sign}.{column.decimals}f}" for number in one))
+        for one, sign in ((figure.values[i], ""), (figure.differences[i], "+"))
+    )
+    return value, f"against ar {difference}" if i and column.has_difference else ""
 
 
 def html_report(found: Evaluation, facts: Mapping[str, str], title: str) -> str:
@@ -75,9 +83,8 @@ def html_report(found: Evaluation, facts: Mapping[str, str], title: str) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>{_rows(facts.items())}",
         "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in found.notes) + "</ul>" if found.notes else "",
-        f"<h2>Figures</h2><p>{escape(_meaning(found))}</p>{_figures(found, differences=False)}",
-        "<h2>Differences to ar</h2><p>Paired: the same prompts, resampled together.</p>",
-        f"{_figures(found, differences=True)}<h2>Quality against tokens per forward pass</h2>{_chart(found)}",
+        f"<h2>Figures</h2><p>{escape(_meaning(found))}</p>{_figures(found)}",
+        f"<h2>Quality against tokens per forward pass</h2>{_chart(found)}",
         f"<h2>Settings</h2>{_rows(settings)}<h2>Images</h2>{_grid(found)}",
     ]
     return (
@@ -89,8 +96,9 @@ def html_report(found: Evaluation, facts: Mapping[str, str], title: str) -> str:
 def _meaning(found: Evaluation) -> str:
     images = found.images
     words = (
-        f"{len(images.subjects.items)} prompts, {images.seeds} seeds each, {images.count} images a method. Under every "
-        "figure stands its 95 % bootstrap interval. "
+        f"{len(images.subjects.items)} prompts, {images.seeds} seeds each, {images.count} images a method. Beside "
+        "every figure stands its 95 % bootstrap interval, under it the difference to ar: paired, the same prompts "
+        "resampled together. "
     )
     if found.agreement is not None:
         words += f"Prompt agreement is what {found.agreement['name']} says of an image and its prompt. "
@@ -102,27 +110,17 @@ def _meaning(found: Evaluation) -> str:
     return words
 
 
-def _figures(found: Evaluation, differences: bool) -> str:
-    """A row for every method; of differences to the first one, for every other."""
-    columns = {name: column for name, column in COLUMNS.items() if name in found.figures}
-    if differences:
-        columns = {name: column for name, column in columns.items() if column.has_difference}
-    heads = (f"<th>{column.heading}<small>{column.better}</small></th>" for column in columns.values())
+def _figures(found: Evaluation) -> str:
+    """A row for every method."""
+    heads = (f"<th>{column.heading}<small>{column.better}</small></th>" for column, _ in _columns(found))
     lines = [f"<th>method</th>{''.join(heads)}"]
-    for i, one in list(enumerate(found.drawn))[int(differences) :]:
+    for i, one in enumerate(found.drawn):
         cells = [f"<td>{escape(one.label)}</td>"]
-        for name, column in columns.items():
-            figure = found.figures[name]
-            shown, sign = (figure.differences[i], "+") if differences else (figure.values[i], "")
-            far = ' class="far"' if column.is_distance and not differences and figure.above_first(i) else ""
-            numbers = _numbers(shown, column.decimals, sign)
-            cells.append("<td{}>{}<small>{} .. {}</small></td>".format(far, *numbers))
+        for column, figure in _columns(found):
+            far = ' class="far"' if column.is_distance and figure.above_first(i) else ""
+            cells.append("<td{}>{}<small>{}</small></td>".format(far, *_shown(column, figure, i)))
         lines.append("".join(cells))
     return _table(lines)
-
-
-def _numbers(one: Estimate, decimals: int, sign: str = "") -> list[str]:
-    return [f"{number:{sign}.{decimals}f}" for number in one]
 
 
 def _chart(found: Evaluation) -> str:
