@@ -110,7 +110,7 @@ def parse_contenders(text: str, sampling: Mapping[str, Any], bundle: Bundle) -> 
 
 @dataclass(frozen=True)
 class Run:
-    """One call: seconds of the whole of it, pictures included if painted, and what it gave, image by image."""
+    """One call: seconds of the whole of it, images included if painted, and what it gave, image by image."""
 
     contender: Contender
     settings: Settings

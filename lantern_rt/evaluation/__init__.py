@@ -1,1 +1,1 @@
-"""What decoding methods do to pictures: figures with intervals, and a report. Behind `lantern-rt eval`."""
+"""What decoding methods do to images: figures with intervals, and a report. Behind `lantern-rt eval`."""

@@ -1,6 +1,6 @@
 """Methods against plain decoding: speed, where the time goes, and what they give away.
 
-A method's speed is the median over turns, of whole calls, text and pictures included.
+A method's speed is the median over turns, of whole calls, text and images included.
 """
 
 from __future__ import annotations
