@@ -131,17 +131,17 @@ class Features(ImageGraph):
 
     def __call__(self, images: Sequence[Image]) -> Floats:
         """Features float64 `[images, features]` of images of one size."""
-        starts = range(0, len(images), self.batch)
-        return np.concatenate([self._features(images[start : start + self.batch]) for start in starts])
-
-    def _features(self, images: Sequence[Image]) -> Floats:
-        values, rows = self._run(images, output=self.output)
-        if values.ndim not in (2, 3, 4) or len(values) != rows:
-            raise RequestError(
-                f"features {self.path.name}: found an output {list(values.shape)}, "
-                "expected [n, features], [n, tokens, features] or [n, features, h, w]"
-            )
-        return self._pool(values[: len(images)])
+        found = []
+        for start in range(0, len(images), self.batch):
+            some = images[start : start + self.batch]
+            values, rows = self._run(some, output=self.output)
+            if values.ndim not in (2, 3, 4) or len(values) != rows:
+                raise RequestError(
+                    f"features {self.path.name}: found an output {list(values.shape)}, "
+                    "expected [n, features], [n, tokens, features] or [n, features, h, w]"
+                )
+            found.append(self._pool(values[: len(some)]))
+        return np.concatenate(found)
 
     def _pool(self, values: Floats) -> Floats:
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
