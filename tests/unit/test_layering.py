@@ -121,7 +121,9 @@ def test_generating_never_imports_torch_or_onnx_and_export_only_when_asked() -> 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
     loaded = run_python("import lantern_rt")
-    assert loaded.isdisjoint(HEAVY | {"onnxruntime", "numpy", "PIL", "pydantic", "typer", "rich"})
+    assert loaded.isdisjoint(
+        HEAVY | {"onnxruntime", "numpy", "PIL", "pydantic", "typer", "rich", "matplotlib", "scipy"}
+    )
 
 
 def test_generating_imports_neither_torch_nor_onnx(tmp_path: Path) -> None:
@@ -132,4 +134,4 @@ def test_generating_imports_neither_torch_nor_onnx(tmp_path: Path) -> None:
         "for method in ('ar', 'eagle', 'lantern', 'lantern++'): pipe('red cube', method=method).images[0]"
     )
     assert "onnxruntime" in loaded
-    assert loaded.isdisjoint(HEAVY | {"typer", "rich"})
+    assert loaded.isdisjoint(HEAVY | {"typer", "rich", "matplotlib", "scipy"})
