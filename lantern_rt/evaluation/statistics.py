@@ -47,8 +47,8 @@ def _covariance_root(features: Floats) -> Floats:
 def precision_recall(own: Floats, reference: Floats) -> tuple[Bools, Bools]:
     """Which of `own [n, width]` lie on the manifold of `reference [m, width]`, and which of those on that of `own`.
 
-    That is: nearer to one of its points than that point's third neighbour. The shares of both are precision and recall
-    (Kynkaanniemi et al. 2019).
+    That is: no farther from one of its points than that point's third neighbour. The shares of both are precision and
+    recall (Kynkaanniemi et al. 2019).
     """
     from scipy.spatial.distance import cdist  # type: ignore[import-untyped]
 
@@ -56,7 +56,7 @@ def precision_recall(own: Floats, reference: Floats) -> tuple[Bools, Bools]:
     own_radii, reference_radii = (  # column 0 is the point itself
         np.sort(cdist(each, each), 1)[:, min(NEAREST, len(each) - 1)] for each in (own, reference)
     )
-    return (between <= reference_radii).any(1), (own_radii >= between.T).any(1)
+    return (between <= reference_radii).any(1), (between.transpose() <= own_radii).any(1)
 
 
 def median_distance(features: Floats) -> float:
