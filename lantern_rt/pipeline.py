@@ -199,10 +199,8 @@ class Pipeline:
                     f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "
                     "its weights are damaged, export the bundle again"
                 )
-            tokens = image.tokens or (None, None)
-            uncond_real = image.real if image.uncond_real is None else image.uncond_real
-            rows = PrefixRow(cond[0], image.real, tokens[0]), PrefixRow(uncond[0], uncond_real, tokens[1])
-            prompts.append(Prompt(*rows))
+            rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
+            prompts.append(Prompt(*(PrefixRow(*row) for row in rows)))
         return prompts
 
     def _model(self, method: MethodConfig) -> Model:

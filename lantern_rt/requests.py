@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
-from .bundle.manifest import ConditionSpec, Manifest, TokenLayout
+from .bundle.manifest import ConditionSpec, Manifest
 from .checks import brief as _brief
 from .checks import explain
 from .checks import short as _short
@@ -55,16 +55,15 @@ class Settings:
 class ImageRequest:
     """One image: its label (prompt, class id, or None), its seed, and what the condition graph reads.
 
-    inputs: by name, `[1, ...]`. real: bool `[prefix]`, False on padding. uncond_real: the same of the unconditional
-    row, where it differs. tokens: ids of both rows, where prompts are made of them.
+    inputs: by name, `[1, ...]`. real: of the conditional and the unconditional row, bool `[prefix]`, False on padding.
+    tokens: ids of both rows, where prompts are made of them.
     """
 
     label: Label
-    seed: int
     inputs: dict[str, NDArray[Any]]
-    real: NDArray[np.bool_]
-    uncond_real: NDArray[np.bool_] | None = None
+    real: tuple[NDArray[np.bool_], NDArray[np.bool_]]
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,32 +236,23 @@ def resolve_images(
             )
     if given[kind] is None:
         raise RequestError(f"found nothing to draw, expected {takes[kind]}: that is what bundle {manifest.name} takes")
-    whole = np.ones(manifest.condition.prefix, np.bool_)
-    subjects: list[ImageRequest]
     if prompts is not None:
         assert encode is not None
-        layout = manifest.condition.layout
-        subjects = [
-            ImageRequest(prompt, 0, *_tokens(manifest, encode(prompt), whole))
-            if layout is None
-            else _token_request(prompt, encode(prompt), layout)
-            for prompt in _prompts(prompts)
-        ]
+        subjects = [_text_request(manifest.condition, prompt, encode(prompt)) for prompt in _prompts(prompts)]
     elif class_ids is not None:
+        real = (np.ones(manifest.condition.prefix, np.bool_),) * 2
         ids = _class_ids(manifest, class_ids)
-        subjects = [ImageRequest(i, 0, {"class_ids": np.array([i], np.int64)}, whole) for i in ids]
+        subjects = [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, real) for i in ids]
     else:
         assert embeddings is not None
-        subjects = [ImageRequest(None, 0, inputs, real) for inputs, real in _embeddings(manifest, embeddings)]
+        subjects = _embeddings(manifest, embeddings)
     count = _whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
         raise RequestError(
             f"found {len(subjects)} x {count} images, expected at most {IMAGES_LIMIT} in one request; split it"
         )
-    seeds = _seeds(seed, len(subjects), count)
-    return [
-        replace(subject, seed=first + i) for subject, first in zip(subjects, seeds, strict=True) for i in range(count)
-    ]
+    firsts = zip(subjects, _seeds(seed, len(subjects), count), strict=True)
+    return [replace(subject, seed=first + i) for subject, first in firsts for i in range(count)]
 
 
 def token_slots(condition: ConditionSpec) -> int:
@@ -271,23 +261,21 @@ def token_slots(condition: ConditionSpec) -> int:
     return condition.prefix - (0 if layout is None else len(layout.before) + len(layout.after))
 
 
-def _token_request(prompt: str, ids: NDArray[np.int64], layout: TokenLayout) -> ImageRequest:
-    """Both rows of a prompt of token ids, each as long as it needs to be."""
+def _text_request(condition: ConditionSpec, prompt: str, ids: NDArray[np.int64]) -> ImageRequest:
+    """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
+    layout, whole = condition.layout, np.ones(condition.prefix, np.bool_)
+    if condition.kind == "words":
+        return ImageRequest(prompt, {"token_ids": ids[None]}, (whole, whole))
+    if layout is None:
+        real = np.arange(len(whole)) >= len(whole) - len(ids)
+        mask = np.ones((1, len(ids)), np.int64)
+        return ImageRequest(prompt, {"token_ids": ids[None], "token_mask": mask}, (real, real))
     cond = np.array([*layout.before, *ids, *layout.after], np.int64)
-    if layout.uncond is not None:
-        uncond = np.array(layout.uncond, np.int64)
-    else:
-        assert layout.uncond_fill is not None  # the manifest has one of the two
-        uncond = cond.copy()
+    uncond = np.array(layout.uncond or cond, np.int64)
+    if layout.uncond_fill is not None:
         uncond[len(layout.before) : len(cond) - len(layout.after)] = layout.uncond_fill
-    return ImageRequest(
-        prompt,
-        0,
-        {"token_ids": cond[None], "uncond_ids": uncond[None]},
-        np.ones(len(cond), np.bool_),
-        np.ones(len(uncond), np.bool_),
-        (cond, uncond),
-    )
+    inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
+    return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
 
 
 def _prompts(prompts: str | Sequence[str]) -> list[str]:
@@ -306,16 +294,6 @@ def _prompts(prompts: str | Sequence[str]) -> list[str]:
     return texts
 
 
-def _tokens(
-    manifest: Manifest, ids: NDArray[np.int64], whole: NDArray[np.bool_]
-) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
-    """What the condition graph reads of a prompt's tokens, and which prefix rows are real."""
-    if manifest.condition.kind == "words":
-        return {"token_ids": ids[None]}, whole
-    real = np.arange(len(whole)) >= len(whole) - len(ids)
-    return {"token_ids": ids[None], "token_mask": np.ones((1, len(ids)), np.int64)}, real
-
-
 def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:
     listed = [class_ids] if isinstance(class_ids, numbers.Integral) else class_ids
     if isinstance(listed, str) or not isinstance(listed, Sequence | np.ndarray):
@@ -325,7 +303,7 @@ def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:
     return [_whole("class id", i, 0, 0, (manifest.condition.classes or 1) - 1) for i in listed]
 
 
-def _embeddings(manifest: Manifest, given: Embeddings) -> list[tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]]:
+def _embeddings(manifest: Manifest, given: Embeddings) -> list[ImageRequest]:
     """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
     prefix, width = manifest.condition.prefix, manifest.condition.caption_dim or 0
     rows, mask = given if isinstance(given, tuple) else (given, None)
@@ -347,12 +325,13 @@ def _embeddings(manifest: Manifest, given: Embeddings) -> list[tuple[dict[str, N
         raise RequestError("embeddings: found a mask with gaps, expected ones, at least one, then zeros (right-padded)")
     if not np.isfinite(values[marks]).all():
         raise RequestError("embeddings: found NaN or infinity, expected finite numbers")
-    laid_out: list[tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]] = []
+    requests = []
     for value, length in zip(values, lengths, strict=True):
-        left, real = np.zeros((prefix, width), np.float32), np.zeros(prefix, np.bool_)
-        left[prefix - length :], real[prefix - length :] = value[:length], True
-        laid_out.append(({"caption_embeds": left[None], "caption_mask": real[None].astype(np.int64)}, real))
-    return laid_out
+        left, real = np.zeros((1, prefix, width), np.float32), np.arange(prefix) >= prefix - length
+        left[0, prefix - length :] = value[:length]
+        inputs = {"caption_embeds": left, "caption_mask": real[None].astype(np.int64)}
+        requests.append(ImageRequest(None, inputs, (real, real)))
+    return requests
 
 
 def _seeds(seed: int | Sequence[int], subjects: int, images: int) -> list[int]:

@@ -131,7 +131,7 @@ def walk(
         node = path[-1]
         p = target(node)
         q = tree.proposals.get(node)
-        siblings = tree.children[node]
+        siblings = tree.structure.children[node]
         for child in siblings:
             token = int(tree.tokens[child])
             uniform = accept.random()
@@ -219,21 +219,21 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | 
     seen: dict[int, Probabilities] = {}
     while open_nodes:
         node, tvd = open_nodes.pop()
-        key = (-int(tree.depths[node]), int(tree.leaf_rank[node]))
+        key = (-int(tree.structure.depths[node]), int(tree.structure.leaf_rank[node]))
         if node == 0 or key < best:
             best, end, best_tvd = key, node, tvd
-        if not tree.children[node]:
+        if not tree.structure.children[node]:
             continue
         p = seen[node] = target(node)
         top = int(p.argmax())
-        for child in tree.children[node]:
+        for child in tree.structure.children[node]:
             token = int(tree.tokens[child])
             tried += 1
             if token == top:
                 open_nodes.append((child, tvd))
             elif relaxation is not None:
                 added = float(p[relaxation.aggregation_set(p, token)].sum())
-                if relaxation.factor(int(tree.depths[node])) * (p[token] + added) > p[top]:
+                if relaxation.factor(int(tree.structure.depths[node])) * (p[token] + added) > p[top]:
                     open_nodes.append((child, tvd + 1.0))
     remainder = seen[end] if end in seen else target(end)
     return Acceptance(tree.path_to(end), int(remainder.argmax()), best_tvd, tried, remainder)

@@ -149,8 +149,8 @@ class _Decoding:
         attention_mask[:, np.arange(nodes), past_length + np.arange(nodes)] = True
         for row in range(rows):
             tree = trees[row % len(trees)]
-            tokens[row, : tree.nodes], depths[row, : tree.nodes] = tree.tokens, tree.depths
-            attention_mask[row, : tree.nodes, past_length : past_length + tree.nodes] = tree.ancestors
+            tokens[row, : tree.nodes], depths[row, : tree.nodes] = tree.tokens, tree.structure.depths
+            attention_mask[row, : tree.nodes, past_length : past_length + tree.nodes] = tree.structure.ancestors
         positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
         return self._run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens))
 

@@ -28,7 +28,6 @@ class StaticTree:
     """
 
     paths: tuple[tuple[int, ...], ...]
-    name: str = "custom"
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -104,7 +103,6 @@ class DynamicTree:
     nodes: int = 59
     depth: int = 5
     branch: int = 10
-    name: str = "dynamic"
 
     def __post_init__(self) -> None:
         made = self.branch + (self.depth - 1) * self.branch**2
@@ -148,26 +146,6 @@ class DraftTree:
         """What follows from `parents` and `leaf_order` alone; trees of one shape share it."""
         return _structure(self.parents.tobytes(), None if self.leaf_order is None else tuple(self.leaf_order))
 
-    @property
-    def depths(self) -> Ints:
-        """Depth of every node, int64 `[nodes]`."""
-        return self.structure.depths
-
-    @property
-    def children(self) -> list[list[int]]:
-        """Children of every node, in the order of their first leaves if `leaf_order` is given, else in node order."""
-        return self.structure.children
-
-    @property
-    def ancestors(self) -> NDArray[np.bool_]:
-        """Whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`."""
-        return self.structure.ancestors
-
-    @property
-    def leaf_rank(self) -> Ints:
-        """For every node the rank of the first leaf below it, int64 `[nodes]`."""
-        return self.structure.leaf_rank
-
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""
         path = [node]
@@ -178,62 +156,38 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeStructure:
-    """Parents of the nodes, int64 `[nodes]`, and what can be read off them; see `DraftTree` for the fields."""
+    """What can be read off the parents of a tree's nodes.
 
-    parents: Ints
-    leaf_order: tuple[int, ...] | None = None
+    depths: int64 `[nodes]`. children: of every node, in the order of their first leaves if a leaf order is given, else
+    in node order. ancestors: whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`.
+    leaf_rank: for every node the rank of the first leaf below it, int64 `[nodes]`.
+    """
 
-    @cached_property
-    def depths(self) -> Ints:
-        """Depth of every node, int64 `[nodes]`."""
-        depths = [0]
-        for parent in self.parents[1:].tolist():
-            depths.append(depths[parent] + 1)
-        return np.array(depths, np.int64)
-
-    @cached_property
-    def children(self) -> list[list[int]]:
-        """Children of every node, in the order of their first leaves if `leaf_order` is given, else in node order."""
-        lists: list[list[int]] = [[] for _ in self.parents]
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                lists[parent].append(node)
-        if self.leaf_order is not None:
-            rank = self.leaf_rank.tolist()
-            for siblings in lists:
-                siblings.sort(key=rank.__getitem__)
-        return lists
-
-    @cached_property
-    def ancestors(self) -> NDArray[np.bool_]:
-        """Ancestor-or-self mask, bool `[nodes, nodes]`."""
-        return ancestor_mask(self.parents)
-
-    @cached_property
-    def leaf_rank(self) -> Ints:
-        """For every node the rank of the first leaf below it, int64 `[nodes]`."""
-        parents = self.parents.tolist()
-        leaves = self.leaf_order
-        if leaves is None:
-            leaves = tuple(sorted(set(range(len(parents))) - set(parents)))
-        rank = [len(parents)] * len(parents)
-        for position, leaf in enumerate(leaves):
-            node = int(leaf)
-            while node >= 0 and rank[node] > position:
-                rank[node] = position
-                node = parents[node]
-        return np.array(rank, np.int64)
+    depths: Ints
+    children: list[list[int]]
+    ancestors: NDArray[np.bool_]
+    leaf_rank: Ints
 
 
 @lru_cache(maxsize=64)
-def _structure(parents: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
-    return TreeStructure(np.frombuffer(parents, np.int64), leaf_order)
-
-
-def ancestor_mask(parents: Ints) -> NDArray[np.bool_]:
-    """Ancestor-or-self mask bool `[nodes, nodes]` of parents int64 `[nodes]`."""
-    mask = np.eye(len(parents), dtype=bool)
-    for node in range(1, len(parents)):
-        if parents[node] >= 0:
-            mask[node] |= mask[parents[node]]
-    return mask
+def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
+    parents = np.frombuffer(parents_bytes, np.int64).tolist()
+    depths: list[int] = []
+    children: list[list[int]] = [[] for _ in parents]
+    ancestors = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        if parent >= 0:
+            children[parent].append(node)
+            ancestors[node] |= ancestors[parent]
+    leaves = leaf_order if leaf_order is not None else [node for node, below in enumerate(children) if not below]
+    rank = [len(parents)] * len(parents)
+    for position, leaf in enumerate(leaves):
+        node = int(leaf)
+        while node >= 0 and rank[node] > position:
+            rank[node] = position
+            node = parents[node]
+    if leaf_order is not None:
+        for siblings in children:
+            siblings.sort(key=rank.__getitem__)
+    return TreeStructure(np.array(depths, np.int64), children, ancestors, np.array(rank, np.int64))

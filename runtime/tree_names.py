@@ -52,14 +52,14 @@ def named_tree(spec: str) -> TreeShape:
     anything else.
     """
     if spec in PUBLISHED:
-        return StaticTree(PUBLISHED[spec], spec)
+        return StaticTree(PUBLISHED[spec])
     if match := re.fullmatch(r"chain-(\d{1,2})", spec):
-        return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)), spec)
+        return StaticTree(tuple((0,) * n for n in range(1, int(match[1]) + 1)))
     if match := re.fullmatch(r"dynamic-(\d{1,3})(?:-(\d{1,2})-(\d{1,2}))?", spec):
-        return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10), spec)
+        return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10))
     if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", spec):
         try:
-            return StaticTree(_grow(*(" ".join(level) for level in match[1].split("-")[1:])), spec)
+            return StaticTree(_grow(*(" ".join(level) for level in match[1].split("-")[1:])))
         except ValueError as error:
             raise TreeError(
                 f"tree {spec!r} does not add up; each level needs one digit (0 .. 9, a .. z) a node of the level above"
@@ -104,4 +104,4 @@ def _read_tree(path: Path) -> StaticTree:
     fits = isinstance(paths, list) and len(paths) <= 512
     if not fits or not all(isinstance(p, list) and all(type(rank) is int for rank in p) for p in paths):
         raise TreeError(f"tree file {path} must hold a list of at most 512 paths such as [[0], [1], [0, 0]]")
-    return StaticTree(tuple(tuple(p) for p in paths), path.stem)
+    return StaticTree(tuple(tuple(p) for p in paths))

@@ -49,7 +49,7 @@ class AcceptanceCounts:
         for depth, (node, following) in enumerate(pairwise(path)):
             if depth == DEPTHS:
                 return
-            for rank, child in enumerate(part.tree.children[node][:RANKS]):
+            for rank, child in enumerate(part.tree.structure.children[node][:RANKS]):
                 self.tried[depth, rank] += 1
                 if child == following:
                     self.accepted[depth, rank] += 1

@@ -61,10 +61,10 @@ def test_dynamic_trees_have_the_published_tokens_masks_positions_and_leaves(anol
     for call, tree in calls_of(start_drafter(anole_bundle, run)):
         name = f"{run}_call{call}"
         np.testing.assert_array_equal(tree.tokens + FIRST_CODE, DRAFTER[f"{name}_draft_tokens"][0])
-        np.testing.assert_array_equal(tree.ancestors, DRAFTER[f"{name}_tree_mask"][0, 0] > 0)
-        np.testing.assert_array_equal(tree.depths, DRAFTER[f"{name}_tree_position_ids"])
+        np.testing.assert_array_equal(tree.structure.ancestors, DRAFTER[f"{name}_tree_mask"][0, 0] > 0)
+        np.testing.assert_array_equal(tree.structure.depths, DRAFTER[f"{name}_tree_position_ids"])
         leaves = {tuple(int(n) for n in row if n >= 0) for row in DRAFTER[f"{name}_retrieve_indices"]}
-        assert {tuple(tree.path_to(n)) for n in range(tree.nodes) if not tree.children[n]} == leaves
+        assert {tuple(tree.path_to(n)) for n in range(tree.nodes) if not tree.structure.children[n]} == leaves
 
 
 def test_static_trees_take_the_published_top_tokens_of_every_expanded_node(anole_bundle: Path) -> None:

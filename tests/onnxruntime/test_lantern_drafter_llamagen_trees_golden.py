@@ -54,10 +54,10 @@ def test_dynamic_trees_have_the_published_tokens_masks_positions_and_leaves(t2i_
     for call, tree in calls_of(start_drafter(t2i_drafter_bundle, run)):
         name = f"{run}_call{call}"
         np.testing.assert_array_equal(tree.tokens, GOLDEN[f"{name}_draft_tokens"][0])
-        np.testing.assert_array_equal(tree.ancestors, GOLDEN[f"{name}_tree_mask"][0, 0] > 0)
-        np.testing.assert_array_equal(tree.depths, GOLDEN[f"{name}_tree_position_ids"])
+        np.testing.assert_array_equal(tree.structure.ancestors, GOLDEN[f"{name}_tree_mask"][0, 0] > 0)
+        np.testing.assert_array_equal(tree.structure.depths, GOLDEN[f"{name}_tree_position_ids"])
         leaves = {tuple(int(n) for n in row if n >= 0) for row in GOLDEN[f"{name}_retrieve_indices"]}
-        assert {tuple(tree.path_to(n)) for n in range(tree.nodes) if not tree.children[n]} == leaves
+        assert {tuple(tree.path_to(n)) for n in range(tree.nodes) if not tree.structure.children[n]} == leaves
 
 
 @pytest.mark.parametrize("run", [name for name in RUNS if name.startswith("static")])

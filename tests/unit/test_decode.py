@@ -209,7 +209,7 @@ def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sam
     for step in steps[1:]:
         for part in step.parts:
             assert part.tree is not None
-            for children in part.tree.children:
+            for children in part.tree.structure.children:
                 drafted = part.tree.tokens[children].tolist()
                 assert len(set(drafted)) == len(drafted) <= 3
 
@@ -303,16 +303,23 @@ def test_a_drafter_with_damaged_weights_is_an_error(tree: str, temperature: floa
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
+def structures(patch: pytest.MonkeyPatch, **wrong: Callable[[DraftTree], Any]) -> None:
+    """Give every tree a structure with these fields made otherwise."""
+    right = DraftTree.structure.func  # type: ignore[attr-defined]
+    changed = property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
+    patch.setattr(DraftTree, "structure", changed)
+
+
 def seeing_all_earlier_nodes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftTree, "ancestors", property(lambda tree: np.tri(tree.nodes, dtype=bool)))
+    structures(patch, ancestors=lambda tree: np.tri(tree.nodes, dtype=bool))
 
 
 def seeing_no_ancestors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftTree, "ancestors", property(lambda tree: np.eye(tree.nodes, dtype=bool)))
+    structures(patch, ancestors=lambda tree: np.eye(tree.nodes, dtype=bool))
 
 
 def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftTree, "depths", property(lambda tree: np.zeros(tree.nodes, np.int64)))
+    structures(patch, depths=lambda tree: np.zeros(tree.nodes, np.int64))
 
 
 def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:

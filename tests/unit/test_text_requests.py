@@ -36,9 +36,9 @@ def test_tokens_stand_at_the_end_of_the_prefix_and_the_rest_is_padding(tmp_path:
     short, full = images
     assert short.inputs["token_ids"].tolist() == [[7, 1]]
     assert short.inputs["token_mask"].tolist() == [[1, 1]]
-    assert short.real.tolist() == [False] * 4 + [True] * 2
+    assert short.real[0].tolist() == [False] * 4 + [True] * 2
     assert full.inputs["token_ids"].tolist() == [ids["full"]]
-    assert full.real.all()
+    assert full.real[0].all()
     assert all(array.dtype == np.int64 for array in short.inputs.values())
 
 

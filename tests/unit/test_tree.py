@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lantern_rt.errors import TreeError
-from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree, ancestor_mask
+from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
 from lantern_rt.runtime.tree_names import PUBLISHED, named_tree
 
 DATA = Path(__file__).parent.parent / "data"
@@ -55,12 +55,12 @@ def test_a_published_tree_has_its_nodes_masks_depths_and_leaves(published: str) 
     assert [list(path) for path in shape.paths] == golden["paths"]
     verify = golden["verify"]
     tree = DraftTree(np.arange(shape.nodes), shape.parents)
-    np.testing.assert_array_equal(tree.ancestors, np.array(verify["tree_mask"], bool))
-    assert tree.depths.tolist() == verify["tree_position_ids"]
+    np.testing.assert_array_equal(tree.structure.ancestors, np.array(verify["tree_mask"], bool))
+    assert tree.structure.depths.tolist() == verify["tree_position_ids"]
     leaves = [[node for node in row if node >= 0] for row in verify["retrieve_indices"]]
-    assert sorted(leaves) == sorted(tree.path_to(n) for n in range(tree.nodes) if not tree.children[n])
+    assert sorted(leaves) == sorted(tree.path_to(n) for n in range(tree.nodes) if not tree.structure.children[n])
     ordered = DraftTree(np.arange(shape.nodes), shape.parents, leaf_order=[path[-1] for path in leaves])
-    assert ordered.children == tree.children, "leaf order and node order try siblings alike"
+    assert ordered.structure.children == tree.structure.children, "leaf order and node order try siblings alike"
 
 
 @pytest.mark.parametrize("published", OUR_NAMES)
@@ -82,7 +82,7 @@ def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) 
     levels = [level for level in shape.levels if len(level)]
     assert len(levels) - 1 == len(draft["tree_indices"])
     drafted: list[int] = []
-    mask = ancestor_mask(shape.parents)
+    mask = DraftTree(np.zeros(shape.nodes, np.int64), shape.parents).structure.ancestors
     for above, level, indices, sees in zip(levels, levels[1:], draft["tree_indices"], draft["attn_mask"], strict=False):
         slots = {int(node): slot for slot, node in enumerate(above)}
         ranks = [shape.paths[node - 1][-1] for node in level]
@@ -156,23 +156,23 @@ def test_the_ancestor_mask_holds_exactly_the_path_to_every_node(parents: np.ndar
     tree = DraftTree(np.arange(len(parents)), parents)
     for node in range(tree.nodes):
         path = tree.path_to(node)
-        assert np.flatnonzero(tree.ancestors[node]).tolist() == sorted(path)
-        assert tree.depths[node] == len(path) - 1
-        assert all(parents[child] == node for child in tree.children[node])
-    assert sum(map(len, tree.children)) == tree.nodes - 1
+        assert np.flatnonzero(tree.structure.ancestors[node]).tolist() == sorted(path)
+        assert tree.structure.depths[node] == len(path) - 1
+        assert all(parents[child] == node for child in tree.structure.children[node])
+    assert sum(map(len, tree.structure.children)) == tree.nodes - 1
 
 
 @given(parent_lists(), st.randoms(use_true_random=False))
 def test_leaf_ranks_are_those_of_the_first_leaf_below_and_order_siblings(parents: np.ndarray, random: Any) -> None:
     plain = DraftTree(np.arange(len(parents)), parents)
-    leaves = [node for node in range(plain.nodes) if not plain.children[node]]
+    leaves = [node for node in range(plain.nodes) if not plain.structure.children[node]]
     random.shuffle(leaves)
     tree = DraftTree(np.arange(len(parents)), parents, leaf_order=leaves)
     for node in range(tree.nodes):
         below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
-        assert tree.leaf_rank[node] == min(below)
-        assert sorted(tree.children[node]) == plain.children[node]
-        ranks = [int(tree.leaf_rank[child]) for child in tree.children[node]]
+        assert tree.structure.leaf_rank[node] == min(below)
+        assert sorted(tree.structure.children[node]) == plain.structure.children[node]
+        ranks = [int(tree.structure.leaf_rank[child]) for child in tree.structure.children[node]]
         assert ranks == sorted(ranks)
 
 
@@ -183,8 +183,8 @@ def test_names_give_chains_dynamic_trees_and_defaults() -> None:
     chain = named_tree("chain-3")
     assert isinstance(chain, StaticTree)
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
-    assert named_tree("dynamic-20-4-3") == DynamicTree(20, 4, 3, "dynamic-20-4-3")
-    assert named_tree("dynamic-40") == DynamicTree(40, 5, 10, "dynamic-40")
+    assert named_tree("dynamic-20-4-3") == DynamicTree(20, 4, 3)
+    assert named_tree("dynamic-40") == DynamicTree(40, 5, 10)
 
 
 @pytest.mark.parametrize("name", ["", "oak", "chain", "chain-0", "chain--1", "dynamic", "dynamic-1", "dynamic-9-9"])
@@ -199,7 +199,7 @@ def test_a_json_file_holds_a_list_of_paths_or_an_object_with_one(tmp_path: Path)
     oak, elm = named_tree(str(tmp_path / "oak.json")), named_tree(str(tmp_path / "elm.json"))
     assert isinstance(oak, StaticTree)
     assert isinstance(elm, StaticTree)
-    assert (oak.paths, oak.name) == (((0,), (1,), (0, 0)), "oak")
+    assert oak.paths == ((0,), (1,), (0, 0))
     assert elm.paths == ((0,), (1,))
 
 
