@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import computed, deferred, transposed
-from ..models.decoder import Attention, Decoder, DeepHead, FeedForward, Layer, LayerStack
+from ..models.decoder import Attention, Decoder, DeepHead, FeedForward, Layer, LayerStack, RMSNorm
 from .onnx_ops import Ops
 
 
@@ -75,8 +75,8 @@ def write_layers(ops: Ops, stack: LayerStack, x: str) -> str:
 
 def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None = None) -> str:
     """A norm of a decoder, or `x` itself where the module is none."""
-    if isinstance(norm, nn.RMSNorm):
-        return write_rms_norm(ops, x, prefix, norm.weight, cast(float, norm.eps), name)
+    if isinstance(norm, RMSNorm):
+        return write_rms_norm(ops, x, prefix, norm.weight, norm.eps, name)
     return x if name is None else ops.op("Identity", x, name=name)
 
 

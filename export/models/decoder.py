@@ -87,8 +87,19 @@ def rotate(x: Tensor, rope: Tensor, rope_style: str = "interleaved") -> Tensor:
     if rope_style == "half":
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    even, odd = x.view(*x.shape[:-1], -1, 2).unbind(-1)
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    even, odd = x.view(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).view(x.shape)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), scaled."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 class HeadNorm(nn.Module):
@@ -121,7 +132,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values: each `[rows, nodes, heads or num_kv_heads, head_dim]`."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        query, key, value = self.qkv(x).view(*x.shape[:2], -1, self.head_dim).split(heads, 2)
+        query, key, value = self.qkv(x).view(*x.shape[:2], sum(heads), self.head_dim).split(heads, 2)
         if self.normed:
             query, key = self.query_norm(query), self.key_norm(key)
         return rotate(query, rope, self.rope_style), rotate(key, rope, self.rope_style), value
@@ -178,9 +189,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, input_norm: bool) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps) if input_norm else nn.Identity()
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.ffn = FeedForward(config)
 
     def forward(
@@ -237,7 +248,7 @@ class Decoder(LayerStack):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
         self.head: nn.Linear | DeepHead = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
             self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
