@@ -1,4 +1,4 @@
-"""Reading checkpoint files safely: fields, and tensors only, no code, every weight finite, every weight used.
+"""Reading checkpoint files safely: fields and tensors only, no code, every weight finite.
 
 Files are mapped, not copied: a weight is in memory only while it is read, in the type it is stored in.
 """
@@ -10,7 +10,7 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import CheckpointError
 
 Weights = dict[str, Tensor]
 
 _WRAPPERS = ("model", "module", "state_dict")
-_SHOWN = 6  # names listed in a message before the rest is counted
+SHOWN = 6  # names listed in a message before the rest is counted
 
 
 @dataclass(frozen=True)
@@ -128,33 +128,11 @@ def read_weights(path: Path) -> Weights:
     return weights
 
 
-def load_strict(module: nn.Module, weights: Weights, place: Path, shown: Callable[[str], str] = str) -> None:
-    """Give a module the tensors themselves, in their type; `shown`: what the files call a weight, for messages.
-
-    Every weight of the module must be given with its shape, and nothing else. Raises: CheckpointError.
-    """
-    wanted = module.state_dict()
-    missing, unexpected = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
-    problems = [
-        f"{word}: {listing([shown(name) for name in names])}"
-        for word, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    problems += [
-        f"{shown(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
-        for name, value in wanted.items()
-        if name in weights and weights[name].shape != value.shape
-    ][:_SHOWN]
-    if problems:
-        raise CheckpointError(f"{place}: the weights do not fit the model; {'; '.join(problems)}")
-    module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
-
-
 def listing(names: Collection[str]) -> str:
     """Names in order, the first six of them in full."""
     ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more
+    more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
+    return ", ".join(ordered[:SHOWN]) + more
 
 
 def _read_torch(path: Path) -> Any:

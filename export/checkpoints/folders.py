@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from torch import nn
 
 from ...errors import CheckpointError
-from .files import Weights, listing, load_strict, read_config, read_weights
+from .files import SHOWN, Weights, listing, read_config, read_weights
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -77,9 +77,26 @@ class Checkpoint:
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
         return Checkpoint(self.place, weights, prefix=prefix)
 
-    def load_into(self, module: nn.Module) -> None:
-        """Give a module all weights, see `load_strict`. Raises: CheckpointError."""
-        load_strict(module, self.weights, self.place, self.shown)
+    def load_strict(self, module: nn.Module) -> None:
+        """Give a module the tensors themselves, in their type: every weight with its shape, and nothing else.
+
+        Raises: CheckpointError that lists what is missing, unexpected or of another shape.
+        """
+        wanted, weights = module.state_dict(), self.weights
+        missing, unexpected = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
+        problems = [
+            f"{word}: {listing([self.shown(name) for name in names])}"
+            for word, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
+        problems += [
+            f"{self.shown(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
+            for name, value in wanted.items()
+            if name in weights and weights[name].shape != value.shape
+        ][:SHOWN]
+        if problems:
+            raise self.error(f"the weights do not fit the model; {'; '.join(problems)}")
+        module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
 
 
 def read_checkpoint(
@@ -112,7 +129,12 @@ def read_checkpoint(
         part = {key: weight for key, weight in read_weights(place / name).items() if keep(key)}
         if index:
             named = {key for key in shards[name] if keep(key)}
-            _compare(place / name, named - part.keys() - set(optional), part.keys() - named)
+            found = (("missing", named - part.keys() - set(optional)), ("unexpected", part.keys() - named))
+            if problems := [f"{word}: {listing(names)}" for word, names in found if names]:
+                raise CheckpointError(
+                    f"{place / name}: does not hold what the index says; {'; '.join(problems)}; "
+                    "download the folder again"
+                )
         if twice := sorted(part.keys() & weights):
             raise CheckpointError(
                 f"{place}: weight {twice[0]} is in {name} and in a file before it, expected it once; "
@@ -142,14 +164,6 @@ def read_index(path: Path) -> dict[str, list[str]]:
             raise config.error(f"weight {weight} is in {name!r}, expected the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards
-
-
-def _compare(path: Path, missing: Collection[str], unexpected: Collection[str]) -> None:
-    found = (("missing", missing), ("unexpected", unexpected))
-    if problems := [f"{word}: {listing(names)}" for word, names in found if names]:
-        raise CheckpointError(
-            f"{path}: does not hold what the index says; {'; '.join(problems)}; download the folder again"
-        )
 
 
 def _translate(name: str, names: Mapping[str, str]) -> str:

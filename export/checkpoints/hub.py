@@ -66,9 +66,8 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
         return Fetched(Path(place), None)
     by_hand = _by_hand(reference, side_files)
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise EngineError(
-            f"{place}: fetching needs huggingface_hub; run `pip install 'lantern-rt[export]'`, or {by_hand}"
-        )
+        cure = f"run `pip install 'lantern-rt[export]'`, or {by_hand}"
+        raise EngineError(f"{place}: fetching needs huggingface_hub; {cure}")
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -81,9 +80,8 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
         name = reference.file or side_files[0]  # what an earlier call left; whether it is whole is seen when it is read
         cached = try_to_load_from_cache(reference.repository, name, revision=reference.revision)
         if not isinstance(cached, str):
-            raise CheckpointError(
-                f"{place}: the hub cannot be reached ({brief(error)}); try again, or {by_hand}"
-            ) from error
+            reason = f"the hub cannot be reached ({brief(error)}); try again, or {by_hand}"
+            raise CheckpointError(f"{place}: {reason}") from error
         folder = _snapshot(cached, name)
     return Fetched(folder / (reference.file or ""), f"{reference.shown}@{folder.name}")
 

@@ -104,7 +104,7 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
         decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid))
     embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.weights["head.weight"] = _rows(checkpoint.weights["head.weight"], codes)
-    checkpoint.load_into(decoder)
+    checkpoint.load_strict(decoder)
     sources = [*checkpoint.sources("target"), ("target_config", path)]
     named_tokens = {name: config.get("vocabulary_map")[name] for name in _PROMPT_TOKENS}
     return Chameleon(decoder, embeddings, layout, codes, sources, named_tokens)

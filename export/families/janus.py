@@ -63,7 +63,7 @@ def read_janus(target: Path) -> Model:
         decoder = Decoder(decoder_config(checkpoint, text, codes, pixels // patch, head_hidden=hidden))
     code_embeddings = _fold_codes(checkpoint.weights.pop("codes"), aligner)
     text_embeddings = checkpoint.weights.pop("embed.weight")
-    checkpoint.load_into(decoder)
+    checkpoint.load_strict(decoder)
     tokenizer = find_tokenizer(target)
     return image_model(
         family="janus",

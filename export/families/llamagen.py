@@ -192,7 +192,7 @@ def read_transformer(
     with without_weights():
         decoder = Decoder(sizes)
     code_embeddings = weights.pop("codes").float()
-    checkpoint.load_into(decoder)
+    checkpoint.load_strict(decoder)
     sources = checkpoint.sources("target") + ([] if config is None else [("config", config)])
     return LlamaGen(decoder, code_embeddings, condition, sources)
 

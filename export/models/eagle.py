@@ -101,7 +101,7 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
         head = nn.Linear(own.hidden_size, own.vocab_size, bias=False)
         drafter = EagleDrafter(own, head, "fc.bias" in weights, tokens)
     weights["head.weight"] = target.head.weight
-    checkpoint.load_into(drafter)
+    checkpoint.load_strict(drafter)
     return Drafting(drafter, [*checkpoint.sources("drafter"), ("drafter_config", path)])
 
 

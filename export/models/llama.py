@@ -43,9 +43,10 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
     checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
     for i in range(checkpoint.count("layers.")):
         parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]
-        shapes = [checkpoint.shape(name) for name in parts]
-        if len({width for _, width in shapes}) > 1:
-            raise checkpoint.error(f"projections of {checkpoint.shown(f'layers.{i}')} have shapes {shapes}")
+        query, key, value = (checkpoint.shape(name) for name in parts)
+        if query[0] != query[1] or key != value or query[1] != key[1]:
+            shown = checkpoint.shown(f"layers.{i}.attention.qkv.weight")
+            raise checkpoint.error(f"{shown} have shapes {query}, {key}, {value}, expected a square and two alike")
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
 
 

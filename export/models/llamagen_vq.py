@@ -232,7 +232,7 @@ def load_vq(checkpoint: Checkpoint, unit_decoding: bool = True, unit_encoding: b
         vq = LlamaGenVQ(config)
     checkpoint.rename({"codebook": CODEBOOK})
     checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}  # it is small
-    checkpoint.load_into(vq)
+    checkpoint.load_strict(vq)
     return vq
 
 

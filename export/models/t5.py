@@ -82,7 +82,7 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
         raise config.error(f"expected the configuration of a T5, found {brief(error)}") from error
-    weights.load_into(encoder)
+    weights.load_strict(encoder)
     return encoder, [*checkpoint.sources("text_encoder"), ("text_encoder_config", path)]
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lantern_rt.cli.memory import PeakMemory, anonymous_memory
 from lantern_rt.export.checkpoints.deferred import computed, deferred, joined, transposed, without_weights
-from lantern_rt.export.checkpoints.files import load_strict, read_weights
+from lantern_rt.export.checkpoints.files import read_weights
+from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.graph.graphs import Case, Graph, plan_graph, target_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -66,7 +67,7 @@ def test_a_module_is_filled_with_the_tensors_themselves() -> None:
     with without_weights():
         module = nn.Linear(3, 2)
     weights = {"weight": torch.ones(2, 3, dtype=torch.bfloat16), "bias": torch.zeros(2)}
-    load_strict(module, weights, Path("file.pt"))
+    Checkpoint(Path("file.pt"), weights).load_strict(module)
     assert module.weight.data_ptr() == weights["weight"].data_ptr()
     assert module.weight.dtype is torch.bfloat16
     assert not module.weight.requires_grad
