@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
+from onnx import numpy_helper
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.parity import Sessions
 
 Arrays = dict[str, NDArray[Any]]
+PLAIN, GUIDED = 1e-4, 3e-4
 DATA = Path(__file__).parent.parent / "data"
 
 
@@ -35,6 +38,18 @@ def own_only(mask: NDArray[Any]) -> NDArray[np.bool_]:
     """Visibility of a left-padded prefix `[rows, prefix, prefix]`: padded rows see themselves only."""
     prefix = mask.shape[1]
     return (np.tril(np.ones((prefix, prefix), bool)) & (mask[:, None] > 0)) | np.eye(prefix, dtype=bool)
+
+
+def close(found: np.ndarray, expected: np.ndarray, tolerance: float = PLAIN) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance, strict=True)
+
+
+def rotary_table(path: Path) -> np.ndarray:
+    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
+    cos, sin = weights["rotary.cos"], weights["rotary.sin"]
+    np.testing.assert_array_equal(cos[:, ::2], cos[:, 1::2])
+    np.testing.assert_array_equal(sin[:, ::2], -sin[:, 1::2])
+    return np.stack([cos[:, ::2], sin[:, 1::2]], -1)
 
 
 class Run:

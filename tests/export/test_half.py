@@ -72,14 +72,6 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
         write_graph(in_half(target_graph(decoder, torch.randn(40, 64))), tmp_path)
 
 
-def test_the_command_line_exports_it(tmp_path: Path) -> None:
-    places = ["--target", DATA / "lantern-llamagen-hf/c2i", "--vq", DATA / "llamagen-vq/vq_tiny.pt"]
-    arguments = ["export", *places, "--output", tmp_path / "bundle", "--compute", "float16"]
-    assert run_program([str(argument) for argument in arguments]) == 0
-    target = open_bundle(tmp_path / "bundle").manifest.target
-    assert (target.dtype, target.precision) == ("float16", "fp16")
-
-
 @pytest.mark.parametrize("method", ["ar", "lantern", "sjd"])
 def test_a_bundle_of_float16_says_so_and_draws(t2i_half_bundle: Path, method: str) -> None:
     bundle = open_bundle(t2i_half_bundle)

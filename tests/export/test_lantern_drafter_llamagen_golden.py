@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llamagen_golden import Arrays, Run, condition, golden, manifest
-from test_llamagen_golden import close, rotary_table
+from llamagen_golden import Arrays, Run, close, condition, golden, manifest, rotary_table
 
 
 @pytest.fixture(scope="module")

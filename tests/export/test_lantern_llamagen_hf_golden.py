@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llamagen_golden import Arrays, Run, condition, golden, guide, manifest
-from test_llamagen_golden import GUIDED, close, rotary_table
+from llamagen_golden import GUIDED, Arrays, Run, close, condition, golden, guide, manifest, rotary_table
 
 INPUTS = {"c2i": {"class_ids": "class_ids"}, "t2i": {"caption_embeds": "caption_emb", "caption_mask": "emb_mask"}}
 SCALE = 4.0

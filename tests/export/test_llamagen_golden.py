@@ -5,10 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from llamagen_golden import Arrays, Target, condition, golden, greedy, guide
-from onnx import numpy_helper
-
-PLAIN, GUIDED = 1e-4, 3e-4
+from llamagen_golden import GUIDED, Arrays, Target, close, condition, golden, greedy, guide, rotary_table
 
 
 class Family:
@@ -38,10 +35,6 @@ def family(request: pytest.FixtureRequest) -> Family:
     inputs = {"c2i": {"class_ids": "class_ids"}, "t2i": {"caption_embeds": "caption_emb", "caption_mask": "emb_mask"}}
     bundle = request.getfixturevalue(f"{request.param}_bundle")
     return Family(bundle, f"llamagen-{request.param}", inputs[request.param])
-
-
-def close(found: np.ndarray, expected: np.ndarray, tolerance: float = PLAIN) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance, strict=True)
 
 
 def test_teacher_forced_logits_and_hidden_states_are_reproduced(family: Family) -> None:
@@ -102,14 +95,6 @@ def test_the_rotary_table_is_in_the_graph_and_ends_in_zeros(family: Family) -> N
     close(found[: len(expected)], expected, 1e-6)
     assert len(found) >= len(expected) + 10
     assert not found[len(expected) :].any()
-
-
-def rotary_table(path: Path) -> np.ndarray:
-    weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(path).graph.initializer}
-    cos, sin = weights["rotary.cos"], weights["rotary.sin"]
-    np.testing.assert_array_equal(cos[:, ::2], cos[:, 1::2])
-    np.testing.assert_array_equal(sin[:, ::2], -sin[:, 1::2])
-    return np.stack([cos[:, ::2], sin[:, 1::2]], -1)
 
 
 def test_graphs_say_what_they_take_and_give(t2i_drafter_bundle: Path) -> None:

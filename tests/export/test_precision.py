@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from test_streaming import stored
+from small_models import stored
 
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, ParityError, RequestError

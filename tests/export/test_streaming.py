@@ -10,15 +10,16 @@ import onnx
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_models import stored
 from torch import Tensor, nn
 
 from lantern_rt.cli.memory import PeakMemory, anonymous_memory
 from lantern_rt.export.checkpoints.deferred import computed, deferred, joined, transposed, without_weights
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.graph.graphs import Case, Graph, plan_graph, target_graph, write_graph
+from lantern_rt.export.graph.graphs import Case, Graph, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.parity import Sessions, check_parity, computing
 
 MEGABYTE = 1 << 20
@@ -71,30 +72,6 @@ def test_a_module_is_filled_with_the_tensors_themselves() -> None:
     assert module.weight.data_ptr() == weights["weight"].data_ptr()
     assert module.weight.dtype is torch.bfloat16
     assert not module.weight.requires_grad
-
-
-CONFIG = DecoderConfig(
-    hidden_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    intermediate_size=96,
-    vocab_size=40,
-    grid=3,
-    prefix=2,
-    spare_positions=8,
-)
-
-
-def stored(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
-    """A target whose weights lie in another type, as a checkpoint's may."""
-    torch.manual_seed(0)
-    decoder = Decoder(config).eval()
-    for part in decoder.modules():
-        for name, value in part._parameters.items():
-            if value is not None:
-                part._parameters[name] = nn.Parameter(value.detach().to(dtype), requires_grad=False)
-    return target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

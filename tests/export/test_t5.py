@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from small_models import save_t5
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.graph.conditions import CaptionCondition, text_condition
@@ -21,28 +22,6 @@ from lantern_rt.export.models.t5 import read_t5
 from lantern_rt.export.parity import Sessions, check_parity
 
 transformers = pytest.importorskip("transformers")
-SIZES = {
-    "vocab_size": 50,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 40,
-    "num_layers": 2,
-    "num_heads": 3,
-    "feed_forward_proj": "gated-gelu",
-}
-
-
-def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
-    """A random encoder (or a whole T5) saved by `transformers`; returns the encoder."""
-    torch.manual_seed(0)
-    config = transformers.T5Config(**(SIZES | sizes))
-    kind = transformers.T5ForConditionalGeneration if whole else transformers.T5EncoderModel
-    model = kind(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():  # the initial values leave scores and norms all alike
-            weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.4 * torch.randn_like(weight))
-    model.save_pretrained(folder)
-    return transformers.T5EncoderModel.from_pretrained(folder).eval()
 
 
 def caption(prefix: int, caption_dim: int, width: int = 16) -> CaptionCondition:

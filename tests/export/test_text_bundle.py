@@ -13,7 +13,7 @@ import pytest
 import torch
 from llamagen_golden import DATA, manifest
 from safetensors.torch import load_file, save_file
-from test_t5 import save_t5
+from small_models import save_t5
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program

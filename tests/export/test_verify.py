@@ -160,8 +160,10 @@ def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> No
 def test_an_export_says_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = C2I.with_name("config.json")
     arguments = ["export", "--target", C2I, "--vq", VQ, "--config", config, "--output", tmp_path / "b"]
-    code, out, err = program(capsys, *arguments, "--precision", "fp16")
+    code, out, err = program(capsys, *arguments, "--compute", "float16")
     assert code == 0
+    target = open_bundle(tmp_path / "b").manifest.target
+    assert (target.dtype, target.precision) == ("float16", "fp16")
     assert out.strip() == str(tmp_path / "b")
     assert "writing target.onnx" in err
     assert "GB of memory besides mapped files" in err
