@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..checks import brief
 from ..errors import ParityError
 from .checkpoints.deferred import computed, deferred
-from .checkpoints.files import brief
 from .graph.graphs import Arrays, Graph
 from .graph.precision import fake_quantize
 from .graph.weight_file import GraphFile

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...checks import brief
 from ...errors import CheckpointError
 
 Weights = dict[str, Tensor]
@@ -95,11 +96,6 @@ def read_config(path: Path) -> Config:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found a {type(values).__name__}")
     return Config(path, values)
-
-
-def brief(error: Exception) -> str:
-    """An error's first words in one line."""
-    return " ".join((str(error) or type(error).__name__).split())[:100]
 
 
 def read_weights(path: Path) -> Weights:

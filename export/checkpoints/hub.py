@@ -14,8 +14,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from ...checks import brief
 from ...errors import CheckpointError, EngineError, LanternError
-from .files import brief, listing
+from .files import listing
 from .folders import INDEX, SINGLE, choose_files, read_index
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"

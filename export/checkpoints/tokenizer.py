@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from ...errors import CheckpointError, EngineError
-from .files import brief
+from tokenizers import Tokenizer
+
+from ...checks import brief
+from ...errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
 _CURE = "give the model's own tokenizer"
@@ -21,16 +22,11 @@ def find_tokenizer(folder: Path) -> Path:
     return path
 
 
-def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None) -> Any:
+def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None) -> Tokenizer:
     """The tokenizer of a model that embeds `rows` token ids, some of them under the names `named`.
 
-    Raises: CheckpointError if it cannot be read, gives ids that the model does not embed, or other ids than `named`;
-    EngineError if tokenizers is not installed.
+    Raises: CheckpointError if it cannot be read, gives ids that the model does not embed, or other ids than `named`.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise EngineError(f"{path}: needs tokenizers; run `pip install 'lantern-rt[export]'`") from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
         tokens = tokenizer.get_vocab(with_added_tokens=True)

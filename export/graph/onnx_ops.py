@@ -14,7 +14,14 @@ from torch import Tensor
 from ..checkpoints.deferred import transposed
 
 OPSET, IR_VERSION = 20, 10
-_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int64": TensorProto.INT64}
+TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.INT8,
+    "int4": TensorProto.INT4,
+    "int64": TensorProto.INT64,
+    "bool": TensorProto.BOOL,
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Value:
 
     def proto(self) -> onnx.ValueInfoProto:
         """The same in ONNX."""
-        return helper.make_tensor_value_info(self.name, _TYPES[self.dtype], list(self.axes))
+        return helper.make_tensor_value_info(self.name, TYPES[self.dtype], list(self.axes))
 
 
 @dataclass

@@ -21,19 +21,12 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from ..checkpoints.deferred import computed
+from .onnx_ops import TYPES
 from .precision import Rule, Storage, block_size, iter_chunks, quantise, resolve_dtype, storage
 
 BLOCK_OPSET = 21  # the first with scales for blocks, and with 4-bit integers
 _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
 _ALIGNMENT = 4096
-_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "int8": TensorProto.INT8,
-    "int4": TensorProto.INT4,
-    "int64": TensorProto.INT64,
-    "bool": TensorProto.BOOL,
-}
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ class GraphFile:
     def _write_weight(self, name: str, file: BinaryIO | None, written: Callable[[int], None]) -> None:
         scales: list[bytes] = []  # of integers, filled in while those are written
         for part, chunks in zip(self.parts(name), (self._chunks(name, scales), scales), strict=False):
-            proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=_TYPES[part.kind])
+            proto = self.model.graph.initializer.add(name=part.name, dims=part.shape, data_type=TYPES[part.kind])
             if file is None or part.bytes <= _EXTERNAL_ABOVE:
                 proto.raw_data = b"".join(chunks)
                 written(part.bytes)

@@ -17,18 +17,17 @@ import torch.nn.functional as F
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from ...checks import brief
 from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, brief
+from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint, read_checkpoint
 
 CODEBOOK = "quantize.embedding.weight"
 _GROUPS, _EPS = 32, 1e-6
 _VQGAN_NAMES = (  # of taming-transformers, and LlamaGen's
-    (r"\.down\.(\d+)\.block\.", r".conv_blocks.\1.res."),
-    (r"\.down\.(\d+)\.", r".conv_blocks.\1."),
-    (r"\.up\.(\d+)\.block\.", r".conv_blocks.\1.res."),
-    (r"\.up\.(\d+)\.", r".conv_blocks.\1."),
+    (r"\.(?:down|up)\.(\d+)\.block\.", r".conv_blocks.\1.res."),
+    (r"\.(?:down|up)\.(\d+)\.", r".conv_blocks.\1."),
     (r"\.mid\.block_1\.", ".mid.0."),
     (r"\.mid\.attn_1\.", ".mid.1."),
     (r"\.mid\.block_2\.", ".mid.2."),

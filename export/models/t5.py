@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError, EngineError
+from ...checks import brief, require_library
+from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import brief, listing, read_config
+from ..checkpoints.files import listing, read_config
 from ..checkpoints.folders import read_checkpoint
 from ..checkpoints.tokenizer import TOKENIZER, read_tokenizer
 from ..graph.decoder_graph import write_rms_norm
@@ -67,10 +68,9 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
         )
     if buckets % 4 or distance <= buckets // 4:
         raise config.error(f"{buckets} buckets for distances to {distance}, expected a multiple of 4, and more")
-    try:
-        from transformers import T5Config, T5EncoderModel
-    except ImportError as error:
-        raise EngineError(f"{folder}: needs transformers; run `pip install 'lantern-rt[export]'`") from error
+    require_library("transformers", str(folder), "export")
+    from transformers import T5Config, T5EncoderModel
+
     checkpoint = read_checkpoint(folder, lambda name: not name.startswith(("decoder.", "lm_head.")), (_SECOND,))
     weights, shared = checkpoint.take("encoder."), checkpoint.weights.pop("shared.weight", None)
     if shared is not None and not torch.equal(weights.weights.setdefault("embed_tokens.weight", shared), shared):
