@@ -1,40 +1,59 @@
-"""Building engines: a bundle and options in, a folder with `engine.json` out.
+"""Building engines: a bundle and options in, a folder with `engine.json` out, whole or not at all.
 
-The folder appears whole or not at all. Does not know what a backend does with a graph, nor how progress is
-shown.
+`estimate` and `plan_build` say beforehand how much memory the engines will take, and what shapes they are made for.
+Weights are counted in the graphs; keys and values follow from the sizes in `bundle.json`; activations are an estimate:
+the tensors that a pass cannot do without, not what a library's allocator makes of them.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ..bundle.files import Bundle
+from ..bundle.onnx_scan import float_weights
+from ..errors import BundleError
 from ..output.folders import check_new_folder, folder_or_nothing
-from .contracts import Backend, Progress, find_backend
+from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
-from .estimates import Estimate, estimate
 from .host import processor
-from .profiles import BuildOptions, Profile, profiles
+from .loader import find_backend
+from .profiles import BuildOptions, Profile, largest_past, profiles
+
+FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 
 
 @dataclass(frozen=True)
-class BuildPlan:
-    """What a build will do: memory that the result will take, and the shapes it is made for, by role."""
+class Estimate:
+    """Bytes that one graph takes. `cache` is for `max_rows` full rows, `activations` for the largest pass."""
 
-    estimates: list[Estimate]
-    profiles: dict[str, tuple[Profile, ...]]
+    role: str
+    weights: int
+    cache: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.weights + self.cache + self.activations
 
 
-def plan_build(bundle: Bundle, options: BuildOptions) -> BuildPlan:
-    """Check the options and work out shapes and memory; builds nothing, needs no backend's library."""
+def estimate(bundle: Bundle, options: BuildOptions) -> list[Estimate]:
+    """An estimate for every graph of the bundle. Raises: BundleError if a graph cannot be read."""
+    roles = ("target", "drafter", "condition", "vq_decoder")
+    return [_estimate(bundle, role, options) for role in roles if role in bundle.manifest.files]
+
+
+def plan_build(bundle: Bundle, options: BuildOptions) -> dict[str, tuple[Profile, ...]]:
+    """Check the options and work out the shapes of every graph, by role; needs no backend's library.
+
+    Raises: RequestError.
+    """
     backend = find_backend(options.backend)
     backend.check_options(options)
-    return BuildPlan(
-        estimate(bundle, options), {role: _profiles(bundle, backend, role, options) for role in backend.roles}
-    )
+    return {role: profiles(bundle.manifest, role, options) if backend.shaped else () for role in backend.roles}
 
 
 def build_engines(
@@ -42,13 +61,13 @@ def build_engines(
 ) -> EngineManifest:
     """Build every graph that the backend takes and write the folder; returns what `engine.json` says.
 
-    bundle_name: what the user calls the bundle, for the command that builds again. EngineError if the backend is
-    not installed or does not take a graph, RequestError on options, OutputError if `output` cannot be written.
+    bundle_name: what the user calls the bundle, for the command that builds again.
+
+    Raises: EngineError if the backend is not installed or does not take a graph, RequestError on options, OutputError
+    if `output` cannot be written.
     """
-    backend = find_backend(options.backend)
-    backend.check_options(options)
-    version = backend.version()
-    capabilities = backend.compute_capabilities(options)
+    shapes, backend = plan_build(bundle, options), find_backend(options.backend)
+    version, capabilities = backend.version(), backend.compute_capabilities(options)
     check_new_folder(output, force, ENGINE_FILE, KIND)
     began = time.perf_counter()
     with folder_or_nothing(output, force, ENGINE_FILE, KIND) as folder:
@@ -56,15 +75,16 @@ def build_engines(
         for role in backend.roles:
             if role not in bundle.manifest.files:
                 continue
-            shapes = _profiles(bundle, backend, role, options)
-            built = backend.build(bundle, role, shapes, options, folder, say)
+            start = time.perf_counter()
+            built = backend.build(bundle, role, shapes[role], options, folder, say)
+            seconds = time.perf_counter() - start
             sources = {
                 name: entry.sha256
                 for name, entry in bundle.manifest.files.items()
                 if name == role or name.startswith(f"{role}.")
             }
-            files = tuple(PlanFile.of(path) for path in built.files)
-            graphs[role] = BuiltGraph(onnx_sha256=sources, files=files, profiles=shapes, seconds=built.seconds)
+            files = tuple(PlanFile.of(path) for path in built)
+            graphs[role] = BuiltGraph(onnx_sha256=sources, files=files, profiles=shapes[role], seconds=seconds)
         manifest = EngineManifest(
             format_version=FORMAT_VERSION,
             backend=backend.name,
@@ -87,30 +107,39 @@ def build_engines(
     return manifest
 
 
-def _profiles(bundle: Bundle, backend: Backend, role: str, options: BuildOptions) -> tuple[Profile, ...]:
-    return profiles(bundle.manifest, role, options) if backend.shaped else ()
-
-
 def _settings(options: BuildOptions) -> dict[str, str]:
-    """The options that differ from a builder's own defaults, as text."""
-    names = ("max_rows", "max_nodes", "max_past", "optimization_level", "workspace", "timing_cache")
-    flags = ("hardware_compatible", "weight_streaming", "refit")
-    values = {name: getattr(options, name) for name in (*names, *flags)}
+    """What a builder is told beyond its own defaults, as text."""
+    elsewhere = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json
+    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in elsewhere}
     return {name: str(value) for name, value in values.items() if value is not None and value is not False}
 
 
 def _command(bundle_name: str, options: BuildOptions) -> tuple[str, ...]:
     """The command line that asks for these options; defaults are left out."""
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", options.backend]
-    plain = BuildOptions(options.backend)
-    for name in ("provider", "max_rows", "max_nodes", "max_past", "optimization_level", "timing_cache"):
-        if (value := getattr(options, name)) != getattr(plain, name):
-            command += [f"--{name.replace('_', '-')}", str(value)]
-    if options.workspace is not None:
-        command += ["--workspace", str(options.workspace >> 20)]
-    for capability in options.compute_capabilities:
-        command += ["--compute-capability", capability]
-    for name in ("hardware_compatible", "weight_streaming", "refit"):
-        if getattr(options, name):
-            command.append(f"--{name.replace('_', '-')}")
+    for flag, value in options.given().items():
+        if flag == "--workspace":
+            value >>= 20  # the command line counts in MiB
+        values = value if isinstance(value, tuple) else (value,)
+        command += [flag] if value is True else [word for one in values for word in (flag, str(one))]
     return tuple(command)
+
+
+def _estimate(bundle: Bundle, role: str, options: BuildOptions) -> Estimate:
+    manifest, path = bundle.manifest, bundle.path(role)
+    size = 2 if manifest.target.dtype == "float16" else 4  # bytes of a number
+    try:
+        weights = size * float_weights(path)
+    except (ValueError, OSError) as error:
+        found = getattr(error, "strerror", None) or error
+        raise BundleError(f"{path}: expected an ONNX graph, found {found}") from error
+    spec = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
+    if spec is None:
+        return Estimate(role, weights)
+    past, nodes = largest_past(manifest, options), options.max_rows * options.max_nodes
+    cache = 2 * spec.num_layers * past * options.max_rows * spec.num_kv_heads * spec.head_dim * size
+    logits = nodes * spec.vocab_size * 4  # float32
+    heads = spec.hidden_size // spec.head_dim
+    scores = nodes * (past + options.max_nodes) * (2 * heads + 1) * size  # the mask, two copies of one layer's scores
+    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * size  # of one layer: states, gates and projections
+    return Estimate(role, weights, cache, logits + scores + states)

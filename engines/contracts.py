@@ -1,52 +1,52 @@
-"""What a backend is, and the backends by name.
-
-A backend turns a bundle's graphs into files that one library runs fast (`build`), says whether this host can
-run such files (`check_host`), and makes them callable (`open`). The decode loop sees none of it: it gets
-engines of `runtime/engine.py`.
-
-Does not know any backend's library; a backend's module is imported when it is first asked for.
-"""
+"""The types that engines and backends share: a graph's tensors and calls, and what users may say about running it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from ..bundle.files import Bundle
-from ..bundle.manifest import DecoderSpec, DrafterSpec
+import numpy as np
+from numpy.typing import NDArray
+
 from ..checks import whole
-from ..errors import RequestError
-from ..runtime.engine import Engine, Floats
-from .ort.session import Array, Tensor, ThreadOptions
+from ..errors import EngineError, RequestError
+from .host import usable_cores
 
-if TYPE_CHECKING:
-    from .engine_folder import EngineFolder, EngineManifest
-    from .profiles import BuildOptions, Profile
-
+Array = NDArray[Any]
+DTypes = Mapping[str, type[np.generic]]  # of a graph's tensors, by name
 # What is being done, and how far it has come: steps done, steps in all.
 Progress = Callable[[str, int, int], None]
+# A graph that is one call: inputs by name to the outputs, in the order in which they were declared.
+Function = Callable[[Mapping[str, Array]], list[Array]]
 
 
-class Function(Protocol):
-    """A graph that is one call: the condition graph, the image decoder."""
+@dataclass(frozen=True)
+class Tensor:
+    """What a graph's input or output must be. `None` is a size that differs from pass to pass."""
 
-    def run(self, feeds: Mapping[str, Array]) -> Sequence[Array]:
-        """The outputs, in the order in which they were declared."""
-        ...
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.dtypes)} [{', '.join('any' if n is None else str(n) for n in self.shape)}]"
 
 
-class Graphs(Protocol):
-    """A bundle's graphs, made runnable."""
+@dataclass(frozen=True)
+class ThreadOptions:
+    """Threads of one graph.
 
-    def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        """The target (with its table of code embeddings) or the drafter (without) as an engine."""
-        ...
+    `intra_op`: threads that share one operator, by default the physical cores this process may use.
+    `spinning`: whether idle threads wait busily; faster on a quiet machine, ruinous on a shared one.
+    """
 
-    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
-        """Another graph, checked to have these inputs and outputs."""
-        ...
+    intra_op: int = field(default_factory=usable_cores)
+    spinning: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.intra_op <= 1024:
+            raise EngineError(f"threads: found {self.intra_op}, expected 1 .. 1024")
 
 
 @dataclass(frozen=True)
@@ -68,65 +68,3 @@ class PlanOptions:
             raise RequestError(
                 "weight-budget: found with cuda-graphs, but a pass that streams weights is no CUDA graph; leave one out"
             )
-
-
-@dataclass(frozen=True)
-class Built:
-    """Files written for one graph, the one to load first, and the seconds it took."""
-
-    files: tuple[Path, ...]
-    seconds: float
-
-
-class Backend(Protocol):
-    """One library that runs graphs."""
-
-    name: str
-    roles: tuple[str, ...]  # the graphs it builds; ONNX Runtime runs the others from the bundle
-    shaped: bool  # whether engines are made for ranges of shapes
-
-    def version(self) -> str:
-        """The installed library's version; EngineError with the command that installs it."""
-        ...
-
-    def check_options(self, options: BuildOptions) -> None:
-        """Raise RequestError on an option that this backend does not have or take."""
-        ...
-
-    def build(
-        self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
-    ) -> Built:
-        """Write what runs the graph of a role into `folder`."""
-        ...
-
-    def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
-        """The GPUs that engines built with these options run on; none for CPU engines."""
-        ...
-
-    def driver(self) -> str | None:
-        """The version of the device driver here, None without one."""
-        ...
-
-    def check_host(self, manifest: EngineManifest, where: str, rebuild: str) -> None:
-        """Raise EngineError if engines with this record do not run on this host."""
-        ...
-
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> Graphs:
-        """The built graphs, and the bundle's own for roles that were not built."""
-        ...
-
-
-BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
-
-
-def find_backend(name: str) -> Backend:
-    """The backend of a name; RequestError if there is none. Its library need not be installed."""
-    if name == "onnxruntime":
-        from .ort.backend import OrtBackend
-
-        return OrtBackend()
-    if name in BACKENDS:
-        from .trt.backend import TensorRTBackend
-
-        return TensorRTBackend(name)
-    raise RequestError(f"backend: found {name!r}, expected one of {', '.join(BACKENDS)}")

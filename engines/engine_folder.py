@@ -3,8 +3,6 @@
 Engines are code for one version of one library on one kind of processor. `engine.json` records what they were
 built from, by and for; everything that can be compared is compared first, and a mismatch names what was found,
 what was expected, and the command that builds again.
-
-Does not know what the files hold, nor how they are loaded.
 """
 
 from __future__ import annotations
@@ -96,30 +94,29 @@ class EngineFolder:
         """The command that builds these engines again."""
         return shlex.join([*self.manifest.command, "--output", str(self.folder), "--force"])
 
+    def other(self, found: str, expected: str, path: Path | None = None) -> EngineError:
+        """The error for engines that are others than expected."""
+        return EngineError(f"{path or self.folder}: found {found}, expected {expected}; rebuild with `{self.rebuild}`")
+
     def replaced(self) -> frozenset[str]:
         """Roles of the bundle's files that are not read because an engine stands for them."""
         return frozenset(role for graph in self.manifest.graphs.values() for role in graph.onnx_sha256)
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Raise EngineError unless these engines were built from this very bundle."""
+        """Raises: EngineError unless these engines were built from this very bundle."""
         manifest = self.manifest
         if manifest.bundle_sha256 != bundle.digest:
-            raise EngineError(
-                f"{self.folder}: found engines of bundle {manifest.bundle} {manifest.bundle_sha256[:12]}..., "
-                f"expected {bundle.manifest.name} {bundle.digest[:12]}...; rebuild with `{self.rebuild}`"
-            )
+            found = f"engines of bundle {manifest.bundle} {manifest.bundle_sha256[:12]}..."
+            raise self.other(found, f"{bundle.manifest.name} {bundle.digest[:12]}...")
         for name, graph in manifest.graphs.items():
             for role, sha256 in graph.onnx_sha256.items():
                 entry = bundle.manifest.files.get(role)
                 if entry is None or entry.sha256 != sha256:
-                    found = "none" if entry is None else f"{entry.sha256[:12]}..."
-                    raise EngineError(
-                        f"{self.folder}: engine `{name}` was built from {role} {sha256[:12]}..., the bundle has "
-                        f"{found}; rebuild with `{self.rebuild}`"
-                    )
+                    expected = "none in the bundle" if entry is None else f"{entry.sha256[:12]}..., the bundle's"
+                    raise self.other(f"engine `{name}` built from {role} {sha256[:12]}...", expected)
 
     def check_files(self) -> None:
-        """Raise EngineError on a file that is missing or is not the one that was built. Reads every file."""
+        """Reads every file. Raises: EngineError on one that is missing or is not the one that was built."""
         entries = [entry for graph in self.manifest.graphs.values() for entry in graph.files]
         with ThreadPoolExecutor(max_workers=4) as pool:  # hashing lets other threads run
             list(pool.map(self._check_file, sorted(entries, key=lambda entry: -entry.bytes)))
@@ -132,15 +129,13 @@ class EngineFolder:
         path = self.folder / entry.path
         try:
             if not path.is_file() or path.is_symlink():
-                raise EngineError(f"{path}: found no file, expected an engine; rebuild with `{self.rebuild}`")
+                raise self.other("no file", "an engine", path)
             found = _hash(path)
         except OSError as error:
             raise EngineError(f"{path}: cannot be read ({error.strerror or error})") from error
         if found != entry.blake2b:
-            raise EngineError(
-                f"{path}: found hash {found[:12]}..., expected {entry.blake2b[:12]}...; engines are code and an "
-                f"altered one is not run, rebuild with `{self.rebuild}`"
-            )
+            expected = f"{entry.blake2b[:12]}...; engines are code and an altered one is not run"
+            raise self.other(f"hash {found[:12]}...", expected, path)
 
 
 def _hash(path: Path) -> str:
@@ -157,21 +152,23 @@ def is_engine_folder(path: str | Path) -> bool:
 
 
 def open_engine_folder(path: str | Path) -> EngineFolder:
-    """Read and check `engine.json`. The files themselves are checked against bundle and host when loaded."""
+    """Read and check `engine.json`. The files themselves are checked against bundle and host when loaded.
+
+    Raises: EngineError.
+    """
     file = Path(path) / ENGINE_FILE
     try:
         with file.open("rb") as stream:
             text = stream.read(_LIMIT + 1)
+        if len(text) > _LIMIT:
+            raise EngineError(f"{file}: found more than {_LIMIT:,} bytes, expected a short JSON text")
+        data = json.loads(text)
     except FileNotFoundError as error:
         raise EngineError(
             f"{path}: no {ENGINE_FILE} in it; an engine folder is written by `lantern-rt build-engine`"
         ) from error
-    except (OSError, ValueError) as error:
-        raise EngineError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if len(text) > _LIMIT:
-        raise EngineError(f"{file}: found more than {_LIMIT:,} bytes, expected a short JSON text")
-    try:
-        data = json.loads(text)
+    except OSError as error:
+        raise EngineError(f"{file}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise EngineError(f"{file}: expected JSON, found {error}; build the engines again") from error
     version = data.get("format_version") if isinstance(data, dict) else None

@@ -1,6 +1,6 @@
 """What this host offers a backend: cores, memory, installed runtimes, and what will be used.
 
-Does not load graphs. Importing it imports no backend; `host_report` does, to ask for its providers.
+Importing it imports no backend; `host_report` does, to ask for its providers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 _CPU = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
 # Instruction sets that decide which kernels and layouts ONNX Runtime uses.
@@ -31,8 +30,8 @@ class HostReport:
     logical_cores: int
     usable_cores: int
     cpu_quota: float | None
-    memory_bytes: int | None
-    available_bytes: int | None
+    memory_bytes: int
+    available_bytes: int
     choice: str
     problems: tuple[str, ...]
 
@@ -46,29 +45,27 @@ class HostReport:
             ("providers", ", ".join(self.providers) or "none"),
             ("cores", f"{self.usable_cores} physical usable of {self.logical_cores} logical"),
             ("cpu quota", "none" if self.cpu_quota is None else f"{self.cpu_quota:g} cores"),
-            ("memory", f"{_gib(self.available_bytes)} available of {_gib(self.memory_bytes)}"),
+            ("memory", f"{self.available_bytes / 2**30:.1f} GiB available of {self.memory_bytes / 2**30:.1f} GiB"),
             ("will use", self.choice),
             *(("problem", problem) for problem in self.problems),
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same, ready for JSON."""
+        """Every finding, ready for JSON."""
         return asdict(self)
 
 
 def host_report() -> HostReport:
     """Look at this host. Never fails: what cannot be found out is a problem line or None."""
+    import psutil  # type: ignore[import-untyped]
+
     distributions = installed_runtimes()
     providers, problems = _providers()
     if len(distributions) > 1:
         problems.insert(0, conflict_line(distributions))
-    cores, quota, logical = usable_cores(), cpu_quota(), _logical_cores()
-    total, available = _memory()
-    if "CPUExecutionProvider" in providers:
-        limit = "the CPU quota" if quota is not None and quota < logical else "the physical cores of this process"
-        choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit}), not spinning"
-    else:
-        choice = "nothing: no backend is usable"
+    cores, quota, logical, memory = usable_cores(), cpu_quota(), len(_affinity()), psutil.virtual_memory()
+    limit = "the CPU quota" if quota is not None and quota < logical else "the physical cores of this process"
+    choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit}), not spinning"
     return HostReport(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
@@ -77,9 +74,9 @@ def host_report() -> HostReport:
         logical_cores=logical,
         usable_cores=cores,
         cpu_quota=quota,
-        memory_bytes=total,
-        available_bytes=available,
-        choice=choice,
+        memory_bytes=memory.total,
+        available_bytes=memory.available,
+        choice=choice if "CPUExecutionProvider" in providers else "nothing: no backend is usable",
         problems=tuple(problems),
     )
 
@@ -87,7 +84,7 @@ def host_report() -> HostReport:
 def installed_runtimes() -> dict[str, str]:
     """Installed ONNX Runtime distributions and their versions."""
     found = {}
-    for name in _DISTRIBUTIONS:
+    for name in ("onnxruntime", "onnxruntime-gpu"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -97,29 +94,23 @@ def installed_runtimes() -> dict[str, str]:
 
 def conflict_line(distributions: Iterable[str]) -> str:
     """What two ONNX Runtime distributions in one environment mean, and the cure."""
-    names = " and ".join(distributions)
     return (
-        f"{names} are both installed and overwrite each other's files, expected one; "
+        f"{' and '.join(distributions)} are both installed and overwrite each other's files, expected one; "
         f"run `pip uninstall -y {' '.join(distributions)}`, then install the one you need"
     )
 
 
 def processor() -> str:
     """This processor's family and the instruction sets that graphs are rewritten for, such as `x86_64 avx avx2`."""
-    flags: set[str] = set()
-    for line in (_read(Path("/proc/cpuinfo")) or "").splitlines():
-        name, _, rest = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            flags.update(rest.split())
-            break
+    lines = (line.partition(":") for line in _read(Path("/proc/cpuinfo")).splitlines())
+    flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), [])
     return " ".join([platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags)])
 
 
 def usable_cores() -> int:
     """Physical cores this process may use: its affinity, counted once per core, and its CPU quota."""
-    cores = _physical(_affinity())
-    quota = cpu_quota()
-    return max(1, cores if quota is None else min(cores, int(quota)))
+    siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in _affinity()}
+    return max(1, min(len(siblings), int(cpu_quota() or len(siblings))))
 
 
 def cpu_quota() -> float | None:
@@ -129,25 +120,16 @@ def cpu_quota() -> float | None:
 
 
 def _affinity() -> set[int]:
+    """Logical cores of this process; all where the system has no affinity."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
-def _logical_cores() -> int:
-    return len(_affinity())
-
-
-def _physical(cpus: set[int]) -> int:
-    """How many physical cores these logical ones are; every one counts where that is unknown."""
-    siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in cpus}
-    return max(1, len(siblings))
-
-
 def _cgroups() -> list[Path]:
     """Folders of this process's control groups and their parents (version 2, then 1)."""
     folders = [_CGROUP, _CGROUP / "cpu"]
-    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         root = _CGROUP if not controllers else _CGROUP / "cpu" if "cpu" in controllers.split(",") else None
         parts = [part for part in path.split("/") if part not in ("", "..")]
@@ -157,10 +139,9 @@ def _cgroups() -> list[Path]:
 
 
 def _quota(folder: Path) -> float | None:
-    limit, _, period = (_read(folder / "cpu.max") or "").partition(" ")
+    limit, _, period = _read(folder / "cpu.max").partition(" ")
     if not period:
-        limit = _read(folder / "cpu.cfs_quota_us") or ""
-        period = _read(folder / "cpu.cfs_period_us") or ""
+        limit, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
     try:
         share = int(limit) / int(period)
     except (ValueError, ZeroDivisionError):
@@ -168,17 +149,8 @@ def _quota(folder: Path) -> float | None:
     return share if share > 0 else None
 
 
-def _memory() -> tuple[int | None, int | None]:
-    """Bytes of memory: all, and available."""
-    found = {}
-    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            found[name] = int(rest.split()[0]) * 1024
-    return found.get("MemTotal"), found.get("MemAvailable")
-
-
 def _providers() -> tuple[list[str], list[str]]:
+    """ONNX Runtime's execution providers, and what is wrong with it."""
     try:
         import onnxruntime  # type: ignore[import-untyped]
     except ImportError as error:
@@ -191,12 +163,9 @@ def _providers() -> tuple[list[str], list[str]]:
         ]
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
+    """A small file's text, empty where there is none."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+        return ""

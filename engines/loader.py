@@ -1,8 +1,4 @@
-"""The graphs of a bundle, loaded: target and drafter as engines, condition and VQ decoder as functions.
-
-The target and the condition graph are loaded at once, the drafter and the VQ decoder when first asked for:
-decoding without a drafter never pays for one. Does not know decoding.
-"""
+"""The graphs of a bundle, loaded: target and drafter as engines, condition and VQ decoder as functions."""
 
 from __future__ import annotations
 
@@ -13,20 +9,35 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..errors import EngineError
+from ..errors import RequestError
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Function, Graphs, PlanOptions, find_backend
+from .contracts import Array, Function, PlanOptions, Tensor, ThreadOptions
 from .engine_folder import EngineFolder
-from .ort.backend import OrtGraphs, refuse_plan_options
-from .ort.session import Array, Tensor, ThreadOptions
+from .ort.backend import OrtBackend, OrtGraphs, refuse_plan_options
+from .trt.backend import TensorRTBackend
+
+BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
+    "onnxruntime": OrtBackend,
+    "tensorrt": TensorRTBackend,
+    "tensorrt-rtx": TensorRTBackend,
+}
+
+
+def find_backend(name: str) -> OrtBackend | TensorRTBackend:
+    """The backend of a name; its library need not be installed. Raises: RequestError if there is none."""
+    if name not in BACKENDS:
+        raise RequestError(f"backend: found {name!r}, expected one of {', '.join(BACKENDS)}")
+    return BACKENDS[name](name)
 
 
 class Engines:
     """Everything a bundle can run, from its own graphs or from an engine folder built of it.
 
-    Attributes may be used from several threads. EngineError if the folder's engines are of another bundle,
-    version or host, or altered, or if what they run in does not take the options; all of that is checked before
-    anything is loaded.
+    The target and the condition graph are loaded at once, the drafter and the VQ decoder when first asked for:
+    decoding without a drafter never pays for one. Attributes may be used from several threads.
+
+    Raises: EngineError if the folder's engines are of another bundle, version or host, or altered, or if what they run
+    in does not take the options; all of that is checked before anything is loaded.
     """
 
     def __init__(
@@ -59,8 +70,8 @@ class Engines:
             return self._drafter
 
     def condition(self, inputs: Mapping[str, Array]) -> tuple[Floats, Floats]:
-        """Prefix rows `prefix_embeds` and `uncond_embeds`, float32 `[rows, length, width]`, each of its own length."""
-        prefix, uncond = self._condition.run(inputs)
+        """Prefix rows `prefix_embeds` and `uncond_embeds`, float32 `[rows, length, hidden_size]`, lengths their own."""
+        prefix, uncond = self._condition(inputs)
         return prefix, uncond
 
     def vq_decoder(self, codes: Ints) -> Floats:
@@ -71,7 +82,7 @@ class Engines:
                 codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
                 images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
                 self._vq_decoder = self._graphs.function("vq_decoder", [codes_in], [images])
-        (decoded,) = self._vq_decoder.run({"codes": np.ascontiguousarray(codes, np.int64)})
+        (decoded,) = self._vq_decoder({"codes": np.ascontiguousarray(codes, np.int64)})
         return decoded
 
     def load_all(self) -> None:
@@ -80,41 +91,30 @@ class Engines:
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
 
 
-def load_engines(
-    bundle: Bundle,
-    threads: ThreadOptions | None = None,
-    provider: str = "cpu",
-    folder: EngineFolder | None = None,
-    options: PlanOptions | None = None,
-) -> Engines:
-    """Load a bundle's target and condition graph now, and the rest when it is needed."""
-    return Engines(bundle, threads, provider, folder, options)
+load_engines = Engines
 
 
 def _backend_name(provider: str, folder: EngineFolder | None, options: PlanOptions) -> str:
     """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx-cuda-graphs`."""
     if folder is None:
         return f"onnxruntime-{provider}"
-    parts = [folder.manifest.backend, folder.manifest.provider]
-    parts += ["cuda-graphs" if options.cuda_graphs else None]
-    parts += [None if options.weight_budget is None else f"budget-{options.weight_budget}"]
-    return "-".join(part for part in parts if part)
+    budget = None if options.weight_budget is None else f"budget-{options.weight_budget}"
+    graphs = "cuda-graphs" if options.cuda_graphs else None
+    return "-".join(part for part in (folder.manifest.backend, folder.manifest.provider, graphs, budget) if part)
 
 
 def _open_graphs(
     bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None, options: PlanOptions
-) -> Graphs:
+) -> OrtGraphs:
     if folder is None:
         refuse_plan_options(options, provider)
-        return OrtGraphs(lambda role: (bundle.path(role), False), threads, provider)
-    backend = find_backend(folder.manifest.backend)
+        return OrtGraphs(bundle, None, threads, provider)
+    backend, manifest = find_backend(folder.manifest.backend), folder.manifest
     folder.check_bundle(bundle)
-    if (version := backend.version()) != folder.manifest.builder_version:
-        raise EngineError(
-            f"{folder.folder}: found engines built by {folder.manifest.builder} {folder.manifest.builder_version}, "
-            f"expected {version}, the one installed; rebuild with `{folder.rebuild}`"
-        )
-    backend.check_host(folder.manifest, str(folder.folder), folder.rebuild)
+    if (version := backend.version()) != manifest.builder_version:
+        built = f"engines built by {manifest.builder} {manifest.builder_version}"
+        raise folder.other(built, f"{version}, the one installed")
+    backend.check_host(folder)
     folder.check_files()
     return backend.open(bundle, folder, threads, options)
 

@@ -1,14 +1,14 @@
 """How a build is asked for, and the shapes it is made for: prefill, plain decoding, tree verification.
 
 Backends that compile for shapes need their ranges; `profiles` derives them from the bundle and from how many
-rows, nodes and columns the user wants to serve. Does not know any backend.
+rows, nodes and columns the user wants to serve.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -62,11 +62,19 @@ class BuildOptions:
             if value is not None and not low <= value <= high:
                 raise RequestError(f"{name}: found {value}, expected {low} .. {high}")
 
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults, as the command line calls them (`--max-rows`)."""
+        found = {}
+        for field in fields(self)[1:]:
+            if (value := getattr(self, field.name)) != field.default:
+                found[f"--{field.name.replace('_', '-').replace('capabilities', 'capability')}"] = value
+        return found
+
 
 def largest_past(manifest: Manifest, options: BuildOptions) -> int:
     """Columns that a decode of one whole image needs, or as many as asked for; a multiple of the span step.
 
-    RequestError if an image does not fit what was asked for.
+    Raises: RequestError if an image does not fit what was asked for.
     """
     needed = manifest.condition.prefix + manifest.codes_per_image
     if options.max_past is not None and options.max_past < needed:
@@ -79,17 +87,16 @@ def largest_past(manifest: Manifest, options: BuildOptions) -> int:
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Profile, ...]:
     """The profiles of a graph: three for a decoder; one for the image decoder, which has rows only."""
-    rows = (1, min(2, options.max_rows), options.max_rows)
     if role not in ("target", "drafter"):
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
+    rows = (1, min(2, options.max_rows), options.max_rows)
     prefix = max(2, manifest.condition.prefix)
     largest = largest_past(manifest, options)
     if role == "drafter":  # a draft's slots are cached until it has been verified
         largest += round_up(options.max_nodes)
     past = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)
-    tree = (2, options.max_nodes, options.max_nodes)
     return (
         Profile(name="prefill", rows=rows, nodes=(2, prefix, prefix), past=(SPAN_STEP,) * 3),
         Profile(name="ar", rows=rows, nodes=(2, 2, 2), past=past),
-        Profile(name="tree", rows=rows, nodes=tree, past=past),
+        Profile(name="tree", rows=rows, nodes=(2, options.max_nodes, options.max_nodes), past=past),
     )

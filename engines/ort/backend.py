@@ -2,14 +2,11 @@
 
 ONNX Runtime rewrites a graph whenever it loads one: folds constants, fuses ops, picks layouts. Saving the result
 makes loading faster and changes nothing that is computed.
-
-Does not know the decode loop, nor what `engine.json` must say.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...bundle.files import Bundle
@@ -17,105 +14,93 @@ from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import external_locations
 from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
-from ..contracts import Built, Function, PlanOptions, Progress
-from ..engine_folder import EngineFolder, EngineManifest
+from ..contracts import Function, PlanOptions, Progress, Tensor, ThreadOptions
+from ..engine_folder import EngineFolder
 from ..host import processor
 from ..profiles import BuildOptions, Profile
-from .device import OrtDeviceEngine
-from .engine import OrtEngine
-from .session import GraphSession, Tensor, ThreadOptions, import_onnxruntime, save_optimised
+from .engine import OrtDeviceEngine, OrtEngine
+from .session import GraphSession, import_onnxruntime, save_optimised
 
 
 class OrtGraphs:
-    """Graphs in ONNX Runtime. `locate` gives a role's file, and whether it has been optimised already."""
+    """A bundle's graphs in ONNX Runtime; those that an engine folder has are loaded from there."""
 
-    def __init__(self, locate: Callable[[str], tuple[Path, bool]], threads: ThreadOptions, provider: str) -> None:
-        self._locate, self._threads, self._provider = locate, threads, provider
+    def __init__(self, bundle: Bundle, folder: EngineFolder | None, threads: ThreadOptions, provider: str) -> None:
+        self._bundle, self._folder, self._threads, self._provider = bundle, folder, threads, provider
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        """The target or the drafter as an engine."""
+        """The target (with its table of code embeddings) or the drafter (without) as an engine."""
         path, optimised = self._locate(role)
         engine = OrtDeviceEngine if self._provider == "cuda" else OrtEngine
         return engine(path, spec, code_embeddings, self._threads, self._provider, optimised)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
-        """Another graph."""
+        """Another graph (condition, image decoder), checked to have these inputs and outputs."""
         path, optimised = self._locate(role)
-        return GraphSession(path, inputs, outputs, self._threads, self._provider, optimised)
+        return GraphSession(path, inputs, outputs, self._threads, self._provider, optimised).run
+
+    def _locate(self, role: str) -> tuple[Path, bool]:
+        """The file of a role, and whether it has been optimised already."""
+        folder = self._folder
+        if folder is None or role not in folder.manifest.graphs:
+            return self._bundle.path(role), False
+        path = folder.path(role)
+        listed = {file.path for file in folder.manifest.graphs[role].files}
+        if elsewhere := sorted(external_locations(path) - listed):
+            raise folder.other(f"a graph that reads the file {elsewhere[0]!r}", "one that engine.json lists", path)
+        return path, True
 
 
 class OrtBackend:
-    """Builds and opens graphs with ONNX Runtime."""
+    """Builds and opens graphs with ONNX Runtime; shapes are free, and precision is the graph's."""
 
-    name = "onnxruntime"
-    roles: tuple[str, ...] = ("target", "drafter", "condition", "vq_decoder")
-    shaped = False
+    roles: tuple[str, ...] = ("target", "drafter", "condition", "vq_decoder")  # the graphs it builds
+    shaped = False  # whether engines are made for ranges of shapes
+
+    def __init__(self, name: str = "onnxruntime") -> None:
+        self.name = name
 
     def version(self) -> str:
-        """Of the installed onnxruntime."""
+        """The installed library's version. Raises: EngineError with the command that installs it."""
         return str(import_onnxruntime().__version__)
 
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
-        """None: a provider finds its device when it loads."""
+        """The GPUs that engines built with these options run on; none: a provider finds its device when it loads."""
         return ()
 
     def driver(self) -> str | None:
-        """None: ONNX Runtime does not say."""
+        """The version of the device driver here, for `engine.json`; None: ONNX Runtime does not say."""
         return None
 
     def check_options(self, options: BuildOptions) -> None:
-        """Shapes are free and precision is the graph's, so nothing but the provider can be chosen."""
-        given = {
-            "optimization-level": options.optimization_level is not None,
-            "workspace": options.workspace is not None,
-            "timing-cache": options.timing_cache is not None,
-            "compute-capability": bool(options.compute_capabilities),
-            "hardware-compatible": options.hardware_compatible,
-            "weight-streaming": options.weight_streaming,
-            "refit": options.refit,
-        }
-        if wrong := [name for name, is_given in given.items() if is_given]:
-            raise RequestError(f"--{wrong[0]}: goes with backend tensorrt or tensorrt-rtx, found onnxruntime")
+        """Raises: RequestError on all but the provider, and the rows, nodes and past that memory is estimated for."""
+        taken = ("--provider", "--max-rows", "--max-nodes", "--max-past")
+        if wrong := [flag for flag in options.given() if flag not in taken]:
+            raise RequestError(f"{wrong[0]}: goes with backend tensorrt or tensorrt-rtx, found {self.name}")
 
     def build(
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
-    ) -> Built:
-        """Save the optimised graph; it takes every shape, so profiles are not used."""
-        began = time.perf_counter()
+    ) -> list[Path]:
+        """Write the optimised graph of a role into `folder`; returns the files, the one to load first."""
         say(f"optimising {role}", 0, 1)
         files = save_optimised(bundle.path(role), options.provider, folder / f"{role}.onnx")
         say(f"optimising {role}", 1, 1)
-        return Built(tuple(files), time.perf_counter() - began)
+        return files
 
-    def check_host(self, manifest: EngineManifest, where: str, rebuild: str) -> None:
-        """The processor must offer what the building one did: the graph was rewritten for it."""
-        if manifest.processor != (here := processor()):
-            raise EngineError(
-                f"{where}: found engines for the processor {manifest.processor}, expected {here}; "
-                f"rebuild with `{rebuild}`"
-            )
+    def check_host(self, folder: EngineFolder) -> None:
+        """Raises: EngineError unless the processor offers what the building one did: graphs were rewritten for it."""
+        if (built_for := folder.manifest.processor) != (here := processor()):
+            raise folder.other(f"engines for the processor {built_for}", here)
 
     def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> OrtGraphs:
-        """The saved graphs."""
-        refuse_plan_options(options, folder.manifest.provider or "cpu")
-
-        def locate(role: str) -> tuple[Path, bool]:
-            if role not in folder.manifest.graphs:
-                return bundle.path(role), False
-            path = folder.path(role)
-            listed = {file.path for file in folder.manifest.graphs[role].files}
-            if other := sorted(external_locations(path) - listed):
-                raise EngineError(
-                    f"{path}: the graph reads the file {other[0]!r}, expected one that engine.json lists; "
-                    f"rebuild with `{folder.rebuild}`"
-                )
-            return path, True
-
-        return OrtGraphs(locate, threads, folder.manifest.provider or "cpu")
+        """The built graphs, and the bundle's own for roles that were not built."""
+        provider = folder.manifest.provider or "cpu"
+        refuse_plan_options(options, provider)
+        return OrtGraphs(bundle, folder, threads, provider)
 
 
 def refuse_plan_options(options: PlanOptions, provider: str) -> None:
-    """Raise EngineError on an option that only plans have."""
+    """Raises: EngineError on an option that only plans have."""
     for name, given in (("cuda-graphs", options.cuda_graphs), ("weight-budget", options.weight_budget is not None)):
         if given:
             raise EngineError(

@@ -2,16 +2,12 @@
 
 ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, node by node when it
 lacks a kernel. Here the provider asked for takes the whole graph, or loading stops and says what it left.
-
-Does not know sessions beyond what they say about themselves; imports no backend.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import EngineError
 
@@ -21,31 +17,28 @@ _COPIES = {"MemcpyToHost", "MemcpyFromHost"}
 _CPU = "CPUExecutionProvider"
 
 
-@dataclass(frozen=True)
-class Provider:
+class Provider(NamedTuple):
     """A provider: ONNX Runtime's name for it, the package that has it, and its options."""
 
     name: str
     execution_provider: str
     package: str
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str]
 
 
-PROVIDERS = {
-    provider.name: provider
-    for provider in (
-        Provider("cpu", _CPU, "onnxruntime"),
-        # Float32 stays float32: TF32 products would not be those of another number of nodes.
-        Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu", {"use_tf32": "0"}),
-        Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino"),
-        Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)"),
-        Provider("directml", "DmlExecutionProvider", "onnxruntime-directml"),
-    )
-}
+_ALL = (
+    Provider("cpu", _CPU, "onnxruntime", {}),
+    # Float32 stays float32: TF32 products would not be those of another number of nodes.
+    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu", {"use_tf32": "0"}),
+    Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino", {}),
+    Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
+    Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
+)
+PROVIDERS = {provider.name: provider for provider in _ALL}
 
 
 def find_provider(name: str, runtime: Any) -> Provider:
-    """The provider of a name, if this `runtime` (the onnxruntime module) has it."""
+    """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
     if name not in PROVIDERS:
         raise EngineError(f"provider: found {name!r}, expected one of {', '.join(PROVIDERS)}")
     provider = PROVIDERS[name]
@@ -58,18 +51,18 @@ def find_provider(name: str, runtime: Any) -> Provider:
     return provider
 
 
-def check_taken(path: Path, provider: Provider, session: Any) -> None:
-    """Raise EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
+def check_taken(where: object, provider: Provider, session: Any) -> None:
+    """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
     if provider.execution_provider not in (present := session.get_providers()):
         raise EngineError(
-            f"{path}: provider {provider.name} did not load, ONNX Runtime fell back to {', '.join(present)}; "
+            f"{where}: provider {provider.name} did not load, ONNX Runtime fell back to {', '.join(present)}; "
             f"check its driver and libraries, or ask for provider cpu"
         )
     if provider.name == "cpu":
         return
     if not hasattr(session, "get_provider_graph_assignment_info"):
         raise EngineError(
-            f"{path}: this onnxruntime cannot say which nodes provider {provider.name} takes, expected 1.24 or newer; "
+            f"{where}: this onnxruntime cannot say which nodes provider {provider.name} takes, expected 1.24 or newer; "
             f"update {provider.package}"
         )
     left = Counter(
@@ -82,6 +75,6 @@ def check_taken(path: Path, provider: Provider, session: Any) -> None:
     if left:
         ops = ", ".join(f"{count} {op}" for op, count in left.most_common(5))
         raise EngineError(
-            f"{path}: provider {provider.name} does not take {left.total()} nodes of this graph ({ops}); "
+            f"{where}: provider {provider.name} does not take {left.total()} nodes of this graph ({ops}); "
             f"ask for provider cpu, or update onnxruntime"
         )

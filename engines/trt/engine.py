@@ -3,8 +3,6 @@
 Translates passes into the shapes a plan was built for: the smallest profile that fits, and a number of nodes rounded
 up to a few fixed ones, so that shapes repeat. The nodes added see only themselves and nobody sees them. Per pass,
 embeddings, positions and masks go to the device; back come only the rows that the decode loop looks at.
-
-Does not know trees, prompts or acceptance.
 """
 
 from __future__ import annotations
@@ -19,17 +17,13 @@ import numpy as np
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...errors import EngineError
 from ...runtime.engine import Bools, Cache, Floats, Pass, PassOutput
-from ..contracts import PlanOptions
-from ..decoder_tensors import NodeInputs, check_span, decoder_tensors, kv_dtype
-from ..kv_cache import round_up
-from ..ort.session import Array, Tensor
+from ..contracts import Array, PlanOptions, Tensor
+from ..decoder_tensors import NodeInputs, decoder_tensors, kv_dtype, past_length_of
+from ..kv_cache import own_cache, round_up
 from ..profiles import Profile
-from .block_pool import BlockPool
-from .contexts import Place, Shape
-from .cuda_memory import ALIGNMENT, Allocator, Block, DeviceMemory
-from .device_cache import BlockCache, DeviceRows, Fresh
-from .plan import PLAIN, Plan
-from .plan_errors import PlanSource
+from .cuda import ALIGNMENT, Block, BlockPool, CudaMemory
+from .device_cache import BlockCache, DeviceRows, NewKV
+from .plan import PLAIN, Plan, PlanSource, Shape
 
 
 class TensorRTEngine:
@@ -43,7 +37,7 @@ class TensorRTEngine:
     def __init__(
         self,
         library: Any,
-        memory: DeviceMemory,
+        memory: CudaMemory,
         source: PlanSource,
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None = None,
@@ -52,67 +46,60 @@ class TensorRTEngine:
         self.spec, self._memory, self._source = spec, memory, source
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
         self._plan = Plan(library, memory, source, inputs, outputs, options)
-        self._blocks: Allocator = BlockPool(memory) if options.cuda_graphs else memory
+        self._blocks = BlockPool(memory) if options.cuda_graphs else None
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
-        self._fresh = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
+        self._new = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
         self._entry = spec.num_kv_heads * spec.head_dim * np.dtype(kv_dtype(source.path, self._plan.dtypes)).itemsize
         self._node_inputs = NodeInputs(code_embeddings, self._plan.dtypes)
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
-        """An empty cache on the device; EngineError if the plan was built for fewer rows or columns."""
-        most_rows, most_nodes, most_past = (
-            max(getattr(profile, name)[2] for profile in self._source.profiles) for name in ("rows", "nodes", "past")
-        )
-        if rows > most_rows:
-            raise self._too_small("rows", rows, most_rows)
-        if (sure := capacity - most_nodes - 2) > most_past:  # what comes after those is dropped before it is read
-            raise self._too_small("past", round_up(sure), most_past)
-        return BlockCache.zeros(self._memory, rows, capacity, len(self._past), self._entry, self._blocks)
+        """An empty cache on the device. Raises: EngineError if the plan was built for fewer rows or columns."""
+        if rows > self._most("rows"):
+            raise self._too_small("rows", rows)
+        # what comes after the largest pass is dropped before it is read
+        if (sure := capacity - self._most("nodes") - 2) > self._most("past"):
+            raise self._too_small("past", round_up(sure))
+        return BlockCache(self._memory, rows, capacity, len(self._past), self._entry, self._blocks)
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
-        """The longest row, rounded up; EngineError if the plan has no profile for such a pass."""
-        own = _own(cache)
-        past_length = own.past_length()
-        self._fit(len(own.lengths), nodes, past_length)
-        return past_length
+        """The longest row, rounded up. Raises: EngineError if the plan has no profile for such a pass."""
+        own = own_cache(cache, BlockCache)
+        self._fit(len(own.lengths), nodes, own.past_length())
+        return own.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
-        own = _own(cache)
-        past_length, (rows, nodes) = check_span(batch, own), batch.positions.shape
-        profile, stretched = self._fit(rows, nodes, past_length)
-        arrays = self._node_inputs(stretch(batch, stretched))
+        own, spec, dtypes = own_cache(cache, BlockCache), self.spec, self._plan.dtypes
+        past_length, (rows, nodes) = past_length_of(batch, own), batch.positions.shape
+        profile, padded = self._fit(rows, nodes, past_length)
+        arrays = self._node_inputs(pad_nodes(batch, padded))
         start = time.perf_counter()
-        shapes = self._output_shapes(rows, stretched)
+        shapes: dict[str, Shape] = {
+            "logits": (rows, padded, spec.vocab_size),
+            "hidden_states": (rows, padded, spec.hidden_size),
+            **dict.fromkeys(self._new, (padded, rows, spec.num_kv_heads, spec.head_dim)),
+        }
         sizes = {name: array.nbytes for name, array in arrays.items()}
-        sizes |= {name: math.prod(shape) * self._item(name) for name, shape in shapes.items()}
+        sizes |= {name: math.prod(shape) * np.dtype(dtypes[name]).itemsize for name, shape in shapes.items()}
         places = self._place(own, sizes)
         for name, array in arrays.items():
             self._memory.upload(places[name], array)
-        inputs: dict[str, Place] = {name: (array.shape, places[name]) for name, array in arrays.items()}
-        past = (past_length, rows, self.spec.num_kv_heads, self.spec.head_dim)
-        inputs |= {name: (past, address) for name, address in zip(self._past, own.addresses(), strict=True)}
-        self._plan.enqueue(profile, inputs, {name: (shape, places[name]) for name, shape in shapes.items()})
+        past = (past_length, rows, spec.num_kv_heads, spec.head_dim)
+        self._plan.enqueue(
+            profile,
+            {name: (array.shape, places[name]) for name, array in arrays.items()}
+            | {name: (past, address) for name, address in zip(self._past, own.addresses(), strict=True)},
+            {name: (shape, places[name]) for name, shape in shapes.items()},
+        )
         self._memory.synchronise()
         own.seconds += time.perf_counter() - start
         own.passes += 1
         logits, hidden = (
-            DeviceRows(own, places[name], self._plan.dtypes[name], (rows, nodes, shapes[name][2]), stretched)
+            DeviceRows(own, places[name], dtypes[name], (rows, nodes, shapes[name][2]), padded)
             for name in ("logits", "hidden_states")
         )
-        first, second = (places[name] for name in self._fresh[:2])
-        return PassOutput(logits, hidden, Fresh(first, second - first, rows, own.passes))
-
-    def _output_shapes(self, rows: int, nodes: int) -> dict[str, Shape]:
-        spec = self.spec
-        shapes: dict[str, Shape] = {
-            "logits": (rows, nodes, spec.vocab_size),
-            "hidden_states": (rows, nodes, spec.hidden_size),
-        }
-        return shapes | dict.fromkeys(self._fresh, (nodes, rows, spec.num_kv_heads, spec.head_dim))
-
-    def _item(self, name: str) -> int:
-        return np.dtype(self._plan.dtypes[name]).itemsize
+        first, second = (places[name] for name in self._new[:2])
+        return PassOutput(logits, hidden, NewKV(first, second - first, own.passes))
 
     def _place(self, cache: BlockCache, sizes: Mapping[str, int]) -> dict[str, int]:
         """Addresses one after the other in the cache's scratch memory."""
@@ -123,24 +110,24 @@ class TensorRTEngine:
         return {name: start + offset for name, offset in offsets.items()}
 
     def _fit(self, rows: int, nodes: int, past_length: int) -> tuple[int, int]:
-        """The smallest profile for a pass, by number, and the nodes to run; EngineError if there is none."""
-        profiles = self._source.profiles
-        found = smallest_profile(profiles, rows, nodes, past_length)
+        """The smallest profile for a pass, by number, and the nodes to run. Raises: EngineError if there is none."""
+        found = smallest_profile(self._source.profiles, rows, nodes, past_length)
         if found is not None:
-            return found, bucket(nodes, profiles[found])
+            return found, bucket(nodes, self._source.profiles[found])
         for name, wanted in (("rows", rows), ("nodes", nodes), ("past", past_length)):
-            if wanted > (most := max(getattr(profile, name)[2] for profile in profiles)):
-                raise self._too_small(name, wanted, most)
+            if wanted > self._most(name):
+                raise self._too_small(name, wanted)
         # each fits some profile, but no profile all: many nodes come with a short past only
-        most = max(profile.nodes[2] for profile in profiles if profile.past[2] >= past_length)
-        raise self._too_small("nodes", nodes, most)
+        raise self._too_small("nodes", nodes, past_length)
 
-    def _too_small(self, name: str, wanted: int, most: int) -> EngineError:
+    def _most(self, name: str, past_length: int = 0) -> int:
+        """The largest size of any profile that takes such a past."""
+        return max(int(getattr(one, name)[2]) for one in self._source.profiles if one.past[2] >= past_length)
+
+    def _too_small(self, name: str, wanted: int, past_length: int = 0) -> EngineError:
         what = {"rows": "rows", "nodes": "nodes in one pass", "past": "past columns"}[name]
-        return EngineError(
-            f"{self._source.path}: found {wanted} {what}, expected at most {most}, which it was built for; "
-            f"rebuild with `{self._source.rebuild} --max-{name} {wanted}`"
-        )
+        expected = f"at most {self._most(name, past_length)}, which it was built for"
+        return self._source.other(f"{wanted} {what}", expected, f" --max-{name} {wanted}")
 
 
 class TensorRTFunction:
@@ -149,7 +136,7 @@ class TensorRTFunction:
     def __init__(
         self,
         library: Any,
-        memory: DeviceMemory,
+        memory: CudaMemory,
         source: PlanSource,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
@@ -168,21 +155,19 @@ class TensorRTFunction:
         return [np.concatenate(found) for found in zip(*parts, strict=True)]
 
     def _run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        arrays = {name: np.ascontiguousarray(array, self._plan.dtypes[name]) for name, array in feeds.items()}
-        rows = len(next(iter(arrays.values())))
-        blocks = {name: Block(self._memory, array.nbytes) for name, array in arrays.items()}
-        results: dict[str, Array] = {}
-        for tensor in self._outputs:
-            shape = [rows if size is None else size for size in tensor.shape]
-            results[tensor.name] = np.empty(shape, self._plan.dtypes[tensor.name])
-            blocks[tensor.name] = Block(self._memory, results[tensor.name].nbytes)
+        dtypes, rows = self._plan.dtypes, len(next(iter(feeds.values())))
+        arrays = {name: np.ascontiguousarray(array, dtypes[name]) for name, array in feeds.items()}
+        results = {
+            tensor.name: np.empty([rows if size is None else size for size in tensor.shape], dtypes[tensor.name])
+            for tensor in self._outputs
+        }
+        blocks = {name: Block(self._memory, array.nbytes) for name, array in (arrays | results).items()}
         for name, array in arrays.items():
             self._memory.upload(blocks[name].address, array)
-        self._plan.enqueue(
-            0,
-            {name: (array.shape, blocks[name].address) for name, array in arrays.items()},
-            {name: (array.shape, blocks[name].address) for name, array in results.items()},
+        inputs, outputs = (
+            {name: (array.shape, blocks[name].address) for name, array in part.items()} for part in (arrays, results)
         )
+        self._plan.enqueue(0, inputs, outputs)
         for name, array in results.items():
             self._memory.download(array, blocks[name].address)
         self._memory.synchronise()
@@ -207,7 +192,7 @@ def bucket(nodes: int, profile: Profile) -> int:
     return min(max(1 << (nodes - 1).bit_length(), low), high)
 
 
-def stretch(batch: Pass, nodes: int) -> Pass:
+def pad_nodes(batch: Pass, nodes: int) -> Pass:
     """A pass with nodes added at the end that read zeros, see themselves only, and are seen by nobody."""
     rows, before = batch.positions.shape
     more = nodes - before
@@ -224,9 +209,3 @@ def stretch(batch: Pass, nodes: int) -> Pass:
     return Pass(
         longer(batch.positions), attention_mask, longer(batch.tokens), longer(batch.embeds), longer(batch.hidden)
     )
-
-
-def _own(cache: Cache) -> BlockCache:
-    if not isinstance(cache, BlockCache):
-        raise TypeError(f"a cache of another engine: {type(cache).__name__}")
-    return cache

@@ -2,16 +2,14 @@
 
 Neither is imported before it is asked for. The classes that TensorRT calls back into derive from the module's
 own, so they are made by functions.
-
-Does not know bundles, profiles or engines.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
 from typing import Any
 
+from ...checks import brief
 from ...errors import EngineError
 from ..contracts import Progress
 
@@ -19,39 +17,33 @@ MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
 def import_library(name: str) -> Any:
-    """The module of a backend, or EngineError with the command that installs it."""
+    """The module of a backend. Raises: EngineError with the command that installs it."""
     try:
         module = importlib.import_module(MODULES[name])
         _ = module.__version__  # any folder of that name on the path would be a module, too
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        brief = " ".join(str(error).split())[:200]
+        what = brief(error, 200)
         raise EngineError(
-            f"{MODULES[name]} cannot be imported ({brief}); install it with `pip install 'lantern-rt[{name}]'`"
+            f"{MODULES[name]} cannot be imported ({what}); install it with `pip install 'lantern-rt[{name}]'`"
         ) from error
     return module
 
 
-@dataclass
-class Messages:
-    """What a library said during one build, kept instead of printed; errors explain a failure."""
-
-    errors: list[str] = field(default_factory=list)
-
-    def brief(self) -> str:
-        """The first error on one line; later ones usually follow from it."""
-        return " ".join(self.errors[0].split())[:300] if self.errors else "no reason given"
-
-
-def make_logger(library: Any, messages: Messages) -> Any:
-    """A logger that keeps errors and prints nothing."""
+def make_logger(library: Any, errors: list[str]) -> Any:
+    """A logger that prints nothing and appends to `errors`, which explain a failure."""
     bad = (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR)
 
     class Logger(library.ILogger):  # type: ignore[misc]
         def log(self, severity: Any, message: str) -> None:
             if severity in bad:
-                messages.errors.append(message)
+                errors.append(message)
 
     return Logger()
+
+
+def first(errors: list[str]) -> str:
+    """The first error on one line; later ones usually follow from it."""
+    return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
 
 def make_monitor(library: Any, what: str, say: Progress) -> Any:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.files import open_bundle
-from ..engines.build import BuildPlan, build_engines, plan_build
+from ..bundle.files import Bundle, open_bundle
+from ..engines.build import build_engines, estimate, plan_build
 from ..engines.profiles import BuildOptions
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, progress, say
@@ -77,7 +77,7 @@ def build_engine(
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
             "half the memory")  # fmt: skip
     if dry_run:
-        _print_plan(plan_build(opened, options), options, json)
+        _print_plan(opened, options, json)
         return
     if output is None:
         raise RequestError("found no --output, expected a folder to write the engines to (or --dry-run)")
@@ -91,19 +91,20 @@ def build_engine(
     print(output)
 
 
-def _print_plan(plan: BuildPlan, options: BuildOptions, as_json: bool) -> None:
-    total = sum(part.total for part in plan.estimates)
+def _print_plan(bundle: Bundle, options: BuildOptions, as_json: bool) -> None:
+    plan, estimates = plan_build(bundle, options), estimate(bundle, options)
+    total = sum(part.total for part in estimates)
     if as_json:
-        profiles = {role: [shape.model_dump() for shape in shapes] for role, shapes in plan.profiles.items()}
-        print_json({"estimates": [asdict(part) for part in plan.estimates], "total": total, "profiles": profiles})
+        profiles = {role: [shape.model_dump() for shape in shapes] for role, shapes in plan.items()}
+        print_json({"estimates": [asdict(part) for part in estimates], "total": total, "profiles": profiles})
         return
     memory: dict[str, str] = {}
-    for part in plan.estimates:
+    for part in estimates:
         sizes = {"weights": part.weights, "keys and values": part.cache, "activations": part.activations}
         memory[part.role] = ", ".join(f"{name} {_mib(size)}" for name, size in sizes.items() if size)
     section = f"memory for {options.max_rows} rows and {options.max_nodes} nodes, estimated"
     facts: Facts = {section: {**memory, "total": _mib(total)}}
-    for role, shapes in plan.profiles.items():
+    for role, shapes in plan.items():
         ranges = f"profiles of {role} (smallest/tuned for/largest)"
         facts[ranges] = {shape.name: profile_line(shape) for shape in shapes}
     print_facts({section: values for section, values in facts.items() if values})

@@ -1,16 +1,16 @@
 """The most memory this process held at once, page cache aside.
 
-Read from Linux's `/proc/self/status` by a thread: `RssAnon` is what the process itself allocated and touched,
-without files that are mapped, which the system takes back whenever it likes. Does not know what the work is.
+Looked at by a thread: what the process itself allocated and touched, without files that are mapped, which the system
+takes back whenever it likes. On Linux only: elsewhere the system does not tell them apart.
 """
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from types import TracebackType
 
-_STATUS = Path("/proc/self/status")
+import psutil  # type: ignore[import-untyped]
+
 _SECONDS = 0.01  # between looks
 
 
@@ -39,8 +39,5 @@ class PeakMemory:
 
 def anonymous_memory() -> int | None:
     """Bytes of memory in use, files aside; None where the system does not tell."""
-    try:
-        lines = _STATUS.read_text("ascii").splitlines()
-    except (OSError, ValueError):
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), None)
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - memory.shared) if psutil.LINUX else None

@@ -16,16 +16,15 @@ from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.contracts import PlanOptions
-from lantern_rt.engines.ort.device import OrtDeviceEngine
-from lantern_rt.engines.ort.engine import OrtEngine
-from lantern_rt.engines.ort.session import ThreadOptions, save_optimised
+from lantern_rt.engines.contracts import PlanOptions, ThreadOptions
+from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
+from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt.backend import TensorRTBackend
-from lantern_rt.engines.trt.cuda_memory import DeviceMemory, open_gpu
+from lantern_rt.engines.trt.cuda import open_gpu
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.library import import_library
-from lantern_rt.engines.trt.plan_errors import PlanSource
+from lantern_rt.engines.trt.plan import PlanSource
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
@@ -57,12 +56,6 @@ PROFILES = (
     Profile(name="ar", rows=(1, 2, 16), nodes=(2, 2, 2), past=(64, 64, 64)),
     Profile(name="tree", rows=(1, 2, 16), nodes=(2, 12, 12), past=(64, 64, 64)),
 )
-
-
-class HostDeviceEngine(OrtDeviceEngine):
-    """The engine that keeps everything on a device, with the host's memory as the device."""
-
-    device = "cpu"
 
 
 class SmallModel:
@@ -97,7 +90,7 @@ class SmallModel:
             paths[role] = self.folder / f"{role}.onnx"
             if optimised:
                 paths[role] = save_optimised(paths[role], "cpu", self.folder / f"{role}.optimised.onnx")[0]
-        kinds = {"onnxruntime, device": HostDeviceEngine, "onnxruntime, cuda": OrtDeviceEngine}
+        kinds = {"onnxruntime, device": OrtDeviceEngine, "onnxruntime, cuda": OrtDeviceEngine}
         engine, provider = kinds.get(backend, OrtEngine), "cuda" if backend == "onnxruntime, cuda" else "cpu"
         target = engine(paths["target"], self.target_spec, self.table, ONE, provider, optimised)
         drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
@@ -115,7 +108,7 @@ class SmallModel:
         drafter = engine("drafter", self.drafter_spec, None)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
-    def _host(self, name: str) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
+    def _host(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
         memory = HostMemory()
         return (
             HostLibrary(memory, records=name == "tensorrt-rtx"),
@@ -123,13 +116,13 @@ class SmallModel:
             lambda role: write_plan(self.folder / f"{role}.onnx", PROFILES, self.folder / f"{role}.plan"),
         )
 
-    def _gpu(self, name: str) -> tuple[Any, DeviceMemory, Callable[[str], Path]]:
+    def _gpu(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
         bundle: Any = SimpleNamespace(path=lambda role: self.folder / f"{role}.onnx")
 
         def build(role: str) -> Path:
             options = BuildOptions(name, max_rows=16)
             backend = TensorRTBackend(name)
-            return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None).files[0]
+            return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None)[0]
 
         return import_library(name), open_gpu(), build
 

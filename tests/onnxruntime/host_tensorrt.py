@@ -22,8 +22,7 @@ import numpy as np
 import onnxruntime
 
 from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.trt.backend import ranges
-from lantern_rt.engines.trt.cuda_memory import ALIGNMENT
+from lantern_rt.engines.trt.cuda import ALIGNMENT
 from lantern_rt.errors import EngineError
 
 Array = np.ndarray[Any, Any]
@@ -130,15 +129,24 @@ class HostMemory:
         raise AssertionError(f"{size} bytes at {address:#x}: outside of what is allocated")
 
 
-class _Members(Enum):
+class _Mode(Enum):
     INPUT = 1
     OUTPUT = 2
-    FLOAT = 3
-    HALF = 4
-    INT64 = 5
-    USER_MANAGED = 6
-    DISABLED = 7
-    WHOLE_GRAPH_CAPTURE = 8
+
+
+class _Type(Enum):
+    FLOAT = 1
+    HALF = 2
+    INT64 = 3
+
+
+class _Allocation(Enum):
+    USER_MANAGED = 1
+
+
+class _GraphStrategy(Enum):
+    DISABLED = 1
+    WHOLE_GRAPH_CAPTURE = 2
 
 
 class _Logger:
@@ -148,7 +156,7 @@ class _Logger:
 class _Config:
     """What TensorRT-RTX makes contexts with."""
 
-    cuda_graph_strategy = _Members.DISABLED
+    cuda_graph_strategy = _GraphStrategy.DISABLED
     allocation: Enum | None = None
 
     def set_execution_context_allocation_strategy(self, strategy: Enum) -> None:
@@ -178,9 +186,14 @@ class _Context:
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         assert self.profile >= 0
         assert name in self.engine.inputs
-        low, _, high = ranges(name, self.engine.get_tensor_shape(name), self.engine.profiles[self.profile])
-        if len(shape) != len(low) or not all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
-            return self.engine.complain(f"{name}: {shape} does not satisfy {low} .. {high}")
+        profile = self.engine.profiles[self.profile]
+        rows, nodes, past = ((one[0], one[2]) for one in (profile.rows, profile.nodes, profile.past))
+        columns = past[0] + nodes[0], past[1] + nodes[1]
+        sizes = {"nodes": nodes, "past": past, "columns": columns, "past + nodes": columns}
+        axes = self.engine.inputs[name].shape
+        bounds = [(axis, axis) if isinstance(axis, int) else sizes.get(axis, rows) for axis in axes]
+        if len(shape) != len(axes) or not all(low <= n <= high for n, (low, high) in zip(shape, bounds, strict=True)):
+            return self.engine.complain(f"{name}: {shape} does not satisfy {bounds}")
         self.shapes[name] = shape
         self.bindings += 1
         return True
@@ -283,10 +296,10 @@ class _Engine:
         return [*self.inputs, *self.outputs][index]
 
     def get_tensor_mode(self, name: str) -> Enum:
-        return _Members.INPUT if name in self.inputs else _Members.OUTPUT
+        return _Mode.INPUT if name in self.inputs else _Mode.OUTPUT
 
     def get_tensor_dtype(self, name: str) -> Enum:
-        return _Members[_TYPES[(self.inputs | self.outputs)[name].type]]
+        return _Type[_TYPES[(self.inputs | self.outputs)[name].type]]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return tuple(size if isinstance(size, int) else -1 for size in (self.inputs | self.outputs)[name].shape)
@@ -296,8 +309,8 @@ class _Engine:
 
     def create_execution_context(self, how: Enum | _Config) -> _Context:
         allocation = how.allocation if isinstance(how, _Config) else how
-        assert allocation is _Members.USER_MANAGED
-        records = isinstance(how, _Config) and how.cuda_graph_strategy is _Members.WHOLE_GRAPH_CAPTURE
+        assert allocation is _Allocation.USER_MANAGED
+        records = isinstance(how, _Config) and how.cuda_graph_strategy is _GraphStrategy.WHOLE_GRAPH_CAPTURE
         context = _Context(self, records)
         self.contexts.add(context)
         return context
@@ -312,13 +325,13 @@ class HostLibrary:
 
     __name__, __version__ = "host_tensorrt", "1.0"
     ILogger = _Logger
-    TensorIOMode = DataType = ExecutionContextAllocationStrategy = _Members
+    TensorIOMode, DataType, ExecutionContextAllocationStrategy = _Mode, _Type, _Allocation
 
     def __init__(self, memory: HostMemory, records: bool = False) -> None:
         self.memory = memory
         self.uncapturable = ""  # why nothing can be recorded
         if records:  # as TensorRT-RTX does
-            self.CudaGraphStrategy = _Members
+            self.CudaGraphStrategy = _GraphStrategy
         self.engines: list[_Engine] = []
 
     def Runtime(self, logger: Any) -> HostLibrary:  # noqa: N802

@@ -10,102 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_graphs import TINY, DrafterGraph, TargetGraph, export_decoder
+from tiny_graphs import TINY, DrafterGraph, export_decoder
+from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
-from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
-from lantern_rt.engines.ort.session import ThreadOptions
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.runtime.engine import Pass, PassOutput
-
-ONE = ThreadOptions(intra_op=1)
-WIDE = DecoderConfig(
-    hidden_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    intermediate_size=704,
-    vocab_size=256,
-    grid=24,
-    prefix=24,
-)  # head width and matrix sizes of a real model: small matrices take other kernels
-
-
-def spec_of(config: DecoderConfig) -> DecoderSpec:
-    return DecoderSpec(
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        max_positions=config.positions,
-    )
-
-
-def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
-    return DrafterSpec(**spec_of(config).model_dump(exclude={"max_positions", "dtype", "cache_layout"}))
-
-
-class Rig:
-    """An engine, the torch module it was exported from, and the code table of both."""
-
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
-        torch.manual_seed(0)
-        self.config, self.decoder = config, Decoder(config).eval()
-        self.path = folder / "target.onnx"
-        export_decoder(TargetGraph(self.decoder), self.path)
-        rng = np.random.default_rng(0)
-        self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
-        self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
-        self.engine = self.load(ONE)
-
-    def load(self, threads: ThreadOptions) -> OrtEngine:
-        return OrtEngine(self.path, spec_of(self.config), self.table, threads)
-
-    def prefilled(self, rows: int, engine: OrtEngine | None = None, capacity: int = 300) -> KVCache:
-        """A cache that holds the first `rows` prefixes."""
-        engine, n = engine or self.engine, self.config.prefix
-        cache = engine.new_cache(rows, capacity)
-        output = self.run(cache, None, np.tril(np.ones((n, n), bool)), np.tile(np.arange(n), (rows, 1)), engine)
-        cache.append(output.new_kv, [np.arange(n)] * rows)
-        return cache
-
-    def run(
-        self,
-        cache: KVCache,
-        tokens: np.ndarray | None,
-        among: np.ndarray,
-        positions: np.ndarray,
-        engine: OrtEngine | None = None,
-    ) -> PassOutput:
-        """A pass over tokens (or prefixes) where `among[i, j]` says whether node i sees node j."""
-        engine = engine or self.engine
-        rows, nodes = positions.shape
-        past_length = engine.next_past_length(cache, nodes)
-        attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
-        attention_mask[:, :, :past_length] = (np.arange(past_length) < cache.lengths[:, None])[:, None]
-        attention_mask[:, :, past_length:] = among
-        embeds = self.prefix[:rows] if tokens is None else None
-        return engine.run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache)
-
-    def extend(self, cache: KVCache, codes: list[list[int]], engine: OrtEngine | None = None) -> None:
-        """Append each row's codes, two nodes a pass, the shorter rows padded with a node they drop."""
-        for start in range(0, max(map(len, codes)), 2):
-            parts = [row[start : start + 2] for row in codes]
-            tokens = np.array([[*part, 0, 0][:2] for part in parts])
-            positions = cache.lengths[:, None] + np.arange(2)
-            output = self.run(cache, tokens, np.tril(np.ones((2, 2), bool)), positions, engine)
-            cache.append(output.new_kv, [np.arange(len(part)) for part in parts])
-
-    def reference(self, row: int, codes: list[int]) -> np.ndarray:
-        """Logits `[1 + codes, vocabulary]` after the prefix and after each code, by one full forward."""
-        rows = np.concatenate([self.prefix[row], self.table[codes]]) if codes else self.prefix[row]
-        with torch.no_grad():
-            hidden = self.decoder.full(torch.from_numpy(rows)[None])[0, self.config.prefix - 1 :]
-            logits: np.ndarray = self.decoder.head(hidden).numpy()
-        return logits
+from lantern_rt.export.models.decoder import Decoder
+from lantern_rt.runtime.engine import Pass
 
 
 @pytest.fixture(scope="session")
@@ -118,10 +31,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     torch.set_num_threads(1)
     return Rig(tmp_path_factory.mktemp("wide"), WIDE)
-
-
-def close(found: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def last_logits(rig: Rig, cache: KVCache, codes: list[int]) -> np.ndarray:

@@ -17,8 +17,8 @@ from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, ex
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import host
+from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.loader import load_engines
-from lantern_rt.engines.ort.session import ThreadOptions
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.models.decoder import Decoder
 

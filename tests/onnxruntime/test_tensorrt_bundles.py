@@ -7,24 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from host_rig import message
 from host_tensorrt import HostLibrary, HostMemory, write_plan
-from test_tensorrt_engine import message
 from tiny_bundle import make_tiny_bundle
 from tiny_graphs import Painter, export
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines.build import build_engines
-from lantern_rt.engines.contracts import Built
+from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.engine_folder import open_engine_folder
-from lantern_rt.engines.ort.session import Tensor
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
-from lantern_rt.engines.trt.cuda_driver import Gpu
+from lantern_rt.engines.trt.cuda import Gpu
 from lantern_rt.engines.trt.device_cache import BlockCache
-from lantern_rt.engines.trt.engine import (
-    TensorRTFunction,
-)
-from lantern_rt.engines.trt.plan_errors import PlanSource
+from lantern_rt.engines.trt.engine import TensorRTFunction
+from lantern_rt.engines.trt.plan import PlanSource
 from lantern_rt.pipeline import Pipeline
 
 # ---------------------------------------------------------------- functions and bundles
@@ -53,8 +50,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
 
     def build(
         self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
-    ) -> Built:
-        return Built((write_plan(bundle.path(role), shapes, folder / f"{role}.plan", streamable=1000),), 0.0)
+    ) -> list[Path]:
+        return [write_plan(bundle.path(role), shapes, folder / f"{role}.plan", streamable=1000)]
 
     monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)

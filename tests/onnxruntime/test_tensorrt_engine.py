@@ -4,75 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_tensorrt import HostLibrary, HostMemory, write_plan
+from host_rig import PROFILES, HostRig
+from host_tensorrt import HostMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import TINY, WIDE, Rig, close, spec_of
+from tiny_graphs import TINY
+from tiny_rig import WIDE, Rig, close
 
-from lantern_rt.engines.contracts import PlanOptions
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.trt.device_cache import BlockCache, DeviceRows, Fresh, runs
-from lantern_rt.engines.trt.engine import (
-    TensorRTEngine,
-    bucket,
-    smallest_profile,
-    stretch,
-)
-from lantern_rt.engines.trt.plan_errors import PlanSource
-from lantern_rt.errors import EngineError
+from lantern_rt.engines.trt.device_cache import BlockCache, DeviceRows, NewKV, runs
+from lantern_rt.engines.trt.engine import bucket, pad_nodes, smallest_profile
 from lantern_rt.runtime.engine import Pass
-
-PROFILES = (
-    Profile(name="prefill", rows=(1, 2, 4), nodes=(2, 24, 24), past=(64, 64, 64)),
-    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), past=(64, 192, 320)),
-    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 12), past=(64, 192, 320)),
-)
-
-
-class HostRig:
-    """A rig's graph behind the TensorRT engine, and behind the plain one."""
-
-    def __init__(self, rig: Rig, records: bool = False) -> None:
-        self.rig, self.memory = rig, HostMemory()
-        self.library = HostLibrary(self.memory, records)
-        self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"))
-        self.engine = self.load()
-
-    def load(
-        self,
-        plan: Path | None = None,
-        profiles: tuple[Profile, ...] = PROFILES,
-        options: PlanOptions | None = None,
-        **change: Any,
-    ) -> TensorRTEngine:
-        source = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
-        spec = spec_of(self.rig.config).model_copy(update=change)
-        return TensorRTEngine(self.library, self.memory, source, spec, self.rig.table, options or PlanOptions())
-
-    def prefilled(self, rows: int, capacity: int = 300) -> Any:
-        """A cache that holds the first `rows` prefixes."""
-        return self.rig.prefilled(rows, self.engine, capacity)  # type: ignore[arg-type]
-
-    def extend(self, cache: Any, codes: list[list[int]]) -> None:
-        self.rig.extend(cache, codes, self.engine)  # type: ignore[arg-type]
-
-    def last_of(self, engine: TensorRTEngine) -> None:
-        """One pass of two nodes of another engine."""
-        zeros = np.zeros((1, 2), np.int64)
-        self.rig.run(engine.new_cache(1, 10), zeros, np.eye(2, dtype=bool), zeros, engine)  # type: ignore[arg-type]
-
-    def last(self, cache: Any, codes: list[int]) -> np.ndarray:
-        tokens = np.array([[code, 0] for code in codes])
-        positions = np.repeat(cache.lengths[:, None], 2, 1)
-        return self.rig.run(cache, tokens, np.eye(2, dtype=bool), positions, self.engine).logits[:, 0]  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +33,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
     torch.set_num_threads(1)
     return HostRig(Rig(tmp_path_factory.mktemp("wide"), WIDE))
-
-
-def message(action: Callable[[], object]) -> str:
-    with pytest.raises(EngineError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---------------------------------------------------------------- what is computed
@@ -183,7 +124,7 @@ def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
 ) -> None:
     nodes, count, rng, memory = 4, 4, np.random.default_rng(0), HostMemory()
     plain = KVCache.empty(rows, nodes * steps, layers=2, num_kv_heads=1, head_dim=2, dtype=np.float32)
-    cache = BlockCache.zeros(memory, rows, nodes * steps, count, entry=8)
+    cache = BlockCache(memory, rows, nodes * steps, count, entry=8)
     for _ in range(steps):
         new_kv = rng.standard_normal((count, nodes, rows, 1, 2), np.float32)
         address = memory.allocate(new_kv.nbytes)
@@ -192,7 +133,7 @@ def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
         drawn = [data.draw(one)] * rows if together else [data.draw(one) for _ in range(rows)]
         accepted_indices = [np.array(pick, np.int64) for pick in drawn]
         plain.append(list(new_kv), accepted_indices)
-        cache.append(Fresh(address, new_kv.nbytes // count, rows, number=0), accepted_indices)
+        cache.append(NewKV(address, new_kv.nbytes // count, number=0), accepted_indices)
     if data.draw(st.booleans()):
         kept = np.array(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4)))
         plain.keep_rows(kept)
@@ -205,8 +146,8 @@ def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
 
 
 def test_appending_takes_one_copy_per_run_of_nodes_however_many_layers(tiny: HostRig) -> None:
-    cache = BlockCache.zeros(tiny.memory, 3, 100, count=72, entry=64)
-    new_kv = Fresh(tiny.memory.allocate(72 * 8 * 3 * 64), 8 * 3 * 64, rows=3, number=0)
+    cache = BlockCache(tiny.memory, 3, 100, count=72, entry=64)
+    new_kv = NewKV(tiny.memory.allocate(72 * 8 * 3 * 64), 8 * 3 * 64, number=0)
     for accepted_indices, copies in (([[0, 1, 2]] * 3, 1), ([[0, 2, 3]] * 3, 2), ([[0], [0, 1], [0]], 2)):
         before = tiny.memory.copies
         cache.append(new_kv, [np.array(pick) for pick in accepted_indices])
@@ -224,7 +165,7 @@ def test_rows_come_back_as_numpy_would_index_them(tiny: HostRig) -> None:
     values = np.random.default_rng(0).standard_normal((3, stretched, width)).astype(np.float16)
     address = tiny.memory.allocate(values.nbytes)
     tiny.memory.upload(address, values)
-    rows = DeviceRows(BlockCache.zeros(tiny.memory, 3, 1, 2, 64), address, np.float16, (3, 3, width), stretched)
+    rows = DeviceRows(BlockCache(tiny.memory, 3, 1, 2, 64), address, np.float16, (3, 3, width), stretched)
     whole = values[:, :3].astype(np.float32)
     keys: list[Any] = [0, (1, 2), slice(0, 2), (slice(0, 3, 2), 1), (slice(None), slice(0, 2)), (2, np.array([2, 0]))]
     keys += [(np.arange(3), np.array([2, 0, 1])), (np.arange(3)[:, None], np.array([[1, 1], [0, 2], [2, 0]])), -1]
@@ -275,7 +216,7 @@ def test_nodes_added_to_a_pass_see_themselves_and_nobody_sees_them() -> None:
     batch = Pass(
         np.full((2, 3), 5), np.ones((2, 3, 7), bool), np.full((2, 3), 9), hidden=np.ones((2, 3, 4), np.float32)
     )
-    longer = stretch(batch, 5)
+    longer = pad_nodes(batch, 5)
     assert longer.attention_mask.shape == (2, 5, 9)
     assert longer.attention_mask[:, :3, :7].all()
     assert not longer.attention_mask[:, :3, 7:].any()
@@ -286,7 +227,7 @@ def test_nodes_added_to_a_pass_see_themselves_and_nobody_sees_them() -> None:
     assert longer.hidden is not None
     assert not longer.tokens[:, 3:].any()
     assert not longer.hidden[:, 3:].any()
-    assert stretch(batch, 3) is batch
+    assert pad_nodes(batch, 3) is batch
 
 
 def test_shapes_and_addresses_are_set_again_only_where_they_changed(

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lantern_rt.engines.trt.cuda_driver import find_gpu
-from lantern_rt.engines.trt.cuda_memory import ALIGNMENT, Block, CudaMemory, Graph, open_gpu
-from lantern_rt.engines.trt.device_cache import BlockCache, Fresh
+from lantern_rt.engines.trt.cuda import ALIGNMENT, Block, CudaMemory, Graph, find_gpu, open_gpu
+from lantern_rt.engines.trt.device_cache import BlockCache, NewKV
 from lantern_rt.errors import EngineError
 
 
@@ -73,10 +72,10 @@ def test_a_cache_of_many_layers_takes_the_accepted_nodes(memory: CudaMemory) -> 
     new_kv = np.random.default_rng(1).integers(0, 255, (count, nodes, rows, entry), np.uint8)
     block = Block(memory, new_kv.nbytes)
     memory.upload(block.address, new_kv)
-    cache = BlockCache.zeros(memory, rows, 60, count, entry)
+    cache = BlockCache(memory, rows, 60, count, entry)
     accepted_indices = [np.array(pick) for pick in ([0, 1, 4], [0, 2], [0])]
-    cache.append(Fresh(block.address, new_kv[0].nbytes, rows, 0), accepted_indices)
-    cache.append(Fresh(block.address, new_kv[0].nbytes, rows, 0), [np.array([5, 6])] * rows)
+    cache.append(NewKV(block.address, new_kv[0].nbytes, 0), accepted_indices)
+    cache.append(NewKV(block.address, new_kv[0].nbytes, 0), [np.array([5, 6])] * rows)
     cache.keep_rows(np.array([1, 0]))
     held = np.empty((count, 64, 2, entry), np.uint8)
     memory.download(held, cache.addresses()[0])

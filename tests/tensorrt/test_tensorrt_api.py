@@ -11,15 +11,14 @@ import pytest
 from host_tensorrt import HostMemory
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.engines.contracts import Function
-from lantern_rt.engines.ort.session import GraphSession, Tensor
+from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt.backend import TensorRTBackend
-from lantern_rt.engines.trt.cuda_driver import find_gpu
-from lantern_rt.engines.trt.cuda_memory import open_gpu
+from lantern_rt.engines.trt.cuda import find_gpu, open_gpu
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.library import MODULES, import_library
-from lantern_rt.engines.trt.plan_errors import PlanSource
+from lantern_rt.engines.trt.plan import PlanSource
 from lantern_rt.errors import EngineError
 
 USED = {
@@ -92,7 +91,7 @@ def test_calls_have_the_arguments_that_are_given(name: str, call: tuple[str, str
     assert SIGNATURES[call] in plain
 
 
-def image_decoder(name: str, folder: Path, memory: Any) -> tuple[Function, GraphSession]:
+def image_decoder(name: str, folder: Path, memory: Any) -> tuple[TensorRTFunction, GraphSession]:
     """The image decoder of `scenes` as a plan and in ONNX Runtime."""
     scenes = open_bundle("scenes")
     manifest, bundle = scenes.manifest, SimpleNamespace(path=scenes.path)
@@ -102,7 +101,7 @@ def image_decoder(name: str, folder: Path, memory: Any) -> tuple[Function, Graph
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = PlanSource(built.files[0], rows, "again")
+    plan = PlanSource(built[0], rows, "again")
     return TensorRTFunction(import_library(name), memory, plan, inputs, outputs), plain
 
 

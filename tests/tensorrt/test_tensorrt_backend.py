@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from plan_requests import ONE_ROW, RTX, bad_graph, message, silent
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.onnx_scan import float_weights
 from lantern_rt.engines.build import build_engines, plan_build
-from lantern_rt.engines.engine_folder import open_engine_folder
+from lantern_rt.engines.engine_folder import EngineFolder, open_engine_folder
 from lantern_rt.engines.loader import load_engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.backend import TensorRTBackend, ranges
-from lantern_rt.engines.trt.cuda_driver import Gpu, find_gpu
-from lantern_rt.errors import EngineError, LanternError, RequestError
-
-RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
-ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0))
-
-
-def silent(what: str, done: int, total: int) -> None:
-    pass
+from lantern_rt.engines.trt.cuda import Gpu, find_gpu
+from lantern_rt.errors import EngineError, RequestError
 
 
 @pytest.fixture
@@ -54,13 +44,6 @@ def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def no_gpu() -> None:
     return None
-
-
-def message(error: type[LanternError], action: Callable[[], object]) -> str:
-    with pytest.raises(error) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---------------------------------------------------------------- without a library
@@ -137,22 +120,24 @@ def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: p
 
 
 def test_engines_run_only_on_the_gpus_they_were_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    record: Any = SimpleNamespace(compute_capabilities=("SM89", "SM120"), settings={})
+    record: Any = SimpleNamespace(compute_capabilities=("SM89", "SM120"), settings={}, command=("again",))
+    folder = EngineFolder(Path("plans"), record)
     backend = TensorRTBackend("tensorrt-rtx")
     monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
-    assert message(EngineError, lambda: backend.check_host(record, "plans", "again")) == (
+    assert message(EngineError, lambda: backend.check_host(folder)) == (
         "plans: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines, "
         "or on a host that has one"
     )
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM86"))
-    assert message(EngineError, lambda: backend.check_host(record, "plans", "again")) == (
-        "plans: found engines for SM89, SM120, expected SM86, the GPU of this host; rebuild with `again`"
+    assert message(EngineError, lambda: backend.check_host(folder)) == (
+        "plans: found engines for SM89, SM120, expected SM86, the GPU of this host; rebuild with `again "
+        "--output plans --force`"
     )
     record.settings = {"hardware_compatible": "True"}  # Ampere and later
-    backend.check_host(record, "plans", "again")
+    backend.check_host(folder)
     record.settings = {}
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM120"))
-    backend.check_host(record, "plans", "again")
+    backend.check_host(folder)
 
 
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
@@ -209,7 +194,7 @@ def test_graphs_that_compute_in_float16_make_smaller_plans(tmp_path: Path) -> No
             profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), past=(64, 64, 64)),)
             (folder := tmp_path / f"{compute}-{role}").mkdir()
             built = TensorRTBackend("tensorrt-rtx").build(bundle, role, profiles, RTX, folder, silent)
-            found.append(built.files[0].stat().st_size)
+            found.append(built[0].stat().st_size)
     bytes_saved = {role: 2 * float_weights(bundle.path(role)) for role in sizes}
     for role, (full, half) in sizes.items():
         assert full - half > 0.7 * bytes_saved[role]  # kernels, which plans also hold, differ too
@@ -221,21 +206,6 @@ def test_an_unknown_gpu_is_answered_with_the_known_ones(scenes: Bundle, tmp_path
     found = message(RequestError, lambda: build_engines(scenes, "scenes", options, tmp_path / "new", False, silent))
     assert found.startswith("compute-capability: found 'SM31', expected one of SM75, SM80, SM86, SM89, SM120")
     assert list(tmp_path.iterdir()) == []
-
-
-def bad_graph(path: Path, op: str) -> Any:
-    """A bundle whose graph has an op that TensorRT lacks, behind a product with a named weight."""
-    nodes = [
-        helper.make_node("MatMul", ["codes", "layers.3.ffn.up.weight"], ["up"], name="matmul_1"),
-        helper.make_node(op, ["up"], ["images"], name="strange_2", domain="" if op == "Det" else "elsewhere"),
-    ]
-    inputs = [helper.make_tensor_value_info("codes", TensorProto.FLOAT, ["rows", 4])]
-    outputs = [helper.make_tensor_value_info("images", TensorProto.FLOAT, None)]
-    weight = numpy_helper.from_array(np.ones((4, 4), np.float32), "layers.3.ffn.up.weight")
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsewhere", 1)]
-    graph = helper.make_graph(nodes, "bad", inputs, outputs, [weight])
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return SimpleNamespace(path=lambda _: path)
 
 
 def test_a_graph_that_cannot_be_parsed_names_its_node_and_module(tmp_path: Path, library: Any) -> None:
@@ -292,5 +262,5 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
 @pytest.mark.usefixtures("library")
 def test_builder_settings_are_taken_by_the_builder(scenes: Bundle, tmp_path: Path) -> None:
     options = replace(RTX, optimization_level=2, workspace=1 << 30, weight_streaming=True)
-    (plan,) = TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent).files
+    (plan,) = TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent)
     assert plan.read_bytes()[:4] == b"vtrt"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_tensorrt_backend import ONE_ROW, RTX, bad_graph, message, silent
+from plan_requests import ONE_ROW, RTX, bad_graph, message, silent
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.profiles import BuildOptions

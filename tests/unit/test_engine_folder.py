@@ -19,9 +19,8 @@ from lantern_rt import EngineError, OutputError, Pipeline, RequestError, open_bu
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import build as build_module
 from lantern_rt.engines import engine_folder
-from lantern_rt.engines.build import build_engines, plan_build
+from lantern_rt.engines.build import build_engines, estimate, plan_build
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
-from lantern_rt.engines.estimates import estimate
 from lantern_rt.engines.host import processor
 from lantern_rt.engines.ort import backend as onnxruntime_backend
 from lantern_rt.engines.profiles import BuildOptions
@@ -164,7 +163,7 @@ def test_plans_of_a_bundle_that_computes_in_float32_come_with_a_word_on_float16(
 
 def test_profiles_cover_prefill_plain_decoding_and_trees(bundle: Path) -> None:
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=32, compute_capabilities=("SM89",))
-    shapes = plan_build(open_bundle(bundle), options).profiles
+    shapes = plan_build(open_bundle(bundle), options)
     assert [(p.name, p.rows, p.nodes, p.past) for p in shapes["target"]] == [
         ("prefill", (1, 2, 6), (2, 4, 4), (64, 64, 64)),
         ("ar", (1, 2, 6), (2, 2, 2), (64, 64, 128)),
@@ -194,7 +193,7 @@ def test_engines_of_another_graph_are_refused(bundle: Path, engines: Path) -> No
     change(engines, graphs=graphs)
     found = open_bundle(bundle).manifest.files["target"].sha256
     assert refusal(bundle, engines) == (
-        f"{engines}: engine `target` was built from target 111111111111..., the bundle has {found[:12]}...; "
+        f"{engines}: found engine `target` built from target 111111111111..., expected {found[:12]}..., the bundle's; "
         f"{rebuild(bundle, engines)}"
     )
 
@@ -223,7 +222,7 @@ def test_an_altered_engine_is_refused_before_it_is_loaded(
     monkeypatch.setattr(onnxruntime_backend, "OrtEngine", None)  # loading would be a TypeError
     assert refusal(bundle, engines) == (
         f"{engines / 'target.onnx'}: found hash {found[:12]}..., expected {expected[:12]}...; engines are code and "
-        f"an altered one is not run, {rebuild(bundle, engines)}"
+        f"an altered one is not run; {rebuild(bundle, engines)}"
     )
 
 
@@ -297,8 +296,8 @@ def test_a_graph_that_reads_a_file_which_is_not_listed_is_refused(bundle: Path, 
     graphs["target"]["files"][0]["blake2b"] = found
     change(engines, graphs=graphs)
     assert refusal(bundle, engines) == (
-        f"{engines / 'target.onnx'}: the graph reads the file 'elsewhere.bin', expected one that engine.json lists; "
-        f"{rebuild(bundle, engines)}"
+        f"{engines / 'target.onnx'}: found a graph that reads the file 'elsewhere.bin', expected one that engine.json "
+        f"lists; {rebuild(bundle, engines)}"
     )
 
 

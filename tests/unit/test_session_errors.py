@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lantern_rt.engines.contracts import Tensor, ThreadOptions
 from lantern_rt.engines.decoder_tensors import kv_dtype
-from lantern_rt.engines.ort.session import GraphSession, Tensor, ThreadOptions, import_onnxruntime
+from lantern_rt.engines.ort.session import GraphSession, import_onnxruntime
 from lantern_rt.errors import BundleError, EngineError, LanternError
 
 GRAPH = Path("target.onnx")

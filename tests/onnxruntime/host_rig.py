@@ -1,0 +1,69 @@
+"""A TensorRT engine with the host in the GPU's place, beside the plain engine of the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from host_tensorrt import HostLibrary, HostMemory, write_plan
+from tiny_rig import Rig, spec_of
+
+from lantern_rt.engines.contracts import PlanOptions
+from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.trt.engine import TensorRTEngine
+from lantern_rt.engines.trt.plan import PlanSource
+from lantern_rt.errors import EngineError
+
+PROFILES = (
+    Profile(name="prefill", rows=(1, 2, 4), nodes=(2, 24, 24), past=(64, 64, 64)),
+    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), past=(64, 192, 320)),
+    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 12), past=(64, 192, 320)),
+)
+
+
+class HostRig:
+    """A rig's graph behind the TensorRT engine, and behind the plain one."""
+
+    def __init__(self, rig: Rig, records: bool = False) -> None:
+        self.rig, self.memory = rig, HostMemory()
+        self.library = HostLibrary(self.memory, records)
+        self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"))
+        self.engine = self.load()
+
+    def load(
+        self,
+        plan: Path | None = None,
+        profiles: tuple[Profile, ...] = PROFILES,
+        options: PlanOptions | None = None,
+        **change: Any,
+    ) -> TensorRTEngine:
+        source = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        spec = spec_of(self.rig.config).model_copy(update=change)
+        return TensorRTEngine(self.library, self.memory, source, spec, self.rig.table, options or PlanOptions())
+
+    def prefilled(self, rows: int, capacity: int = 300) -> Any:
+        """A cache that holds the first `rows` prefixes."""
+        return self.rig.prefilled(rows, self.engine, capacity)  # type: ignore[arg-type]
+
+    def extend(self, cache: Any, codes: list[list[int]]) -> None:
+        self.rig.extend(cache, codes, self.engine)  # type: ignore[arg-type]
+
+    def last_of(self, engine: TensorRTEngine) -> None:
+        """One pass of two nodes of another engine."""
+        zeros = np.zeros((1, 2), np.int64)
+        self.rig.run(engine.new_cache(1, 10), zeros, np.eye(2, dtype=bool), zeros, engine)  # type: ignore[arg-type]
+
+    def last(self, cache: Any, codes: list[int]) -> np.ndarray:
+        tokens = np.array([[code, 0] for code in codes])
+        positions = np.repeat(cache.lengths[:, None], 2, 1)
+        return self.rig.run(cache, tokens, np.eye(2, dtype=bool), positions, self.engine).logits[:, 0]  # type: ignore[arg-type]
+
+
+def message(action: Callable[[], object]) -> str:
+    with pytest.raises(EngineError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
