@@ -91,9 +91,6 @@ class Engines:
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
 
 
-load_engines = Engines
-
-
 def _backend_name(provider: str, folder: EngineFolder | None, options: PlanOptions) -> str:
     """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx-cuda-graphs`."""
     if folder is None:

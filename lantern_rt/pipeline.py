@@ -68,10 +68,9 @@ class Pipeline:
         cuda_graphs: with engines of TensorRT, record passes that recur and launch each as a whole. weight_budget: with
         engines of TensorRT built with weight streaming, bytes of the target's weights that stay on the device.
         """
-        from .engines.contracts import PlanOptions
+        from .engines.contracts import PlanOptions, ThreadOptions
         from .engines.engine_folder import EngineFolder, open_engine_folder
-        from .engines.loader import load_engines
-        from .engines.ort.session import ThreadOptions
+        from .engines.loader import Engines
 
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
             raise RequestError(f"threads: found {threads!r}, expected a whole number from 1")
@@ -85,7 +84,7 @@ class Pipeline:
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
         options = None if threads is None else ThreadOptions(intra_op=threads)
-        return cls(opened, load_engines(opened, options, provider, folder, plans))
+        return cls(opened, Engines(opened, options, provider, folder, plans))
 
     def __call__(
         self,

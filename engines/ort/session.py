@@ -14,8 +14,7 @@ import numpy as np
 
 from ...checks import brief
 from ...errors import BundleError, EngineError
-from ..contracts import Array, DTypes, Tensor
-from ..contracts import ThreadOptions as ThreadOptions
+from ..contracts import Array, DTypes, Tensor, ThreadOptions
 from ..host import conflict_line, installed_runtimes
 from .providers import check_taken, find_provider
 

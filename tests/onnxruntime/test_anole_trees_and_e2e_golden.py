@@ -14,7 +14,7 @@ import pytest
 from drafter_runs import next_draft, open_drafts
 
 from lantern_rt import Pipeline, open_bundle
-from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.drafter import TreeDrafts
@@ -39,7 +39,7 @@ RUNS = {
 
 def start_drafter(bundle: Path, run: str) -> TreeDrafts:
     opened = open_bundle(bundle)
-    engine, ids = load_engines(opened).drafter, DRAFTER["token_ids"]
+    engine, ids = Engines(opened).drafter, DRAFTER["token_ids"]
     assert engine is not None
     prefix, layout = [ids[0, :PREFIX], ids[1, PREFIX - 2 : PREFIX]], DrafterLayout(code_offset=FIRST_CODE)
     return open_drafts(engine, opened.manifest.target.max_positions, RUNS[run], GREEDY, prefix, layout)
@@ -90,7 +90,7 @@ def test_the_drafter_keeps_the_published_number_of_slots_less_the_padding(anole_
 @pytest.fixture(scope="module")
 def model(anole_bundle: Path) -> tuple[Model, list[Prompt]]:
     bundle = open_bundle(anole_bundle)
-    engines, manifest = load_engines(bundle), bundle.manifest
+    engines, manifest = Engines(bundle), bundle.manifest
     layout = DrafterLayout(code_offset=FIRST_CODE)
     loaded = Model(engines.target, engines.drafter, CODES, manifest.target.max_positions, layout, neighbors=NEIGHBORS)
     prompts = []

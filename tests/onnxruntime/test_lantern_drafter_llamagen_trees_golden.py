@@ -10,7 +10,7 @@ import pytest
 from drafter_runs import next_draft, open_drafts
 
 from lantern_rt import open_bundle
-from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.drafter import TreeDrafts
 from lantern_rt.runtime.drafts import DrafterLayout
@@ -32,7 +32,7 @@ RUNS = {
 
 def start_drafter(bundle: Path, run: str) -> TreeDrafts:
     manifest = open_bundle(bundle).manifest
-    engine = load_engines(open_bundle(bundle)).drafter
+    engine = Engines(open_bundle(bundle)).drafter
     tree, settings = RUNS[run]
     assert engine is not None
     prefix = [GOLDEN["token_ids"][0][:PREFIX]] * 2

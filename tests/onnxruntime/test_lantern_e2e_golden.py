@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lantern_rt import open_bundle
-from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
@@ -37,7 +37,7 @@ def models(request: pytest.FixtureRequest) -> dict[str, tuple[Model, list[Prompt
 def load(folder: Path, golden: str) -> tuple[Model, list[Prompt]]:
     arrays = np.load(DATA / golden / "golden.npz")
     bundle = open_bundle(folder)
-    engines = load_engines(bundle)
+    engines = Engines(bundle)
     layout = DrafterLayout(position_shift=-1, masks_prefix=False)
     manifest = bundle.manifest
     sizes = manifest.codes_per_image, manifest.target.max_positions

@@ -18,7 +18,7 @@ from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, ex
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import host
 from lantern_rt.engines.contracts import ThreadOptions
-from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.loader import Engines
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.models.decoder import Decoder
 
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
-    engines = load_engines(open_bundle(folder), ONE)
+    engines = Engines(open_bundle(folder), ONE)
     prefix, uncond = engines.condition({"class_ids": np.array([3, 4, 3])})
     assert prefix.shape == uncond.shape == (3, TINY.prefix, TINY.hidden_size)
     assert np.array_equal(prefix[0], prefix[2])
@@ -89,18 +89,18 @@ def test_every_graph_of_a_bundle_loads_and_runs(folder: Path) -> None:
 
 def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(folder)
-    engines = load_engines(bundle, ONE)
+    engines = Engines(bundle, ONE)
     assert engines._drafter is None
     engines.load_all()
     assert engines._drafter is not None
     monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
     with pytest.raises(BundleError, match="input `class_ids`: not in the graph"):
-        load_engines(bundle, ONE)
+        Engines(bundle, ONE)
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EngineError, match="failed to run the graph") as caught:
-        load_engines(open_bundle(folder), ONE).vq_decoder(np.full((1, 64), 999))
+        Engines(open_bundle(folder), ONE).vq_decoder(np.full((1, 64), 999))
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
@@ -108,7 +108,7 @@ def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.Cap
 def test_loading_and_running_imports_neither_torch_nor_onnx(folder: Path) -> None:
     code = (
         "import sys, numpy as np; from lantern_rt.bundle.files import open_bundle; "
-        "from lantern_rt.engines.loader import load_engines; e = load_engines(open_bundle(sys.argv[1])); "
+        "from lantern_rt.engines.loader import Engines; e = Engines(open_bundle(sys.argv[1])); "
         "e.load_all(); e.condition({'class_ids': np.array([1])}); print({'torch', 'onnx'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)

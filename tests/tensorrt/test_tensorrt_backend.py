@@ -15,7 +15,7 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.onnx_scan import float_weights
 from lantern_rt.engines.build import build_engines, plan_build
 from lantern_rt.engines.engine_folder import EngineFolder, open_engine_folder
-from lantern_rt.engines.loader import load_engines
+from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.backend import TensorRTBackend, ranges
@@ -175,7 +175,7 @@ def test_plans_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
 def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bundle) -> None:
-    assert message(EngineError, lambda: load_engines(scenes, folder=open_engine_folder(plans))) == (
+    assert message(EngineError, lambda: Engines(scenes, folder=open_engine_folder(plans))) == (
         f"{plans}: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines, "
         "or on a host that has one"
     )
