@@ -1,4 +1,4 @@
-"""The types that engines and backends share: a graph's tensors and calls, and what users may say about running it."""
+"""The types that engines and backends share: a graph's tensors and calls, and the threads that run it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import whole
-from ..errors import EngineError, RequestError
+from ..errors import EngineError
 from .host import usable_cores
 
 Array = NDArray[Any]
@@ -47,24 +46,3 @@ class ThreadOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.intra_op <= 1024:
             raise EngineError(f"threads: found {self.intra_op}, expected 1 .. 1024")
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What a user may say about running TensorRT's plans.
-
-    cuda_graphs: record passes that recur, and launch each as a whole. weight_budget: bytes of the target's weights that
-    stay on the device, if the plan was built with weight streaming; None is all.
-    """
-
-    cuda_graphs: bool = False
-    weight_budget: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.weight_budget is None:
-            return
-        whole("weight-budget", self.weight_budget, 0, 0, 1 << 50)
-        if self.cuda_graphs:
-            raise RequestError(
-                "weight-budget: found with cuda-graphs, but a pass that streams weights is no CUDA graph; leave one out"
-            )

@@ -11,9 +11,9 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import RequestError
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Array, Function, PlanOptions, Tensor, ThreadOptions
+from .contracts import Array, Function, Tensor, ThreadOptions
 from .engine_folder import EngineFolder
-from .ort.backend import OrtBackend, OrtGraphs, refuse_plan_options
+from .ort.backend import OrtBackend, OrtGraphs
 from .trt.backend import TensorRTBackend
 
 BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
@@ -36,8 +36,8 @@ class Engines:
     The target and the condition graph are loaded at once, the drafter and the VQ decoder when first asked for:
     decoding without a drafter never pays for one. Attributes may be used from several threads.
 
-    Raises: EngineError if the folder's engines are of another bundle, version or host, or altered, or if what they run
-    in does not take the options; all of that is checked before anything is loaded.
+    Raises: EngineError if the folder's engines are of another bundle, version or host, or altered; checked before
+    anything is loaded.
     """
 
     def __init__(
@@ -46,17 +46,17 @@ class Engines:
         threads: ThreadOptions | None = None,
         provider: str = "cpu",
         folder: EngineFolder | None = None,
-        options: PlanOptions | None = None,
     ) -> None:
         self._bundle = bundle
-        options = options or PlanOptions()
-        self.backend = _backend_name(provider, folder, options)
+        # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
+        parts = ("onnxruntime", provider) if folder is None else (folder.manifest.backend, folder.manifest.provider)
+        self.backend = "-".join(part for part in parts if part)
         self.threads = threads or ThreadOptions()
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: Function | None = None
         manifest = bundle.manifest
-        self._graphs = _open_graphs(bundle, self.threads, provider, folder, options)
+        self._graphs = _open_graphs(bundle, self.threads, provider, folder)
         self.target = self._graphs.decoder("target", manifest.target, bundle.code_embeddings())
         self._condition = self._graphs.function("condition", *_condition_tensors(manifest))
 
@@ -91,20 +91,8 @@ class Engines:
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
 
 
-def _backend_name(provider: str, folder: EngineFolder | None, options: PlanOptions) -> str:
-    """What measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx-cuda-graphs`."""
+def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None) -> OrtGraphs:
     if folder is None:
-        return f"onnxruntime-{provider}"
-    budget = None if options.weight_budget is None else f"budget-{options.weight_budget}"
-    graphs = "cuda-graphs" if options.cuda_graphs else None
-    return "-".join(part for part in (folder.manifest.backend, folder.manifest.provider, graphs, budget) if part)
-
-
-def _open_graphs(
-    bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None, options: PlanOptions
-) -> OrtGraphs:
-    if folder is None:
-        refuse_plan_options(options, provider)
         return OrtGraphs(bundle, None, threads, provider)
     backend, manifest = find_backend(folder.manifest.backend), folder.manifest
     folder.check_bundle(bundle)
@@ -113,7 +101,7 @@ def _open_graphs(
         raise folder.other(built, f"{version}, the one installed")
     backend.check_host(folder)
     folder.check_files()
-    return backend.open(bundle, folder, threads, options)
+    return backend.open(bundle, folder, threads)
 
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

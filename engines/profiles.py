@@ -7,7 +7,6 @@ rows, nodes and columns the user wants to serve.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -34,8 +33,8 @@ class BuildOptions:
     """What a user may say about a build; None is the backend's own default.
 
     max_rows: sequences per pass; guidance makes two of every image. max_nodes: new nodes per pass, at least the
-    tree's. max_past: committed columns, by default the prefix, all codes and one tree. workspace: bytes a builder
-    may use for intermediate results. compute_capabilities: GPUs to build for, such as `SM89`.
+    tree's. max_past: committed columns, by default the prefix, all codes and one tree. compute_capabilities: GPUs to
+    build for, such as `SM89`.
     """
 
     backend: str
@@ -44,12 +43,7 @@ class BuildOptions:
     max_nodes: int = 64
     max_past: int | None = None
     optimization_level: int | None = None
-    workspace: int | None = None
-    timing_cache: Path | None = None
     compute_capabilities: tuple[str, ...] = ()
-    hardware_compatible: bool = False
-    weight_streaming: bool = False
-    refit: bool = False
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -57,7 +51,6 @@ class BuildOptions:
             ("max-nodes", self.max_nodes, 2, 4096),
             ("max-past", self.max_past, 1, 1 << 20),
             ("optimization-level", self.optimization_level, 0, 5),
-            ("workspace", self.workspace, 1, 1 << 50),
         ):
             if value is not None and not low <= value <= high:
                 raise RequestError(f"{name}: found {value}, expected {low} .. {high}")

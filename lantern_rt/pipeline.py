@@ -57,24 +57,19 @@ class Pipeline:
         verify: bool = True,
         provider: str = "cpu",
         engines: str | Path | EngineFolder | None = None,
-        cuda_graphs: bool = False,
-        weight_budget: int | None = None,
     ) -> Pipeline:
         """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
 
         threads: for the engines, by default one per physical core. verify: compare every file's hash first.
         provider: what ONNX Runtime runs the graphs on, `cpu`, `cuda`, `openvino`, `coreml` or `directml`.
         engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
-        cuda_graphs: with engines of TensorRT, record passes that recur and launch each as a whole. weight_budget: with
-        engines of TensorRT built with weight streaming, bytes of the target's weights that stay on the device.
         """
-        from .engines.contracts import PlanOptions, ThreadOptions
+        from .engines.contracts import ThreadOptions
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines
 
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
             raise RequestError(f"threads: found {threads!r}, expected a whole number from 1")
-        plans = PlanOptions(cuda_graphs, weight_budget)
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         if folder is not None and provider not in ("cpu", folder.manifest.provider):
             raise RequestError(
@@ -84,7 +79,7 @@ class Pipeline:
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
         options = None if threads is None else ThreadOptions(intra_op=threads)
-        return cls(opened, Engines(opened, options, provider, folder, plans))
+        return cls(opened, Engines(opened, options, provider, folder))
 
     def __call__(
         self,

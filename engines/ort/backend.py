@@ -12,9 +12,9 @@ from pathlib import Path
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import external_locations
-from ...errors import EngineError, RequestError
+from ...errors import RequestError
 from ...runtime.engine import Engine, Floats
-from ..contracts import Function, PlanOptions, Progress, Tensor, ThreadOptions
+from ..contracts import Function, Progress, Tensor, ThreadOptions
 from ..engine_folder import EngineFolder
 from ..host import processor
 from ..profiles import BuildOptions, Profile
@@ -92,18 +92,6 @@ class OrtBackend:
         if (built_for := folder.manifest.processor) != (here := processor()):
             raise folder.other(f"engines for the processor {built_for}", here)
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> OrtGraphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> OrtGraphs:
         """The built graphs, and the bundle's own for roles that were not built."""
-        provider = folder.manifest.provider or "cpu"
-        refuse_plan_options(options, provider)
-        return OrtGraphs(bundle, folder, threads, provider)
-
-
-def refuse_plan_options(options: PlanOptions, provider: str) -> None:
-    """Raises: EngineError on an option that only plans have."""
-    for name, given in (("cuda-graphs", options.cuda_graphs), ("weight-budget", options.weight_budget is not None)):
-        if given:
-            raise EngineError(
-                f"{name}: found ONNX Runtime with provider {provider}, expected an engine folder of tensorrt or "
-                f"tensorrt-rtx; leave {name} out"
-            )
+        return OrtGraphs(bundle, folder, threads, folder.manifest.provider or "cpu")

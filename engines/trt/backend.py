@@ -8,17 +8,15 @@ capabilities asked for, on a host without any GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import place_of_node
-from ...errors import EngineError, OutputError, RequestError
-from ...output.files import write_output
+from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
-from ..contracts import Function, PlanOptions, Progress, Tensor, ThreadOptions
+from ..contracts import Function, Progress, Tensor, ThreadOptions
 from ..engine_folder import EngineFolder
 from ..ort.backend import OrtGraphs
 from ..profiles import BuildOptions, Profile
@@ -27,7 +25,6 @@ from .engine import TensorRTEngine, TensorRTFunction
 from .library import first, import_library, make_logger, make_monitor
 from .plan import PlanSource
 
-_AMPERE = 80
 # Options that a library does not have or take, and what to say of them.
 _REFUSED = {
     "tensorrt": {
@@ -36,27 +33,19 @@ _REFUSED = {
     },
     "tensorrt-rtx": {
         "--provider": "goes with backend onnxruntime, found tensorrt-rtx",
-        "--hardware-compatible": "goes with backend tensorrt; give tensorrt-rtx every --compute-capability",
-        "--timing-cache": "goes with backend tensorrt; tensorrt-rtx times no kernels when it builds",
     },
 }
 
 
 class TensorRTGraphs(OrtGraphs):
-    """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU.
+    """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU."""
 
-    CUDA graphs are for decoders: of the image decoder a pass takes long, and every one has its own addresses.
-    """
-
-    def __init__(
-        self, library: Any, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions
-    ) -> None:
+    def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> None:
         super().__init__(bundle, None, threads, "cpu")
-        self._library, self._memory, self._plans, self._options = library, open_gpu(), folder, options
+        self._library, self._memory, self._plans = library, open_gpu(), folder
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        options = self._options if role == "target" else replace(self._options, weight_budget=None)
-        return TensorRTEngine(self._library, self._memory, self._source(role), spec, code_embeddings, options)
+        return TensorRTEngine(self._library, self._memory, self._source(role), spec, code_embeddings)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         if role not in self._plans.manifest.graphs:
@@ -91,8 +80,6 @@ class TensorRTBackend:
         for flag in options.given():
             if flag in _REFUSED[self.name]:
                 raise RequestError(f"{flag}: {_REFUSED[self.name][flag]}")
-        if self.name == "tensorrt-rtx" and options.refit and find_gpu() is None:
-            raise RequestError("--refit: tensorrt-rtx needs a GPU to build plans that can be refitted, found none")
 
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
@@ -132,9 +119,6 @@ class TensorRTBackend:
         if plan is None:
             cure = "try smaller --max-rows, --max-nodes or --max-past, or another --backend"
             raise self._refusal(path, f"does not build this graph: {first(errors)}", cure)
-        if options.timing_cache is not None:
-            timings = bytes(memoryview(config.get_timing_cache().serialize()))
-            write_output(options.timing_cache, timings, force=True)
         file = folder / f"{role}.plan"
         file.write_bytes(memoryview(plan))
         return [file]
@@ -148,13 +132,12 @@ class TensorRTBackend:
                 f"{folder.folder}: found no NVIDIA GPU and driver, expected a GPU of {known}; run without --engines, "
                 "or on a host that has one"
             )
-        compatible = "hardware_compatible" in manifest.settings and int(gpu.compute_capability[2:]) >= _AMPERE
-        if gpu.compute_capability not in manifest.compute_capabilities and not compatible:
+        if gpu.compute_capability not in manifest.compute_capabilities:
             raise folder.other(f"engines for {known}", f"{gpu.compute_capability}, the GPU of this host")
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions, options: PlanOptions) -> OrtGraphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> OrtGraphs:
         """The plans on the first GPU; the condition graph on the CPU."""
-        return TensorRTGraphs(import_library(self.name), bundle, folder, threads, options)
+        return TensorRTGraphs(import_library(self.name), bundle, folder, threads)
 
     def _configure(self, library: Any, builder: Any, options: BuildOptions) -> Any:
         config = builder.create_builder_config()
@@ -167,20 +150,8 @@ class TensorRTBackend:
                 if name not in known:
                     raise RequestError(f"compute-capability: found {name!r}, expected one of {', '.join(known)}")
                 config.set_compute_capability(known[name], i)
-        if options.hardware_compatible:
-            config.hardware_compatibility_level = library.HardwareCompatibilityLevel.AMPERE_PLUS
         if options.optimization_level is not None:
             config.builder_optimization_level = options.optimization_level
-        if options.workspace is not None:
-            config.set_memory_pool_limit(library.MemoryPoolType.WORKSPACE, options.workspace)
-        for name, given in (("weight-streaming", options.weight_streaming), ("refit", options.refit)):
-            flag = getattr(library.BuilderFlag, name.replace("-", "_").upper(), None)
-            if given and flag is None:
-                raise RequestError(f"--{name}: {self.name} {library.__version__} does not have it")
-            if given:
-                config.set_flag(flag)
-        if options.timing_cache is not None:
-            config.set_timing_cache(config.create_timing_cache(_read_timings(options.timing_cache)), False)
         return config
 
     def _refusal(self, path: Path, what: str, cure: str) -> EngineError:
@@ -210,10 +181,3 @@ def _parse_failure(path: Path, parser: Any, words: str, name: str) -> tuple[str,
         f"cannot parse node `{error.node_name()}` ({error.node_operator()}){near}: {reason}",
         f"update {name}, or build with another --backend",
     )
-
-
-def _read_timings(path: Path) -> bytes:
-    try:
-        return path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be read ({error.strerror})") from error

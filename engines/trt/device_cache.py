@@ -14,7 +14,7 @@ import numpy as np
 
 from ...runtime.engine import Floats, Ints
 from ..kv_cache import CacheRows
-from .cuda import Block, BlockPool, CudaMemory
+from .cuda import Block, CudaMemory
 
 
 class NewKV(NamedTuple):
@@ -32,21 +32,18 @@ class BlockCache(CacheRows):
     """A cache in device memory, by address; all of it is taken at once, and starts as zeros.
 
     count: tensors, keys and values of every layer, `[columns, rows, num_kv_heads, head_dim]`. entry: bytes of one
-    node's keys (or values) of one row. blocks: where its memory comes from. `take_scratch` gives passes on this cache
-    a place for their inputs and outputs, so that caches share nothing.
+    node's keys (or values) of one row. `take_scratch` gives passes on this cache a place for their inputs and outputs,
+    so that caches share nothing.
     """
 
-    def __init__(
-        self, memory: CudaMemory, rows: int, capacity: int, count: int, entry: int, blocks: BlockPool | None = None
-    ) -> None:
+    def __init__(self, memory: CudaMemory, rows: int, capacity: int, count: int, entry: int) -> None:
         super().__init__(np.zeros(rows, np.int64), capacity)
         self.memory, self.count, self.entry = memory, count, entry
-        self._blocks = memory if blocks is None else blocks
         self._scratch: Block | None = None
         self._take_block()
 
     def _take_block(self) -> None:
-        self.block = Block(self._blocks, self.count * self.stride)
+        self.block = Block(self.memory, self.count * self.stride)
         self.memory.zero(self.block.address, self.block.size)  # columns that no node may see must be finite
 
     @property
@@ -80,7 +77,7 @@ class BlockCache(CacheRows):
         """
         if self._scratch is None or self._scratch.size < size:
             self._scratch = None  # given back before more is taken
-            self._scratch = Block(self._blocks, 1 << (size - 1).bit_length())
+            self._scratch = Block(self.memory, 1 << (size - 1).bit_length())
         return self._scratch.address
 
     def keep_rows(self, rows: Ints) -> None:

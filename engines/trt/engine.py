@@ -17,21 +17,20 @@ import numpy as np
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...errors import EngineError
 from ...runtime.engine import Bools, Cache, Floats, Pass, PassOutput
-from ..contracts import Array, PlanOptions, Tensor
+from ..contracts import Array, Tensor
 from ..decoder_tensors import NodeInputs, decoder_tensors, kv_dtype, past_length_of
 from ..kv_cache import own_cache, round_up
 from ..profiles import Profile
-from .cuda import ALIGNMENT, Block, BlockPool, CudaMemory
+from .cuda import ALIGNMENT, Block, CudaMemory
 from .device_cache import BlockCache, DeviceRows, NewKV
-from .plan import PLAIN, Plan, PlanSource, Shape
+from .plan import Plan, PlanSource, Shape
 
 
 class TensorRTEngine:
     """A decoder plan. With a table of code embeddings it is a target; without, a drafter.
 
     One engine may serve several threads, each with caches of its own. The outputs of a pass are good until the next
-    pass on the same cache; reading them later is a ValueError. With CUDA graphs, the memory of freed caches is kept
-    for the next ones: passes recur only where addresses do.
+    pass on the same cache; reading them later is a ValueError.
     """
 
     def __init__(
@@ -41,12 +40,10 @@ class TensorRTEngine:
         source: PlanSource,
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None = None,
-        options: PlanOptions = PLAIN,
     ) -> None:
         self.spec, self._memory, self._source = spec, memory, source
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._plan = Plan(library, memory, source, inputs, outputs, options)
-        self._blocks = BlockPool(memory) if options.cuda_graphs else None
+        self._plan = Plan(library, memory, source, inputs, outputs)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._new = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
         self._entry = spec.num_kv_heads * spec.head_dim * np.dtype(kv_dtype(source.path, self._plan.dtypes)).itemsize
@@ -59,7 +56,7 @@ class TensorRTEngine:
         # what comes after the largest pass is dropped before it is read
         if (sure := capacity - self._most("nodes") - 2) > self._most("past"):
             raise self._too_small("past", round_up(sure))
-        return BlockCache(self._memory, rows, capacity, len(self._past), self._entry, self._blocks)
+        return BlockCache(self._memory, rows, capacity, len(self._past), self._entry)
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up. Raises: EngineError if the plan has no profile for such a pass."""

@@ -42,36 +42,13 @@ def build_engine(
         ),
     ] = None,
     optimization_level: Annotated[int | None, typer.Option(help="How long the builder may search, 0 .. 5.")] = None,
-    workspace: Annotated[
-        int | None, typer.Option(help="MiB that intermediate results may take. [default: all of the GPU]")
-    ] = None,
-    timing_cache: Annotated[Path | None, typer.Option(help="File of measured kernel times, read and written.")] = None,
-    hardware_compatible: Annotated[
-        bool, typer.Option("--hardware-compatible", help="With tensorrt: run on every GPU from Ampere on.")
-    ] = False,
-    weight_streaming: Annotated[
-        bool, typer.Option("--weight-streaming", help="Let `run --weight-budget` keep weights in host memory.")
-    ] = False,
-    refit: Annotated[bool, typer.Option("--refit", help="Allow weights to be replaced later.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print memory and shapes, build nothing.")] = False,
     json: Json = False,
     force: Force = False,
 ) -> None:
     """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
-    options = BuildOptions(
-        backend,
-        provider,
-        max_rows,
-        max_nodes,
-        max_past,
-        optimization_level,
-        None if workspace is None else workspace << 20,
-        timing_cache,
-        tuple(compute_capability or ()),
-        hardware_compatible,
-        weight_streaming,
-        refit,
-    )
+    capabilities = tuple(compute_capability or ())
+    options = BuildOptions(backend, provider, max_rows, max_nodes, max_past, optimization_level, capabilities)
     opened = open_bundle(bundle)
     if backend != "onnxruntime" and opened.manifest.target.dtype == "float32":
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "

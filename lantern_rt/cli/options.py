@@ -27,23 +27,13 @@ ProviderName = Annotated[str, typer.Option(help="What ONNX Runtime runs on: cpu,
 
 @dataclass(frozen=True)
 class Running:
-    """What decodes: engines in place of the bundle's graphs, and how they run. weight_budget: MiB."""
+    """What decodes: engines in place of the bundle's graphs, and how they run."""
 
     threads: Annotated[int | None, typer.Option(help="Threads of the engine. [default: one per core]")] = None
     engines: Annotated[
         Path | None, typer.Option(help="Folder made by build-engine from this bundle, to run instead of its graphs.")
     ] = None
     provider: ProviderName = "cpu"
-    cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="With TensorRT: record passes that recur, launch each as a whole.")
-    ] = False
-    weight_budget: Annotated[
-        int | None,
-        typer.Option(
-            help="With TensorRT engines built with --weight-streaming: MiB of the target's weights that stay on the "
-            "GPU. [default: all]"
-        ),
-    ] = None
 
     def open_bundle(self, name: str) -> Bundle:
         """The bundle, without hashing the graphs that engines stand in for."""
@@ -59,14 +49,7 @@ class Running:
         """The bundle's graphs, or the engines in their place, ready to decode."""
         from ..pipeline import Pipeline
 
-        return Pipeline.from_bundle(
-            bundle,
-            self.threads,
-            provider=self.provider,
-            engines=self.engines,
-            cuda_graphs=self.cuda_graphs,
-            weight_budget=None if self.weight_budget is None else self.weight_budget << 20,
-        )
+        return Pipeline.from_bundle(bundle, self.threads, provider=self.provider, engines=self.engines)
 
 
 class FieldsOf:
