@@ -6,9 +6,9 @@
     python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU: does the script itself run?
 
 Runs `pytest -m gpu`, then bundles of LlamaGen's sizes with random weights through ONNX Runtime's CUDA provider, and as
-plans through TensorRT and TensorRT-RTX, without and with CUDA graphs: what `decode.py` prints, the bound being the
-bandwidth of device memory, and the memory taken. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not
-installed, does not fit the GPU's memory, or is not built by a library, is left out, and said so.
+plans through TensorRT and TensorRT-RTX: what `decode.py` prints, the bound being the bandwidth of device memory, and
+the memory taken. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed, does not fit the GPU's
+memory, or is not built by a library, is left out, and said so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,31 +78,28 @@ def main() -> None:
                 bundle = random_bundle(shape, Path(folder) / name, compute)
                 for backend in backends:
                     try:
-                        for label, how in choices(bundle, backend, provider):
-                            print(f"\n{name} {compute}, {label}", end="")
-                            pipeline = Pipeline.from_bundle(bundle, **how)
-                            found = measure(pipeline, bandwidth, arguments.methods, 3, measured, seconds)
-                            found |= {"memory": query("memory.used"), "backend": label, "compute": compute}
-                            del pipeline  # makes room for the next
-                            report["models"].append(found)
-                            print(f"  device memory in use, by anybody: {found['memory']}")
+                        pipeline = load(bundle, backend, provider)
+                        print(f"\n{name} {compute}, {backend}", end="")
+                        found = measure(pipeline, bandwidth, arguments.methods, 3, measured, seconds)
+                        found |= {"memory": query("memory.used"), "backend": backend, "compute": compute}
+                        del pipeline  # makes room for the next
+                        report["models"].append(found)
+                        print(f"  device memory in use, by anybody: {found['memory']}")
                     except LanternError as error:
                         print(f"{name} {compute}, {backend}: left out: {error}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def choices(bundle: Path, backend: str, provider: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """How a backend can run a bundle, as `Pipeline.from_bundle` takes it; plans are built once."""
+def load(bundle: Path, backend: str, provider: str) -> Pipeline:
+    """The bundle in a backend; plans are built first."""
     if backend == "onnxruntime":
-        yield backend, {"provider": provider}
-        return
+        return Pipeline.from_bundle(bundle, provider=provider)
     engines = bundle.with_name(f"{bundle.name}-{backend}")
     options, began = BuildOptions(backend, max_rows=2), time.perf_counter()
     build_engines(open_bundle(bundle), str(bundle), options, engines, False, lambda what, done, total: None)
     print(f"built plans in {time.perf_counter() - began:.0f} s", flush=True)
-    yield backend, {"engines": engines}
-    yield f"{backend}, CUDA graphs", {"engines": engines, "cuda_graphs": True}
+    return Pipeline.from_bundle(bundle, engines=engines)
 
 
 def device_bandwidth(provider: str, size: int) -> float:

@@ -111,17 +111,15 @@ def _settings(options: BuildOptions) -> dict[str, str]:
     """What a builder is told beyond its own defaults, as text."""
     elsewhere = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json
     values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in elsewhere}
-    return {name: str(value) for name, value in values.items() if value is not None and value is not False}
+    return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def _command(bundle_name: str, options: BuildOptions) -> tuple[str, ...]:
     """The command line that asks for these options; defaults are left out."""
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", options.backend]
     for flag, value in options.given().items():
-        if flag == "--workspace":
-            value >>= 20  # the command line counts in MiB
         values = value if isinstance(value, tuple) else (value,)
-        command += [flag] if value is True else [word for one in values for word in (flag, str(one))]
+        command += [word for one in values for word in (flag, str(one))]
     return tuple(command)
 
 

@@ -16,7 +16,7 @@ from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.contracts import PlanOptions, ThreadOptions
+from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile
@@ -43,14 +43,7 @@ SMALL = DecoderConfig(
 NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
 ONE = ThreadOptions(intra_op=1)
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
-GRAPHS = ("tensorrt, host, graphs", "tensorrt-rtx, host, graphs")
-ON_GPUS = (
-    "onnxruntime, cuda",
-    "tensorrt, gpu",
-    "tensorrt, gpu, graphs",
-    "tensorrt-rtx, gpu",
-    "tensorrt-rtx, gpu, graphs",
-)
+ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (
     Profile(name="prefill", rows=(1, 2, 16), nodes=(2, 3, 3), past=(64, 64, 64)),
     Profile(name="ar", rows=(1, 2, 16), nodes=(2, 2, 2), past=(64, 64, 64)),
@@ -96,22 +89,21 @@ class SmallModel:
         drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
-    def _on_tensorrt(self, name: str, where: str, graphs: str = "") -> Model:
+    def _on_tensorrt(self, name: str, where: str) -> Model:
         """Plans of both graphs, on the GPU, or with the host in its place."""
-        library, memory, build = self._host(name) if where == "host" else self._gpu(name)
-        options = PlanOptions(cuda_graphs=bool(graphs))
+        library, memory, build = self._host() if where == "host" else self._gpu(name)
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            return TensorRTEngine(library, memory, PlanSource(build(role), PROFILES, "rebuild"), spec, table, options)
+            return TensorRTEngine(library, memory, PlanSource(build(role), PROFILES, "rebuild"), spec, table)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
-    def _host(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
+    def _host(self) -> tuple[Any, Any, Callable[[str], Path]]:
         memory = HostMemory()
         return (
-            HostLibrary(memory, records=name == "tensorrt-rtx"),
+            HostLibrary(memory),
             memory,
             lambda role: write_plan(self.folder / f"{role}.onnx", PROFILES, self.folder / f"{role}.plan"),
         )

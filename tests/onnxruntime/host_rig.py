@@ -11,7 +11,6 @@ import pytest
 from host_tensorrt import HostLibrary, HostMemory, write_plan
 from tiny_rig import Rig, spec_of
 
-from lantern_rt.engines.contracts import PlanOptions
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import PlanSource
@@ -27,22 +26,16 @@ PROFILES = (
 class HostRig:
     """A rig's graph behind the TensorRT engine, and behind the plain one."""
 
-    def __init__(self, rig: Rig, records: bool = False) -> None:
+    def __init__(self, rig: Rig) -> None:
         self.rig, self.memory = rig, HostMemory()
-        self.library = HostLibrary(self.memory, records)
+        self.library = HostLibrary(self.memory)
         self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"))
         self.engine = self.load()
 
-    def load(
-        self,
-        plan: Path | None = None,
-        profiles: tuple[Profile, ...] = PROFILES,
-        options: PlanOptions | None = None,
-        **change: Any,
-    ) -> TensorRTEngine:
+    def load(self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any) -> TensorRTEngine:
         source = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
         spec = spec_of(self.rig.config).model_copy(update=change)
-        return TensorRTEngine(self.library, self.memory, source, spec, self.rig.table, options or PlanOptions())
+        return TensorRTEngine(self.library, self.memory, source, spec, self.rig.table)
 
     def prefilled(self, rows: int, capacity: int = 300) -> Any:
         """A cache that holds the first `rows` prefixes."""

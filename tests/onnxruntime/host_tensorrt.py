@@ -2,9 +2,7 @@
 
 Stricter than the real ones where that finds mistakes: everything happens as late as it may (at `synchronise`), new
 memory is full of NaNs, an address outside what was allocated, tensors that overlap, bytes of another type than the
-graph reads and shapes outside a profile are refused. A context is recorded only after it ran as it is bound, and what
-was recorded is launched only while the context lives and is bound as it was. A "plan" is a JSON text that names an
-ONNX file and its profiles.
+graph reads and shapes outside a profile are refused. A "plan" is a JSON text that names an ONNX file and its profiles.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import onnxruntime
 
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.cuda import ALIGNMENT
-from lantern_rt.errors import EngineError
 
 Array = np.ndarray[Any, Any]
 _TYPES = {"tensor(float)": "FLOAT", "tensor(float16)": "HALF", "tensor(int64)": "INT64"}
@@ -35,24 +32,17 @@ class HostMemory:
 
     stream = 7
 
-    def __init__(self, most: int = 1 << 40) -> None:
+    def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.most = most  # bytes that can be allocated
         self.blocks: dict[int, Array] = {}
         self.kinds: dict[int, np.dtype[Any]] = {}  # of arrays as they were uploaded, by address
         self.late: list[Callable[[], None]] = []
         self.copies = 0
-        self.recording: list[Callable[[], None]] | None = None
-        self.graphs: dict[int, list[Callable[[], None]]] = {}
-        self.captures, self.launches = 0, 0
 
     def use(self) -> None:
         pass
 
     def allocate(self, size: int) -> int:
-        self._check_idle()
-        if size + sum(len(block) for block in self.blocks.values()) > self.most:
-            raise EngineError("out of memory")
         block = np.full(size + ALIGNMENT, 0xFF, np.uint8)  # NaN in every float type
         address = -(-block.ctypes.data // ALIGNMENT) * ALIGNMENT
         self.blocks[address] = block[address - block.ctypes.data :][:size]
@@ -63,7 +53,6 @@ class HostMemory:
         self.late.append(lambda: block.fill(0xFF))  # what is asked for before still finds it
 
     def upload(self, target: int, source: Array) -> None:
-        self._check_idle()
         assert source.flags.c_contiguous
         room = self.view(target, source.nbytes)
 
@@ -74,13 +63,11 @@ class HostMemory:
         self.late.append(copy)
 
     def download(self, target: Array, source: int) -> None:
-        self._check_idle()
         assert target.flags.c_contiguous
         found, room = self.view(source, target.nbytes), target.reshape(-1).view(np.uint8)
         self.late.append(lambda: room.__setitem__(slice(None), found))
 
     def copy2d(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        self._check_idle()
         assert width <= min(target_pitch, source_pitch) or height == 1
         self.copies += 1
         for line in range(height):
@@ -88,38 +75,13 @@ class HostMemory:
             self.late.append(lambda goal=goal, start=start: goal.__setitem__(slice(None), start))  # type: ignore[misc]
 
     def zero(self, target: int, size: int) -> None:
-        self._check_idle()
         room = self.view(target, size)
         self.late.append(lambda: room.fill(0))
 
     def synchronise(self) -> None:
-        self._check_idle()
         waiting, self.late = self.late, []
         for action in waiting:
             action()
-
-    def capture(self, ask: Callable[[], object]) -> int:
-        self._check_idle()
-        self.recording = []
-        try:
-            ask()
-            self.captures += 1
-            self.graphs[self.captures] = self.recording
-        finally:
-            self.recording = None
-        return self.captures
-
-    def launch(self, graph: int) -> None:
-        self._check_idle()
-        self.launches += 1
-        for action in self.graphs[graph]:
-            action()
-
-    def forget(self, graph: int) -> None:
-        del self.graphs[graph]
-
-    def _check_idle(self) -> None:
-        assert self.recording is None, "would be recorded, too"
 
     def view(self, address: int, size: int) -> Array:
         """The bytes at an address; they must lie in one block that is still allocated."""
@@ -144,34 +106,16 @@ class _Allocation(Enum):
     USER_MANAGED = 1
 
 
-class _GraphStrategy(Enum):
-    DISABLED = 1
-    WHOLE_GRAPH_CAPTURE = 2
-
-
 class _Logger:
     ERROR, INTERNAL_ERROR = "error", "internal error"
 
 
-class _Config:
-    """What TensorRT-RTX makes contexts with."""
-
-    cuda_graph_strategy = _GraphStrategy.DISABLED
-    allocation: Enum | None = None
-
-    def set_execution_context_allocation_strategy(self, strategy: Enum) -> None:
-        self.allocation = strategy
-
-
 class _Context:
-    def __init__(self, engine: _Engine, records: bool) -> None:
-        self.engine, self.records, self.profile = engine, records, -1
+    def __init__(self, engine: _Engine) -> None:
+        self.engine, self.profile = engine, -1
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self.memory: tuple[int, int] | None = None
-        self.bindings = 0  # how often anything was bound
-        self.ran = -1  # with how many bindings it ran last
-        self.runs = 0
 
     def set_device_memory(self, address: int, size: int) -> None:
         if size < self.engine.device_memory_size_v2 or address % ALIGNMENT:
@@ -195,7 +139,6 @@ class _Context:
         if len(shape) != len(axes) or not all(low <= n <= high for n, (low, high) in zip(shape, bounds, strict=True)):
             return self.engine.complain(f"{name}: {shape} does not satisfy {bounds}")
         self.shapes[name] = shape
-        self.bindings += 1
         return True
 
     def set_tensor_address(self, name: str, address: int) -> bool:
@@ -203,7 +146,6 @@ class _Context:
         if address == 0 or address % ALIGNMENT:
             return self.engine.complain(f"{name}: {address:#x} is no address of a tensor")
         self.addresses[name] = address
-        self.bindings += 1
         return True
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
@@ -219,14 +161,10 @@ class _Context:
         return tuple(sizes[size] if isinstance(size, str) else size for size in self.engine.outputs[name].shape)
 
     def execute_async_v3(self, stream: int) -> bool:
-        engine, memory, recording = self.engine, self.engine.memory, self.engine.memory.recording
+        engine, memory = self.engine, self.engine.memory
         assert stream == memory.stream
         assert self.memory is not None
         memory.view(*self.memory)
-        if recording is not None and self.ran != self.bindings:
-            return engine.complain("operation not permitted when stream is capturing")
-        if recording is not None and engine.library.uncapturable:
-            return engine.complain(engine.library.uncapturable)
         if missing := sorted({*engine.inputs, *engine.outputs} - self.addresses.keys()):
             return engine.complain(f"{missing[0]}: no address")
         if missing := sorted(engine.inputs.keys() - self.shapes.keys()):
@@ -243,18 +181,6 @@ class _Context:
             assert end <= start, f"{one} and {other} overlap"
         kinds = {name: self.addresses[name] for name in engine.inputs if not name.startswith("past_")}
         scratch = memory.view(*self.memory)
-        as_bound, whose, shapes = self.bindings, weakref.ref(self), dict(self.shapes)
-        places = {name: (self.addresses[name], view.nbytes) for name, view in views.items()}
-
-        def launch() -> None:
-            """The recorded run; like the real one, it knows addresses only."""
-            alive = whose()
-            assert alive is not None, "launched after its context was let go"
-            assert alive.bindings == as_bound, "launched after its context was bound to something else"
-            for place in places.values():
-                memory.view(*place)
-            engine.runs.append((alive.profile, shapes))
-            memory.late.append(run)
 
         def run() -> None:
             scratch.fill(0xA5)
@@ -266,11 +192,7 @@ class _Context:
             for name, array in zip(engine.outputs, found, strict=True):
                 views[name][...] = array
 
-        if recording is not None:
-            recording.append(launch)
-            return True
-        engine.runs.append((self.profile, shapes))
-        self.ran, self.runs = self.bindings, self.runs + 1
+        engine.runs.append((self.profile, dict(self.shapes)))
         memory.late.append(run)
         return True
 
@@ -279,8 +201,7 @@ class _Engine:
     device_memory_size_v2 = 1000
 
     def __init__(self, plan: dict[str, Any], library: HostLibrary) -> None:
-        self.library, self.memory, self.logger = library, library.memory, library.logger
-        self.streamable_weights_size = self.weight_streaming_budget_v2 = int(plan.get("streamable", 0))
+        self.memory, self.logger = library.memory, library.logger
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         self.session = onnxruntime.InferenceSession(plan["onnx"], options, providers=["CPUExecutionProvider"])
@@ -304,14 +225,9 @@ class _Engine:
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return tuple(size if isinstance(size, int) else -1 for size in (self.inputs | self.outputs)[name].shape)
 
-    def create_runtime_config(self) -> _Config:
-        return _Config()
-
-    def create_execution_context(self, how: Enum | _Config) -> _Context:
-        allocation = how.allocation if isinstance(how, _Config) else how
+    def create_execution_context(self, allocation: Enum) -> _Context:
         assert allocation is _Allocation.USER_MANAGED
-        records = isinstance(how, _Config) and how.cuda_graph_strategy is _GraphStrategy.WHOLE_GRAPH_CAPTURE
-        context = _Context(self, records)
+        context = _Context(self)
         self.contexts.add(context)
         return context
 
@@ -327,11 +243,8 @@ class HostLibrary:
     ILogger = _Logger
     TensorIOMode, DataType, ExecutionContextAllocationStrategy = _Mode, _Type, _Allocation
 
-    def __init__(self, memory: HostMemory, records: bool = False) -> None:
+    def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self.uncapturable = ""  # why nothing can be recorded
-        if records:  # as TensorRT-RTX does
-            self.CudaGraphStrategy = _GraphStrategy
         self.engines: list[_Engine] = []
 
     def Runtime(self, logger: Any) -> HostLibrary:  # noqa: N802
@@ -347,9 +260,8 @@ class HostLibrary:
         return self.engines[-1]
 
 
-def write_plan(onnx: Path, profiles: Sequence[Profile], plan: Path, streamable: int = 0) -> Path:
-    """The "plan" of a graph, with so many bytes of weights that can be streamed."""
-    described: dict[str, Any] = {"onnx": str(onnx), "streamable": streamable}
-    described["profiles"] = [profile.model_dump(mode="json") for profile in profiles]
-    plan.write_text(json.dumps(described))
+def write_plan(onnx: Path, profiles: Sequence[Profile], plan: Path) -> Path:
+    """The "plan" of a graph."""
+    described = [profile.model_dump(mode="json") for profile in profiles]
+    plan.write_text(json.dumps({"onnx": str(onnx), "profiles": described}))
     return plan

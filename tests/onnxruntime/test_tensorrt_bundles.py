@@ -51,7 +51,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     def build(
         self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
     ) -> list[Path]:
-        return [write_plan(bundle.path(role), shapes, folder / f"{role}.plan", streamable=1000)]
+        return [write_plan(bundle.path(role), shapes, folder / f"{role}.plan")]
 
     monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
@@ -75,52 +75,16 @@ def plans(tmp_path: Path, library: HostLibrary) -> tuple[Path, Path, HostLibrary
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "kinds", "first"), [("ar", [6], 0.95), ("lantern", [6, 16], 0.93)])
-def test_nearly_every_pass_of_an_image_is_one_that_comes_again(
-    tmp_path: Path, library: HostLibrary, method: str, kinds: list[int], first: float
+@pytest.mark.parametrize(("method", "kinds"), [("ar", [6]), ("lantern", [6, 16])])
+def test_passes_of_an_image_have_few_shapes(
+    tmp_path: Path, library: HostLibrary, method: str, kinds: list[int]
 ) -> None:
     folder = build_plans("scenes", tmp_path / "plans", max_nodes=64)
-    pipeline = Pipeline.from_bundle("scenes", threads=1, engines=folder, cuda_graphs=True)
-    shares = []
+    pipeline = Pipeline.from_bundle("scenes", threads=1, engines=folder)
     for seed in range(2):
-        runs, launches = sum(len(engine.runs) for engine in library.engines), library.memory.launches
         pipeline("a red sphere on sand", seed=seed, method=method)
-        passes = sum(len(engine.runs) for engine in library.engines) - runs
-        shares.append((library.memory.launches - launches) / passes)
-    assert shares[0] >= first
-    assert shares[1] >= 0.99
     decoders = [engine for engine in library.engines if "codes" not in engine.inputs]
     assert [len({(profile, *shapes.items()) for profile, shapes in engine.runs}) for engine in decoders] == kinds
-
-
-@pytest.mark.parametrize("records", [False, True], ids=["tensorrt", "tensorrt-rtx"])
-def test_a_bundle_draws_the_same_images_with_cuda_graphs(
-    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch, records: bool
-) -> None:
-    bundle, folder, library = plans
-    if records:
-        library = HostLibrary(library.memory, records)
-        monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
-    pipelines = [
-        Pipeline.from_bundle(bundle, threads=1, engines=folder, cuda_graphs=graphs) for graphs in (False, True)
-    ]
-    for seed in range(4):
-        results = [pipeline(["a cube"], seed=seed, method="lantern") for pipeline in pipelines]
-        for plain, found in zip(*(result.images for result in results), strict=True):
-            np.testing.assert_array_equal(np.asarray(found), np.asarray(plain))
-    assert pipelines[1]._engines.backend == "tensorrt-rtx-cuda-graphs"
-    passes = len(library.engines[2].runs) + len(library.engines[3].runs)
-    contexts = [context for engine in library.engines for context in engine.contexts if context.records]
-    again = sum(context.runs for context in contexts) if records else library.memory.launches
-    assert again > passes / 3  # most of what the first image meets comes again
-
-
-def test_a_budget_is_for_the_weights_of_the_target(plans: tuple[Path, Path, HostLibrary]) -> None:
-    bundle, folder, library = plans
-    pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder, weight_budget=300)
-    assert pipeline._engines.backend == "tensorrt-rtx-budget-300"
-    pipeline(["a cube"], method="eagle")
-    assert [engine.weight_streaming_budget_v2 for engine in library.engines] == [300, 1000, 1000]
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])

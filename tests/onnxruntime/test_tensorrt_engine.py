@@ -197,6 +197,18 @@ def test_memory_is_given_back_with_its_cache(tiny: HostRig) -> None:
     assert len(tiny.memory.blocks) == before
 
 
+def test_contexts_share_memory_that_is_given_back_with_the_engine(tiny: HostRig) -> None:
+    rig = HostRig(tiny.rig)
+    cache = rig.prefilled(1)
+    rig.extend(cache, [[1, 2, 3, 4]])
+    contexts = rig.library.engines.pop().contexts
+    assert sorted(context.profile for context in contexts) == [1, 2]  # one for each profile that was used
+    assert len({context.memory for context in contexts}) == 1
+    del cache, rig.engine
+    gc.collect()
+    assert (len(rig.memory.blocks), len(contexts)) == (0, 0)
+
+
 # ---------------------------------------------------------------- shapes
 
 

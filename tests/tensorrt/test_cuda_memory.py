@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lantern_rt.engines.trt.cuda import ALIGNMENT, Block, CudaMemory, Graph, find_gpu, open_gpu
+from lantern_rt.engines.trt.cuda import ALIGNMENT, Block, CudaMemory, find_gpu, open_gpu
 from lantern_rt.engines.trt.device_cache import BlockCache, NewKV
 from lantern_rt.errors import EngineError
 
@@ -110,100 +110,16 @@ def test_what_fails_is_said_in_the_drivers_own_words(memory: CudaMemory) -> None
     )
 
 
-def test_captured_work_is_done_whenever_it_is_launched_and_not_before(memory: CudaMemory) -> None:
-    source, target = Block(memory, 4), Block(memory, 4)
-    memory.upload(source.address, np.arange(4, dtype=np.uint8))
-    memory.upload(target.address, np.full(4, 9, np.uint8))
-    memory.synchronise()
-
-    def ask() -> None:
-        memory.zero(target.address, 2)
-        memory.copy2d(target.address + 2, 2, source.address + 2, 2, 2, 1)
-
-    graph = Graph(memory, ask)
-    assert numbers(memory, target.address, 4) == [9, 9, 9, 9]
-    for sent in ([0, 1, 2, 3], [4, 5, 6, 7]):
-        memory.upload(source.address, np.array(sent, np.uint8))
-        graph.launch()
-        assert numbers(memory, target.address, 4) == [0, 0, *sent[2:]]
-
-
-def test_what_cannot_be_captured_is_said_and_the_stream_works_on(memory: CudaMemory) -> None:
-    block = Block(memory, 4)
-    with pytest.raises(EngineError) as caught:
-        memory.capture(memory.synchronise)
-    assert str(caught.value).startswith("the NVIDIA driver: cuStreamSynchronize failed: ")
-    assert str(caught.value).endswith(" (status 900)")
-    with pytest.raises(EngineError) as caught:
-        memory.capture(lambda: None)
-    assert str(caught.value) == "the NVIDIA driver: found no work on the stream that was captured"
-    memory.zero(block.address, 4)
-    assert numbers(memory, block.address, 4) == [0] * 4
-
-
-def test_a_capture_that_was_spoilt_unnoticed_is_an_error(stand_in: Path) -> None:
+def test_memory_is_given_back_when_nothing_refers_to_it(stand_in: Path) -> None:
     memory, library = CudaMemory(str(stand_in)), ctypes.CDLL(str(stand_in))
-
-    def spoil() -> None:
-        library.cuStreamSynchronize(ctypes.c_void_p(memory.stream))  # as a library would that hides what failed
-
-    with pytest.raises(EngineError) as caught:
-        memory.capture(spoil)
-    assert str(caught.value) == (
-        "the NVIDIA driver: cuStreamEndCapture failed: operation failed due to a previous error during capture "
-        "(status 901)"
-    )
-
-
-def test_nothing_of_another_thread_gets_into_a_capture(memory: CudaMemory) -> None:
-    mine, other = Block(memory, 4), Block(memory, 4)
-    thread = threading.Thread(target=lambda: memory.zero(other.address, 4))
-
-    def ask() -> None:
-        memory.zero(mine.address, 4)
-        thread.start()
-        thread.join(0.05)
-        assert thread.is_alive()  # it waits
-
-    graph = Graph(memory, ask)
-    thread.join()
-    assert numbers(memory, other.address, 4) == [0] * 4
-    memory.upload(other.address, np.full(4, 9, np.uint8))
-    graph.launch()
-    assert numbers(memory, other.address, 4) == [9] * 4
-    assert numbers(memory, mine.address, 4) == [0] * 4
-
-
-def test_what_is_let_go_during_a_capture_is_given_back_after_it(stand_in: Path) -> None:
-    memory, library = CudaMemory(str(stand_in)), ctypes.CDLL(str(stand_in))
-    library.live_blocks.restype = library.graphs_alive.restype = ctypes.c_longlong
-    blocks, goal = [Block(memory, 4)], Block(memory, 4)
-    graphs = [Graph(memory, lambda: memory.zero(goal.address, 4))]
-    before = library.live_blocks(), library.graphs_alive()
-
-    def ask() -> None:
-        memory.zero(goal.address, 4)
-        blocks.clear()
-        graphs.clear()
-        assert (library.live_blocks(), library.graphs_alive()) == before
-
-    graph = Graph(memory, ask)
-    assert (library.live_blocks(), library.graphs_alive()) == (before[0] - 1, before[1])  # the new graph for the old
-    graph.launch()
-
-
-def test_memory_and_graphs_are_given_back_when_nothing_refers_to_them(stand_in: Path) -> None:
-    memory, library = CudaMemory(str(stand_in)), ctypes.CDLL(str(stand_in))
-    library.live_blocks.restype = library.graphs_alive.restype = ctypes.c_longlong
+    library.live_blocks.restype = ctypes.c_longlong
     gc.collect()
-    before = library.live_blocks(), library.graphs_alive()
-    block, goal = Block(memory, 100), memory.allocate(100)
-    graph = Graph(memory, lambda: memory.zero(goal, 100))
-    memory.free(goal)
-    assert (library.live_blocks(), library.graphs_alive()) == (before[0] + 1, before[1] + 1)
-    del block, graph
+    before = library.live_blocks()
+    block = Block(memory, 100)
+    assert library.live_blocks() == before + 1
+    del block
     gc.collect()
-    assert (library.live_blocks(), library.graphs_alive()) == before
+    assert library.live_blocks() == before
 
 
 def test_strided_arrays_are_refused_before_they_are_misread(stand_in: Path) -> None:

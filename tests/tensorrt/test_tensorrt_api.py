@@ -25,8 +25,7 @@ USED = {
     "Runtime": ["deserialize_cuda_engine"],
     "ICudaEngine": [
         "num_optimization_profiles", "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_dtype",
-        "get_tensor_shape", "create_execution_context", "device_memory_size_v2", "streamable_weights_size",
-        "weight_streaming_budget_v2",
+        "get_tensor_shape", "create_execution_context", "device_memory_size_v2",
     ],
     "IExecutionContext": [
         "set_optimization_profile_async", "set_input_shape", "set_tensor_address", "get_tensor_shape",
@@ -38,11 +37,6 @@ USED = {
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
 }  # fmt: skip
-RECORDS = {  # TensorRT-RTX only
-    "ICudaEngine": ["create_runtime_config"],
-    "IRuntimeConfig": ["set_execution_context_allocation_strategy", "cuda_graph_strategy"],
-    "CudaGraphStrategy": ["WHOLE_GRAPH_CAPTURE"],
-}
 # As the bindings print them, without the modules' own names.
 SIGNATURES = {
     ("ICudaEngine", "create_execution_context"): "strategy: tensorrt.ExecutionContextAllocationStrategy",
@@ -67,19 +61,6 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_the_library_has_everything_that_is_called(name: str, kind: str) -> None:
     library = import_library(name)
     assert [member for member in USED[kind] if not hasattr(getattr(library, kind), member)] == []
-
-
-def test_tensorrt_rtx_has_what_records_cuda_graphs() -> None:
-    library = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
-    missing = [
-        (kind, name) for kind, names in RECORDS.items() for name in names if not hasattr(getattr(library, kind), name)
-    ]
-    assert missing == []
-    described = library.ICudaEngine.create_execution_context.__doc__
-    assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in described
-    strategy = library.IRuntimeConfig.cuda_graph_strategy
-    assert strategy.fget.__doc__.strip().endswith("CudaGraphStrategy")
-    assert "CudaGraphStrategy) -> bool" in strategy.fset.__doc__
 
 
 @pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call[1])

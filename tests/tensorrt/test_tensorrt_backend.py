@@ -76,27 +76,10 @@ def test_a_folder_that_is_called_like_the_library_is_not_taken_for_it(monkeypatc
             replace(RTX, backend="tensorrt"),
             "--compute-capability: goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host",
         ),
-        (
-            replace(RTX, hardware_compatible=True),
-            "--hardware-compatible: goes with backend tensorrt; give tensorrt-rtx every --compute-capability",
-        ),
-        (
-            replace(RTX, timing_cache=Path("timings")),
-            "--timing-cache: goes with backend tensorrt; tensorrt-rtx times no kernels when it builds",
-        ),
     ],
 )
 def test_an_option_of_the_other_library_is_refused(scenes: Bundle, options: BuildOptions, expected: str) -> None:
     assert message(RequestError, lambda: plan_build(scenes, options)) == expected
-
-
-def test_plans_that_can_be_refitted_need_a_gpu(scenes: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
-    assert message(RequestError, lambda: plan_build(scenes, replace(RTX, refit=True))) == (
-        "--refit: tensorrt-rtx needs a GPU to build plans that can be refitted, found none"
-    )
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89"))
-    plan_build(scenes, replace(RTX, refit=True))
 
 
 def test_a_build_for_this_hosts_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +103,7 @@ def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: p
 
 
 def test_engines_run_only_on_the_gpus_they_were_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    record: Any = SimpleNamespace(compute_capabilities=("SM89", "SM120"), settings={}, command=("again",))
+    record: Any = SimpleNamespace(compute_capabilities=("SM89", "SM120"), command=("again",))
     folder = EngineFolder(Path("plans"), record)
     backend = TensorRTBackend("tensorrt-rtx")
     monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
@@ -133,9 +116,6 @@ def test_engines_run_only_on_the_gpus_they_were_built_for(monkeypatch: pytest.Mo
         "plans: found engines for SM89, SM120, expected SM86, the GPU of this host; rebuild with `again "
         "--output plans --force`"
     )
-    record.settings = {"hardware_compatible": "True"}  # Ampere and later
-    backend.check_host(folder)
-    record.settings = {}
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM120"))
     backend.check_host(folder)
 
@@ -261,6 +241,6 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
 
 @pytest.mark.usefixtures("library")
 def test_builder_settings_are_taken_by_the_builder(scenes: Bundle, tmp_path: Path) -> None:
-    options = replace(RTX, optimization_level=2, workspace=1 << 30, weight_streaming=True)
+    options = replace(RTX, optimization_level=2)
     (plan,) = TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent)
     assert plan.read_bytes()[:4] == b"vtrt"

@@ -15,7 +15,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.backend import TensorRTBackend
-from lantern_rt.errors import EngineError, OutputError, RequestError
+from lantern_rt.errors import EngineError, RequestError
 
 
 class NodeError:
@@ -125,11 +125,3 @@ def test_what_a_library_does_not_have_cannot_be_asked_for(
     backend, scenes = TensorRTBackend("tensorrt-rtx"), open_bundle("scenes")
     found = message(RequestError, lambda: backend.build(scenes, "drafter", [], options, tmp_path, silent))
     assert found == expected
-
-
-def test_an_unreadable_timing_cache_is_an_error_of_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: Refusing())
-    options = BuildOptions("tensorrt", timing_cache=tmp_path)
-    backend, scenes = TensorRTBackend("tensorrt"), open_bundle("scenes")
-    found = message(OutputError, lambda: backend.build(scenes, "vq_decoder", [], options, tmp_path, silent))
-    assert found == f"{tmp_path}: cannot be read (Is a directory)"

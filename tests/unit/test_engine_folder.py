@@ -329,9 +329,11 @@ def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: P
         ),
         (["--max-past", "0"], "max-past: found 0, expected 1 .. 1048576"),
         (["--optimization-level", "6"], "optimization-level: found 6, expected 0 .. 5"),
-        (["--workspace", "0"], "workspace: found 0, expected 1 .. 1125899906842624"),
         (["--provider", "abacus"], "provider: found 'abacus', expected one of cpu, cuda, openvino, coreml, directml"),
-        (["--refit"], "--refit: goes with backend tensorrt or tensorrt-rtx, found onnxruntime"),
+        (
+            ["--optimization-level", "3"],
+            "--optimization-level: goes with backend tensorrt or tensorrt-rtx, found onnxruntime",
+        ),
         (
             ["--compute-capability", "SM89"],
             "--compute-capability: goes with backend tensorrt or tensorrt-rtx, found onnxruntime",
