@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from host_tensorrt import HostLibrary, HostMemory, write_plan
 from tiny_rig import Rig, spec_of
 
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import PlanSource
-from lantern_rt.errors import EngineError
 
 PROFILES = (
     Profile(name="prefill", rows=(1, 2, 4), nodes=(2, 24, 24), past=(64, 64, 64)),
@@ -53,10 +50,3 @@ class HostRig:
         tokens = np.array([[code, 0] for code in codes])
         positions = np.repeat(cache.lengths[:, None], 2, 1)
         return self.rig.run(cache, tokens, np.eye(2, dtype=bool), positions, self.engine).logits[:, 0]  # type: ignore[arg-type]
-
-
-def message(action: Callable[[], object]) -> str:
-    with pytest.raises(EngineError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)

@@ -1,5 +1,6 @@
-/* The functions of NVIDIA's driver that engines/trt/cuda.py calls, on host memory: what its ctypes declarations are tested
-   against. Prototypes are those of cuda.h (CUDA 13), which this file does not include; -DREAL_HEADER compares them. */
+/* The functions of NVIDIA's driver that engines/trt/cuda.py calls, on host memory: what its ctypes declarations are
+   tested against. Prototypes are those of cuda.h (CUDA 13), which this file does not include; -DREAL_HEADER compares
+   them. */
 
 #ifdef REAL_HEADER
 #include <cuda.h>
@@ -46,6 +47,7 @@ static long long live;
 #define ON_STREAM(stream)                 \
     CHECK(current == primary, 201);       \
     CHECK(stream == only, 400)
+
 CUresult cuInit(unsigned int flags) { return (CUresult)(flags ? 1 : 0); }
 
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.errors import LanternError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
 ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0))
@@ -21,13 +18,6 @@ ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0))
 
 def silent(what: str, done: int, total: int) -> None:
     pass
-
-
-def message(error: type[LanternError], action: Callable[[], object]) -> str:
-    with pytest.raises(error) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def bad_graph(path: Path, op: str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from lantern_rt.engines.trt.cuda import ALIGNMENT, Block, CudaMemory, find_gpu, open_gpu
 from lantern_rt.engines.trt.device_cache import BlockCache, NewKV
@@ -103,11 +104,8 @@ def test_every_thread_may_call(memory: CudaMemory) -> None:
 
 
 def test_what_fails_is_said_in_the_drivers_own_words(memory: CudaMemory) -> None:
-    with pytest.raises(EngineError) as caught:
+    with refused(EngineError, "cuMemAllocAsync for 67,108,864 MiB failed: out of memory (status 2)"):
         memory.allocate(1 << 46)
-    assert str(caught.value) == (
-        "the NVIDIA driver: cuMemAllocAsync for 67,108,864 MiB failed: out of memory (status 2)"
-    )
 
 
 def test_memory_is_given_back_when_nothing_refers_to_it(stand_in: Path) -> None:
@@ -131,8 +129,5 @@ def test_strided_arrays_are_refused_before_they_are_misread(stand_in: Path) -> N
 
 def test_a_host_without_a_driver_is_told_so(tmp_path: Path) -> None:
     missing = tmp_path / "libcuda.so.1"
-    with pytest.raises(OSError, match="libcuda") as reason:
-        ctypes.CDLL(str(missing))
-    with pytest.raises(EngineError) as caught:
+    with refused(EngineError, f"{missing}: cannot be used (", "install or update the NVIDIA driver"):
         CudaMemory(str(missing))
-    assert str(caught.value) == f"{missing}: cannot be used ({reason.value}); install or update the NVIDIA driver"

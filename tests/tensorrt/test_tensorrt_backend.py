@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from plan_requests import ONE_ROW, RTX, bad_graph, message, silent
+from plan_requests import ONE_ROW, RTX, bad_graph, silent
+from refusals import refused
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.onnx_scan import float_weights
@@ -42,6 +43,9 @@ def plans(scenes: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+NO_GPU = "{}: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines"
+
+
 def no_gpu() -> None:
     return None
 
@@ -54,32 +58,26 @@ def test_a_missing_library_comes_with_the_command_that_installs_it(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    assert message(EngineError, TensorRTBackend(name).version) == (
-        f"{module} cannot be imported (import of {module} halted; None in sys.modules); "
-        f"install it with `pip install 'lantern-rt[{name}]'`"
-    )
+    with refused(EngineError, f"{module} cannot be imported", f"install it with `pip install 'lantern-rt[{name}]'`"):
+        TensorRTBackend(name).version()
 
 
 def test_a_folder_that_is_called_like_the_library_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))
-    assert message(EngineError, TensorRTBackend("tensorrt").version) == (
-        "tensorrt cannot be imported (module 'tensorrt' has no attribute '__version__'); "
-        "install it with `pip install 'lantern-rt[tensorrt]'`"
-    )
+    with refused(EngineError, "tensorrt cannot be imported", "no attribute '__version__'", "lantern-rt[tensorrt]"):
+        TensorRTBackend("tensorrt").version()
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         (replace(RTX, provider="cuda"), "--provider: goes with backend onnxruntime, found tensorrt-rtx"),
-        (
-            replace(RTX, backend="tensorrt"),
-            "--compute-capability: goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host",
-        ),
+        (replace(RTX, backend="tensorrt"), "--compute-capability: goes with backend tensorrt-rtx"),
     ],
 )
 def test_an_option_of_the_other_library_is_refused(scenes: Bundle, options: BuildOptions, expected: str) -> None:
-    assert message(RequestError, lambda: plan_build(scenes, options)) == expected
+    with refused(RequestError, expected):
+        plan_build(scenes, options)
 
 
 def test_a_build_for_this_hosts_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +87,8 @@ def test_a_build_for_this_hosts_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -
         ("tensorrt", "build on the host that will run the engines, or with --backend tensorrt-rtx"),
     ):
         backend = TensorRTBackend(name)
-        found = message(EngineError, lambda b=backend: b.compute_capabilities(BuildOptions(b.name)))  # type: ignore[misc]
-        assert found == f"{name}: found no NVIDIA GPU and driver to build for; {advice}"
+        with refused(EngineError, f"{name}: found no NVIDIA GPU and driver to build for; {advice}"):
+            backend.compute_capabilities(BuildOptions(name))
         assert backend.driver() is None
 
 
@@ -107,15 +105,11 @@ def test_engines_run_only_on_the_gpus_they_were_built_for(monkeypatch: pytest.Mo
     folder = EngineFolder(Path("plans"), record)
     backend = TensorRTBackend("tensorrt-rtx")
     monkeypatch.setattr(tensorrt_backend, "find_gpu", no_gpu)
-    assert message(EngineError, lambda: backend.check_host(folder)) == (
-        "plans: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines, "
-        "or on a host that has one"
-    )
+    with refused(EngineError, NO_GPU.format("plans")):
+        backend.check_host(folder)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM86"))
-    assert message(EngineError, lambda: backend.check_host(folder)) == (
-        "plans: found engines for SM89, SM120, expected SM86, the GPU of this host; rebuild with `again "
-        "--output plans --force`"
-    )
+    with refused(EngineError, "plans: found engines for SM89, SM120, expected SM86", "rebuild with `again --output"):
+        backend.check_host(folder)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM120"))
     backend.check_host(folder)
 
@@ -155,10 +149,8 @@ def test_plans_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
 def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bundle) -> None:
-    assert message(EngineError, lambda: Engines(scenes, folder=open_engine_folder(plans))) == (
-        f"{plans}: found no NVIDIA GPU and driver, expected a GPU of SM89, SM120; run without --engines, "
-        "or on a host that has one"
-    )
+    with refused(EngineError, NO_GPU.format(plans)):
+        Engines(scenes, folder=open_engine_folder(plans))
 
 
 @pytest.mark.usefixtures("library")
@@ -183,44 +175,34 @@ def test_graphs_that_compute_in_float16_make_smaller_plans(tmp_path: Path) -> No
 @pytest.mark.usefixtures("library")
 def test_an_unknown_gpu_is_answered_with_the_known_ones(scenes: Bundle, tmp_path: Path) -> None:
     options = replace(RTX, compute_capabilities=("SM31",))
-    found = message(RequestError, lambda: build_engines(scenes, "scenes", options, tmp_path / "new", False, silent))
-    assert found.startswith("compute-capability: found 'SM31', expected one of SM75, SM80, SM86, SM89, SM120")
+    with refused(RequestError, "compute-capability: found 'SM31', expected one of SM75, SM80, SM86, SM89, SM120"):
+        build_engines(scenes, "scenes", options, tmp_path / "new", False, silent)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_graph_that_cannot_be_parsed_names_its_node_and_module(tmp_path: Path, library: Any) -> None:
     path = tmp_path / "vq_decoder.onnx"
     for op in ("Bogus", "Det"):
-        bundle = bad_graph(path, op)
-        backend = TensorRTBackend("tensorrt-rtx")
-        found = message(
-            EngineError,
-            lambda b=bundle, t=backend: t.build(b, "vq_decoder", [ONE_ROW], RTX, tmp_path, silent),  # type: ignore[misc]
-        )
-        start = (
-            f"{path}: tensorrt-rtx {library.__version__} cannot parse node `strange_2` ({op}) "
-            "near `layers.3.ffn.up.weight`: "
-        )
-        assert found.startswith(start)
-        assert found.endswith("; update tensorrt-rtx, or build with another --backend")
+        bundle, node = bad_graph(path, op), f"node `strange_2` ({op}) near `layers.3.ffn.up.weight`: "
+        start = f"{path}: tensorrt-rtx {library.__version__} cannot parse {node}"
+        with refused(EngineError, start, "; update tensorrt-rtx, or build with another --backend"):
+            TensorRTBackend("tensorrt-rtx").build(bundle, "vq_decoder", [ONE_ROW], RTX, tmp_path, silent)
 
 
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, library: Any) -> None:
     (tmp_path / "junk.onnx").write_bytes(b"junk")
     bundle: Any = SimpleNamespace(path=lambda _: tmp_path / "junk.onnx")
-    backend = TensorRTBackend("tensorrt-rtx")
-    found = message(EngineError, lambda: backend.build(bundle, "target", [ONE_ROW], RTX, tmp_path, silent))
-    assert found.startswith(f"{tmp_path / 'junk.onnx'}: tensorrt-rtx {library.__version__} cannot parse ")
+    with refused(EngineError, f"{tmp_path / 'junk.onnx'}: tensorrt-rtx {library.__version__} cannot parse "):
+        TensorRTBackend("tensorrt-rtx").build(bundle, "target", [ONE_ROW], RTX, tmp_path, silent)
 
 
 def test_shapes_that_contradict_the_graph_fail_the_build_in_one_line(
     scenes: Bundle, tmp_path: Path, library: Any
 ) -> None:
     wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), past=(64, 64, 64))
-    backend = TensorRTBackend("tensorrt-rtx")
-    found = message(EngineError, lambda: backend.build(scenes, "drafter", [wrong], RTX, tmp_path, silent))
-    assert found.startswith(f"{scenes.path('drafter')}: tensorrt-rtx {library.__version__} does not build this graph: ")
-    assert found.endswith("; try smaller --max-rows, --max-nodes or --max-past, or another --backend")
+    start = f"{scenes.path('drafter')}: tensorrt-rtx {library.__version__} does not build this graph: "
+    with refused(EngineError, start, "; try smaller --max-rows, --max-nodes or --max-past, or another --backend"):
+        TensorRTBackend("tensorrt-rtx").build(scenes, "drafter", [wrong], RTX, tmp_path, silent)
 
 
 @pytest.mark.usefixtures("library")
