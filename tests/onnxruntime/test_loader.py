@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, export, export_decoder
 
 from lantern_rt.bundle.files import open_bundle
@@ -99,9 +100,8 @@ def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: p
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(EngineError, match="failed to run the graph") as caught:
+    with refused(EngineError, "failed to run the graph"):
         Engines(open_bundle(folder), ONE).vq_decoder(np.full((1, 64), 999))
-    assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 

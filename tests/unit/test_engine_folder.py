@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx.external_data_helper import set_external_data
+from refusals import refused
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, OutputError, Pipeline, RequestError, open_bundle
@@ -71,11 +72,9 @@ def rebuild(bundle: Path, engines: Path) -> str:
     return f"rebuild with `lantern-rt build-engine {bundle} --backend onnxruntime --output {engines} --force`"
 
 
-def refusal(bundle: Path, engines: Path) -> str:
-    with pytest.raises(EngineError) as caught:
+def check_refused(bundle: Path, engines: Path, *words: str) -> None:
+    with refused(EngineError, *words):
         Pipeline.from_bundle(bundle, threads=1, engines=engines)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # ---------------------------------------------------------------- building and running
@@ -180,37 +179,29 @@ def test_profiles_cover_prefill_plain_decoding_and_trees(bundle: Path) -> None:
 
 def test_engines_of_another_bundle_are_refused(bundle: Path, engines: Path) -> None:
     change(engines, bundle_sha256="0" * 64, bundle="other")
-    digest = open_bundle(bundle).digest
-    assert refusal(bundle, engines) == (
-        f"{engines}: found engines of bundle other 000000000000..., expected tiny {digest[:12]}...; "
-        f"{rebuild(bundle, engines)}"
-    )
+    found, expected = "engines of bundle other 000000000000...", f"tiny {open_bundle(bundle).digest[:12]}..."
+    check_refused(bundle, engines, f"{engines}: found {found}, expected {expected}; {rebuild(bundle, engines)}")
 
 
 def test_engines_of_another_graph_are_refused(bundle: Path, engines: Path) -> None:
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["onnx_sha256"]["target"] = "1" * 64
     change(engines, graphs=graphs)
-    found = open_bundle(bundle).manifest.files["target"].sha256
-    assert refusal(bundle, engines) == (
-        f"{engines}: found engine `target` built from target 111111111111..., expected {found[:12]}..., the bundle's; "
-        f"{rebuild(bundle, engines)}"
-    )
+    expected = open_bundle(bundle).manifest.files["target"].sha256[:12]
+    found = "found engine `target` built from target 111111111111..."
+    check_refused(bundle, engines, f"{engines}: {found}, expected {expected}...", rebuild(bundle, engines))
 
 
 def test_engines_of_another_version_are_refused(bundle: Path, engines: Path) -> None:
     change(engines, builder_version="1.0.0")
-    assert refusal(bundle, engines) == (
-        f"{engines}: found engines built by onnxruntime 1.0.0, expected {onnxruntime.__version__}, the one installed; "
-        f"{rebuild(bundle, engines)}"
-    )
+    found = f"found engines built by onnxruntime 1.0.0, expected {onnxruntime.__version__}"
+    check_refused(bundle, engines, f"{engines}: {found}", rebuild(bundle, engines))
 
 
 def test_engines_for_another_processor_are_refused(bundle: Path, engines: Path) -> None:
     change(engines, processor="riscv64 v")
-    assert refusal(bundle, engines) == (
-        f"{engines}: found engines for the processor riscv64 v, expected {processor()}; {rebuild(bundle, engines)}"
-    )
+    found = f"found engines for the processor riscv64 v, expected {processor()}"
+    check_refused(bundle, engines, f"{engines}: {found}", rebuild(bundle, engines))
 
 
 def test_an_altered_engine_is_refused_before_it_is_loaded(
@@ -220,18 +211,16 @@ def test_an_altered_engine_is_refused_before_it_is_loaded(
     (engines / "target.onnx").write_bytes(b"anything")
     found = hashlib.blake2b(b"anything", digest_size=32).hexdigest()
     monkeypatch.setattr(onnxruntime_backend, "OrtEngine", None)  # loading would be a TypeError
-    assert refusal(bundle, engines) == (
-        f"{engines / 'target.onnx'}: found hash {found[:12]}..., expected {expected[:12]}...; engines are code and "
-        f"an altered one is not run; {rebuild(bundle, engines)}"
-    )
+    hashes = f"{engines / 'target.onnx'}: found hash {found[:12]}..., expected {expected[:12]}..."
+    check_refused(bundle, engines, hashes, "an altered one is not run", rebuild(bundle, engines))
 
 
 def test_a_missing_or_linked_engine_is_refused(bundle: Path, engines: Path, tmp_path: Path) -> None:
-    expected = f"{engines / 'drafter.onnx'}: found no file, expected an engine; {rebuild(bundle, engines)}"
+    expected = f"{engines / 'drafter.onnx'}: found no file, expected an engine"
     (engines / "drafter.onnx").rename(tmp_path / "elsewhere")
-    assert refusal(bundle, engines) == expected
+    check_refused(bundle, engines, expected, rebuild(bundle, engines))
     (engines / "drafter.onnx").symlink_to(tmp_path / "elsewhere")
-    assert refusal(bundle, engines) == expected
+    check_refused(bundle, engines, expected, rebuild(bundle, engines))
 
 
 @pytest.mark.parametrize("path", ["../target.onnx", "/etc/passwd", ".hidden", "a/b", ""])
@@ -239,15 +228,14 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["files"][0]["path"] = path
     change(engines, graphs=graphs)
-    message = refusal(bundle, engines)
-    assert f"{ENGINE_FILE}: field `graphs.target.files.0.path`: found {path!r}, expected" in message
-    assert message.endswith("build the engines again")
+    field = f"{ENGINE_FILE}: field `graphs.target.files.0.path`: found {path!r}, expected"
+    check_refused(bundle, engines, field, "build the engines again")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "expected JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("{", "expected JSON, found "),
         ("[]", "found engine format None, this lantern-rt reads 1.0"),
         ('{"format_version": "2.0"}', "found engine format '2.0', this lantern-rt reads 1.0"),
         ('{"format_version": "1.0"}', "field `backend`: found nothing, expected a value"),
@@ -255,22 +243,16 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
 )
 def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str, expected: str) -> None:
     (engines / ENGINE_FILE).write_text(text)
-    message = refusal(bundle, engines)
-    assert message.startswith(f"{engines / ENGINE_FILE}: {expected}")
-    assert message.endswith("; build the engines again")
+    check_refused(bundle, engines, f"{engines / ENGINE_FILE}: {expected}", "; build the engines again")
 
 
 def test_a_folder_without_engines_or_a_record_that_is_too_long_is_refused(bundle: Path, tmp_path: Path) -> None:
-    assert refusal(bundle, tmp_path) == (
-        f"{tmp_path}: no engine.json in it; an engine folder is written by `lantern-rt build-engine`"
-    )
+    check_refused(bundle, tmp_path, f"{tmp_path}: no engine.json in it", "written by `lantern-rt build-engine`")
     (tmp_path / ENGINE_FILE).write_text(" " * ((1 << 20) + 1))
-    assert refusal(bundle, tmp_path) == (
-        f"{tmp_path / ENGINE_FILE}: found more than 1,048,576 bytes, expected a short JSON text"
-    )
+    check_refused(bundle, tmp_path, f"{tmp_path / ENGINE_FILE}: found more than 1,048,576 bytes, expected")
     (tmp_path / ENGINE_FILE).unlink()
     (tmp_path / ENGINE_FILE).mkdir()
-    assert refusal(bundle, tmp_path) == f"{tmp_path / ENGINE_FILE}: cannot be read (Is a directory)"
+    check_refused(bundle, tmp_path, f"{tmp_path / ENGINE_FILE}: cannot be read (")
 
 
 def test_an_engine_that_cannot_be_read_is_named(bundle: Path, engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +264,7 @@ def test_an_engine_that_cannot_be_read_is_named(bundle: Path, engines: Path, mon
         return read(path)
 
     monkeypatch.setattr(engine_folder, "_hash", read_or_refuse)
-    assert refusal(bundle, engines) == f"{engines / 'drafter.onnx'}: cannot be read (Permission denied)"
+    check_refused(bundle, engines, f"{engines / 'drafter.onnx'}: cannot be read (Permission denied)")
 
 
 def test_a_graph_that_reads_a_file_which_is_not_listed_is_refused(bundle: Path, engines: Path) -> None:
@@ -295,23 +277,19 @@ def test_a_graph_that_reads_a_file_which_is_not_listed_is_refused(bundle: Path, 
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]
     graphs["target"]["files"][0]["blake2b"] = found
     change(engines, graphs=graphs)
-    assert refusal(bundle, engines) == (
-        f"{engines / 'target.onnx'}: found a graph that reads the file 'elsewhere.bin', expected one that engine.json "
-        f"lists; {rebuild(bundle, engines)}"
-    )
+    graph = f"{engines / 'target.onnx'}: found a graph that reads the file 'elsewhere.bin', expected"
+    check_refused(bundle, engines, graph, rebuild(bundle, engines))
 
 
 def test_an_unknown_backend_in_the_record_is_refused(bundle: Path, engines: Path) -> None:
     change(engines, backend="abacus")
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, "backend: found 'abacus', expected one of onnxruntime, tensorrt, tensorrt-rtx"):
         Pipeline.from_bundle(bundle, engines=engines)
-    assert str(caught.value) == "backend: found 'abacus', expected one of onnxruntime, tensorrt, tensorrt-rtx"
 
 
 def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: Path) -> None:
-    with pytest.raises(RequestError) as caught:
+    with refused(RequestError, f"provider: found cuda, but {built} was built for cpu; leave the provider out"):
         Pipeline.from_bundle(bundle, engines=built, provider="cuda")
-    assert str(caught.value) == f"provider: found cuda, but {built} was built for cpu; leave the provider out"
 
 
 # ---------------------------------------------------------------- refusals when built
@@ -323,21 +301,12 @@ def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: P
         (["--backend", "abacus"], "backend: found 'abacus', expected one of onnxruntime, tensorrt, tensorrt-rtx"),
         (["--max-rows", "0"], "max-rows: found 0, expected 1 .. 4096"),
         (["--max-nodes", "1"], "max-nodes: found 1, expected 2 .. 4096"),
-        (
-            ["--dry-run", "--max-past", "39"],
-            "max-past: found 39, expected at least 40: prefix 4 and 36 codes of one image",
-        ),
+        (["--dry-run", "--max-past", "39"], "max-past: found 39, expected at least 40: "),
         (["--max-past", "0"], "max-past: found 0, expected 1 .. 1048576"),
         (["--optimization-level", "6"], "optimization-level: found 6, expected 0 .. 5"),
         (["--provider", "abacus"], "provider: found 'abacus', expected one of cpu, cuda, openvino, coreml, directml"),
-        (
-            ["--optimization-level", "3"],
-            "--optimization-level: goes with backend tensorrt or tensorrt-rtx, found onnxruntime",
-        ),
-        (
-            ["--compute-capability", "SM89"],
-            "--compute-capability: goes with backend tensorrt or tensorrt-rtx, found onnxruntime",
-        ),
+        (["--optimization-level", "3"], "--optimization-level: goes with backend tensorrt or tensorrt-rtx, found "),
+        (["--compute-capability", "SM89"], "--compute-capability: goes with backend tensorrt or tensorrt-rtx, found "),
     ],
 )
 def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
@@ -345,7 +314,7 @@ def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
 ) -> None:
     code, out, err = program("build-engine", bundle, "--output", tmp_path / "new", *arguments)
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1] == f"lantern-rt: {expected}"
+    assert err.splitlines()[-1].startswith(f"lantern-rt: {expected}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -353,21 +322,18 @@ def test_a_graph_that_is_gone_or_spoilt_meanwhile_has_no_estimate(bundle: Path, 
     copy = Path(shutil.copytree(bundle, tmp_path / "tiny"))
     opened = open_bundle(copy)
     for content, expected in (
-        (b"\xff\xff", "a number runs past the end: cut short, or no ONNX file"),
+        (b"\xff\xff", "a number runs past the end"),
         (None, "No such file or directory"),
     ):
         (copy / "drafter.onnx").unlink() if content is None else (copy / "drafter.onnx").write_bytes(content)
-        with pytest.raises(BundleError) as caught:
+        with refused(BundleError, f"{copy / 'drafter.onnx'}: expected an ONNX graph, found {expected}"):
             estimate(opened, PLAIN)
-        assert str(caught.value) == f"{copy / 'drafter.onnx'}: expected an ONNX graph, found {expected}"
 
 
 def test_a_build_needs_a_goal(program: Any, bundle: Path) -> None:
-    assert program("build-engine", bundle) == (
-        2,
-        "",
-        "lantern-rt: found no --output, expected a folder to write the engines to (or --dry-run)\n",
-    )
+    code, out, err = program("build-engine", bundle)
+    assert (code, out) == (2, "")
+    assert err.startswith("lantern-rt: found no --output, expected a folder")
 
 
 def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
@@ -375,13 +341,12 @@ def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engi
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("chapter 1")
     for goal, force, expected in (
-        (engines, False, "is there already; choose another name, or --force to replace it"),
-        (tmp_path / "mine", True, "is no engine folder, so --force does not replace it; choose another name"),
+        (engines, False, "is there already; choose another name, or --force"),
+        (tmp_path / "mine", True, "is no engine folder, so --force does not replace it"),
         (tmp_path / "no" / "where", False, f"the folder {tmp_path / 'no'} does not exist"),
     ):
-        with pytest.raises(OutputError) as caught:
+        with refused(OutputError, f"{goal}: {expected}"):
             build_engines(opened, "tiny", PLAIN, goal, force, silent)
-        assert str(caught.value) == f"{goal}: {expected}"
 
 
 def test_a_build_that_fails_leaves_nothing_and_keeps_what_was_there(

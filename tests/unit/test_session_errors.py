@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from lantern_rt.engines.contracts import Tensor, ThreadOptions
 from lantern_rt.engines.decoder_tensors import kv_dtype
@@ -19,13 +20,6 @@ from lantern_rt.errors import BundleError, EngineError, LanternError
 
 GRAPH = Path("target.onnx")
 CODES, IMAGES = Tensor("codes", ("int64",), (None, 4)), Tensor("images", ("float32", "float16"), (None, 3))
-
-
-def message(kind: type[LanternError], action: Callable[[], object]) -> str:
-    with pytest.raises(kind) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def value(name: str, kind: str, *shape: Any) -> Any:
@@ -79,8 +73,8 @@ def load(inputs: tuple[Tensor, ...] = (CODES,), outputs: tuple[Tensor, ...] = (I
 @pytest.mark.parametrize(
     ("name", "kind", "expected"),
     [
-        ("InvalidProtobuf", BundleError, "not a graph that can be loaded: bad bytes; export the bundle again"),
-        ("NoSuchFile", BundleError, "not a graph that can be loaded: bad bytes; export the bundle again"),
+        ("InvalidProtobuf", BundleError, "not a graph that can be loaded: bad bytes; export"),
+        ("NoSuchFile", BundleError, "not a graph that can be loaded: bad bytes; export"),
         ("NotImplemented", EngineError, "ONNX Runtime 1.31.1 does not take this graph: bad bytes; update onnxruntime"),
     ],
 )
@@ -93,18 +87,17 @@ def test_a_damaged_graph_is_told_from_one_that_cannot_be_run(
         raise error(" bad\nbytes ")
 
     runtime.InferenceSession = refuse
-    assert message(kind, load) == f"{GRAPH}: {expected}"
+    with refused(kind, f"{GRAPH}: {expected}"):
+        load()
 
 
 @pytest.mark.usefixtures("runtime")
 def test_a_graph_that_fails_says_which_and_why() -> None:
     session = load()
-    assert message(EngineError, lambda: session.run({"codes": np.zeros((1, 4), np.int64)})) == (
-        f"{GRAPH}: ONNX Runtime failed to run the graph: Gather node: index out of bounds"
-    )
-    assert message(EngineError, lambda: session.run_bound(None)) == (
-        f"{GRAPH}: ONNX Runtime failed to run the graph: no memory"
-    )
+    with refused(EngineError, f"{GRAPH}: ONNX Runtime failed to run the graph: Gather node: index out of bounds"):
+        session.run({"codes": np.zeros((1, 4), np.int64)})
+    with refused(EngineError, f"{GRAPH}: ONNX Runtime failed to run the graph: no memory"):
+        session.run_bound(None)
 
 
 @pytest.mark.usefixtures("runtime")
@@ -117,21 +110,20 @@ def test_a_graph_that_fails_says_which_and_why() -> None:
         (
             (Tensor("codes", ("int32",), (None, 4)),),
             (IMAGES,),
-            "input `codes`: found int64 [rows, 4], expected int32 [any, 4]; the graph is not the one bundle.json "
-            "describes",
+            "input `codes`: found int64 [rows, 4], expected int32 [any, 4]; the graph is not the one",
         ),
         (
             (CODES,),
             (Tensor("images", ("float32", "float16"), (None, 5)),),
-            "output `images`: found float32 [rows, 3], expected float32 or float16 [any, 5]; the graph is not the one "
-            "bundle.json describes",
+            "output `images`: found float32 [rows, 3], expected float32 or float16 [any, 5]; the graph is not the one",
         ),
     ],
 )
 def test_a_graph_with_other_tensors_is_named_by_the_first(
     inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], expected: str
 ) -> None:
-    assert message(BundleError, lambda: load(inputs, outputs)) == f"{GRAPH}: {expected}"
+    with refused(BundleError, f"{GRAPH}: {expected}"):
+        load(inputs, outputs)
 
 
 def test_a_missing_onnxruntime_and_two_of_them_come_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,26 +132,21 @@ def test_a_missing_onnxruntime_and_two_of_them_come_with_the_cure(monkeypatch: p
 
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert message(EngineError, import_onnxruntime) == (
-        "onnxruntime cannot be imported (import of onnxruntime halted; None in sys.modules); install it with "
-        "`pip install 'lantern-rt[cpu]'`"
-    )
+    with refused(EngineError, "onnxruntime cannot be imported", "install it with `pip install 'lantern-rt[cpu]'`"):
+        import_onnxruntime()
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0")
-    assert message(EngineError, import_onnxruntime) == (
-        "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files, expected one; "
-        "run `pip uninstall -y onnxruntime onnxruntime-gpu`, then install the one you need"
-    )
+    words = "onnxruntime and onnxruntime-gpu are both installed", "`pip uninstall -y onnxruntime onnxruntime-gpu`"
+    with refused(EngineError, *words):
+        import_onnxruntime()
 
 
 def test_numbers_of_threads_have_bounds() -> None:
     for count in (0, 1025):
-        assert message(EngineError, lambda n=count: ThreadOptions(intra_op=n)) == (  # type: ignore[misc]
-            f"threads: found {count}, expected 1 .. 1024"
-        )
+        with refused(EngineError, f"threads: found {count}, expected 1 .. 1024"):
+            ThreadOptions(intra_op=count)
 
 
 def test_keys_and_values_of_two_types_are_refused() -> None:
     kinds = {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32}
-    assert message(BundleError, lambda: kv_dtype(GRAPH, kinds)) == (
-        f"{GRAPH}: found keys and values of both float16 and float32, expected one type; export again"
-    )
+    with refused(BundleError, f"{GRAPH}: found keys and values of both float16 and float32", "export again"):
+        kv_dtype(GRAPH, kinds)
