@@ -1,0 +1,44 @@
+"""A bundle written in format 1.1, with that format's names of fields and files, still opens and draws the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_rt import Pipeline
+from lantern_rt.bundle.files import EMBEDDED, open_bundle
+
+MANIFEST = Path(__file__).parents[1] / "data" / "bundle-1.1.json"
+PROMPT = "a red sphere on sand"
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded bundle as format 1.1 had it; its statistics under their old name, with today's content."""
+    folder = tmp_path_factory.mktemp("format-1") / "scenes"
+    shutil.copytree(EMBEDDED / "scenes", folder)
+    (folder / "acceptance_statistics.json").rename(folder / "rates.json")
+    manifest = json.loads(MANIFEST.read_text())
+    entry = open_bundle("scenes", verify=False).manifest.files["acceptance_statistics"]
+    manifest["files"]["rates"] |= {"sha256": entry.sha256, "bytes": entry.bytes}
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_its_manifest_says_what_the_present_one_says(older: Path) -> None:
+    found, present = (open_bundle(one).manifest.model_dump() for one in (older, "scenes"))
+    assert found["files"]["acceptance_statistics"].pop("path") == "rates.json"
+    assert present["files"]["acceptance_statistics"].pop("path") == "acceptance_statistics.json"
+    assert found == present
+
+
+def test_it_draws_the_same_tokens(older: Path) -> None:
+    first, second = (
+        Pipeline.from_bundle(one, threads=1)(PROMPT, method="lantern++", seed=3) for one in (older, "scenes")
+    )
+    np.testing.assert_array_equal(first.codes, second.codes)
+    assert first.settings.as_dict() == second.settings.as_dict()
