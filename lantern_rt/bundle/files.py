@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from ..checks import brief, explain, short
 from ..errors import BundleError
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .migration import from_format_1
-from .onnx_scan import NotOnnx, external_locations
+from .onnx_scan import external_locations
 
 MANIFEST_FILE = "bundle.json"
 EMBEDDED = Path(__file__).resolve().parent.parent / "bundles"
@@ -70,13 +70,10 @@ class Bundle:
     @cached_property
     def _code_embeddings(self) -> NDArray[np.float32]:
         path = self.path("code_embeddings")
-        with _expecting(path, "a NumPy array without pickled objects", ValueError, OSError, EOFError, SyntaxError):
-            table: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-        expected = (self.manifest.codebook_size, self.manifest.target.hidden_size)
-        _check_array(path, "the array", table, expected, (np.float32,))
+        table = _read_array(path, None, (self.manifest.codebook_size, self.manifest.target.hidden_size), ("float32",))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
             raise BundleError(f"{path}: found NaN or infinity, expected finite numbers; export the bundle again")
-        return np.asarray(table)
+        return table
 
     @cached_property
     def _neighbors(self) -> Neighbors:
@@ -84,18 +81,19 @@ class Bundle:
         if not k:
             raise BundleError(f"bundle {self.folder}: has no neighbour table; relaxed acceptance needs one")
         path = self.path("neighbors")
-        indices = _read_npz_array(path, "indices", (codes, k), (np.uint8, np.uint16, np.uint32, np.uint64))
-        distances = _read_npz_array(path, "distances", (codes, k), (np.float16, np.float32))
-        if indices.max() >= codes:
-            raise BundleError(
-                f"{path}: found index {indices.max()}, expected 0 .. {codes - 1}; export the bundle again"
-            )
-        if (own := np.flatnonzero((indices == np.arange(codes)[:, None]).any(1))).size:
-            raise BundleError(f"{path}: found code {own[0]} among its own neighbours, expected it left out")
+        indices = _read_array(path, "indices", (codes, k), ("uint8", "uint16", "uint32", "uint64"))
+        distances = _read_array(path, "distances", (codes, k), ("float16", "float32"))
+        own = np.flatnonzero((indices == np.arange(codes)[:, None]).any(1))
         ascending = (distances[:, 0] >= 0).all() and (distances[:, 1:] >= distances[:, :-1]).all()
-        if not (ascending and np.isfinite(distances).all()):
-            raise BundleError(f"{path}: expected finite distances >= 0, nearest first; export the bundle again")
-        return Neighbors(indices, distances)
+        if indices.max() >= codes:
+            problem = f"found index {indices.max()}, expected 0 .. {codes - 1}"
+        elif own.size:
+            problem = f"found code {own[0]} among its own neighbours, expected it left out"
+        elif not (ascending and np.isfinite(distances).all()):
+            problem = "expected finite distances >= 0, nearest first"
+        else:
+            return Neighbors(indices, distances)
+        raise BundleError(f"{path}: {problem}; export the bundle again")
 
 
 def embedded_names() -> list[str]:
@@ -113,18 +111,11 @@ def open_bundle(path_or_name: str | Path, verify: bool = True, unread: Collectio
     folder = _find(path_or_name)
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
-    own = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
-        _check_place(folder, role, entry.path)
-        _check_content(folder / entry.path, entry, verify and role not in unread)
-    for entry in manifest.files.values():
-        if entry.path.endswith(".onnx"):
-            _check_references(folder, entry, own)
-    if manifest.neighbors >= manifest.codebook_size:
-        raise BundleError(
-            f"{folder / MANIFEST_FILE}: field `neighbors`: found {manifest.neighbors}, "
-            f"expected less than codebook_size {manifest.codebook_size}"
-        )
+        _check_file(folder, role, entry, verify and role not in unread)
+    own = {entry.path for entry in manifest.files.values()}
+    for graph in sorted(path for path in own if path.endswith(".onnx")):
+        _check_references(folder / graph, PurePosixPath(graph).parent, own)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
 
 
@@ -149,9 +140,8 @@ def _read_manifest_text(folder: Path) -> bytes:
         with path.open("rb") as file:
             text = file.read(_MANIFEST_LIMIT + 1)
     except FileNotFoundError as error:
-        raise BundleError(
-            f"{folder}: no {MANIFEST_FILE} in it; a bundle is a folder written by `lantern-rt export`"
-        ) from error
+        hint = "a bundle is a folder written by `lantern-rt export`"
+        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it; {hint}") from error
     except OSError as error:
         raise BundleError(f"{path}: cannot be read ({brief(error)})") from error
     if len(text) > _MANIFEST_LIMIT:
@@ -160,13 +150,12 @@ def _read_manifest_text(folder: Path) -> bytes:
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:
-    with _expecting(path, "JSON", ValueError, RecursionError):
+    with _expecting(path, "JSON"):
         data = json.loads(text.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
-        raise BundleError(
-            f"{path}: field `format_version`: found {short(version)}, expected a version such as {FORMAT_VERSION}"
-        )
+        found = f"field `format_version`: found {short(version)}"
+        raise BundleError(f"{path}: {found}, expected a version such as {FORMAT_VERSION}")
     if version.startswith("1."):
         data, version = from_format_1(data, FORMAT_VERSION), FORMAT_VERSION
     (major, minor), (our_major, our_minor) = (map(int, text.split(".")) for text in (version, FORMAT_VERSION))
@@ -176,53 +165,48 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
             "upgrade lantern-rt, or export the bundle again"
         )
     try:
-        return Manifest.model_validate_json(json.dumps(data), strict=True)
+        manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         newer = f"; the bundle is of format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
         field, problem = explain(error)
-        field = field or "manifest"
-        raise BundleError(f"{path}: field `{field}`: {problem}{newer if minor > our_minor else ''}") from error
+        problem += newer if minor > our_minor else ""
+        raise BundleError(f"{path}: field `{field or 'manifest'}`: {problem}") from error
+    if manifest.neighbors >= manifest.codebook_size:
+        found = f"found {manifest.neighbors}, expected less than codebook_size {manifest.codebook_size}"
+        raise BundleError(f"{path}: field `neighbors`: {found}")
+    return manifest
 
 
-def _check_place(folder: Path, role: str, name: str) -> None:
-    """Refuse a file that is not a plain file inside the folder."""
-    path, where = folder / name, f"{folder / MANIFEST_FILE}: file {short(role)}: found path {short(name)}, expected"
-    if "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000:
-        raise BundleError(f"{where} a relative path with forward slashes")
-    if PurePosixPath(name).is_absolute() or any(part in ("", ".", "..") for part in name.split("/")):
-        raise BundleError(f"{where} a path inside the bundle's folder")
+def _check_file(folder: Path, role: str, entry: FileEntry, verify: bool) -> None:
+    """Refuse what is not a plain file inside the folder, or not the file that was exported."""
+    name, path = entry.path, folder / entry.path
+    odd = "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000
+    if odd or any(part in ("", ".", "..") for part in name.split("/")):
+        found = f"file {short(role)}: found path {short(name)}"
+        raise BundleError(f"{folder / MANIFEST_FILE}: {found}, expected a path inside the folder, with forward slashes")
     try:
         real = path.resolve(strict=True)
-    except FileNotFoundError as error:
-        raise BundleError(f"{path}: found no file, expected {short(role)} there; copy the bundle again") from error
+        if not real.is_relative_to(folder.resolve()):
+            found = "a link that leaves the bundle's folder, expected a file in it"
+        elif not real.is_file():
+            found = "a folder or device, expected a file"
+        elif (size := real.stat().st_size) != entry.bytes:
+            found = f"{size:,} bytes, expected {entry.bytes:,}; the file is incomplete or altered"
+        elif verify and (sha256 := file_sha256(real)) != entry.sha256:
+            found = f"sha256 {sha256[:12]}..., expected {entry.sha256[:12]}...; the file was altered"
+        else:
+            return
+    except FileNotFoundError:
+        found = f"no file, expected {short(role)} there"
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{path}: cannot be read ({brief(error)})") from error
-    if not real.is_relative_to(folder.resolve()):
-        raise BundleError(f"{path}: found a link that leaves the bundle's folder, expected a file in it")
-    if not real.is_file():
-        raise BundleError(f"{path}: found a folder or device, expected a file")
+    raise BundleError(f"{path}: found {found}; copy the bundle again")
 
 
-def _check_content(path: Path, entry: FileEntry, verify: bool) -> None:
-    try:
-        size = path.stat().st_size
-        sha256 = file_sha256(path) if verify and size == entry.bytes else entry.sha256
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read ({brief(error)})") from error
-    if size != entry.bytes:
-        found = f"{size:,} bytes, expected {entry.bytes:,}; the file is incomplete or altered"
-        raise BundleError(f"{path}: found {found}, copy the bundle again")
-    if sha256 != entry.sha256:
-        found = f"sha256 {sha256[:12]}..., expected {entry.sha256[:12]}...; the file was altered"
-        raise BundleError(f"{path}: found {found}, copy the bundle again")
-
-
-def _check_references(folder: Path, entry: FileEntry, own: set[str]) -> None:
-    """Refuse a graph that reads a file which the manifest does not list."""
-    path = folder / entry.path
-    with _expecting(path, "an ONNX graph", NotOnnx, OSError):
+def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
+    """Refuse a graph, in the subfolder `home`, that reads a file which is not among the bundle's `own`."""
+    with _expecting(path, "an ONNX graph"):
         locations = external_locations(path)
-    home = PurePosixPath(entry.path).parent
     for location in sorted(locations):
         if str(home / location) not in own or "\\" in location:
             raise BundleError(
@@ -231,39 +215,30 @@ def _check_references(folder: Path, entry: FileEntry, own: set[str]) -> None:
             )
 
 
-def _read_npz_array(path: Path, name: str, shape: tuple[int, ...], types: tuple[type, ...]) -> NDArray[Any]:
-    """One array of an .npz, refused before reading if it unpacks to more than its shape allows."""
-    with (
-        _expecting(
-            path, f"a NumPy archive with `{name}`",
-            zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, OSError, NotImplementedError, RuntimeError,
-        ),
-        zipfile.ZipFile(path) as archive,
-    ):  # fmt: skip
-        size = archive.getinfo(f"{name}.npy").file_size
-        if size > math.prod(shape) * 8 + _HEADER_LIMIT:
-            raise BundleError(f"{path}: `{name}` unpacks to {size:,} bytes, expected an array {list(shape)}")
-        with archive.open(f"{name}.npy") as file:
-            array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
-    _check_array(path, f"`{name}`", array, shape, types)
+def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> NDArray[Any]:
+    """An .npy, mapped, or the array `name` of an .npz, refused unread if it unpacks to more than its shape allows."""
+    array: NDArray[Any]
+    if name is None:
+        with _expecting(path, "a NumPy array without pickled objects"):
+            array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    else:
+        with _expecting(path, f"a NumPy archive with `{name}`"), ZipFile(path) as archive:
+            if (size := archive.getinfo(f"{name}.npy").file_size) > math.prod(shape) * 8 + _HEADER_LIMIT:
+                raise BundleError(f"{path}: `{name}` unpacks to {size:,} bytes, expected an array {list(shape)}")
+            with archive.open(f"{name}.npy") as file:
+                array = np.lib.format.read_array(file, allow_pickle=False)
+    if array.shape != shape or array.dtype not in map(np.dtype, dtypes):
+        found, expected = f"{array.dtype.name} {list(array.shape)}", f"{' or '.join(dtypes)} {list(shape)}"
+        raise BundleError(f"{path}: {name or 'array'}: found {found}, expected {expected}; export the bundle again")
     return array
 
 
-def _check_array(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...], types: tuple[type, ...]) -> None:
-    if array.shape != shape or array.dtype not in [np.dtype(kind) for kind in types]:
-        expected = " or ".join(np.dtype(kind).name for kind in types)
-        raise BundleError(
-            f"{path}: {name}: found {array.dtype.name} {list(array.shape)}, "
-            f"expected {expected} {list(shape)}; export the bundle again"
-        )
-
-
 @contextmanager
-def _expecting(path: Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn these errors of reading a file into what was expected of it."""
+def _expecting(path: Path, what: str) -> Iterator[None]:
+    """Turn what reading a damaged file may raise into what was expected of it."""
     try:
         yield
-    except errors as error:
+    except (OSError, ValueError, RuntimeError, EOFError, SyntaxError, KeyError, BadZipFile, zlib.error) as error:
         raise BundleError(f"{path}: expected {what}, found {brief(error)}; export the bundle again") from error
 
 

@@ -1,7 +1,6 @@
 """`bundle.json`: what a bundle says about itself.
 
-Pydantic models only: names, sizes, defaults and file hashes. Unknown fields are refused. Reading a folder
-and checking its files is `bundle.py`'s work; graphs and decoding are not known here.
+Pydantic models only: names, sizes, defaults and file hashes. Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -45,24 +44,26 @@ class FileEntry(Part):
         return cls(path=path.name, sha256=file_sha256(path), bytes=path.stat().st_size)
 
 
-class DecoderSpec(Part):
-    """Sizes of a decoder graph. Cache tensors are `[past, rows, num_kv_heads, head_dim]`.
-
-    `precision` is that of the stored weights, `dtype` that of the cache and of what target and drafter compute in.
-    """
+class _Sizes(Part):
+    """What target and drafter have in common. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
     num_layers: Count
     num_kv_heads: Count
     head_dim: Count
     vocab_size: Count
+
+
+class DecoderSpec(_Sizes):
+    """`precision` is that of the stored weights, `dtype` that of the cache and of what both decoders compute in."""
+
     max_positions: Count
     dtype: Literal["float32", "float16"] = "float32"
     cache_layout: Literal["past-first"] = "past-first"
     precision: Precision = "fp32"
 
 
-class DrafterSpec(Part):
+class DrafterSpec(_Sizes):
     """An EAGLE drafter. Slot p reads token p + 1 and hidden state p.
 
     `position_shift` is added to the target position of a slot's *token* to give the slot's position
@@ -73,11 +74,6 @@ class DrafterSpec(Part):
     it is not all; the logits of the others are too low to be drafted.
     """
 
-    hidden_size: Count
-    num_layers: Count
-    num_kv_heads: Count
-    head_dim: Count
-    vocab_size: Count
     position_shift: int = -1
     masks_prefix: bool = True
     prefix_token: int = 0
@@ -132,14 +128,11 @@ class ConditionSpec(Part):
 
     @model_validator(mode="after")
     def _sizes_fit_kind(self) -> ConditionSpec:
-        if (self.classes is not None) != (self.kind == "class"):
-            raise ValueError("`classes` goes with kind `class` and with no other")
-        if (self.caption_dim is not None) != (self.kind == "embeddings"):
-            raise ValueError("`caption_dim` goes with kind `embeddings` and with no other")
+        for field, kind in (("classes", "class"), ("caption_dim", "embeddings"), ("layout", "tokens")):
+            if (getattr(self, field) is not None) != (self.kind == kind):
+                raise ValueError(f"`{field}` goes with kind `{kind}` and with no other")
         if self.cleaning is not None and self.kind != "text":
             raise ValueError("`cleaning` goes with kind `text` and with no other")
-        if (self.layout is not None) != (self.kind == "tokens"):
-            raise ValueError("`layout` goes with kind `tokens` and with no other")
         return self
 
 
@@ -203,17 +196,14 @@ class Manifest(Part):
     @model_validator(mode="after")
     def _parts_fit(self) -> Manifest:
         needed = {"target", "vq_decoder", "condition", "code_embeddings"}
-        needed |= {"drafter"} if self.drafter else set()
-        needed |= {"neighbors"} if self.neighbors else set()
-        needed |= {"tokenizer"} if self.condition.kind in ("words", "text", "tokens") else set()
-        if missing := sorted(needed - self.files.keys()):
+        words = self.condition.kind in ("words", "text", "tokens")
+        optional = {"drafter": self.drafter, "neighbors": self.neighbors, "tokenizer": words}
+        if missing := sorted((needed | {role for role, used in optional.items() if used}) - self.files.keys()):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
-        if self.target.vocab_size != self.codebook_size:
-            raise ValueError(f"target vocab_size {self.target.vocab_size} is not codebook_size {self.codebook_size}")
-        if self.drafter and self.drafter.hidden_size != self.target.hidden_size:
-            raise ValueError(
-                f"drafter hidden_size {self.drafter.hidden_size} is not the target's, {self.target.hidden_size}"
-            )
+        if (vocab_size := self.target.vocab_size) != self.codebook_size:
+            raise ValueError(f"target vocab_size {vocab_size} is not codebook_size {self.codebook_size}")
+        if self.drafter and (own := self.drafter.hidden_size) != (expected := self.target.hidden_size):
+            raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
         if METHODS[self.decoding.method].needs_drafter and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         return self

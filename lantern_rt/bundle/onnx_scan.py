@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -37,8 +37,8 @@ class NotOnnx(ValueError):  # noqa: N818
 def external_locations(path: Path) -> set[str]:
     """The `location` of every tensor that an ONNX file keeps elsewhere. Raises: NotOnnx, OSError."""
     found: set[str] = set()
-    with _mapped(path) as data:
-        todo, graphs = [("model", slice(0, len(data)))], 0
+    with _mapped(path) as (data, model):
+        todo, graphs = [("model", model)], 0
         while todo:
             kind, message = todo.pop()
             graphs += kind == "graph"
@@ -58,13 +58,9 @@ def external_locations(path: Path) -> set[str]:
 def float_weights(path: Path) -> int:
     """How many numbers the float weights of a graph hold, wherever they are stored. Raises: NotOnnx, OSError."""
     total = 0
-    with _mapped(path) as data:
-        for tensor in _in_graph(data, 5):
-            sizes: list[int] = []
-            kind: list[int] = []
-            for number, value in _fields(data, tensor):
-                if number in (1, 2):  # dimensions, one by one or packed; type
-                    (sizes if number == 1 else kind).extend(_varints(data, value))
+    with _mapped(path) as (data, model):
+        for tensor in _inside(data, model, 7, 5):  # graph, initializer
+            kind, sizes = (list(_varints(data, _inside(data, tensor, number))) for number in (2, 1))
             total += math.prod(sizes) if set(kind) & _FLOATS else 0
     return total
 
@@ -76,29 +72,27 @@ def place_of_node(path: Path, index: int) -> str | None:
     no name does, or the file cannot be read.
     """
     place = None
-    try:
-        with _mapped(path) as data:
-            for node in islice(_in_graph(data, 1), index + 1):
-                names = [data[value] for number, value in _fields(data, node) if number in (1, 2)]
-                place = next((name.decode("utf-8", "replace") for name in names if b"." in name), place)
-    except (OSError, ValueError):
-        return None
+    with suppress(OSError, ValueError), _mapped(path) as (data, model):
+        for node in islice(_inside(data, model, 7, 1), index + 1):  # graph, node
+            names = [data[value] for number, value in _fields(data, node) if number in (1, 2)]
+            place = next((name.decode("utf-8", "replace") for name in names if b"." in name), place)
     return place
 
 
 @contextmanager
-def _mapped(path: Path) -> Iterator[mmap.mmap]:
+def _mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
+    """The bytes of a file, and where its outermost message lies."""
     if not path.stat().st_size:
         raise NotOnnx("the file is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        yield data
+        yield data, slice(0, len(data))
 
 
-def _in_graph(data: mmap.mmap, wanted: int) -> Iterator[slice]:
-    """The messages of one field of the main graph: 1 has nodes, 5 weights."""
-    for number, graph in _fields(data, slice(0, len(data))):
-        if number == 7:
-            yield from (value for field, value in _fields(data, graph) if field == wanted)
+def _inside(data: mmap.mmap, message: slice, first: int, *numbers: int) -> Iterator[slice]:
+    """The fields of one number of a message, or those further inside, down `numbers`."""
+    for number, value in _fields(data, message):
+        if number == first:
+            yield from _inside(data, value, *numbers) if numbers else (value,)
 
 
 def _fields(data: mmap.mmap, message: slice) -> Iterator[tuple[int, slice]]:
@@ -122,11 +116,13 @@ def _fields(data: mmap.mmap, message: slice) -> Iterator[tuple[int, slice]]:
             yield tag >> 3, slice(start, at)
 
 
-def _varints(data: mmap.mmap, values: slice) -> Iterator[int]:
-    at = values.start
-    while at < values.stop:
-        value, at = _varint(data, at, values.stop)
-        yield value
+def _varints(data: mmap.mmap, fields: Iterator[slice]) -> Iterator[int]:
+    """The numbers in fields that hold one each, or many packed."""
+    for field in fields:
+        at = field.start
+        while at < field.stop:
+            value, at = _varint(data, at, field.stop)
+            yield value
 
 
 def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
