@@ -15,7 +15,7 @@ from pathlib import Path
 from ..bundle.files import Bundle
 from ..bundle.onnx_scan import float_weights
 from ..errors import BundleError
-from ..output.folders import check_new_folder, folder_or_nothing
+from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
 from .host import processor

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, Source, file_sha256
 from ..errors import OutputError
-from ..output.folders import check_new_folder, folder_or_nothing
+from ..output.files import check_new_folder, folder_or_nothing
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table

@@ -19,8 +19,7 @@ from ..evaluation.evaluate import Images, as_dict
 from ..evaluation.evaluate import evaluate as measure
 from ..evaluation.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
 from ..evaluation.report import html_report, text_table
-from ..output.files import slug
-from ..output.folders import check_new_folder, folder_or_nothing
+from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline, bundle_tokenizer, check_request
 from ..requests import SEED_LIMIT
 from ..runner import parse_contenders, subjects_of

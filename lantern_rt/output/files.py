@@ -1,16 +1,16 @@
-"""Where files go: names, checks before the work, and writing all or nothing.
+"""Where files and folders go: names, checks before the work, and writing all or nothing.
 
-A file is written under a hidden name in its own folder and then moved into place, so that no reader ever
-sees half of it.
+What is written grows in a hidden folder beside its goal and is then moved into place, so that no reader ever sees half
+of it. A folder of a kind is known by one file in it (`bundle.json`, `engine.json`); no other folder is ever replaced.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 
@@ -22,8 +22,7 @@ _SLUG_LIMIT = 60  # characters
 
 def slug(text: str) -> str:
     """Lower-case words joined by hyphens, at most 60 characters, cut between words where possible."""
-    words = re.findall(r"[a-z0-9]+", text.lower())
-    name = "-".join(words)[: _SLUG_LIMIT + 1]
+    name = "-".join(re.findall(r"[a-z0-9]+", text.lower()))[: _SLUG_LIMIT + 1]
     if len(name) > _SLUG_LIMIT:
         name = name.rpartition("-")[0] or name[:_SLUG_LIMIT]
     return name or "image"
@@ -37,9 +36,8 @@ def plan_outputs(output: str | None, stems: Sequence[str], force: bool) -> list[
     -2, -3, ... where two would be the same.
     """
     folder = Path(output or ".")
-    try:
-        there = folder.is_dir()
-        if output is not None and not there and not output.endswith(("/", os.sep)):
+    with _refused(folder):
+        if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
             if folder.suffix.lower() == ".png":
                 if len(stems) > 1:
                     raise OutputError(f"{output}: found one file name for {len(stems)} images, expected a folder")
@@ -51,26 +49,22 @@ def plan_outputs(output: str | None, stems: Sequence[str], force: bool) -> list[
         for stem in stems:
             names = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
             paths.append(next(folder / name for name in names if folder / name not in paths))
-        if there or folder.exists():
-            for path in paths:
-                check_output(path, force)
-        else:
-            _check_folder(folder.parent, folder)
-    except (OSError, ValueError) as error:  # such as a name that is too long
-        raise OutputError(f"{output}: cannot be written ({brief(error)}); give another name") from error
+        if not folder.exists():
+            _check_parent(folder)
+            return paths
+    for path in paths:
+        check_output(path, force)
     return paths
 
 
 def check_output(path: Path, force: bool) -> None:
     """Raise OutputError now if `path` could not be written later."""
-    try:
+    with _refused(path):
         if path.is_dir():
             raise OutputError(f"{path}: found a folder, expected a file name")
         if path.exists() and not force:
             raise OutputError(f"{path}: found a file, expected none; give another name, or --force to replace it")
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{path}: cannot be written ({brief(error)}); give another name") from error
-    _check_folder(path.parent, path)
+        _check_parent(path)
 
 
 def check_png(path: Path, force: bool) -> None:
@@ -80,32 +74,73 @@ def check_png(path: Path, force: bool) -> None:
     check_output(path, force)
 
 
+def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
+    """Refuse a goal that is there already, or that `force` would replace without being of this kind."""
+    if not os.path.lexists(output):
+        if not output.resolve().parent.is_dir():
+            raise OutputError(f"{output}: the folder {output.resolve().parent} does not exist")
+        return
+    if not force:
+        raise OutputError(f"{output}: is there already; choose another name, or --force to replace it")
+    replaceable = output.is_dir() and not output.is_symlink()
+    if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
+        raise OutputError(f"{output}: is no {kind}, so --force does not replace it; choose another name")
+
+
 def write_output(path: Path, data: bytes, force: bool) -> None:
     """Write a whole file or nothing; creates the file's folder (but not the folder's folder)."""
-    hidden = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
-    try:
+    with _refused(path):
         new_folder = not path.parent.exists()
         path.parent.mkdir(exist_ok=True)
         try:
-            with hidden.open("xb") as file:
-                file.write(data)
-            if not force and path.exists():
-                raise OutputError(f"{path}: a file appeared meanwhile; give another name, or --force to replace it")
-            os.replace(hidden, path)
+            with _hidden_folder(path) as work:
+                new = Path(work, "new")
+                new.write_bytes(data)
+                if not force and path.exists():
+                    raise OutputError(f"{path}: a file appeared meanwhile; give another name, or --force to replace it")
+                os.replace(new, path)
         finally:
-            hidden.unlink(missing_ok=True)
             if new_folder and not path.exists():
                 path.parent.rmdir()
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written ({brief(error)}); give another place") from error
 
 
-def _check_folder(folder: Path, for_whom: Path) -> None:
-    """Try to make a file in `folder`: permissions alone do not tell."""
-    if not folder.is_dir():
-        raise OutputError(f"{for_whom}: found no folder {folder}, expected it to exist; create it first")
+@contextmanager
+def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iterator[Path]:
+    """A new folder that becomes `output` when the block ends well, and vanishes otherwise."""
+    output = output.resolve()
+    with _refused(output, (OSError,)), _hidden_folder(output) as work:
+        folder, old = Path(work, "new"), Path(work, "old")
+        folder.mkdir()
+        yield folder
+        check_new_folder(output, force, marker, kind)  # it may have appeared meanwhile
+        if output.is_dir():
+            output.rename(old)
+        try:
+            folder.rename(output)
+        except BaseException:
+            if old.exists():
+                old.rename(output)
+            raise
+
+
+def _hidden_folder(goal: Path) -> tempfile.TemporaryDirectory[str]:
+    """Beside `goal`, on the same disk; gone when the block ends."""
+    name = f".{goal.name[:100]}."
+    return tempfile.TemporaryDirectory(".partial", name, goal.parent, ignore_cleanup_errors=True)
+
+
+def _check_parent(path: Path) -> None:
+    """Try to make a file in the folder of `path`: permissions alone do not tell."""
+    if not path.parent.is_dir():
+        raise OutputError(f"{path}: found no folder {path.parent}, expected it to exist; create it first")
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
+
+
+@contextmanager
+def _refused(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+    """Turn what the system says, such as that a name is too long, into the refusal to write `path`."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OutputError(f"{for_whom}: folder {folder} cannot be written to ({brief(error)})") from error
+        yield
+    except errors as error:
+        raise OutputError(f"{path}: cannot be written ({brief(error)}); give another path") from error
