@@ -10,10 +10,9 @@ import typer
 
 from ..bundle.files import Bundle, open_bundle
 from ..engines.build import build_engines, estimate, plan_build
-from ..engines.profiles import BuildOptions
+from ..engines.profiles import BuildOptions, Profile
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, progress, say
-from .inspect import profile_line
 from .options import BundleName, Force, Json, ProviderName
 
 EXAMPLES = r"""
@@ -83,9 +82,14 @@ def _print_plan(bundle: Bundle, options: BuildOptions, as_json: bool) -> None:
     facts: Facts = {section: {**memory, "total": _mib(total)}}
     for role, shapes in plan.items():
         ranges = f"profiles of {role} (smallest/tuned for/largest)"
-        facts[ranges] = {shape.name: profile_line(shape) for shape in shapes}
+        facts[ranges] = {shape.name: _ranges(shape) for shape in shapes}
     print_facts({section: values for section, values in facts.items() if values})
 
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
+
+
+def _ranges(profile: Profile) -> str:
+    sizes = {"rows": profile.rows, "nodes": profile.nodes, "past": profile.past}
+    return ", ".join(f"{name} {'/'.join(map(str, each))}" for name, each in sizes.items() if each[2])

@@ -1,91 +1,18 @@
-"""The `lantern-rt` program: finds a command, runs it, and turns its outcome into an exit code.
+"""The `lantern-rt` program: runs a command and turns its outcome into an exit code.
 
-0: done. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C. Anything else is a bug and shows its
-traceback. A command's module is imported when the command is used, so that others start without what it needs.
+0: done. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C, answered from the start, since commands are
+imported inside. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
-
-import typer
-from typer.core import TyperGroup
 
 from ..errors import LanternError
 
-PROGRAM = "lantern-rt"
 FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
-# Every command: the function that has its options, in a module of that name, and what the list of commands says.
-COMMANDS = {
-    "run": ("run", "Turn prompts (or class ids) into PNG files."),
-    "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
-    "doctor": ("doctor", "Print versions, backends, cores and memory, what will be used, and what is wrong."),
-    "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
-    "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
-    "tune": ("tune", "Measure what is fastest here for a bundle, and keep it for method auto."),
-    "bench": ("bench", "Measure methods against ar, in turns on the same prompts and seeds."),
-    "eval": ("evaluate", "Compare methods with plain decoding, on the same prompts and seeds."),
-    "verify": ("verify", "Compare a bundle's graphs with what they were made from."),
-}
-
-
-class _Commands(TyperGroup):
-    """The commands, each imported when it is asked for."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        from .options import with_options
-
-        name = COMMANDS[cmd_name][0]
-        module = importlib.import_module(f".{name}", __package__)
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, epilog=_examples(module.EXAMPLES))(with_options(getattr(module, name)))
-        return typer.main.get_command(single)
-
-
-def _examples(lines: str) -> str:
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines.strip().splitlines())
-
-
-app = typer.Typer(
-    name=PROGRAM,
-    cls=_Commands,
-    help="Image generation with relaxed speculative decoding.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=_examples('lantern-rt run --prompt "a red sphere on sand"\nlantern-rt inspect scenes\nlantern-rt doctor'),
-)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from .. import __version__
-
-        print(f"lantern-rt {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _program(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,32 +22,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run_program(arguments: Sequence[str]) -> int:
     """Run a command; the exit code."""
-    if reconfigure := getattr(sys.stdout, "reconfigure", None):
-        reconfigure(errors="backslashreplace")  # a file name may hold what the terminal cannot show
     try:
-        code = app(list(arguments), prog_name=PROGRAM, standalone_mode=False)
-        sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):
+        code = _run_command(arguments)
+    except KeyboardInterrupt:
         code = INTERRUPTED
     except LanternError as error:
         return _fail(str(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
         return PIPE_CLOSED
+    return _fail("interrupted; no file was left half-written", code) if code == INTERRUPTED else code
+
+
+def _run_command(arguments: Sequence[str]) -> int:
+    import typer
+
+    from .app import PROGRAM, app
+
+    if reconfigure := getattr(sys.stdout, "reconfigure", None):
+        reconfigure(errors="backslashreplace")  # a file name may hold what the terminal cannot show
+    try:
+        code = app(list(arguments), prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error  # of some versions; others return 130
     except Exception as error:
         if not hasattr(error, "format_message"):  # every usage error has it
             raise
         context = getattr(error, "ctx", None)
-        command = context.command_path if context else PROGRAM
-        return _fail(f"{error.format_message()} (see `{command} --help`)")
-    if code == INTERRUPTED:
-        print(f"{PROGRAM}: interrupted; no file was left half-written", file=sys.stderr)
+        return _fail(f"{error.format_message()} (see `{context.command_path if context else PROGRAM} --help`)")
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str) -> int:
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
-    return FAILED
+def _fail(message: str, code: int = FAILED) -> int:
+    print(f"lantern-rt: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

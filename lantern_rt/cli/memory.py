@@ -7,32 +7,30 @@ takes back whenever it likes. On Linux only: elsewhere the system does not tell 
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 import psutil  # type: ignore[import-untyped]
 
 _SECONDS = 0.01  # between looks
 
 
-class PeakMemory:
+class PeakMemory(threading.Thread):
     """`with PeakMemory() as peak: ...`, then `peak.bytes`; None where the system does not tell."""
 
     def __init__(self) -> None:
+        super().__init__(name="peak memory", daemon=True)
         self.bytes = anonymous_memory()
         self._done = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="peak memory", daemon=True)
 
     def __enter__(self) -> PeakMemory:
-        self._watcher.start()
+        self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
-        self._watcher.join()
+        self.join()
 
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Look until the block ends."""
         while self.bytes is not None and not self._done.wait(_SECONDS):
             self.bytes = max(self.bytes, anonymous_memory() or 0)
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ from typer.testing import CliRunner
 import lantern_rt
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.cli.app import COMMANDS, app
 from lantern_rt.cli.inspect import describe
-from lantern_rt.cli.main import COMMANDS, app, run_program
+from lantern_rt.cli.main import run_program
 from lantern_rt.methods import PARAMETERS
 from lantern_rt.requests import SAMPLING
 
@@ -266,6 +268,21 @@ def test_ctrl_c_leaves_nothing_behind_and_exits_with_130(tmp_path: Path) -> None
     assert list(work.iterdir()) == []
 
 
+def test_ctrl_c_while_commands_are_imported_is_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    commands = ModuleType("lantern_rt.cli.app")
+    commands.__getattr__ = interrupt  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, "lantern_rt.cli.app", commands)
+    assert run_program(["doctor"]) == 130
+    assert capsys.readouterr().err == "lantern-rt: interrupted; no file was left half-written\n"
+    code = "import sys, lantern_rt.cli.main; print(sorted({'typer', 'pydantic', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+
 def test_an_interrupted_write_leaves_no_file(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -327,7 +344,7 @@ def test_inspect_prints_the_manifest(folder: Path, capsys: pytest.CaptureFixture
 
 def test_a_description_has_a_section_for_every_part_and_names_every_set_value(tmp_path: Path) -> None:
     bundle = open_bundle(make_bundle(tmp_path / "tiny"))
-    facts = describe(bundle)
+    facts = describe("bundle", {"digest": bundle.digest, **bundle.manifest.model_dump(mode="json")})
     assert next(iter(facts)) == "bundle"
     assert facts["bundle"]["digest"] == bundle.digest
     assert facts["target"]["hidden_size"] == "8"

@@ -1,0 +1,78 @@
+"""The commands of `lantern-rt` and their options. A command's module is imported when the command is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+PROGRAM = "lantern-rt"
+# Every command: the function that has its options, in a module of that name, and what the list of commands says.
+COMMANDS = {
+    "run": ("run", "Turn prompts (or class ids) into PNG files."),
+    "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
+    "doctor": ("doctor", "Print versions, backends, cores and memory, what will be used, and what is wrong."),
+    "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
+    "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
+    "tune": ("tune", "Measure what is fastest here for a bundle, and keep it for method auto."),
+    "bench": ("bench", "Measure methods against ar, in turns on the same prompts and seeds."),
+    "eval": ("evaluate", "Compare methods with plain decoding, on the same prompts and seeds."),
+    "verify": ("verify", "Compare a bundle's graphs with what they were made from."),
+}
+
+
+class _Commands(TyperGroup):
+    """The commands, each imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        from .options import with_options
+
+        name = COMMANDS[cmd_name][0]
+        module = importlib.import_module(f".{name}", __package__)
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(cmd_name, epilog=_examples(module.EXAMPLES))(with_options(getattr(module, name)))
+        return typer.main.get_command(single)
+
+
+def _examples(lines: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines.strip().splitlines())
+
+
+app = typer.Typer(
+    name=PROGRAM,
+    cls=_Commands,
+    help="Image generation with relaxed speculative decoding.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=_examples('lantern-rt run --prompt "a red sphere on sand"\nlantern-rt inspect scenes\nlantern-rt doctor'),
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(f"lantern-rt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
