@@ -30,32 +30,10 @@ lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus
 
 
 def export(
-    target: Annotated[
-        Path, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
-    ],
+    given: Checkpoints,
+    *,
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
-    vq: Annotated[
-        Path | None,
-        typer.Option(
-            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole also a folder with "
-            "vqgan.ckpt and vqgan.yaml."
-        ),
-    ] = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole or janus.")] = "llamagen",
-    drafter: Annotated[
-        Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
-    ] = None,
-    text_encoder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Size by name, such as GPT-XL, where the weights do not tell.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="JSON file with sizes that the weights do not tell.")] = None,
-    grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where the weights do not tell.")] = None,
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
         str | None,
@@ -78,7 +56,6 @@ def export(
         raise EngineError(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
-    given = Checkpoints(target, vq, drafter, text_encoder, model, config, grid)
     given.check(family)
     from ..export.graph.precision import read_precisions
     from ..export.writer import check_output, export_model
@@ -87,19 +64,10 @@ def export(
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
     start = time.perf_counter()
+    wanted = {"name": name, "precisions": precisions, "origins": origins, "force": force}
     with PeakMemory() as peak, progress(unit="bytes") as show:
         show("reading checkpoints")
-        found, written = read_family(family, fetched), partial(show, "written")
-        export_model(
-            found,
-            output,
-            name=name,
-            precisions=precisions,
-            origins=origins,
-            force=force,
-            progress=show,
-            written=written,
-        )
+        export_model(read_family(family, fetched), output, **wanted, progress=show, written=partial(show, "written"))
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")

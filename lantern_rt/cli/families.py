@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ..errors import CheckpointError
 
@@ -31,19 +33,36 @@ _SIDE_FILES = {
 class Checkpoints:
     """What a bundle is made from, as the user gave it; `verify` adds what the bundle's manifest tells."""
 
-    target: Path
-    vq: Path | None = None
-    drafter: Path | None = None
-    text_encoder: Path | None = None
-    model: str | None = None
-    config: Path | None = None
-    grid: int | None = None
+    target: Annotated[
+        Path, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
+    ]
+    vq: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole also a folder with "
+            "vqgan.ckpt and vqgan.yaml."
+        ),
+    ] = None
+    drafter: Annotated[
+        Path | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
+    ] = None
+    text_encoder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
+        ),
+    ] = None
+    model: Annotated[str | None, typer.Option(help="Size by name, such as GPT-XL, where the weights do not tell.")] = (
+        None
+    )
+    config: Annotated[Path | None, typer.Option(help="JSON file with sizes that the weights do not tell.")] = None
+    grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where the weights do not tell.")] = None
     heads: int | None = None
 
     def check(self, family: str) -> None:
         """Refuse what the family does not take, or needs and was not given. Raises: CheckpointError."""
-        for option in ("vq", "drafter", "text_encoder", "model", "config", "grid"):
-            if getattr(self, option) is not None and option not in _TAKES[family]:
+        for option, value in vars(self).items():
+            if value is not None and option not in ("target", "heads", *_TAKES[family]):
                 raise CheckpointError(f"--{option.replace('_', '-')}: family {family} does not take it; leave it out")
         if self.vq is None and "vq" in _TAKES[family]:
             raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
@@ -56,11 +75,9 @@ class Checkpoints:
         origins: dict[Path, str] = {}
         for role in ("target", "vq", "drafter", "text_encoder"):
             if place := getattr(self, role):
-                sides = _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",)))
-                found = fetch(place, sides)
+                found = fetch(place, _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",))))
                 paths[role] = found.path
-                if found.origin:
-                    origins[found.path] = found.origin
+                origins |= {found.path: found.origin} if found.origin else {}
         return replace(self, **paths), origins
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Optional, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -84,7 +84,7 @@ Shaping = Annotated[dict[str, Any], FieldsOf(Sampling)]  # guidance, temperature
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a parameter of a dataclass, or marked by `FieldsOf`, replaced by one option for each field."""
+    """The command with one option for each field of a parameter that is a dataclass, or marked by `FieldsOf`."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     hints = get_type_hints(command, include_extras=True)
@@ -93,9 +93,11 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         marker = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, FieldsOf)), None)
         if marker or is_dataclass(hint):
             types = marker.options() if marker else get_type_hints(hint, include_extras=True)
+            types = {field: each for field, each in types.items() if get_origin(each) is Annotated}
+            own = {} if marker else inspect.signature(hint).parameters
+            defaults = {field: own[field].default if own else None for field in types}
             groups[name] = (dict if marker else hint, list(types))
-            defaults = {} if marker else {field.name: field.default for field in fields(hint)}
-            each = [parameter.replace(name=n, annotation=t, default=defaults.get(n)) for n, t in types.items()]
+            each = [parameter.replace(name=n, annotation=t, default=defaults[n]) for n, t in types.items()]
         else:
             each = [parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY)]
         parameters += each
