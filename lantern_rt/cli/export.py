@@ -64,10 +64,13 @@ def export(
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
     start = time.perf_counter()
-    wanted = {"name": name, "precisions": precisions, "origins": origins, "force": force}
     with PeakMemory() as peak, progress(unit="bytes") as show:
         show("reading checkpoints")
-        export_model(read_family(family, fetched), output, **wanted, progress=show, written=partial(show, "written"))
+        found, written = read_family(family, fetched), partial(show, "written")
+        export_model(
+            found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show,
+            written=written,
+        )  # fmt: skip
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")

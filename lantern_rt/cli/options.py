@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_origin, get_type_hints
@@ -12,7 +12,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ..methods import Sampling
+from ..methods import PARAMETERS, Sampling
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -52,55 +52,25 @@ class Running:
         return Pipeline.from_bundle(bundle, self.threads, provider=self.provider, engines=self.engines)
 
 
-class FieldsOf:
-    """Marks a parameter that takes a dictionary: an option for each field that one of these models describes.
-
-    Type and help are the field's own; help names the methods that take it. None where not given.
-    """
-
-    def __init__(self, *models: type[BaseModel]) -> None:
-        self.models = models
-
-    def options(self) -> dict[str, Any]:
-        """Parameter name and annotated type of every option."""
-        described: dict[str, FieldInfo] = {}
-        takers: dict[str, list[str]] = {}
-        for model in self.models:
-            method = [model.model_fields["method"].default] if "method" in model.model_fields else []
-            for name, field in model.model_fields.items():
-                if field.description:
-                    described.setdefault(name, field)
-                    takers[name] = takers.get(name, []) + method
-        options: dict[str, Any] = {}
-        for name, field in described.items():
-            of = f" ({', '.join(takers[name])})" if takers[name] else ""
-            text = f"{(field.description or '').rstrip('.')}{of}. [default: the bundle's]"
-            flag = f"--{(field.alias or name).replace('_', '-')}"
-            options[name] = Annotated[Optional[field.annotation], typer.Option(flag, help=text)]  # noqa: UP045
-        return options
-
-
-Shaping = Annotated[dict[str, Any], FieldsOf(Sampling)]  # guidance, temperature and filters
+Shaping = Annotated[dict[str, Any], Sampling]  # guidance, temperature and filters
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one option for each field of a parameter that is a dataclass, or marked by `FieldsOf`."""
+    """The command with one option for each field of some parameters: dataclasses, and dictionaries marked by models.
+
+    In `Annotated[dict[str, Any], Model, ...]` only fields count that the models describe; None where not given.
+    """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        hint = hints[name]
-        marker = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, FieldsOf)), None)
-        if marker or is_dataclass(hint):
-            types = marker.options() if marker else get_type_hints(hint, include_extras=True)
-            types = {field: each for field, each in types.items() if get_origin(each) is Annotated}
-            own = {} if marker else inspect.signature(hint).parameters
-            defaults = {field: own[field].default if own else None for field in types}
-            groups[name] = (dict if marker else hint, list(types))
-            each = [parameter.replace(name=n, annotation=t, default=defaults[n]) for n, t in types.items()]
+    for parameter in _parameters(command):
+        hint = parameter.annotation
+        models = [one for one in getattr(hint, "__metadata__", ()) if isinstance(one, type)]
+        if models or is_dataclass(hint):
+            own = _described(models) if models else _parameters(hint)
+            groups[parameter.name] = (dict if models else hint, [one.name for one in own])
+            parameters += own
         else:
-            each = [parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY)]
-        parameters += each
+            parameters.append(parameter)
 
     def run(**given: Any) -> None:
         for name, (make, names) in groups.items():
@@ -111,3 +81,27 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function takes, or a dataclass where fields are options, all by name."""
+    hints, kind = get_type_hints(made, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    given = [one.replace(annotation=hints[one.name], kind=kind) for one in inspect.signature(made).parameters.values()]
+    return [one for one in given if get_origin(one.annotation) is Annotated or not is_dataclass(made)]
+
+
+def _described(models: Sequence[type[BaseModel]]) -> list[inspect.Parameter]:
+    """An option for each field that has a description; its help names the methods that take it."""
+    fields: dict[str, FieldInfo] = {}
+    for model in models:
+        fields |= {name: field for name, field in model.model_fields.items() if name not in fields}
+    options = []
+    for name, field in fields.items():
+        public = field.alias or name
+        if field.description:
+            takers = f" ({', '.join(PARAMETERS[public])})" if public in PARAMETERS else ""
+            text = f"{field.description.rstrip('.')}{takers}. [default: the bundle's]"
+            option = typer.Option(f"--{public.replace('_', '-')}", help=text)
+            own = {"default": None, "annotation": Annotated[Optional[field.annotation], option]}  # noqa: UP045
+            options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **own))
+    return options

@@ -24,7 +24,7 @@ from ..planning.auto import with_default_method
 from ..requests import ImageRequest, Settings
 from ..results import StreamStep
 from .console import print_json, progress, say
-from .options import FieldsOf, Force, Json, Running, Shaping
+from .options import Force, Json, Running, Shaping
 
 EXAMPLES = """
 lantern-rt run --prompt "a large red sphere left of a small blue cube on grass at sunset"
@@ -63,7 +63,7 @@ def run(
         typer.Option(help=f"{', '.join(METHODS)}. [default: auto if it knows enough, or the bundle's]"),
     ] = None,
     *,
-    parameters: Annotated[dict[str, Any], FieldsOf(*METHODS.values())],
+    parameters: Annotated[dict[str, Any], *METHODS.values()],
     sampling: Shaping,
     running: Running,
     trace: Annotated[

@@ -46,15 +46,11 @@ class WordTokenizer:
         if not words:
             examples = ", ".join(self.words[:3])
             raise RequestError(f"prompt: found no word in it, expected 1 to {slots} words such as {examples}")
-        if len(words) > slots:
-            raise RequestError(
-                f"prompt: found {len(words)} words, expected at most {slots}; leave out {len(words) - slots}"
-            )
+        if (extra := len(words) - slots) > 0:
+            raise RequestError(f"prompt: found {len(words)} words, expected at most {slots}; leave out {extra}")
         if unknown := [word for word in dict.fromkeys(words) if word not in self.ids]:
             raise RequestError(self._explain(unknown))
-        ids = np.zeros(slots, np.int64)
-        ids[: len(words)] = [self.ids[word] for word in words]
-        return ids
+        return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
 
     def _explain(self, unknown: list[str]) -> str:
         named = []
@@ -62,36 +58,30 @@ class WordTokenizer:
             close = difflib.get_close_matches(word[:40], self.words, n=1)
             shown = word if len(word) <= 40 else f"{word[:37]}..."
             named.append(repr(shown) + (f" (did you mean {close[0]!r}?)" if close else ""))
-        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-        rest = f" and {len(self.words) - _LISTED} more" if len(self.words) > _LISTED else ""
-        known = " ".join(self.words[:_LISTED])
-        plural = "words" if len(unknown) > 1 else "word"
+        more, rest = (f" and {n} more" if n > 0 else "" for n in (len(unknown) - _NAMED, len(self.words) - _LISTED))
+        plural, known = "words" if len(unknown) > 1 else "word", " ".join(self.words[:_LISTED])
         return f"prompt: found unknown {plural} {', '.join(named)}{more}; this model knows: {known}{rest}"
 
 
 def read_tokenizer(path: Path) -> WordTokenizer:
-    """Read and check a `tokenizer.json`.
-
-    Raises: BundleError: the file is no tokenizer, or does more or else than list words.
-    """
+    """Read and check a `tokenizer.json`. Raises: BundleError: it is no tokenizer, or does more than list words."""
     library = load_tokenizer(path)
     normalizer, splitter = library.normalizer, library.pre_tokenizer
     ids: dict[str, int] = library.get_vocab(with_added_tokens=False)
-    in_order = sorted(ids, key=ids.__getitem__)
+    first, second, *words = [*sorted(ids, key=ids.__getitem__), "", ""]
     checks = {
-        "model.type: expected WordLevel": isinstance(library.model, WordLevel),
-        f"model.unk_token: expected {UNKNOWN}": getattr(library.model, "unk_token", None) == UNKNOWN,
-        "normalizer: expected Lowercase, or none": not normalizer or normalizer.normalize_str("Ab, É") == "ab, é",
-        "pre_tokenizer: expected one that keeps [a-z]+, or none": (
+        "`model.type`: expected WordLevel": isinstance(library.model, WordLevel),
+        f"`model.unk_token`: expected {UNKNOWN}": getattr(library.model, "unk_token", None) == UNKNOWN,
+        "`normalizer`: expected Lowercase, or none": not normalizer or normalizer.normalize_str("Ab, É") == "ab, é",
+        "`pre_tokenizer`: expected one that keeps [a-z]+, or none": (
             not splitter or [word for word, _ in splitter.pre_tokenize_str("a,b_3 cé")] == ["a", "b", "c"]
         ),
-        "model.vocab: expected the ids 0, 1, ..., each once": sorted(ids.values()) == list(range(len(ids))),
-        f"model.vocab: expected {PAD} with id 0, {UNKNOWN} with id 1, then words": (
-            in_order[:2] == [PAD, UNKNOWN] and len(ids) > 2
+        "`model.vocab`: expected the ids 0, 1, ..., each once": sorted(ids.values()) == list(range(len(ids))),
+        f"`model.vocab`: expected {PAD} with id 0, {UNKNOWN} with id 1, then words": (
+            (first, second) == (PAD, UNKNOWN) and len(ids) > 2
         ),
-        "model.vocab: expected words of letters a to z": all(re.fullmatch("[a-z]+", word) for word in in_order[2:]),
+        "`model.vocab`: expected words of letters a to z": all(re.fullmatch("[a-z]+", word) for word in words[:-2]),
     }
-    if wrong := [check for check, passed in checks.items() if not passed]:
-        field, _, expected = wrong[0].partition(": ")
-        raise BundleError(f"{path}: field `{field}`: {expected}; export the bundle again")
+    for wrong in (check for check, passed in checks.items() if not passed):
+        raise BundleError(f"{path}: field {wrong}; export the bundle again")
     return WordTokenizer(ids)
