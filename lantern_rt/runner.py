@@ -15,7 +15,7 @@ from typing import Any
 from PIL.Image import Image
 
 from .bundle.files import Bundle
-from .checks import whole
+from .checks import brief, whole
 from .errors import RequestError
 from .methods import parse_method
 from .pipeline import Pipeline
@@ -24,7 +24,6 @@ from .results import Ints
 from .runtime.decode import RequestStep
 from .runtime.likelihood import Likelihood
 from .runtime.statistics import Statistics
-from .text.prompt_files import read_prompts
 
 PLAIN = "ar"
 CLASSES = 64  # class ids drawn where nothing is said, spread over all
@@ -80,6 +79,17 @@ def subjects_of(bundle: Bundle, prompts: Path | None, count: int | None = None) 
         raise RequestError(f"bundle {manifest.name} has no prompts to draw; give --prompts FILE")
     listed = read_prompts(path)
     return Subjects("prompts", listed[: whole("count", count, len(listed), 1, len(listed))])
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The lines of a text file that are not empty. Raises: RequestError: it cannot be read, or has none."""
+    try:
+        prompts = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"prompts {path}: cannot be read ({brief(error)})") from error
+    if not prompts:
+        raise RequestError(f"prompts {path}: found no prompt, expected one a line")
+    return prompts
 
 
 @dataclass(frozen=True)

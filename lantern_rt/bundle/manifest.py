@@ -93,15 +93,13 @@ class TokenLayout(Part):
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
     before: tuple[int, ...] = ()
     after: Annotated[tuple[int, ...], Field(min_length=1)]
-    uncond: tuple[int, ...] | None = None
+    uncond: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
     uncond_fill: int | None = None
 
     @model_validator(mode="after")
     def _one_uncond(self) -> TokenLayout:
         if (self.uncond is None) == (self.uncond_fill is None):
             raise ValueError("`uncond` and `uncond_fill` are two ways to lay out one row; set one")
-        if self.uncond is not None and not self.uncond:
-            raise ValueError("`uncond` is empty; expected at least one token id")
         return self
 
 

@@ -12,7 +12,7 @@ from html.entities import html5
 from html.parser import HTMLParser
 from urllib.parse import unquote_plus
 
-Step = tuple[re.Pattern[str], str]
+Steps = tuple[tuple[str, str], ...]  # patterns and what replaces them, in this order
 
 _FILE_TYPES = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
 _DOMAINS = "com|co|ru|net|org|edu|gov|it"
@@ -28,12 +28,8 @@ def _link(scheme: str) -> str:
     return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-z0-9%])|[a-z0-9.\-]+\.(?:{_DOMAINS})[\w/-]*\b/?(?!@))"
 
 
-def _steps(*pairs: tuple[str, str]) -> list[Step]:
-    return [(re.compile(pattern), replacement) for pattern, replacement in pairs]
-
-
-_LINKS = _steps(("<person>", "person"), (_link("https?"), ""), (_link("www"), ""))
-_NOISE = _steps(
+_LINKS: Steps = (("<person>", "person"), (_link("https?"), ""), (_link("www"), ""))
+_NOISE: Steps = (
     (r"@\w+\b", ""),  # user names
     (r"[\u31c0-\u9fff]+", ""),  # CJK
     (f"[{_DASHES}]+", "-"),
@@ -53,9 +49,8 @@ _NOISE = _steps(
     (f"[{_SYMBOLS}]+", " "),
     (r"\s+\.\s+", " "),
 )
-_JOINT = re.compile("[-_]")
 _JOINTS = 3  # more than these, and the words were joined to one name
-_CODES = _steps(
+_CODES: Steps = (
     (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # product codes
     (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),
     (r"\b\d+[a-zA-Z]+\d+\b", ""),
@@ -86,15 +81,15 @@ def _clean(text: str) -> str:
 
     text = _apply(_LINKS, unquote_plus(text).strip().lower())
     text = _apply(_NOISE, _without_markup(text))
-    if len(_JOINT.findall(text)) > _JOINTS:
-        text = _JOINT.sub(" ", text)
+    if len(re.findall("[-_]", text)) > _JOINTS:
+        text = re.sub("[-_]", " ", text)
     text = html.unescape(html.unescape(fix_text(text))).strip()
     return _apply(_CODES, text).strip()
 
 
-def _apply(steps: list[Step], text: str) -> str:
+def _apply(steps: Steps, text: str) -> str:
     for pattern, replacement in steps:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 
