@@ -7,24 +7,23 @@ from collections.abc import Generator
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .. import __version__
-from ..bundle.files import Bundle
 from ..checks import whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
-from ..output.images import enlarge, png_bytes
-from ..output.trace import Trace
-from ..pipeline import bundle_tokenizer, check_request
-from ..planning.auto import with_default_method
-from ..requests import ImageRequest, Settings
-from ..results import StreamStep
 from .console import print_json, progress, say
 from .options import Force, Json, Running, Shaping
+
+if TYPE_CHECKING:
+    from ..bundle.files import Bundle
+    from ..output.trace import Trace
+    from ..requests import ImageRequest, Settings
+    from ..results import StreamStep
 
 EXAMPLES = """
 lantern-rt run --prompt "a large red sphere left of a small blue cube on grass at sunset"
@@ -77,6 +76,11 @@ def run(
 
     Paths of the files go to stdout, progress and a line of statistics to stderr.
     """
+    from ..output.images import enlarge, png_bytes
+    from ..output.trace import Trace
+    from ..pipeline import bundle_tokenizer, check_request
+    from ..planning.auto import with_default_method
+
     prompts, class_ids = prompt or None, class_id or None
     if prompts is None and class_ids is None:
         raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")

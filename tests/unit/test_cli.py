@@ -397,7 +397,7 @@ def test_the_list_of_commands_says_what_a_command_says(command: str) -> None:
     [
         (["--help"], {"numpy", "pydantic", "torch", "onnx", "onnxruntime", "scipy"}),
         (["doctor", "--help"], {"torch", "onnx", "scipy"}),
-        (["run", "--help"], {"torch", "onnx", "onnxruntime", "scipy", "matplotlib"}),
+        (["run", "--help"], {"numpy", "torch", "onnx", "onnxruntime", "scipy", "matplotlib"}),
         (["run", "--prompt", "a red sphere", "--output", "x.png"], {"torch", "onnx", "scipy", "matplotlib", "ftfy"}),
         (["bench", "--help"], {"torch", "onnx", "onnxruntime", "scipy"}),
     ],
