@@ -101,15 +101,15 @@ def _fields(data: mmap.mmap, message: slice) -> Iterator[tuple[int, slice]]:
     while at < end:
         tag, start = _varint(data, at, end)
         wire = tag & 7
-        if wire not in (0, 1, 2, 5):
-            raise NotOnnx(f"wire type {wire} at byte {at}: no ONNX file")
         if wire == 0:
             at = _varint(data, start, end)[1]
         elif wire == 2:
             size, start = _varint(data, start, end)
             at = start + size
-        else:
+        elif wire in (1, 5):
             at = start + (8 if wire == 1 else 4)
+        else:
+            raise NotOnnx(f"wire type {wire} at byte {at}: no ONNX file")
         if at > end:
             raise NotOnnx("a field runs past the end: cut short, or no ONNX file")
         if wire in (0, 2):

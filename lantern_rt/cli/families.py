@@ -23,9 +23,9 @@ _TAKES = {
 FAMILIES = tuple(_TAKES)
 # Fetched with weights, where not config.json alone.
 _SIDE_FILES = {
-    "text_encoder": ("config.json", "tokenizer.json"),
-    "anole target": ("config.json", "tokenizer.json"),
-    "janus target": ("config.json", "generation_config.json", "tokenizer.json"),
+    ("llamagen", "text_encoder"): ("config.json", "tokenizer.json"),
+    ("anole", "target"): ("config.json", "tokenizer.json"),
+    ("janus", "target"): ("config.json", "generation_config.json", "tokenizer.json"),
 }
 
 
@@ -75,7 +75,7 @@ class Checkpoints:
         origins: dict[Path, str] = {}
         for role in ("target", "vq", "drafter", "text_encoder"):
             if place := getattr(self, role):
-                found = fetch(place, _SIDE_FILES.get(role, _SIDE_FILES.get(f"{family} {role}", ("config.json",))))
+                found = fetch(place, _SIDE_FILES.get((family, role), ("config.json",)))
                 paths[role] = found.path
                 origins |= {found.path: found.origin} if found.origin else {}
         return replace(self, **paths), origins

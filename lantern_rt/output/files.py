@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 from ..checks import brief
@@ -47,8 +47,8 @@ def plan_outputs(output: str | None, stems: Sequence[str], force: bool) -> list[
                 raise OutputError(f"{output}: found the ending {folder.suffix}, expected a .png file or a folder")
         paths: list[Path] = []
         for stem in stems:
-            names = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
-            paths.append(next(folder / name for name in names if folder / name not in paths))
+            names = (folder / f"{stem}{f'-{number}' if number > 1 else ''}.png" for number in count(1))
+            paths.append(next(path for path in names if path not in paths))
         if not folder.exists():
             _check_parent(folder)
             return paths
