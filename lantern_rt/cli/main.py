@@ -57,7 +57,3 @@ def _run_command(arguments: Sequence[str]) -> int:
 def _fail(message: str, code: int = FAILED) -> int:
     print(f"lantern-rt: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    main()

@@ -200,7 +200,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
 ) -> None:
     output = tmp_path / "bundle"
     arguments = ["--target", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1", "--output", str(output)]
-    done = run(endpoint, tmp_path / "home", "-m", "lantern_rt.cli.main", "export", *arguments)
+    done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
     assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
         ("target", "model.safetensors", f"hf:owner/target@{COMMIT}"),
@@ -208,7 +208,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
         ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
     ]
     places = ["--against", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1"]
-    verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt.cli.main", "verify", str(output), *places)
+    verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
 

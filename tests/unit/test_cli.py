@@ -35,7 +35,7 @@ from lantern_rt.requests import SAMPLING
 
 STATS = ["method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
          "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd"]  # fmt: skip
-PROGRAM = [sys.executable, "-m", "lantern_rt.cli.main"]
+PROGRAM = [sys.executable, "-m", "lantern_rt"]
 
 
 @pytest.fixture(scope="module")
