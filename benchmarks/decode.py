@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from random_bundle import SHAPES, random_bundle
+from tree_figures import expected_tokens, slots_per_level
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
 from lantern_rt.engines.bandwidth import read_bandwidth
 from lantern_rt.engines.host import host_report, processor
-from lantern_rt.methods import Ar, Eagle, Sjd
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
-from lantern_rt.planning.costs import PROBE_CHAIN, PROBE_WINDOW, HostCosts, PassCost, measure_costs, with_overhead
-from lantern_rt.planning.tree_search import Plan, best_plan, expected_tokens, slots_per_level
+from lantern_rt.planning.costs import HostCosts, PassCost, measure_costs, with_overhead
+from lantern_rt.planning.tree_search import Plan, best_plan
 from lantern_rt.runner import Subjects, parse_contenders, subjects_of
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree
-from lantern_rt.tuning.bench import bench, target_bytes, usual_methods
+from lantern_rt.tuning.bench import bench, figures, memory_bound, target_bytes, usual_methods
 from lantern_rt.tuning.measure import describe
 
 ROWS = 2  # one image with guidance
@@ -65,13 +65,7 @@ def measure(
     print_table(passes, {"graph": "", "nodes": "d", "ms": ".2f", "relative": ".2f", "bound_share": ".0%"})
     rows = compare(pipeline, methods, images)
     request = subjects(pipeline).request(0, 1)
-    chain = Eagle(tree=f"chain-{PROBE_CHAIN}") if costs.drafter else None
-    costs = with_overhead(
-        costs,
-        pipeline.stream(**request, method=Ar()),
-        pipeline.stream(**request, method=Sjd(window=PROBE_WINDOW)),
-        pipeline.stream(**request, method=chain) if chain else None,
-    )
+    costs = with_overhead(costs, lambda method: pipeline.stream(**request, method=method))
     print(
         f"  outside the engines {1e3 * costs.step:.2f} ms a step, {1e3 * costs.level:.2f} ms a drafter pass; projected:"
     )
@@ -103,10 +97,10 @@ def pass_rows(graph: str, cost: PassCost, bound: float | None = None) -> list[di
             "graph": graph,
             "nodes": nodes,
             "ms": 1e3 * s,
-            "relative": s / cost.seconds[0],
+            "relative": s / cost[min(cost)],
             "bound_share": bound and bound / s,
         }
-        for nodes, s in zip(cost.nodes, cost.seconds, strict=True)
+        for nodes, s in cost.items()
     ]
 
 
@@ -116,7 +110,8 @@ def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[s
     contenders = parse_contenders(methods or usual_methods(manifest, (), sweep=False), {}, pipeline.bundle)
     found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda line: None)
     rows = []
-    for runs in found.runs:
+    plain, bound = found[0], memory_bound(pipeline)
+    for runs in found:
         stats = [run.statistics for run in runs]
         drafted = [one.drafter_seconds / one.drafter_passes for one in stats if one.drafter_passes]
         times = {
@@ -124,7 +119,7 @@ def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[s
             "drafter_ms": 1e3 * statistics.median(drafted) if drafted else None,
             "outside_engines": sum(one.host_seconds for one in stats) / sum(one.seconds for one in stats),
         }
-        rows.append(found.figures(runs) | times)
+        rows.append(figures(runs, plain, bound) | times)
     columns = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "target_ms": ".2f", "drafter_ms": ".2f"}
     print_table(rows, columns | {"outside_engines": ".1%", "tvd_per_token": ".4f", "label": ""})
     return rows
@@ -136,16 +131,15 @@ def project(measured: AcceptanceStatistics | None, costs: HostCosts) -> list[dic
     for entry in measured.entries if measured else ():
         if entry.greedy or (entry.method.needs_drafter and costs.drafter is None):
             continue
-        rates = entry.rates()
-        plans = [best_plan(rates, entry.window_tokens(), costs)]
+        plans = [best_plan(entry, costs)]
         for name in PAPER_TREES if entry.method.needs_drafter else ():
             tree = named_tree(name)
             assert isinstance(tree, StaticTree)
             seconds = costs.tree_seconds(tree.nodes, slots_per_level(tree.paths))
-            plans.append(Plan(tree.paths, expected_tokens(tree.paths, rates), seconds))
+            plans.append(Plan(tree.paths, expected_tokens(tree.paths, entry.acceptance_rates), seconds))
         for name, plan in zip(("", *PAPER_TREES), plans, strict=False):
             method = entry.method.model_copy(update={"tree": name} if name else plan.drafting)
-            label = str(method) if plan.drafts else f"ar, not {describe(method)}"
+            label = str(method) if plan.nodes > 1 else f"ar, not {describe(method)}"
             gain = {"speed_up": plan.rate * costs.plain_seconds, "tokens_per_forward_pass": plan.tokens}
             rows.append({"method": label, **gain, "tvd_per_token": entry.tvd_per_token})
     return rows

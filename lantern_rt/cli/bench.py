@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,9 +14,9 @@ from ..errors import RequestError
 from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_png, write_output
 from ..runner import parse_contenders, subjects_of
-from ..tuning.bench import Bench, usual_methods
 from ..tuning.bench import bench as compare
-from .console import print_json, say
+from ..tuning.bench import figures, memory_bound, usual_methods
+from .console import print_json, print_table, say
 from .options import BundleName, Force, Json, Prompts, Running
 
 EXAMPLES = """
@@ -27,7 +26,10 @@ lantern-rt bench scenes --sweep --images 16 --plot speed.png
 lantern-rt bench scenes --methods sjd:window=5,sjd:window=11,auto:quality=fast
 """
 _QUALITIES = ("strict", "balanced")
-_WIDTH = 150  # of a table that goes to a file
+_HEADINGS = (
+    "method", "images/s", "speed-up", "tokens\na pass", "target", "drafter", "host", "text,\nimages", "memory\nbound",
+    "TVD\na token", "NLL\na token", "NLL against ar",
+)  # fmt: skip
 
 
 def bench(
@@ -67,8 +69,9 @@ def bench(
     contenders = parse_contenders(named, {"temperature": 0.0} if greedy else {}, opened)
     subjects = subjects_of(opened, prompts)
     pipeline = running.load(opened)
-    found = compare(pipeline, contenders, subjects, batch, images, say)
-    figures = [found.figures(runs) for runs in found.runs]
+    runs = compare(pipeline, contenders, subjects, batch, images, say)
+    bound = memory_bound(pipeline)
+    rows = [figures(of_method, runs[0], bound) for of_method in runs]
     situation = pipeline.situation(batch, 0.0 if greedy else None, "")
     facts = {
         "lantern_rt": __version__,
@@ -79,78 +82,64 @@ def bench(
         "threads": situation.threads,
         "batch": batch,
         "greedy": situation.greedy,
+        "memory_bound_ms": None if bound is None else 1e3 * bound,
     }
     if plot is not None:
-        write_output(plot, chart_png(_charts(figures, facts)), force)
+        write_output(plot, chart_png(_charts(rows, facts)), force)
     if json:
-        bound = None if found.memory_bound is None else 1e3 * found.memory_bound
-        print_json({**facts, "memory_bound_ms": bound, "rows": figures})
-    else:
-        _print_table(found, facts, figures)
+        print_json({**facts, "rows": rows})
+        return
+    print_table(_HEADINGS, map(_cells, rows), _title(facts))
+    print(f"{len(runs[0])} turns of {batch} image{'s' * (batch > 1)}; speeds are medians of turns")
+    if bound is not None:
+        print(f"memory bound: reading the target's weights once a pass, {1e3 * bound:.2f} ms here")
+    for row in rows:
+        if row["choice"]:
+            print(f"{row['label']}: {row['choice']}")
 
 
-def _print_table(found: Bench, facts: dict[str, Any], figures: list[dict[str, Any]]) -> None:
-    """One table, with what `auto` chose below it."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
-    table = Table(title=_title(facts), title_justify="left", box=None, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for heading in (
-        "images/s", "speed-up", "tokens\na pass", "target", "drafter", "host", "text,\nimages", "memory\nbound",
-        "TVD\na token", "NLL\na token", "NLL against ar",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in figures:
-        share, limit, error = one["share"], one["share_of_memory_bound"], one["nll_error"]
-        table.add_row(
-            one["label"],
-            f"{one['images_per_second']:.3g}",
-            f"{one['speed_up']:.2f}",
-            f"{one['tokens_per_forward_pass']:.2f}",
-            *(f"{share[name]:.0%}" for name in ("target", "drafter", "host", "text_and_images")),
-            "-" if limit is None else f"{limit:.0%}",
-            f"{one['tvd_per_token']:.3f}",
-            f"{one['nll_per_token']:.3f}",
-            f"{one['nll_ratio']:.3f}" + ("" if error is None else f" +- {error:.3f}"),
-        )
-    console.print(table, highlight=False)
-    turns = len(found.runs[0])
-    lines = [f"{turns} turns of {found.images} image{'s' * (found.images > 1)}; speeds are medians of turns"]
-    if found.memory_bound is not None:
-        lines.append(f"memory bound: reading the target's weights once a pass, {1e3 * found.memory_bound:.2f} ms here")
-    lines += [f"{one['label']}: {one['choice']}" for one in figures if one["choice"]]
-    print("\n".join(lines))
-
-
-def _title(facts: dict[str, Any]) -> str:
-    kind = "greedy" if facts["greedy"] else "sampling"
-    threads, batch = facts["threads"], facts["batch"]
-    return (
-        f"{facts['bundle']} ({facts['bundle_digest'][:12]}), {facts['backend']}, {threads} "
-        f"thread{'s' * (threads > 1)}, {batch} image{'s' * (batch > 1)} at a time, {kind}"
-    )
-
-
-def _charts(figures: list[dict[str, Any]], facts: dict[str, Any]) -> list[Chart]:
-    """Tokens per second against both measures of quality, a line for each method."""
-    title = _title(facts).replace(f" ({facts['bundle_digest'][:12]}), {facts['backend']}", "")
+def _cells(row: dict[str, Any]) -> list[str]:
+    share, bound, error = row["share"], row["share_of_memory_bound"], row["nll_error"]
     return [
-        Chart(title, "total variation given away a token", "tokens per second", _lines(figures, "tvd_per_token")),
-        Chart("", "nats a token, against ar", "tokens per second", _lines(figures, "nll_ratio")),
+        row["label"],
+        f"{row['images_per_second']:.3g}",
+        f"{row['speed_up']:.2f}",
+        f"{row['tokens_per_forward_pass']:.2f}",
+        *(f"{share[name]:.0%}" for name in ("target", "drafter", "host", "text_and_images")),
+        "-" if bound is None else f"{bound:.0%}",
+        f"{row['tvd_per_token']:.3f}",
+        f"{row['nll_per_token']:.3f}",
+        f"{row['nll_ratio']:.3f}" + ("" if error is None else f" +- {error:.3f}"),
     ]
 
 
-def _lines(figures: list[dict[str, Any]], quality: str) -> list[Line]:
+def _title(facts: dict[str, Any], host: bool = True) -> str:
+    """host: also which bundle it is exactly, and on what."""
+    threads, batch = facts["threads"], facts["batch"]
+    where = f" ({facts['bundle_digest'][:12]}), {facts['backend']}" if host else ""
+    return (
+        f"{facts['bundle']}{where}, {threads} thread{'s' * (threads > 1)}, {batch} image{'s' * (batch > 1)} at a time, "
+        f"{'greedy' if facts['greedy'] else 'sampling'}"
+    )
+
+
+def _charts(rows: list[dict[str, Any]], facts: dict[str, Any]) -> list[Chart]:
+    """Tokens per second against both measures of quality, a line for each method."""
+    title, vertical = _title(facts, False), "tokens per second"
+    return [
+        Chart(title, "total variation given away a token", vertical, _lines(rows, "tvd_per_token")),
+        Chart("", "nats a token, against ar", vertical, _lines(rows, "nll_ratio")),
+    ]
+
+
+def _lines(rows: list[dict[str, Any]], quality: str) -> list[Line]:
     """A line of every method's rows, in order of quality; points are named by what sets them apart."""
-    methods: dict[str, list[dict[str, Any]]] = {}
-    for one in figures:
-        methods.setdefault(one["label"].split(":")[0], []).append(one)
-    lines = []
-    for method, rows in methods.items():
-        rows = sorted(rows, key=lambda one: (one[quality], one["tokens_per_second"]))
-        points = [(one[quality], one["tokens_per_second"]) for one in rows]
-        names = [one["label"].partition(":")[2].replace(":", " ").replace("=", " ") or method for one in rows]
-        lines.append(Line(method, points, names))
-    return lines
+    methods: dict[str, list[tuple[float, float, str]]] = {}
+    for row in rows:
+        method, _, parameters = row["label"].partition(":")
+        name = parameters.replace(":", " ").replace("=", " ") or method
+        methods.setdefault(method, []).append((row[quality], row["tokens_per_second"], name))
+    return [
+        Line(method, [(x, y) for x, y, _ in sorted(points)], [name for *_, name in sorted(points)])
+        for method, points in methods.items()
+    ]

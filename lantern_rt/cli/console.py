@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+_WIDTH = 200  # of a table that goes to a file
 
 Facts = dict[str, dict[str, str]]  # section -> name -> value
 
@@ -39,6 +41,20 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         print(f"  {name:{width}}  {value}")
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
+    """Rows under headings, the first column to the left; folded to the width of the terminal, if there is one."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=_WIDTH)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
 
 
 @contextmanager

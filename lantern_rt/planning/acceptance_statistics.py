@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..bundle.files import Bundle
@@ -32,15 +30,16 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, serialize_by_alias=True)
 
 
-class Quality(NamedTuple):
-    """What a method gives away, and how many images say so; of several, the one with the most images counts.
+class Quality(Record):
+    """What a method gives away, and how many images say so. It is the same on every host, unlike speed.
 
-    It is the same on every host, unlike speed.
+    tvd_per_token: mean total variation distance. nll_ratio: how likely the target finds the tokens, against those of
+    plain decoding (`tuning.measure.likelihood_ratio`).
     """
 
-    images: int
-    tvd_per_token: float
-    nll_ratio: float
+    images: Annotated[int, Field(ge=1)]
+    tvd_per_token: Annotated[float, Field(ge=0)]
+    nll_ratio: Annotated[float, Field(gt=0)]
 
 
 class WindowTokens(Record):
@@ -50,19 +49,15 @@ class WindowTokens(Record):
     tokens: Annotated[float, Field(ge=1)]
 
 
-class MethodStatistics(Record):
+class MethodStatistics(Quality):
     """One method, and what it gives and costs; its tree or window counts as left open.
 
-    images: how many it was measured on. nll_ratio: `tuning.measure.likelihood_ratio`; nll_error: its error.
-    acceptance_rates: `[depth][rank]`, the share of tried tokens that were accepted, for methods with a drafter.
-    windows: for `sjd`, ascending.
+    nll_error: standard error of nll_ratio. acceptance_rates: `[depth][rank]`, the share of tried tokens that were
+    accepted, for methods with a drafter. windows: for `sjd`, ascending.
     """
 
     method: Method
     greedy: bool
-    images: Annotated[int, Field(ge=1)]
-    tvd_per_token: Annotated[float, Field(ge=0)]
-    nll_ratio: Annotated[float, Field(gt=0)]
     nll_error: Annotated[float, Field(ge=0)]
     acceptance_rates: tuple[tuple[Share, ...], ...] = ()
     windows: tuple[WindowTokens, ...] = ()
@@ -85,21 +80,6 @@ class MethodStatistics(Record):
         """Statistics with equal keys are of the same thing."""
         return drafting_aside(self.method), self.greedy
 
-    @property
-    def quality(self) -> Quality:
-        """What the method gives away."""
-        return Quality(self.images, self.tvd_per_token, self.nll_ratio)
-
-    def rates(self) -> NDArray[np.float64]:
-        """Acceptance rates `[depth, rank]`; `[0, 0]` for `sjd`."""
-        return np.array(self.acceptance_rates, np.float64).reshape(
-            (len(self.windows) and 0) or len(self.acceptance_rates), -1 if self.acceptance_rates else 0
-        )
-
-    def window_tokens(self) -> dict[int, float]:
-        """Tokens per forward pass by window; empty for methods with a drafter."""
-        return {one.window: one.tokens for one in self.windows}
-
 
 class AcceptanceStatistics(Record):
     """The file of role `acceptance_statistics`. weights: sha256 of the decoders' weights, by role."""
@@ -112,8 +92,8 @@ class AcceptanceStatistics(Record):
         """Entries that were measured with the weights that the bundle has; `sjd` does not depend on the drafter's."""
         own = weights_of(manifest)
         same = {role for role in own if self.weights.get(role) == own[role]}
-        needed = [{"target", "drafter"} if entry.method.needs_drafter else {"target"} for entry in self.entries]
-        return tuple(entry for entry, roles in zip(self.entries, needed, strict=True) if roles <= same)
+        needed = {False: {"target"}, True: {"target", "drafter"}}
+        return tuple(entry for entry in self.entries if needed[entry.method.needs_drafter] <= same)
 
 
 def drafting_aside(method: MethodConfig) -> MethodConfig:
@@ -142,18 +122,17 @@ def read_statistics(path: Path) -> AcceptanceStatistics:
     try:
         data = json.loads(path.read_bytes())
         found = data.get("format") if isinstance(data, dict) else None
-        if found == 1:
-            data = _from_format_1(data)
-        elif isinstance(found, int) and found != FORMAT:
+        if isinstance(found, int) and found not in (1, FORMAT):
             raise BundleError(
                 f"{path}: found acceptance statistics of format {found}, expected {FORMAT}; measure them again with "
                 "`lantern-rt tune BUNDLE --acceptance-statistics FILE`, or upgrade lantern-rt"
             )
-        return AcceptanceStatistics.model_validate_json(json.dumps(data))
-    except ValidationError as error:
-        raise BundleError(_unreadable(path, " ".join(explain(error)))) from error
+        return AcceptanceStatistics.model_validate_json(json.dumps(_from_format_1(data) if found == 1 else data))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BundleError(_unreadable(path, brief(error))) from error
+        what = " ".join(explain(error)) if isinstance(error, ValidationError) else brief(error)
+        raise BundleError(
+            f"{path}: found no acceptance statistics in it ({' '.join(what.split())[:120]}); make the bundle again"
+        ) from error
 
 
 def merge(new: Iterable[MethodStatistics], old: Iterable[MethodStatistics]) -> tuple[MethodStatistics, ...]:
@@ -169,27 +148,20 @@ def _from_format_1(data: Any) -> Any:
     """Other names; entries of most-probable children, which are no option any more, are left out."""
     entries = []
     for entry in data["entries"]:
-        candidate = {name.rstrip("_"): value for name, value in entry["candidate"].items()}
-        if candidate.pop("children", None) == "likeliest":
+        method = {name.rstrip("_"): value for name, value in entry["candidate"].items()}
+        if method.pop("children", None) == "likeliest":
             continue
-        if not candidate.get("neighbors"):
-            candidate |= {
-                "neighbors": None,
-                **({"delta": None} if candidate["method"] == "lantern" else {"lambda": None}),
-            }
-        if candidate["method"] == "eagle":
-            candidate = {"method": "eagle"}
+        if method["method"] == "eagle":
+            method = {"method": "eagle"}
+        elif not method.get("neighbors"):
+            method |= {"neighbors": None, "delta" if method["method"] == "lantern" else "lambda": None}
         entries.append(
             {
                 **{name: entry[name] for name in ("greedy", "images", "nll_ratio", "nll_error")},
-                "method": candidate,
+                "method": method,
                 "tvd_per_token": entry["tvd_per_code"],
                 "acceptance_rates": entry["rates"],
                 "windows": [{"window": one["window"], "tokens": one["codes"]} for one in entry["windows"]],
             }
         )
     return {"format": FORMAT, "weights": data["weights"], "entries": entries}
-
-
-def _unreadable(path: Path, found: str) -> str:
-    return f"{path}: found no acceptance statistics in it ({' '.join(found.split())[:120]}); make the bundle again"

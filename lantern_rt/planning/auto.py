@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import OutputError
-from ..methods import Ar, Auto, Eagle, MethodConfig, Sjd
+from ..methods import Ar, Auto
 from ..requests import Settings, names_method, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, bundle_statistics, merge
 from .budget import budget_of
-from .costs import PROBE_CHAIN, PROBE_WINDOW, HostCosts, measure_costs, with_overhead
-from .store import Choice, Probe, Situation, Tuning, read_tuning, write_tuning
+from .costs import HostCosts, measure_costs, with_overhead
+from .store import Choice, Situation, Tuning, probe_key, read_tuning, write_tuning
 from .tree_search import best_plan
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Chooser:
         self.bundle, self.engines = bundle, engines
         self._brought = bundle_statistics(bundle)
         self._probing = threading.Lock()
-        self._probed: dict[int, Probe] = {}
+        self._probed: dict[int, HostCosts] = {}
         self._predicted: dict[tuple[Situation, int], tuple[Choice, str]] = {}
 
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
@@ -68,54 +68,39 @@ class Chooser:
         settings: those of `auto`, for `images` images together. decode: runs the request with other settings.
         """
         assert isinstance(settings.method, Auto)
-        situation = self.situation(images, settings.sampling.temperature, settings.method.quality)
-        choice, reason = self._choice(situation, settings, decode)
-        checked = resolve_settings(self.bundle.manifest, {"method": choice.method})
-        return replace(settings, method=checked.method, choice=reason)
-
-    def _choice(self, situation: Situation, settings: Settings, decode: Decode) -> tuple[Choice, str]:
         manifest, tuning = self.bundle.manifest, read_tuning(self.bundle.digest)
-        if (stored := stored_choice(tuning, situation)) is not None:
-            return stored
-        entries, missing = known_statistics(manifest, self._brought, tuning, situation.greedy)
-        if not entries:
-            return Choice(method=Ar()), missing
-        rows = situation.images * (2 if settings.sampling.guided else 1)
-        costs = self._costs(rows, situation, settings, decode)
-        if (situation, rows) not in self._predicted:
-            self._predicted[situation, rows] = predicted_choice(entries, costs, situation)
-        return self._predicted[situation, rows]
+        situation = self.situation(images, settings.sampling.temperature, settings.method.quality)
+        known, missing = known_statistics(manifest, self._brought, tuning, situation.greedy)
+        if (entry := tuning.find(situation)) is not None:
+            choice = entry.choice
+            gain = f"{choice.method}, speed-up {choice.speed_up:.2f} here"
+            gain = "ar, as nothing was faster here" if isinstance(choice.method, Ar) else gain
+            reason = f"auto: {gain} when tuned on {entry.date}"
+        elif known:
+            rows = images * (2 if settings.sampling.guided else 1)
+            costs = self._costs(rows, situation, settings, decode)
+            if (situation, rows) not in self._predicted:
+                self._predicted[situation, rows] = predicted_choice(known, costs, situation)
+            choice, reason = self._predicted[situation, rows]
+        else:
+            choice, reason = Choice(method=Ar()), missing
+        checked = resolve_settings(manifest, {"method": choice.method})
+        return replace(settings, method=checked.method, choice=reason)
 
     def _costs(self, rows: int, situation: Situation, settings: Settings, decode: Decode) -> HostCosts:
         """What steps cost here for requests like this one; measured once per host, threads and number of rows."""
-        target, drafter = self.engines.target, self.engines.drafter
-
-        def steps(method: MethodConfig) -> Iterator[object]:
-            return decode(replace(settings, method=method))
-
+        key = probe_key(situation, rows)
         with self._probing:
             tuning = read_tuning(self.bundle.digest)
-            known = self._probed.get(rows) or tuning.probe(situation, rows)
-            if known is None:
+            costs = self._probed.get(rows) or tuning.probes.get(key)
+            if costs is None:
+                target, drafter = self.engines.target, self.engines.drafter
                 costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS / 2)
-                chain = steps(Eagle(tree=f"chain-{PROBE_CHAIN}")) if drafter else None
-                costs = with_overhead(costs, steps(Ar()), steps(Sjd(window=PROBE_WINDOW)), chain)
-                known = Probe.of(situation, rows, costs)
+                costs = with_overhead(costs, lambda method: decode(replace(settings, method=method)))
                 with suppress(OutputError):  # where nothing can be kept, every process probes for itself
-                    write_tuning(tuning.model_copy(update={"probes": (*tuning.probes, known)}))
-            self._probed[rows] = known
-            return known.costs()
-
-
-def stored_choice(tuning: Tuning, situation: Situation) -> tuple[Choice, str] | None:
-    """The choice that `tune` stored for this situation, and a line that says why."""
-    entry = tuning.find(situation)
-    if entry is None:
-        return None
-    choice = entry.choice
-    if isinstance(choice.method, Ar):
-        return choice, f"auto: ar, as nothing was faster here when tuned on {entry.date}"
-    return choice, f"auto: {choice.method}, speed-up {choice.speed_up:.2f} here when tuned on {entry.date}"
+                    write_tuning(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
+            self._probed[rows] = costs
+            return costs
 
 
 def known_statistics(
@@ -125,39 +110,34 @@ def known_statistics(
     none, a line that says why."""
     known = merge(tuning.statistics, brought.fitting(manifest) if brought is not None else ())
     found = tuple(entry for entry in known if entry.greedy == greedy)
-    if found:
-        return found, ""
-    name = f"bundle {manifest.name}"
+    statistics = f"the acceptance statistics of bundle {manifest.name}"
     if known:
-        why = f"the acceptance statistics of {name} are not of {'greedy decoding' if greedy else 'sampling'}"
+        why = f"{statistics} are not of {'greedy decoding' if greedy else 'sampling'}"
     elif brought is not None:
-        why = f"the acceptance statistics of {name} were measured with other weights"
+        why = f"{statistics} were measured with other weights"
     else:
-        why = f"{name} brings no acceptance statistics"
-    return (), f"auto: ar, as {why}; `lantern-rt tune` measures them"
+        why = f"bundle {manifest.name} brings no acceptance statistics"
+    return found, "" if found else f"auto: ar, as {why}; `lantern-rt tune` measures them"
 
 
 def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, situation: Situation) -> tuple[Choice, str]:
     """The best plan by statistics and this host's costs; plain decoding unless it promises a clear gain."""
     budget = budget_of(Auto(quality=situation.quality))
-    plain = 1 / costs.plain_seconds
-    best, best_rate = Choice(method=Ar()), PROBE_MARGIN * plain
+    best, best_speed_up = Choice(method=Ar()), PROBE_MARGIN
     for entry in entries:
-        if entry.greedy != situation.greedy or not budget.allows(entry.method, entry.quality):
+        if entry.greedy != situation.greedy or not budget.allows(entry.method, entry):
             continue
-        plan = best_plan(entry.rates(), entry.window_tokens(), costs)
-        if plan.drafts and plan.rate > best_rate:
-            best_rate = plan.rate
+        plan = best_plan(entry, costs)
+        if (speed_up := plan.rate * costs.plain_seconds) > best_speed_up:
+            best_speed_up = speed_up
             best = Choice(
-                method=plan.applied_to(entry.method),
-                speed_up=plan.rate / plain,
+                method=entry.method.model_copy(update=plan.drafting),
+                speed_up=speed_up,
                 tokens_per_forward_pass=plan.tokens,
                 tvd_per_token=entry.tvd_per_token,
                 nll_ratio=entry.nll_ratio,
             )
     if isinstance(best.method, Ar):
         return best, "auto: ar, as a short probe of this host promises no gain; `lantern-rt tune` measures it"
-    return best, (
-        f"auto: {best.method}, speed-up {best.speed_up:.2f} by a short probe of this host; "
-        "`lantern-rt tune` measures it"
-    )
+    gain = f"{best.method}, speed-up {best.speed_up:.2f} by a short probe of this host"
+    return best, f"auto: {gain}; `lantern-rt tune` measures it"

@@ -14,9 +14,8 @@ class Budget(NamedTuple):
     nll_change counts to either side of 1: tokens more likely than the target's own are a departure, too.
     """
 
-    name: str
     tvd_per_token: float
-    nll_change: float
+    nll_change: float = float("inf")
 
     @property
     def exact(self) -> bool:
@@ -24,7 +23,7 @@ class Budget(NamedTuple):
         return self.tvd_per_token == 0
 
     def allows(self, method: MethodConfig, *found: Quality) -> bool:
-        """Whether a method stays within the budget, by the best of what was found.
+        """Whether a method stays within the budget, by what was found of the most images.
 
         What is exact always does: its likelihood differs from plain decoding's by chance only.
         """
@@ -33,15 +32,7 @@ class Budget(NamedTuple):
         return method.exact or (within and not self.exact)
 
 
-_NAMED = {
-    "strict": Budget("strict", 0.0, float("inf")),
-    "balanced": Budget("balanced", 0.06, 0.02),
-    "fast": Budget("fast", 0.15, 0.08),
-}
-
-
 def budget_of(method: Auto) -> Budget:
     """The budget that a quality names."""
-    if method.quality in _NAMED:
-        return _NAMED[method.quality]
-    return Budget(method.quality, float(method.quality.partition("=")[2]), float("inf"))
+    named = {"strict": Budget(0.0), "balanced": Budget(0.06, 0.02), "fast": Budget(0.15, 0.08)}
+    return named.get(method.quality) or Budget(float(method.quality.partition("=")[2]))

@@ -7,7 +7,6 @@ predict what another would accept (Sequoia, arXiv 2402.12374, calls them positio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -30,25 +29,19 @@ PROBE_PATHS = (
 PROBE_DEPTH = max(map(len, PROBE_PATHS))
 
 
-def _zeros() -> NDArray[np.float64]:
-    return np.zeros((DEPTHS, RANKS))
-
-
-@dataclass
 class AcceptanceCounts:
     """Tokens tried and accepted, float64 `[depth, rank]`; children of the root have depth 0."""
 
-    tried: NDArray[np.float64] = field(default_factory=_zeros)
-    accepted: NDArray[np.float64] = field(default_factory=_zeros)
+    def __init__(self) -> None:
+        self.tried: NDArray[np.float64] = np.zeros((DEPTHS, RANKS))
+        self.accepted: NDArray[np.float64] = np.zeros((DEPTHS, RANKS))
 
     def add(self, part: RequestStep) -> None:
         """Count one request's step; a step without a tree counts nothing."""
         if part.tree is None or part.acceptance is None:
             return
         path = [*part.acceptance.path, -1]
-        for depth, (node, following) in enumerate(pairwise(path)):
-            if depth == DEPTHS:
-                return
+        for depth, (node, following) in zip(range(DEPTHS), pairwise(path), strict=False):
             for rank, child in enumerate(part.tree.structure.children[node][:RANKS]):
                 self.tried[depth, rank] += 1
                 if child == following:

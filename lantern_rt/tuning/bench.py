@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..bundle.files import Bundle
@@ -17,55 +17,44 @@ from ..engines.bandwidth import read_bandwidth
 from ..errors import BundleError
 from ..pipeline import Pipeline
 from ..runner import Contender, Run, Subjects, take_turns
-from .measure import Say
+from .measure import Say, likelihoods
 
 FEWEST_TURNS = 3
 _DYNAMIC, _STATIC = "dynamic-8-4-2", "chain-3"  # trees where the bundle has none of the kind
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Runs by method and turn, those of plain decoding first. images: of a turn. codes: of an image. memory_bound:
-    seconds that reading the target's weights once takes, or None."""
+def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | None) -> dict[str, Any]:
+    """What a method's runs say beside those of plain decoding, ready for JSON; times and shares are of whole calls.
 
-    runs: list[list[Run]]
-    images: int
-    codes: int
-    memory_bound: float | None
-
-    def figures(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """What a method's runs say, ready for JSON; times and shares are of whole calls."""
-        plain = self.runs[0]
-        stats = [run.statistics for run in runs]
-        total = sum(run.seconds for run in runs)
-        passes = sum(one.target_passes for one in stats)
-        per_call = statistics.median(run.seconds for run in runs)
-        speed_ups = [other.seconds / run.seconds for run, other in zip(runs, plain, strict=True)]
-        nats, plain_nats = ([score.nats for run in one for score in run.likelihoods] for one in (runs, plain))
-        ratio, error = paired_ratio(nats, plain_nats)
-        inside = {
-            "target": sum(one.target_seconds for one in stats),
-            "drafter": sum(one.drafter_seconds for one in stats),
-            "host": sum(one.host_seconds for one in stats),
-        }
-        share = {name: seconds / total for name, seconds in inside.items()}
-        return {
-            "label": runs[0].contender.label,
-            "settings": runs[0].settings.as_dict(),
-            "choice": runs[0].settings.choice,
-            "images_per_second": self.images / per_call,
-            "tokens_per_second": self.images * self.codes / per_call,
-            "speed_up": statistics.median(speed_ups),
-            "speed_ups": speed_ups,
-            "tokens_per_forward_pass": statistics.mean(one.tokens_per_forward_pass for one in stats),
-            "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
-            "share": share | {"text_and_images": 1 - sum(share.values())},
-            "share_of_memory_bound": None if self.memory_bound is None else passes * self.memory_bound / total,
-            "tvd_per_token": statistics.mean(run.tvd_per_token for run in runs),
-            "nll_per_token": statistics.mean(nats),
-            "nll_ratio": ratio,
-            "nll_error": error if len(nats) > 1 else None,
-        }
+    memory_bound: seconds that reading the target's weights once takes, or None.
+    """
+    stats = [one.statistics for one in runs]
+    total = sum(one.seconds for one in runs)
+    passes = sum(one.target_passes for one in stats)
+    images_per_second = len(runs[0].codes) / statistics.median(one.seconds for one in runs)
+    speed_ups = [ar.seconds / one.seconds for one, ar in zip(runs, plain, strict=True)]
+    nats = [score.nats for score in likelihoods(runs)]
+    ratio, error = paired_ratio(nats, [score.nats for score in likelihoods(plain)])
+    share = {
+        name: sum(getattr(one, f"{name}_seconds") for one in stats) / total for name in ("target", "drafter", "host")
+    }
+    return {
+        "label": runs[0].contender.label,
+        "settings": runs[0].settings.as_dict(),
+        "choice": runs[0].settings.choice,
+        "images_per_second": images_per_second,
+        "tokens_per_second": images_per_second * len(runs[0].codes[0]),
+        "speed_up": statistics.median(speed_ups),
+        "speed_ups": speed_ups,
+        "tokens_per_forward_pass": statistics.mean(one.tokens_per_forward_pass for one in stats),
+        "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
+        "share": share | {"text_and_images": 1 - sum(share.values())},
+        "share_of_memory_bound": None if memory_bound is None else passes * memory_bound / total,
+        "tvd_per_token": statistics.mean(one.tvd_per_token for one in runs),
+        "nll_per_token": statistics.mean(nats),
+        "nll_ratio": ratio,
+        "nll_error": error if len(nats) > 1 else None,
+    }
 
 
 def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> str:
@@ -89,8 +78,8 @@ def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> 
 
 def bench(
     pipeline: Pipeline, contenders: Sequence[Contender], subjects: Subjects, batch: int, images: int, say: Say
-) -> Bench:
-    """Run all methods, the first of which is plain decoding, on at least `images` images each, `batch` at a time."""
+) -> list[list[Run]]:
+    """Runs by method and turn: all methods on at least `images` images each, `batch` at a time."""
     turns = max(FEWEST_TURNS, -(-images // batch))
     for contender in contenders:
         say(f"warming up {contender.label}")
@@ -101,12 +90,16 @@ def bench(
         say(f"turn {turn + 1} of {turns}")
         for row, one in zip(rows, runs, strict=True):
             row.append(replace(one, images=[]))  # images were painted for the time it takes
-    memory_bound = None
-    situation = pipeline.situation(batch, None, "")
-    if situation.backend == "onnxruntime-cpu":
-        size = target_bytes(pipeline.bundle)
-        memory_bound = size / read_bandwidth(size, situation.threads)
-    return Bench(rows, batch, pipeline.bundle.manifest.codes_per_image, memory_bound)
+    return rows
+
+
+def memory_bound(pipeline: Pipeline) -> float | None:
+    """Seconds that reading the target's weights once takes; None where they do not lie in this host's memory."""
+    situation = pipeline.situation(1, None, "")
+    if situation.backend != "onnxruntime-cpu":
+        return None
+    size = target_bytes(pipeline.bundle)
+    return size / read_bandwidth(size, situation.threads)
 
 
 def target_bytes(bundle: Bundle) -> int:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..bundle.manifest import Manifest
 from ..methods import Ar, Eagle, LanternPlusPlus, MethodConfig, Sjd
 from ..pipeline import Pipeline
-from ..planning.acceptance_statistics import MethodStatistics, Quality, WindowTokens
+from ..planning.acceptance_statistics import MethodStatistics, Quality
 from ..planning.budget import Budget
 from ..planning.costs import HostCosts
-from ..runner import Contender, Subjects, run, scored
+from ..runner import Contender, Run, Subjects, run, scored
+from ..runtime.decode import RequestStep
 from ..runtime.likelihood import Likelihood
 from ..runtime.tree_names import tree_name
 from .acceptance_counts import PROBE_DEPTH, PROBE_PATHS, AcceptanceCounts
@@ -51,15 +49,6 @@ class Calibration:
         return Contender(str(method), {**self.sampling, "method": method})
 
 
-@dataclass(frozen=True)
-class Found:
-    """Methods within the budget, the costs with the work outside the engines, and what there was no time for."""
-
-    entries: list[MethodStatistics]
-    costs: HostCosts
-    untried: list[MethodConfig]
-
-
 def exact_methods(manifest: Manifest) -> list[MethodConfig]:
     """Methods that give nothing away; tree and window are still open."""
     return [Sjd(), *([Eagle()] if manifest.drafter else [])]
@@ -81,46 +70,12 @@ def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
     return rungs
 
 
-def measure_methods(
-    calibration: Calibration,
-    budget: Budget,
-    costs: HostCosts,
-    seconds: float,
-    known: Mapping[MethodConfig, Quality],
-    say: Say,
-) -> Found:
-    """Measure for about `seconds`: what is exact in any case, then relaxations, from careful to bold.
+class Measurement:
+    """What methods within the budget give, measured in about `seconds`.
 
-    known: what has been found before, perhaps of more images.
+    known: what has been found before, perhaps of more images. costs: with the work outside the engines, once `run`.
+    entries: methods within the budget. untried: what there was no time for.
     """
-    return _Measuring(calibration, budget, costs, seconds, known, say).run()
-
-
-@dataclass
-class _Drawn:
-    """What a few decoded batches gave; `scores` are image by image."""
-
-    counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
-    scores: list[Likelihood] = field(default_factory=list)
-    tvd_per_token: list[float] = field(default_factory=list)
-    host_seconds: float = 0.0
-    passes: int = 0
-    steps: int = 0
-    tokens: int = 0
-
-    @property
-    def host_per_pass(self) -> float:
-        """Seconds outside the engines, a target pass."""
-        return self.host_seconds / self.passes
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Tokens that a pass commits for an image, the prefill left out."""
-        return self.tokens / self.steps
-
-
-class _Measuring:
-    """One measurement of all methods."""
 
     def __init__(
         self,
@@ -137,31 +92,30 @@ class _Measuring:
         self.ladders = [] if budget.exact else ladders(manifest)
         self.shares = 2 + EXACT_SHARES * len(self.exact) + sum(map(len, self.ladders))  # still to be given away
         self.deadline = time.monotonic() + seconds
-        self.windows: tuple[int, ...] = WINDOWS
-        self.plain = _Drawn()
+        self.windows: Sequence[int] = WINDOWS
+        self.plain: list[Run] = []
         self.entries: list[MethodStatistics] = []
+        self.untried: list[MethodConfig] = []
 
-    def run(self) -> Found:
+    def run(self) -> None:
+        """Measure what is exact in any case, then relaxations, from careful to bold."""
         self.say("decoding plainly, for comparison")
         self.plain = self._draw(Ar(), self._seconds(2))
-        self.costs = replace(self.costs, step=self.plain.host_per_pass)
+        self.costs = replace(self.costs, step=_host_per_pass(self.plain))
         for method in self.exact:
             self._try(method)
-        untried: list[MethodConfig] = []
-        climbing = self.ladders
-        while climbing:
+        while self.ladders:
             still = []
-            for method, *bolder in climbing:
+            for method, *bolder in self.ladders:
                 if time.monotonic() > self.deadline:
-                    untried.append(method)
+                    self.untried.append(method)
                 elif not self._try(method):
                     self.shares -= len(bolder)
                 elif bolder:
                     still.append(bolder)
-            climbing = still
-        if untried:
-            self.say(f"no time for {', '.join(map(describe, untried))}, or bolder; give more --minutes")
-        return Found(self.entries, self.costs, untried)
+            self.ladders = still
+        if self.untried:
+            self.say(f"no time for {', '.join(map(describe, self.untried))}, or bolder; give more --minutes")
 
     def _seconds(self, shares: int) -> float:
         """How long to measure what takes so many shares of the time that is left."""
@@ -174,71 +128,81 @@ class _Measuring:
         self.say(f"trying {describe(method)}")
         seconds = self._seconds(EXACT_SHARES if method.exact else 1)
         found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
-        if not self.budget.allows(method, found.quality, self.known.get(method, found.quality)):
-            return False
-        self.entries.append(found)
-        return True
+        allowed = self.budget.allows(method, found, self.known.get(method, found))
+        self.entries += [found] if allowed else []
+        return allowed
 
     def _tree(self, method: MethodConfig, seconds: float) -> MethodStatistics:
-        drawn = self._draw(method.model_copy(update={"tree": tree_name(PROBE_PATHS)}), seconds)
-        level = max(0.0, drawn.host_per_pass - self.costs.step) / PROBE_DEPTH
-        self.costs = replace(self.costs, level=level)
-        tvd = statistics.mean(drawn.tvd_per_token)
-        return self._entry(method, tvd, drawn.scores, rates=list(drawn.counts.rates()))
+        counts = AcceptanceCounts()
+        runs = self._draw(method.model_copy(update={"tree": tree_name(PROBE_PATHS)}), seconds, counts.add)
+        self.costs = replace(self.costs, level=max(0.0, _host_per_pass(runs) - self.costs.step) / PROBE_DEPTH)
+        rates = [[round(rate, 4) for rate in row] for row in counts.rates().tolist()]
+        return self._entry(method, _mean_tvd(runs), likelihoods(runs), acceptance_rates=rates)
 
     def _window(self, method: Sjd, seconds: float) -> MethodStatistics:
         """Windows on the same prompts; the quality is the worst one's. Relaxed only those that suit this host."""
         each = seconds / len(self.windows)
         drawn = {window: self._draw(method.model_copy(update={"window": window}), each) for window in self.windows}
-        tokens = {window: one.tokens_per_pass for window, one in drawn.items()}
+        tokens = {window: _tokens_per_step(runs) for window, runs in drawn.items()}
         if method.exact:
-            redraft = [(one.host_per_pass - self.costs.step) / window for window, one in drawn.items()]
+            redraft = [(_host_per_pass(runs) - self.costs.step) / window for window, runs in drawn.items()]
             self.costs = replace(self.costs, redraft=max(0.0, statistics.median(redraft)))
             by_rate = sorted(WINDOWS, key=lambda window: -tokens[window] / self.costs.window_seconds(window))
-            self.windows = tuple(sorted(by_rate[:RELAXED_WINDOWS]))
-        by_image = zip(*(one.scores for one in drawn.values()), strict=False)
-        scores = [mean_likelihood(of_windows) for of_windows in by_image]
-        tvd = max(statistics.mean(one.tvd_per_token) for one in drawn.values())
-        return self._entry(method, tvd, scores, windows=tokens)
+            self.windows = sorted(by_rate[:RELAXED_WINDOWS])
+        scores = [
+            Likelihood(statistics.mean(one.nats for one in image), statistics.mean(one.entropy for one in image))
+            for image in zip(*map(likelihoods, drawn.values()), strict=False)
+        ]
+        windows = [{"window": window, "tokens": round(mean, 4)} for window, mean in tokens.items()]
+        return self._entry(method, max(map(_mean_tvd, drawn.values())), scores, windows=windows)
 
     def _entry(
-        self,
-        method: MethodConfig,
-        tvd: float,
-        scores: Sequence[Likelihood],
-        rates: Sequence[NDArray[np.float64]] = (),
-        windows: Mapping[int, float] = MappingProxyType({}),
+        self, method: MethodConfig, tvd: float, scores: Sequence[Likelihood], **gives: Sequence[Any]
     ) -> MethodStatistics:
         """The record of a method; a likelihood that was compared on one image counts as 100 % unsure."""
-        ratio, error = likelihood_ratio(scores, self.plain.scores)
-        return MethodStatistics(
-            method=method,  # type: ignore[arg-type]  # checked by pydantic
-            greedy=self.calibration.greedy,
-            images=len(scores),
-            tvd_per_token=round(tvd, 5),
-            nll_ratio=round(ratio, 5),
-            nll_error=round(error, 5) if np.isfinite(error) else 1.0,
-            acceptance_rates=tuple(tuple(round(float(rate), 4) for rate in row) for row in rates),
-            windows=tuple(WindowTokens(window=w, tokens=round(n, 4)) for w, n in sorted(windows.items())),
+        ratio, error = likelihood_ratio(scores, likelihoods(self.plain))
+        return MethodStatistics.model_validate(
+            {
+                "method": method,
+                "greedy": self.calibration.greedy,
+                "images": len(scores),
+                "tvd_per_token": round(tvd, 5),
+                "nll_ratio": round(ratio, 5),
+                "nll_error": round(error, 5) if np.isfinite(error) else 1.0,
+                **gives,
+            }
         )
 
-    def _draw(self, method: MethodConfig, seconds: float) -> _Drawn:
+    def _draw(
+        self, method: MethodConfig, seconds: float, watch: Callable[[RequestStep], None] | None = None
+    ) -> list[Run]:
         """Decode batches until `seconds` have passed, at least one."""
-        began, drawn, pipeline = time.monotonic(), _Drawn(), self.calibration.pipeline
-        contender = self.calibration.contender(method)
-        for index in itertools.count():
-            request = self.calibration.subjects.request(index, self.calibration.images)
-            one = scored(pipeline, run(pipeline, contender, request, paint=False, watch=drawn.counts.add), request)
-            stats = one.statistics
-            drawn.host_seconds += stats.host_seconds
-            drawn.passes += stats.target_passes
-            drawn.steps += sum(stats.accepted_lengths)
-            drawn.tokens += sum((length + 1) * times for length, times in enumerate(stats.accepted_lengths))
-            drawn.tvd_per_token.append(one.tvd_per_token)
-            drawn.scores += one.likelihoods
-            if time.monotonic() - began > seconds:
-                break
-        return drawn
+        began, pipeline, runs = time.monotonic(), self.calibration.pipeline, list[Run]()
+        while not runs or time.monotonic() - began <= seconds:
+            request = self.calibration.subjects.request(len(runs), self.calibration.images)
+            one = run(pipeline, self.calibration.contender(method), request, paint=False, watch=watch)
+            runs.append(scored(pipeline, one, request))
+        return runs
+
+
+def likelihoods(runs: Sequence[Run]) -> list[Likelihood]:
+    """Image by image."""
+    return [score for one in runs for score in one.likelihoods]
+
+
+def _mean_tvd(runs: Sequence[Run]) -> float:
+    return statistics.mean(one.tvd_per_token for one in runs)
+
+
+def _host_per_pass(runs: Sequence[Run]) -> float:
+    """Seconds outside the engines, a target pass."""
+    return sum(one.statistics.host_seconds for one in runs) / sum(one.statistics.target_passes for one in runs)
+
+
+def _tokens_per_step(runs: Sequence[Run]) -> float:
+    """Tokens that a pass commits for an image, the prefill left out."""
+    steps = [n for one in runs for image in one.statistics.per_image for n in image.codes_per_step]
+    return sum(steps) / len(steps)
 
 
 def describe(method: MethodConfig) -> str:
@@ -257,8 +221,3 @@ def likelihood_ratio(scores: Sequence[Likelihood], plain: Sequence[Likelihood]) 
     scale = statistics.mean(other.nats for _, other in pairs)
     error = statistics.stdev(more) / len(more) ** 0.5 / scale if len(more) > 1 else float("inf")
     return 1 + statistics.mean(more) / scale, error
-
-
-def mean_likelihood(scores: Sequence[Likelihood]) -> Likelihood:
-    """Of several images, as of one."""
-    return Likelihood(statistics.mean(one.nats for one in scores), statistics.mean(one.entropy for one in scores))

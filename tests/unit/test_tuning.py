@@ -29,7 +29,7 @@ from lantern_rt.planning.acceptance_statistics import (
 )
 from lantern_rt.planning.auto import known_statistics, predicted_choice
 from lantern_rt.planning.budget import Budget, budget_of
-from lantern_rt.planning.costs import HostCosts, PassCost
+from lantern_rt.planning.costs import HostCosts
 from lantern_rt.planning.store import Choice, Entry, Tuning, cache_folder, read_tuning, write_tuning
 from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.tuning.measure import WINDOWS, exact_methods, ladders
@@ -82,18 +82,22 @@ def budget(quality: str) -> Budget:
     return budget_of(Auto(quality=quality))
 
 
+def quality(images: int, tvd: float, ratio: float) -> Quality:
+    return Quality(images=images, tvd_per_token=tvd, nll_ratio=ratio)
+
+
 def test_a_budget_bounds_total_variation_and_likelihood_to_both_sides() -> None:
     strict, balanced = budget("strict"), budget("balanced")
     exact, relaxed = Sjd(), Sjd(omega=1.5)
-    assert strict.allows(exact, Quality(4, 0.0, 1.1))  # by chance: its distribution is the target's
-    assert not strict.allows(relaxed, Quality(4, 0.0, 1.0))
-    assert balanced.allows(relaxed, Quality(4, 0.05, 1.015))
-    assert balanced.allows(relaxed, Quality(4, 0.05, 0.985))
-    assert not balanced.allows(relaxed, Quality(4, 0.07, 1.0))
-    assert not balanced.allows(relaxed, Quality(4, 0.05, 1.03))
-    assert balanced.allows(relaxed, Quality(4, 0.05, 1.03), Quality(5, 0.05, 1.01))  # more images say otherwise
-    assert not balanced.allows(relaxed, Quality(4, 0.05, 0.97)), "tokens more likely than the target's own depart too"
-    assert budget("tvd=0.10") == Budget("TVD=0.1", 0.1, float("inf"))
+    assert strict.allows(exact, quality(4, 0.0, 1.1))  # by chance: its distribution is the target's
+    assert not strict.allows(relaxed, quality(4, 0.0, 1.0))
+    assert balanced.allows(relaxed, quality(4, 0.05, 1.015))
+    assert balanced.allows(relaxed, quality(4, 0.05, 0.985))
+    assert not balanced.allows(relaxed, quality(4, 0.07, 1.0))
+    assert not balanced.allows(relaxed, quality(4, 0.05, 1.03))
+    assert balanced.allows(relaxed, quality(4, 0.05, 1.03), quality(5, 0.05, 1.01))  # more images say otherwise
+    assert not balanced.allows(relaxed, quality(4, 0.05, 0.97)), "tokens more likely than the target's own depart too"
+    assert budget("tvd=0.10") == Budget(0.1, float("inf"))
 
 
 @pytest.mark.parametrize("wrong", ["best", "TVD=2", "TVD", "TVD=0", ""])
@@ -166,7 +170,7 @@ def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
 
 
 def test_a_prediction_may_be_a_window_also_without_a_drafter() -> None:
-    costs = HostCosts(PassCost((2, 4, 8), (1.0, 1.1, 1.2)), None, 0.0, 0.0)
+    costs = HostCosts({2: 1.0, 4: 1.1, 8: 1.2}, None)
     entries = (statistics_of(Eagle(), 0.9), statistics_of(Sjd(), 0.8))
     choice, why = predicted_choice(entries, costs, SITUATION.model_copy(update={"quality": "strict"}))
     assert choice.method == Sjd(window=7)
@@ -178,7 +182,7 @@ def test_statistics_are_those_of_most_images_and_only_of_the_same_weights(folder
     manifest = Pipeline.from_bundle(folder, threads=1).bundle.manifest
     window, tree = statistics_of(Sjd(), 0.5), statistics_of(Eagle(), 0.5)
     brought, nothing = brings((window, tree), weights_of(manifest)), Tuning(bundle_digest="d")
-    here = nothing.with_statistics((statistics_of(Sjd(), 0.7),))
+    here = Tuning(bundle_digest="d", statistics=(statistics_of(Sjd(), 0.7),))
     assert known_statistics(manifest, brought, here, False)[0] == (statistics_of(Sjd(), 0.7), tree)
     none, why = known_statistics(manifest, brought, nothing, True)
     assert none == ()
@@ -197,22 +201,22 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "found.json").write_text(found.model_dump_json())
     again = read_statistics(tmp_path / "found.json")
     assert again == found
-    assert again.entries[0].window_tokens() == {3: 1.3, 7: 1.6}
-    np.testing.assert_allclose(again.entries[1].rates(), falling_rates(0.6))
+    assert [(one.window, one.tokens) for one in again.entries[0].windows] == [(3, 1.3), (7, 1.6)]
+    np.testing.assert_allclose(again.entries[1].acceptance_rates, falling_rates(0.6))
 
 
 def test_statistics_of_format_1_are_read_under_their_new_names(tmp_path: Path) -> None:
-    quality = {"greedy": False, "images": 4, "tvd_per_code": 0.1, "nll_ratio": 1.0, "nll_error": 0.01}
+    measured = {"greedy": False, "images": 4, "tvd_per_code": 0.1, "nll_ratio": 1.0, "nll_error": 0.01}
     trees, windows = {"rates": [[0.5, 0.25]], "windows": []}, {"rates": [], "windows": [{"window": 3, "codes": 2.0}]}
     entries = [
-        quality | windows | {"candidate": {"method": "sjd", "neighbors": 10, "lambda_": 1.5}},
-        quality | trees | {"candidate": {"method": "eagle", "children": "likeliest"}},
-        quality | trees | {"candidate": {"method": "lantern++", "neighbors": 0, "omega": 1.5, "anneal": 0.5}},
+        measured | windows | {"candidate": {"method": "sjd", "neighbors": 10, "lambda_": 1.5}},
+        measured | trees | {"candidate": {"method": "eagle", "children": "likeliest"}},
+        measured | trees | {"candidate": {"method": "lantern++", "neighbors": 0, "omega": 1.5, "anneal": 0.5}},
     ]
     (tmp_path / "rates.json").write_text(json.dumps({"format": 1, "weights": {"target": "a"}, "entries": entries}))
     window, tree = read_statistics(tmp_path / "rates.json").entries  # children of one kind only: the second is gone
     assert window.method == Sjd(neighbors=10, lambda_=1.5)
-    assert window.window_tokens() == {3: 2.0}
+    assert window.windows == (WindowTokens(window=3, tokens=2.0),)
     assert tree.method == LanternPlusPlus(neighbors=None, lambda_=None, omega=1.5, anneal=0.5)
     assert (tree.tvd_per_token, tree.acceptance_rates) == (0.1, ((0.5, 0.25),))
 
@@ -276,13 +280,13 @@ def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> N
     result = pipe(["red sphere", "a cube"], method="auto")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
-    (probe,) = read_tuning(pipe.bundle.digest).probes
-    assert probe.rows == 4  # two images, guided
-    assert probe.costs().target.seconds[0] > 0
+    probes = read_tuning(pipe.bundle.digest).probes
+    assert list(probes) == ["onnxruntime-cpu, 1 threads, 4 rows"]  # two images, guided
+    assert all(seconds > 0 for costs in probes.values() for seconds in costs.target.values())
     again = Pipeline.from_bundle(folder, threads=1)  # another process would find the same
     again._chooser._brought = pipe._chooser._brought
     assert again(["red sphere", "a cube"], method="auto").settings.choice == result.settings.choice
-    assert read_tuning(pipe.bundle.digest).probes == (probe,)
+    assert read_tuning(pipe.bundle.digest).probes == probes
 
 
 def test_auto_is_the_default_once_something_is_known_and_nothing_else_is_asked(folder: Path) -> None:

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from statistics_entries import CHEAP, DEAR, NO_RATES, falling_rates, statistics_of
+from statistics_entries import CHEAP, DEAR, falling_rates, statistics_of, windows_of
 from toy_engine import make_model, make_prompt
+from tree_figures import expected_tokens, slots_per_level
 
 from lantern_rt.errors import TreeError
-from lantern_rt.methods import Ar, Auto, Eagle, Sampling, Sjd
+from lantern_rt.methods import Ar, Auto, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.planning.acceptance_statistics import Quality
 from lantern_rt.planning.budget import budget_of
-from lantern_rt.planning.costs import HostCosts, PassCost
-from lantern_rt.planning.tree_search import best_plan, expected_tokens, slots_per_level, speed_by_nodes
+from lantern_rt.planning.costs import HostCosts, pass_seconds
+from lantern_rt.planning.tree_search import best_plan, speed_by_nodes
 from lantern_rt.runtime.decode import RequestStep, decode
 from lantern_rt.runtime.likelihood import Likelihood
 from lantern_rt.runtime.tree import StaticTree
@@ -41,7 +42,7 @@ def test_rates_predict_how_many_tokens_another_tree_gives() -> None:
         tree = named_tree(name)
         assert isinstance(tree, StaticTree)
         given = [len(part.codes) for part in parts(range(40, 80), name) if part.acceptance]
-        assert np.mean(given) == pytest.approx(expected_tokens(tree.paths, counts.rates()), abs=0.12)
+        assert np.mean(given) == pytest.approx(expected_tokens(tree.paths, counts.rates().tolist()), abs=0.12)
 
 
 def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
@@ -59,16 +60,16 @@ def test_a_depth_or_rank_that_was_never_tried_has_rate_zero() -> None:
 
 
 def test_free_nodes_give_a_large_tree_and_dear_ones_none() -> None:
-    large = best_plan(falling_rates(0.6), {}, CHEAP)
+    large = best_plan(statistics_of(Eagle(), 0.6), CHEAP)
     assert len(large.paths) > 40
-    assert large.tokens == pytest.approx(expected_tokens(large.paths, falling_rates(0.6)))
-    none = best_plan(falling_rates(0.6), {}, DEAR)
+    assert large.tokens == pytest.approx(expected_tokens(large.paths, falling_rates(0.6).tolist()))
+    none = best_plan(statistics_of(Eagle(), 0.6), DEAR)
     assert (none.paths, none.tokens) == ((), 1.0)
 
 
 def test_the_plan_is_the_best_of_all_small_trees() -> None:
-    rates = np.array([[0.7, 0.5, 0.2], [0.5, 0.4, 0.0], [0.4, 0.0, 0.0]])
-    costs = HostCosts(PassCost((2, 4, 8), (1.0, 1.1, 1.5)), PassCost((2, 4), (0.2, 0.25)), 0.05, 0.03)
+    rates = ((0.7, 0.5, 0.2), (0.5, 0.4, 0.0), (0.4, 0.0, 0.0))
+    costs = HostCosts({2: 1.0, 4: 1.1, 8: 1.5}, {2: 0.2, 4: 0.25}, 0.05, 0.03)
     every = [(), *(path for d in (1, 2, 3) for path in itertools.product(range(3), repeat=d))]
     trees: set[frozenset[tuple[int, ...]]] = {frozenset()}
     for _ in range(6):  # all trees of up to six drafted nodes
@@ -87,7 +88,7 @@ def test_the_plan_is_the_best_of_all_small_trees() -> None:
             return 1 / costs.plain_seconds
         return expected_tokens(paths, rates) / costs.tree_seconds(len(paths) + 1, slots_per_level(paths))
 
-    found = best_plan(rates, {}, costs, most_nodes=7)
+    found = best_plan(statistics_of(Eagle(), acceptance_rates=rates), costs, most_nodes=7)
     assert found.rate == pytest.approx(max(map(rate, trees)))
     assert found.rate == pytest.approx(rate(frozenset(found.paths)))
 
@@ -109,41 +110,47 @@ def test_a_tree_name_that_does_not_add_up_is_refused() -> None:
 
 
 def test_costs_are_lines_between_what_was_measured() -> None:
-    cost = PassCost((2, 4, 8), (1.0, 1.2, 2.0))
-    assert cost.at(3) == pytest.approx(1.1)
-    assert cost.at(16) == pytest.approx(3.6)
-    assert HostCosts(cost, PassCost((2,), (0.5,)), 0.1, 0.05).tree_seconds(4, [1, 3]) == pytest.approx(0.1 + 1.2 + 1.1)
+    cost = {2: 1.0, 4: 1.2, 8: 2.0}
+    assert pass_seconds(cost, 3) == pytest.approx(1.1)
+    assert pass_seconds(cost, 16) == pytest.approx(3.6)
+    assert HostCosts(cost, {2: 0.5}, 0.1, 0.05).tree_seconds(4, [1, 3]) == pytest.approx(0.1 + 1.2 + 1.1)
     assert HostCosts(cost, None, 0.1, 0.0, redraft=0.02).window_seconds(7) == pytest.approx(0.1 + 2.0 + 0.14)
 
 
 def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
-    windows = {3: 2.0, 7: 2.7, 15: 3.4}
-    assert best_plan(NO_RATES, windows, CHEAP).window == 15  # nodes are free
-    curve = HostCosts(PassCost((2, 4, 8, 16), (1.0, 1.2, 1.5, 2.4)), None, 0.1, 0.0, redraft=0.01)
-    plan = best_plan(NO_RATES, windows, curve)
+    windows = windows_of({3: 2.0, 7: 2.7, 15: 3.4})
+    assert best_plan(windows, CHEAP).window == 15  # nodes are free
+    curve = HostCosts({2: 1.0, 4: 1.2, 8: 1.5, 16: 2.4}, None, 0.1, redraft=0.01)
+    plan = best_plan(windows, curve)
     assert (plan.window, plan.tokens, plan.drafting) == (7, 2.7, {"window": 7})
     assert plan.rate == pytest.approx(2.7 / (0.1 + 1.5 + 0.07))
-    assert not best_plan(NO_RATES, windows, DEAR).drafts
+    assert best_plan(windows, DEAR).drafting == {}
 
 
 def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> None:
-    def finalist(speed_up: float, tvd: float, nats: float, **relaxation: Any) -> Finalist:
-        found = statistics_of(Sjd(**relaxation), 0.5, images=2)
-        plan = best_plan(NO_RATES, found.window_tokens(), CHEAP)
-        return Finalist(found, plan, [speed_up] * 3, [2.0] * 3, [tvd] * 3, three(nats))
+    def finalist(speed_up: float, tvd: float, nll_ratio: float, **relaxation: Any) -> Finalist:
+        return Finalist(
+            entry=statistics_of(Sjd(**relaxation), images=2),
+            method=Sjd(window=7, **relaxation),
+            predicted_tokens_per_forward_pass=2.0,
+            predicted_seconds_per_step=1.0,
+            speed_ups=[speed_up] * 3,
+            tokens_per_forward_pass=[2.0] * 3,
+            tvd_per_token=[tvd] * 3,
+            nll_per_token=[1.0] * 3,
+            entropy_per_token=[1.0] * 3,
+            nll_ratio=nll_ratio,
+        )
 
-    def three(nats: float) -> list[Likelihood]:
-        return [Likelihood(nats + more, 1.0) for more in (-0.01, 0.0, 0.01)]
-
-    plain, balanced, loose = three(1.0), budget_of(Auto()), budget_of(Auto(quality="TVD=0.1"))
+    balanced, loose = budget_of(Auto()), budget_of(Auto(quality="TVD=0.1"))
     exact = finalist(1.5, 0.0, 1.3)
     wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
-    assert choose([wasteful, exact, unlikely], plain, balanced, {}).method == Sjd(window=7)
-    assert choose([wasteful, exact, unlikely], plain, loose, {}).method == Sjd(window=7, omega=2.0)
-    assert choose([finalist(1.01, 0.0, 1.0)], plain, balanced, {}).method == Ar()
-    assert choose([], [], balanced, {}).method == Ar()
-    known = {Sjd(omega=2.0): Quality(50, 0.05, 1.0)}  # of more images than the three compared
-    assert choose([wasteful, exact, unlikely], plain, balanced, known).method == Sjd(window=7, omega=2.0)
+    assert choose([wasteful, exact, unlikely], balanced, {}).method == Sjd(window=7)
+    assert choose([wasteful, exact, unlikely], loose, {}).method == Sjd(window=7, omega=2.0)
+    assert choose([finalist(1.01, 0.0, 1.0)], balanced, {}).method == Ar()
+    assert choose([], balanced, {}).method == Ar()
+    known: dict[MethodConfig, Quality] = {Sjd(omega=2.0): Quality(images=50, tvd_per_token=0.05, nll_ratio=1.0)}
+    assert choose([wasteful, exact, unlikely], balanced, known).method == Sjd(window=7, omega=2.0)  # of more images
 
 
 def test_likelihoods_are_compared_by_what_exceeds_the_entropy() -> None:
@@ -161,18 +168,18 @@ def test_likelihoods_are_compared_by_what_exceeds_the_entropy() -> None:
 
 
 def test_speed_by_nodes_is_that_of_the_best_draft_of_each_size() -> None:
-    both = speed_by_nodes(falling_rates(0.6), {3: 2.0, 7: 2.5}, CHEAP)
-    assert list(both) == sorted(both)
-    assert both[64] == pytest.approx(best_plan(falling_rates(0.6), {}, CHEAP).rate, rel=1e-6)
-    windows = HostCosts(PassCost((2, 8), (1.0, 1.6)), None, 0.0, 0.0)
-    assert speed_by_nodes(NO_RATES, {3: 2.0, 7: 2.5}, windows) == pytest.approx({4: 2.0 / 1.2, 8: 2.5 / 1.6})
+    trees, windows = statistics_of(Eagle(), 0.6), windows_of({3: 2.0, 7: 2.5})
+    speeds = speed_by_nodes(trees, CHEAP)
+    assert list(speeds) == sorted(speeds)
+    assert speeds[64] == pytest.approx(best_plan(trees, CHEAP).rate, rel=1e-6)
+    assert speed_by_nodes(trees, HostCosts({2: 1.0, 8: 1.6}, None)) == {}
+    assert speed_by_nodes(windows, HostCosts({2: 1.0, 8: 1.6}, None)) == pytest.approx({4: 2.0 / 1.2, 8: 2.5 / 1.6})
 
 
 def test_finalists_are_the_most_promising() -> None:
     window, tree = statistics_of(Sjd(), 4.0), statistics_of(Eagle(), 0.6)
     useless = statistics_of(Eagle(), 0.0)
     finalists = choose_finalists([useless, tree, window], CHEAP)
-    assert [finalist.entry for finalist in finalists] == [window, tree]
-    assert finalists[0].method == Sjd(window=7)
-    assert finalists[1].method == Eagle(tree=tree_name(finalists[1].plan.paths))
+    assert [entry for entry, _ in finalists] == [window, tree]
+    assert [list(plan.drafting) for _, plan in finalists] == [["window"], ["tree"]]
     assert choose_finalists([useless], CHEAP) == []
