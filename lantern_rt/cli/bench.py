@@ -26,10 +26,20 @@ lantern-rt bench scenes --sweep --images 16 --plot speed.png
 lantern-rt bench scenes --methods sjd:window=5,sjd:window=11,auto:quality=fast
 """
 _QUALITIES = ("strict", "balanced")
-_HEADINGS = (
-    "method", "images/s", "speed-up", "tokens\na pass", "target", "drafter", "host", "text,\nimages", "memory\nbound",
-    "TVD\na token", "NLL\na token", "NLL against ar",
-)  # fmt: skip
+_COLUMNS = {
+    "method": "{label}",
+    "images/s": "{images_per_second:.3g}",
+    "speed-up": "{speed_up:.2f}",
+    "tokens\na pass": "{tokens_per_forward_pass:.2f}",
+    "target": "{share[target]:.0%}",
+    "drafter": "{share[drafter]:.0%}",
+    "host": "{share[host]:.0%}",
+    "text,\nimages": "{share[text_and_images]:.0%}",
+    "memory\nbound": "{share_of_memory_bound:.0%}",
+    "TVD\na token": "{tvd_per_token:.3f}",
+    "NLL\na token": "{nll_per_token:.3f}",
+    "NLL against ar": "{nll_ratio:.3f} +- {nll_error:.3f}",
+}
 
 
 def bench(
@@ -73,23 +83,23 @@ def bench(
     bound = memory_bound(pipeline)
     rows = [figures(of_method, runs[0], bound) for of_method in runs]
     situation = pipeline.situation(batch, 0.0 if greedy else None, "")
-    facts = {
-        "lantern_rt": __version__,
-        "bundle": opened.manifest.name,
-        "bundle_digest": opened.digest,
-        "processor": processor(),
-        "backend": situation.backend,
-        "threads": situation.threads,
-        "batch": batch,
-        "greedy": situation.greedy,
-        "memory_bound_ms": None if bound is None else 1e3 * bound,
-    }
     if plot is not None:
-        write_output(plot, chart_png(_charts(rows, facts)), force)
+        write_output(plot, chart_png(_charts(rows, f"{opened.manifest.name}, {situation}")), force)
     if json:
+        facts = {
+            "lantern_rt": __version__,
+            "bundle": opened.manifest.name,
+            "bundle_digest": opened.digest,
+            "processor": processor(),
+            "backend": situation.backend,
+            "threads": situation.threads,
+            "batch": batch,
+            "greedy": situation.greedy,
+            "memory_bound_ms": bound and 1e3 * bound,
+        }
         print_json({**facts, "rows": rows})
         return
-    print_table(_HEADINGS, map(_cells, rows), _title(facts))
+    print_table(_COLUMNS, rows, f"{opened.manifest.name} ({opened.digest[:12]}), {situation}")
     print(f"{len(runs[0])} turns of {batch} image{'s' * (batch > 1)}; speeds are medians of turns")
     if bound is not None:
         print(f"memory bound: reading the target's weights once a pass, {1e3 * bound:.2f} ms here")
@@ -98,37 +108,12 @@ def bench(
             print(f"{row['label']}: {row['choice']}")
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    share, bound, error = row["share"], row["share_of_memory_bound"], row["nll_error"]
-    return [
-        row["label"],
-        f"{row['images_per_second']:.3g}",
-        f"{row['speed_up']:.2f}",
-        f"{row['tokens_per_forward_pass']:.2f}",
-        *(f"{share[name]:.0%}" for name in ("target", "drafter", "host", "text_and_images")),
-        "-" if bound is None else f"{bound:.0%}",
-        f"{row['tvd_per_token']:.3f}",
-        f"{row['nll_per_token']:.3f}",
-        f"{row['nll_ratio']:.3f}" + ("" if error is None else f" +- {error:.3f}"),
-    ]
-
-
-def _title(facts: dict[str, Any], host: bool = True) -> str:
-    """host: also which bundle it is exactly, and on what."""
-    threads, batch = facts["threads"], facts["batch"]
-    where = f" ({facts['bundle_digest'][:12]}), {facts['backend']}" if host else ""
-    return (
-        f"{facts['bundle']}{where}, {threads} thread{'s' * (threads > 1)}, {batch} image{'s' * (batch > 1)} at a time, "
-        f"{'greedy' if facts['greedy'] else 'sampling'}"
-    )
-
-
-def _charts(rows: list[dict[str, Any]], facts: dict[str, Any]) -> list[Chart]:
+def _charts(rows: list[dict[str, Any]], title: str) -> list[Chart]:
     """Tokens per second against both measures of quality, a line for each method."""
-    title, vertical = _title(facts, False), "tokens per second"
+    tvd, ratio = _lines(rows, "tvd_per_token"), _lines(rows, "nll_ratio")
     return [
-        Chart(title, "total variation given away a token", vertical, _lines(rows, "tvd_per_token")),
-        Chart("", "nats a token, against ar", vertical, _lines(rows, "nll_ratio")),
+        Chart(title, "total variation given away a token", "tokens per second", tvd),
+        Chart("", "nats a token, against ar", "tokens per second", ratio),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,18 +43,29 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
         print(f"  {name:{width}}  {value}")
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """Rows under headings, the first column to the left; folded to the width of the terminal, if there is one."""
+def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Rows under headings, folded to the width of the terminal, if there is one.
+
+    columns: by heading, how a cell is made of a row, such as `{speed_up:.2f}`; `-` where that is None. Words are set to
+    the left, numbers to the right.
+    """
     from rich.console import Console
     from rich.table import Table
 
     console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=_WIDTH)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", overflow="fold")
+    for heading, template in columns.items():
+        table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(_cell(template, row) for template in columns.values()))
     console.print(table, highlight=False)
+
+
+def _cell(template: str, row: Mapping[str, Any]) -> str:
+    try:
+        return template.format_map(row)
+    except TypeError:  # None has no format
+        return "-"
 
 
 @contextmanager

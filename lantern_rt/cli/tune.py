@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from ..methods import Ar, Auto
 from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_output, check_png, write_output
 from ..planning.acceptance_statistics import AcceptanceStatistics, MethodStatistics, merge, read_statistics, weights_of
-from ..planning.costs import PassCost
+from ..planning.costs import HostCosts
 from ..planning.tree_search import speed_by_nodes
 from ..runner import subjects_of
 from ..tuning.measure import Calibration, describe
@@ -69,8 +69,7 @@ def tune(
     if plot is not None:
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
-    sampling = {} if temperature is None else {"temperature": temperature}
-    result = measure(Calibration(running.load(opened), subjects, images, sampling), budget, minutes, say)
+    result = measure(Calibration(running.load(opened), subjects, images, temperature, say), budget, minutes)
     if acceptance_statistics is not None:
         entries = merge(result.found.entries, earlier)
         found = AcceptanceStatistics(format=2, weights=weights_of(opened.manifest), entries=entries)
@@ -94,81 +93,77 @@ def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatist
 
 
 def _print_result(result: TuneResult) -> None:
-    situation, costs, chosen = result.situation, result.found.costs, result.choice
-    print(f"{situation.backend}, threads {situation.threads}, images at a time {situation.images}, {situation.quality}")
-    passes = {"target": costs.target, "drafter": costs.drafter or {}}
-    print_table(
-        ["ms by nodes of a pass", *map(str, costs.target)],
-        [[name, *(f"{ms:.1f}" for ms in _ms(cost).values())] for name, cost in passes.items() if cost],
-    )
+    costs, chosen = result.found.costs, result.choice
+    print(result.situation)
+    for name, cost in _passes(costs).items():
+        print(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
     print(
-        f"ms outside the engines: {1e3 * costs.step:.2f} a step, {1e3 * costs.level:.2f} a drafter pass, "
+        f"outside the engines, ms: {1e3 * costs.step:.2f} a step, {1e3 * costs.level:.2f} a drafter pass, "
         f"{1e3 * costs.redraft:.2f} a token of a window"
     )
-    print_table(
-        ["within the budget", "TVD a token", "NLL against ar", "images", "what it gives"],
-        [
-            [
-                describe(one.method),
-                f"{one.tvd_per_token:.3f}",
-                f"{one.nll_ratio:.3f} +- {one.nll_error:.3f}",
-                f"{one.images}",
-                "tokens a pass by window  " + "  ".join(f"{each.window}: {each.tokens:.2f}" for each in one.windows)
-                if one.windows
-                else f"first child accepted {one.acceptance_rates[0][0]:.2f}",
-            ]
-            for one in result.found.entries
-        ],
-    )
-    print_table(
-        ["compared with ar", "speed-up (median)", "tokens a pass", "TVD a token"],
-        [
-            [
-                str(one.method),
-                f"{one.speed_up:.2f}",
-                f"{statistics.mean(one.tokens_per_forward_pass):.2f}",
-                f"{one.quality.tvd_per_token:.3f}",
-            ]
-            for one in result.finalists
-        ],
-    )
+    columns = {
+        "within the budget": "{method}",
+        "TVD a token": "{tvd_per_token:.3f}",
+        "NLL against ar": "{nll_ratio:.3f} +- {nll_error:.3f}",
+        "images": "{images:d}",
+        "what it gives": "{gives}",
+    }
+    entries = result.found.entries
+    print_table(columns, [{**dict(one), "method": describe(one.method), "gives": _gives(one)} for one in entries])
+    columns = {
+        "compared with ar": "{method}",
+        "speed-up (median)": "{speed_up:.2f}",
+        "tokens a pass": "{tokens_per_forward_pass:.2f}",
+        "TVD a token": "{tvd_per_token:.3f}",
+    }
+    print_table(columns, [dict(one.choice) for one in result.finalists])
     won = "nothing was faster than ar" if isinstance(chosen.method, Ar) else f"speed-up {chosen.speed_up:.2f}"
     print(f"chosen: {chosen.method} ({won}), kept in {result.path}")
 
 
+def _passes(costs: HostCosts) -> dict[str, dict[int, float]]:
+    """Milliseconds by nodes, of the engines that there are."""
+    passes = {"target": costs.target, "drafter": costs.drafter or {}}
+    return {name: {nodes: 1e3 * s for nodes, s in cost.items()} for name, cost in passes.items() if cost}
+
+
+def _listed(numbers: Mapping[int, float], kind: str) -> str:
+    return "  ".join(f"{name}: {value:{kind}}" for name, value in numbers.items())
+
+
+def _gives(one: MethodStatistics) -> str:
+    if one.windows:
+        return f"tokens a pass by window  {_listed({each.window: each.tokens for each in one.windows}, '.2f')}"
+    return f"first child accepted {one.acceptance_rates[0][0]:.2f}"
+
+
 def _charts(result: TuneResult) -> list[Chart]:
     """What passes cost, and what speed-up each kind of candidate promises by nodes of a target pass."""
-    costs, threads, images = result.found.costs, result.situation.threads, result.situation.images
-    passes = {"target": costs.target, "drafter": costs.drafter or {}}
-    where = f"{threads} thread{'s' * (threads > 1)}, {images} image{'s' * (images > 1)} at a time"
+    costs = result.found.costs
+    passes = [Line(name, list(cost.items())) for name, cost in _passes(costs).items()]
     # Every exact method, and of each the relaxed form that gives away most within the budget.
     by_tvd = sorted(result.found.entries, key=lambda one: one.tvd_per_token)
     shown = {(one.method.method, one.method.exact): one for one in by_tvd}.values()
     speeds = [Line(describe(one.method), list(speed_by_nodes(one, costs).items())) for one in shown]
-    costly = [Line(name, list(_ms(cost).items())) for name, cost in passes.items() if cost]
     return [
-        Chart(f"A pass, {where}", "nodes", "milliseconds", costly, log2=True),
+        Chart(f"A pass, {result.situation}", "nodes", "milliseconds", passes, log2=True),
         Chart("Expected speed-up", "nodes of a target pass", "speed-up", speeds, log2=True),
     ]
 
 
 def _report(result: TuneResult) -> dict[str, Any]:
     """The result for machines."""
-    found, costs = result.found, result.found.costs
+    found, costs, passes = result.found, result.found.costs, _passes(result.found.costs)
     return {
         "situation": result.situation.model_dump(),
         "choice": result.choice.model_dump(),
-        "target_ms": _ms(costs.target),
-        "drafter_ms": None if costs.drafter is None else _ms(costs.drafter),
+        "target_ms": passes["target"],
+        "drafter_ms": passes.get("drafter"),
         "step_ms": 1e3 * costs.step,
         "level_ms": 1e3 * costs.level,
         "redraft_ms": 1e3 * costs.redraft,
         "acceptance_statistics": [entry.model_dump() for entry in found.entries],
-        "finalists": [finalist.model_dump() for finalist in result.finalists],
+        "finalists": [finalist.report for finalist in result.finalists],
         "untried": [describe(method) for method in found.untried],
         "path": result.path,
     }
-
-
-def _ms(cost: PassCost) -> dict[int, float]:
-    return {nodes: 1e3 * seconds for nodes, seconds in cost.items()}

@@ -20,7 +20,7 @@ from ..requests import Settings, names_method, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, bundle_statistics, merge
 from .budget import budget_of
 from .costs import HostCosts, measure_costs, with_overhead
-from .store import Choice, Situation, Tuning, probe_key, read_tuning, write_tuning
+from .store import Choice, Situation, Tuning, read_tuning, write_tuning
 from .tree_search import best_plan
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def with_default_method(bundle: Bundle, options: Mapping[str, Any]) -> dict[str,
     known = options.get("quality") is not None or "acceptance_statistics" in bundle.manifest.files
     if not known:
         tuning = read_tuning(bundle.digest)
-        known = bool(tuning.entries or tuning.statistics)
+        known = bool(tuning.choices or tuning.statistics)
     return {**options, "method": "auto"} if known else dict(options)
 
 
@@ -71,11 +71,10 @@ class Chooser:
         manifest, tuning = self.bundle.manifest, read_tuning(self.bundle.digest)
         situation = self.situation(images, settings.sampling.temperature, settings.method.quality)
         known, missing = known_statistics(manifest, self._brought, tuning, situation.greedy)
-        if (entry := tuning.find(situation)) is not None:
-            choice = entry.choice
+        if (choice := tuning.choices.get(str(situation))) is not None:
             gain = f"{choice.method}, speed-up {choice.speed_up:.2f} here"
             gain = "ar, as nothing was faster here" if isinstance(choice.method, Ar) else gain
-            reason = f"auto: {gain} when tuned on {entry.date}"
+            reason = f"auto: {gain} when tuned on {choice.date}"
         elif known:
             rows = images * (2 if settings.sampling.guided else 1)
             costs = self._costs(rows, situation, settings, decode)
@@ -89,7 +88,7 @@ class Chooser:
 
     def _costs(self, rows: int, situation: Situation, settings: Settings, decode: Decode) -> HostCosts:
         """What steps cost here for requests like this one; measured once per host, threads and number of rows."""
-        key = probe_key(situation, rows)
+        key = f"{situation.backend}, {situation.threads} threads, {rows} rows"
         with self._probing:
             tuning = read_tuning(self.bundle.digest)
             costs = self._probed.get(rows) or tuning.probes.get(key)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from ..errors import OutputError
 from ..methods import Method
-from .acceptance_statistics import MethodStatistics, Record, merge
+from .acceptance_statistics import MethodStatistics, Record
 from .costs import HostCosts
 
 
@@ -28,6 +28,13 @@ class Situation(Record):
     images: int
     greedy: bool
     quality: str
+
+    def __str__(self) -> str:
+        """All of it, as text."""
+        host = f"{self.backend}, {self.threads} thread{'s' * (self.threads > 1)}"
+        kind = "greedy" if self.greedy else "sampling"
+        text = f"{host}, {self.images} image{'s' * (self.images > 1)} at a time, {kind}"
+        return f"{text}, {self.quality}" if self.quality else text
 
 
 class Choice(Record):
@@ -41,41 +48,20 @@ class Choice(Record):
     tokens_per_forward_pass: float = 1.0
     tvd_per_token: float = 0.0
     nll_ratio: float = 1.0
-
-
-class Entry(Record):
-    """One situation and the choice for it."""
-
-    situation: Situation
-    choice: Choice
-    version: str
-    date: str
+    date: str = ""
 
 
 class Tuning(Record):
-    """All that was measured for one bundle on this host; `statistics` would hold on any other.
+    """All that was measured for one bundle on this host.
 
-    probes: costs of this host, by `probe_key`.
+    choices: by situation as text; another number of images has other costs, so its choice does not count. statistics:
+    what would hold on any other host. probes: costs by backend, threads and rows.
     """
 
     bundle_digest: str
-    entries: tuple[Entry, ...] = ()
+    choices: Mapping[str, Choice] = Field(default_factory=dict)
     statistics: tuple[MethodStatistics, ...] = ()
     probes: Mapping[str, HostCosts] = Field(default_factory=dict)
-
-    def find(self, situation: Situation) -> Entry | None:
-        """The entry of a situation. Another number of images has other costs, so its choice does not count."""
-        return next((entry for entry in self.entries if entry.situation == situation), None)
-
-    def with_entry(self, entry: Entry, found: Iterable[MethodStatistics] = ()) -> Tuning:
-        """The same with this entry in place of an older one, and what was found where it is of more images."""
-        others = (other for other in self.entries if other.situation != entry.situation)
-        return self.model_copy(update={"entries": (*others, entry), "statistics": merge(found, self.statistics)})
-
-
-def probe_key(situation: Situation, rows: int) -> str:
-    """What costs of passes over so many rows depend on."""
-    return f"{situation.backend}, {situation.threads} threads, {rows} rows"
 
 
 def cache_folder() -> Path:

@@ -53,7 +53,7 @@ def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | Non
         "tvd_per_token": statistics.mean(one.tvd_per_token for one in runs),
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
-        "nll_error": error if len(nats) > 1 else None,
+        "nll_error": error,
     }
 
 
@@ -117,11 +117,7 @@ def target_bytes(bundle: Bundle) -> int:
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
-    """Ratio of the sums over the images that both have, and its standard error (infinite for one image)."""
-    pairs = list(zip(scores, plain, strict=False))  # the same prompts and seeds, one list longer
-    own, other = (sum(column) for column in zip(*pairs, strict=True))
-    ratio = own / other
-    if len(pairs) < 2:
-        return ratio, float("inf")
-    spread = statistics.stdev(a - ratio * b for a, b in pairs)
-    return ratio, spread * len(pairs) ** 0.5 / other
+    """Ratio of the sums over the same two or more images, and its standard error."""
+    ratio = sum(scores) / sum(plain)
+    spread = statistics.stdev(own - ratio * other for own, other in zip(scores, plain, strict=True))
+    return ratio, spread * len(plain) ** 0.5 / sum(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..pipeline import Pipeline
 from ..planning.acceptance_statistics import MethodStatistics, Quality
 from ..planning.budget import Budget
 from ..planning.costs import HostCosts
+from ..planning.store import Situation
 from ..runner import Contender, Run, Subjects, run, scored
 from ..runtime.decode import RequestStep
 from ..runtime.likelihood import Likelihood
@@ -31,22 +32,21 @@ RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
 
 @dataclass(frozen=True)
 class Calibration:
-    """What to decode while measuring: `images` subjects together, with this sampling."""
+    """What to decode while measuring: `images` subjects together; temperature None: the bundle's."""
 
     pipeline: Pipeline
     subjects: Subjects
     images: int
-    sampling: Mapping[str, Any]
+    temperature: float | None
+    say: Say
 
-    @property
-    def greedy(self) -> bool:
-        """Whether temperature is 0."""
-        temperature = self.sampling.get("temperature")
-        return (self.pipeline.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
+    def situation(self, quality: str) -> Situation:
+        """What is measured holds for this."""
+        return self.pipeline.situation(self.images, self.temperature, quality)
 
     def contender(self, method: MethodConfig) -> Contender:
-        """A method with this sampling."""
-        return Contender(str(method), {**self.sampling, "method": method})
+        """A method with this temperature."""
+        return Contender(str(method), {"method": method, "temperature": self.temperature})
 
 
 def exact_methods(manifest: Manifest) -> list[MethodConfig]:
@@ -70,52 +70,47 @@ def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
     return rungs
 
 
+@dataclass
 class Measurement:
     """What methods within the budget give, measured in about `seconds`.
 
-    known: what has been found before, perhaps of more images. costs: with the work outside the engines, once `run`.
+    costs: with the work outside the engines, once `run`. known: what has been found before, perhaps of more images.
     entries: methods within the budget. untried: what there was no time for.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        budget: Budget,
-        costs: HostCosts,
-        seconds: float,
-        known: Mapping[MethodConfig, Quality],
-        say: Say,
-    ) -> None:
-        manifest = calibration.pipeline.bundle.manifest
-        self.calibration, self.budget, self.costs, self.known, self.say = calibration, budget, costs, known, say
-        self.exact = exact_methods(manifest)
-        self.ladders = [] if budget.exact else ladders(manifest)
-        self.shares = 2 + EXACT_SHARES * len(self.exact) + sum(map(len, self.ladders))  # still to be given away
-        self.deadline = time.monotonic() + seconds
-        self.windows: Sequence[int] = WINDOWS
-        self.plain: list[Run] = []
-        self.entries: list[MethodStatistics] = []
-        self.untried: list[MethodConfig] = []
+    calibration: Calibration
+    budget: Budget
+    costs: HostCosts
+    seconds: float
+    known: Mapping[MethodConfig, Quality]
+    entries: list[MethodStatistics] = field(default_factory=list)
+    untried: list[MethodConfig] = field(default_factory=list)
 
     def run(self) -> None:
         """Measure what is exact in any case, then relaxations, from careful to bold."""
-        self.say("decoding plainly, for comparison")
+        manifest = self.calibration.pipeline.bundle.manifest
+        exact, climbing = exact_methods(manifest), [] if self.budget.exact else ladders(manifest)
+        self.deadline = time.monotonic() + self.seconds
+        self.shares = 2 + EXACT_SHARES * len(exact) + sum(map(len, climbing))  # still to be given away
+        self.windows: Sequence[int] = WINDOWS
+        self.calibration.say("decoding plainly, for comparison")
         self.plain = self._draw(Ar(), self._seconds(2))
         self.costs = replace(self.costs, step=_host_per_pass(self.plain))
-        for method in self.exact:
+        for method in exact:
             self._try(method)
-        while self.ladders:
+        while climbing:
             still = []
-            for method, *bolder in self.ladders:
+            for method, *bolder in climbing:
                 if time.monotonic() > self.deadline:
                     self.untried.append(method)
                 elif not self._try(method):
                     self.shares -= len(bolder)
                 elif bolder:
                     still.append(bolder)
-            self.ladders = still
+            climbing = still
         if self.untried:
-            self.say(f"no time for {', '.join(map(describe, self.untried))}, or bolder; give more --minutes")
+            untried = ", ".join(map(describe, self.untried))
+            self.calibration.say(f"no time for {untried}, or bolder; give more --minutes")
 
     def _seconds(self, shares: int) -> float:
         """How long to measure what takes so many shares of the time that is left."""
@@ -125,7 +120,7 @@ class Measurement:
 
     def _try(self, method: MethodConfig) -> bool:
         """Measure a method and keep it if it is within the budget; whether it is."""
-        self.say(f"trying {describe(method)}")
+        self.calibration.say(f"trying {describe(method)}")
         seconds = self._seconds(EXACT_SHARES if method.exact else 1)
         found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
         allowed = self.budget.allows(method, found, self.known.get(method, found))
@@ -137,7 +132,7 @@ class Measurement:
         runs = self._draw(method.model_copy(update={"tree": tree_name(PROBE_PATHS)}), seconds, counts.add)
         self.costs = replace(self.costs, level=max(0.0, _host_per_pass(runs) - self.costs.step) / PROBE_DEPTH)
         rates = [[round(rate, 4) for rate in row] for row in counts.rates().tolist()]
-        return self._entry(method, _mean_tvd(runs), likelihoods(runs), acceptance_rates=rates)
+        return self._entry(method, mean_tvd(runs), likelihoods(runs), acceptance_rates=rates)
 
     def _window(self, method: Sjd, seconds: float) -> MethodStatistics:
         """Windows on the same prompts; the quality is the worst one's. Relaxed only those that suit this host."""
@@ -154,7 +149,7 @@ class Measurement:
             for image in zip(*map(likelihoods, drawn.values()), strict=False)
         ]
         windows = [{"window": window, "tokens": round(mean, 4)} for window, mean in tokens.items()]
-        return self._entry(method, max(map(_mean_tvd, drawn.values())), scores, windows=windows)
+        return self._entry(method, max(map(mean_tvd, drawn.values())), scores, windows=windows)
 
     def _entry(
         self, method: MethodConfig, tvd: float, scores: Sequence[Likelihood], **gives: Sequence[Any]
@@ -164,7 +159,7 @@ class Measurement:
         return MethodStatistics.model_validate(
             {
                 "method": method,
-                "greedy": self.calibration.greedy,
+                "greedy": self.calibration.situation("").greedy,
                 "images": len(scores),
                 "tvd_per_token": round(tvd, 5),
                 "nll_ratio": round(ratio, 5),
@@ -190,7 +185,8 @@ def likelihoods(runs: Sequence[Run]) -> list[Likelihood]:
     return [score for one in runs for score in one.likelihoods]
 
 
-def _mean_tvd(runs: Sequence[Run]) -> float:
+def mean_tvd(runs: Sequence[Run]) -> float:
+    """Total variation given away per token."""
     return statistics.mean(one.tvd_per_token for one in runs)
 
 

@@ -30,7 +30,7 @@ from lantern_rt.planning.acceptance_statistics import (
 from lantern_rt.planning.auto import known_statistics, predicted_choice
 from lantern_rt.planning.budget import Budget, budget_of
 from lantern_rt.planning.costs import HostCosts
-from lantern_rt.planning.store import Choice, Entry, Tuning, cache_folder, read_tuning, write_tuning
+from lantern_rt.planning.store import Choice, Tuning, cache_folder, read_tuning, write_tuning
 from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.tuning.measure import WINDOWS, exact_methods, ladders
 
@@ -120,22 +120,24 @@ def test_methods_to_measure_are_what_the_bundle_can_run(folder: Path, drafterles
 # ---------------------------------------------------------------- store and auto
 
 
-def entry(method: Any, images: int = 1, **fields: Any) -> Entry:
+def stored_choice(digest: str, method: Any, images: int = 1, **fields: Any) -> Tuning:
     situation = SITUATION.model_copy(update={"images": images})
-    return Entry(situation=situation, choice=Choice(method=method, **fields), version="0", date="2026-01-02")
+    choice = Choice(method=method, date="2026-01-02", **fields)
+    return Tuning(bundle_digest=digest, choices={str(situation): choice})
 
 
 def test_what_is_stored_is_found_again_for_its_situation_only(own_cache: Path) -> None:
-    tuning = Tuning(bundle_digest="d" * 64).with_entry(entry(Ar())).with_entry(entry(Eagle(tree="chain-2")))
-    path = write_tuning(tuning.with_entry(entry(Ar(), images=8)))
+    tuning = stored_choice("d" * 64, Eagle(tree="chain-2"))
+    path = write_tuning(tuning)
     assert own_cache in path.parents
     found = read_tuning("d" * 64)
-    assert len(found.entries) == 2  # the second entry took the place of the first
-    assert found.find(SITUATION).choice.method == Eagle(tree="chain-2")  # type: ignore[union-attr]
-    assert found.find(SITUATION.model_copy(update={"images": 6})) is None  # its passes cost something else
-    assert found.find(SITUATION.model_copy(update={"threads": 2})) is None
+    assert found == tuning
+    assert found.choices[str(SITUATION)].method == Eagle(tree="chain-2")
+    others = {"images": 6, "threads": 2, "greedy": True, "quality": "fast", "backend": "tensorrt"}
+    for name, value in others.items():  # its passes cost something else, or something else may be given away
+        assert str(SITUATION.model_copy(update={name: value})) not in found.choices
     path.write_text("{")
-    assert read_tuning("d" * 64).entries == ()
+    assert read_tuning("d" * 64).choices == {}
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +257,8 @@ def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
     assert plain.settings.method == Ar()
     assert plain.settings.choice is not None
     assert "bundle tiny brings no acceptance statistics; `lantern-rt tune` measures them" in plain.settings.choice
-    stored = entry(LanternPlusPlus(tree="tree-2-10", neighbors=4, lambda_=2.0), speed_up=1.7)
-    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(stored))
+    stored = LanternPlusPlus(tree="tree-2-10", neighbors=4, lambda_=2.0)
+    write_tuning(stored_choice(pipe.bundle.digest, stored, speed_up=1.7))
     tuned = pipe("red sphere", method="auto", seed=3)
     assert tuned.settings.choice is not None
     assert tuned.settings.choice.startswith("auto: lantern++:")
@@ -269,7 +271,7 @@ def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
 def test_a_stored_method_that_adds_no_neighbours_stays_without_them(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     stored = LanternPlusPlus(tree="chain-2", neighbors=None, lambda_=None, omega=1.5, anneal=0.5)
-    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(entry(stored, speed_up=1.7)))
+    write_tuning(stored_choice(pipe.bundle.digest, stored, speed_up=1.7))
     assert pipe("red sphere", method="auto").settings.method == stored
 
 
@@ -296,7 +298,7 @@ def test_auto_is_the_default_once_something_is_known_and_nothing_else_is_asked(f
         return pipe("red sphere", **options).settings.method
 
     assert method().method == "lantern"  # the bundle's
-    write_tuning(Tuning(bundle_digest=pipe.bundle.digest).with_entry(entry(Sjd(window=3), speed_up=2.0)))
+    write_tuning(stored_choice(pipe.bundle.digest, Sjd(window=3), speed_up=2.0))
     chosen = pipe("red sphere").settings
     assert chosen.method == Sjd(window=3)
     assert chosen.choice == "auto: sjd:window=3, speed-up 2.00 here when tuned on 2026-01-02"
@@ -363,9 +365,8 @@ def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: 
     assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(capsys.readouterr().out)
     pipe = Pipeline.from_bundle(folder, threads=1)
-    stored = read_tuning(pipe.bundle.digest).find(SITUATION.model_copy(update={"quality": "TVD=0.5"}))
-    assert stored is not None
-    assert stored.choice.model_dump() == report["choice"]
+    stored = read_tuning(pipe.bundle.digest).choices[str(SITUATION.model_copy(update={"quality": "TVD=0.5"}))]
+    assert stored.model_dump() == report["choice"]
     assert Path(report["path"]).is_file()
     found = read_statistics(statistics)
     assert {entry.method.method for entry in found.entries} >= {"eagle", "sjd"}

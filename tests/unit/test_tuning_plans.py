@@ -16,6 +16,7 @@ from lantern_rt.methods import Ar, Auto, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.planning.acceptance_statistics import Quality
 from lantern_rt.planning.budget import budget_of
 from lantern_rt.planning.costs import HostCosts, pass_seconds
+from lantern_rt.planning.store import Choice
 from lantern_rt.planning.tree_search import best_plan, speed_by_nodes
 from lantern_rt.runtime.decode import RequestStep, decode
 from lantern_rt.runtime.likelihood import Likelihood
@@ -129,18 +130,9 @@ def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
 
 def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> None:
     def finalist(speed_up: float, tvd: float, nll_ratio: float, **relaxation: Any) -> Finalist:
-        return Finalist(
-            entry=statistics_of(Sjd(**relaxation), images=2),
-            method=Sjd(window=7, **relaxation),
-            predicted_tokens_per_forward_pass=2.0,
-            predicted_seconds_per_step=1.0,
-            speed_ups=[speed_up] * 3,
-            tokens_per_forward_pass=[2.0] * 3,
-            tvd_per_token=[tvd] * 3,
-            nll_per_token=[1.0] * 3,
-            entropy_per_token=[1.0] * 3,
-            nll_ratio=nll_ratio,
-        )
+        method = Sjd(window=7, **relaxation)
+        choice = Choice(method=method, speed_up=speed_up, tvd_per_token=tvd, nll_ratio=nll_ratio)
+        return Finalist(statistics_of(Sjd(**relaxation), images=2), choice, 3, {})
 
     balanced, loose = budget_of(Auto()), budget_of(Auto(quality="TVD=0.1"))
     exact = finalist(1.5, 0.0, 1.3)
