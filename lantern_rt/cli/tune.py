@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from ..bundle.manifest import Manifest
-from ..checks import explain, require_library, whole
+from ..checks import require_library, whole
 from ..errors import LanternError, RequestError
-from ..methods import Ar, Auto
+from ..methods import Ar
 from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_output, check_png, write_output
 from ..planning.acceptance_statistics import AcceptanceStatistics, MethodStatistics, merge, read_statistics, weights_of
 from ..planning.costs import HostCosts
 from ..planning.tree_search import speed_by_nodes
+from ..requests import resolve_settings
 from ..runner import subjects_of
-from ..tuning.measure import Calibration, describe
-from ..tuning.tune import TuneResult
+from ..tuning.measure import Measurement, describe
 from ..tuning.tune import tune as measure
 from .console import print_json, print_table, say
 from .options import BundleName, Force, Json, Prompts, Running
@@ -32,6 +31,19 @@ lantern-rt tune scenes --quality strict --minutes 2
 lantern-rt tune bundles/llamagen-b --images 8 --quality TVD=0.1 --json
 """
 _MOST_MINUTES = 24 * 60.0
+_FOUND = {
+    "within the budget": "{name}",
+    "TVD a token": "{tvd_per_token:.3f}",
+    "NLL against ar": "{nll_ratio:.3f} +- {nll_error:.3f}",
+    "images": "{images:d}",
+    "what it gives": "{gives}",
+}
+_COMPARED = {
+    "compared with ar": "{method}",
+    "speed-up (median)": "{speed_up:.2f}",
+    "tokens a pass": "{tokens_per_forward_pass:.2f}",
+    "TVD a token": "{tvd_per_token:.3f}",
+}
 
 
 def tune(
@@ -59,27 +71,47 @@ def tune(
     if not 0 < minutes <= _MOST_MINUTES:
         raise RequestError(f"minutes: found {minutes:g}, expected a number above 0, up to {_MOST_MINUTES:g}")
     whole("images", images, 1, 1, 64)
-    try:
-        budget = Auto(quality=quality)
-    except ValidationError as error:
-        raise RequestError(": ".join(explain(error))) from error
     opened = running.open_bundle(bundle)
+    asked = {"method": "auto", "quality": quality, "temperature": temperature}
+    settings = resolve_settings(opened.manifest, asked)
     subjects = subjects_of(opened, prompts)
     earlier = () if acceptance_statistics is None else _earlier(acceptance_statistics, opened.manifest, force)
     if plot is not None:
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
-    result = measure(Calibration(running.load(opened), subjects, images, temperature, say), budget, minutes)
+    found = Measurement(running.load(opened), subjects, images, settings, say)
+    choice, finalists, path = measure(found, minutes)
     if acceptance_statistics is not None:
-        entries = merge(result.found.entries, earlier)
-        found = AcceptanceStatistics(format=2, weights=weights_of(opened.manifest), entries=entries)
-        write_output(acceptance_statistics, (found.model_dump_json(indent=1) + "\n").encode(), True)
+        entries = merge(found.entries, earlier)
+        written = AcceptanceStatistics(format=2, weights=weights_of(opened.manifest), entries=entries)
+        write_output(acceptance_statistics, (written.model_dump_json(indent=1) + "\n").encode(), True)
     if plot is not None:
-        write_output(plot, chart_png(_charts(result)), force)
+        write_output(plot, chart_png(_charts(found)), force)
+    passes, costs = _passes(found.costs), found.costs
+    outside = {f"{name}_ms": 1e3 * getattr(costs, name) for name in ("step", "level", "redraft")}
     if json:
-        print_json(_report(result))
-    else:
-        _print_result(result)
+        report = {
+            "situation": found.situation.model_dump(),
+            "choice": choice.model_dump(),
+            "target_ms": passes["target"],
+            "drafter_ms": passes.get("drafter"),
+            **outside,
+            "acceptance_statistics": [entry.model_dump() for entry in found.entries],
+            "finalists": [finalist.report for finalist in finalists],
+            "untried": [describe(method) for method in found.untried],
+            "path": str(path),
+        }
+        print_json(report)
+        return
+    print(found.situation)
+    for name, cost in passes.items():
+        print(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
+    times = "  ".join(f"{ms:.2f}" for ms in outside.values())
+    print(f"outside the engines, ms of a step, a drafter pass and a token of a window: {times}")
+    print_table(_FOUND, [{**dict(one), "name": describe(one.method), "gives": _gives(one)} for one in found.entries])
+    print_table(_COMPARED, [dict(finalist.choice) for finalist in finalists])
+    won = "nothing was faster than ar" if isinstance(choice.method, Ar) else f"speed-up {choice.speed_up:.2f}"
+    print(f"chosen: {choice.method} ({won}), kept in {path}")
 
 
 def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatistics, ...]:
@@ -90,35 +122,6 @@ def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatist
                 return earlier
     check_output(path, force)
     return ()
-
-
-def _print_result(result: TuneResult) -> None:
-    costs, chosen = result.found.costs, result.choice
-    print(result.situation)
-    for name, cost in _passes(costs).items():
-        print(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
-    print(
-        f"outside the engines, ms: {1e3 * costs.step:.2f} a step, {1e3 * costs.level:.2f} a drafter pass, "
-        f"{1e3 * costs.redraft:.2f} a token of a window"
-    )
-    columns = {
-        "within the budget": "{method}",
-        "TVD a token": "{tvd_per_token:.3f}",
-        "NLL against ar": "{nll_ratio:.3f} +- {nll_error:.3f}",
-        "images": "{images:d}",
-        "what it gives": "{gives}",
-    }
-    entries = result.found.entries
-    print_table(columns, [{**dict(one), "method": describe(one.method), "gives": _gives(one)} for one in entries])
-    columns = {
-        "compared with ar": "{method}",
-        "speed-up (median)": "{speed_up:.2f}",
-        "tokens a pass": "{tokens_per_forward_pass:.2f}",
-        "TVD a token": "{tvd_per_token:.3f}",
-    }
-    print_table(columns, [dict(one.choice) for one in result.finalists])
-    won = "nothing was faster than ar" if isinstance(chosen.method, Ar) else f"speed-up {chosen.speed_up:.2f}"
-    print(f"chosen: {chosen.method} ({won}), kept in {result.path}")
 
 
 def _passes(costs: HostCosts) -> dict[str, dict[int, float]]:
@@ -137,33 +140,14 @@ def _gives(one: MethodStatistics) -> str:
     return f"first child accepted {one.acceptance_rates[0][0]:.2f}"
 
 
-def _charts(result: TuneResult) -> list[Chart]:
+def _charts(found: Measurement) -> list[Chart]:
     """What passes cost, and what speed-up each kind of candidate promises by nodes of a target pass."""
-    costs = result.found.costs
-    passes = [Line(name, list(cost.items())) for name, cost in _passes(costs).items()]
+    passes = [Line(name, list(cost.items())) for name, cost in _passes(found.costs).items()]
     # Every exact method, and of each the relaxed form that gives away most within the budget.
-    by_tvd = sorted(result.found.entries, key=lambda one: one.tvd_per_token)
+    by_tvd = sorted(found.entries, key=lambda one: one.tvd_per_token)
     shown = {(one.method.method, one.method.exact): one for one in by_tvd}.values()
-    speeds = [Line(describe(one.method), list(speed_by_nodes(one, costs).items())) for one in shown]
+    speeds = [Line(describe(one.method), list(speed_by_nodes(one, found.costs).items())) for one in shown]
     return [
-        Chart(f"A pass, {result.situation}", "nodes", "milliseconds", passes, log2=True),
+        Chart(f"A pass, {found.situation}", "nodes", "milliseconds", passes, log2=True),
         Chart("Expected speed-up", "nodes of a target pass", "speed-up", speeds, log2=True),
     ]
-
-
-def _report(result: TuneResult) -> dict[str, Any]:
-    """The result for machines."""
-    found, costs, passes = result.found, result.found.costs, _passes(result.found.costs)
-    return {
-        "situation": result.situation.model_dump(),
-        "choice": result.choice.model_dump(),
-        "target_ms": passes["target"],
-        "drafter_ms": passes.get("drafter"),
-        "step_ms": 1e3 * costs.step,
-        "level_ms": 1e3 * costs.level,
-        "redraft_ms": 1e3 * costs.redraft,
-        "acceptance_statistics": [entry.model_dump() for entry in found.entries],
-        "finalists": [finalist.report for finalist in result.finalists],
-        "untried": [describe(method) for method in found.untried],
-        "path": result.path,
-    }

@@ -79,7 +79,7 @@ class Chooser:
             rows = images * (2 if settings.sampling.guided else 1)
             costs = self._costs(rows, situation, settings, decode)
             if (situation, rows) not in self._predicted:
-                self._predicted[situation, rows] = predicted_choice(known, costs, situation)
+                self._predicted[situation, rows] = predicted_choice(known, costs, situation.quality)
             choice, reason = self._predicted[situation, rows]
         else:
             choice, reason = Choice(method=Ar()), missing
@@ -119,24 +119,20 @@ def known_statistics(
     return found, "" if found else f"auto: ar, as {why}; `lantern-rt tune` measures them"
 
 
-def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, situation: Situation) -> tuple[Choice, str]:
+def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, quality: str) -> tuple[Choice, str]:
     """The best plan by statistics and this host's costs; plain decoding unless it promises a clear gain."""
-    budget = budget_of(Auto(quality=situation.quality))
-    best, best_speed_up = Choice(method=Ar()), PROBE_MARGIN
-    for entry in entries:
-        if entry.greedy != situation.greedy or not budget.allows(entry.method, entry):
-            continue
-        plan = best_plan(entry, costs)
-        if (speed_up := plan.rate * costs.plain_seconds) > best_speed_up:
-            best_speed_up = speed_up
-            best = Choice(
-                method=entry.method.model_copy(update=plan.drafting),
-                speed_up=speed_up,
-                tokens_per_forward_pass=plan.tokens,
-                tvd_per_token=entry.tvd_per_token,
-                nll_ratio=entry.nll_ratio,
-            )
-    if isinstance(best.method, Ar):
-        return best, "auto: ar, as a short probe of this host promises no gain; `lantern-rt tune` measures it"
-    gain = f"{best.method}, speed-up {best.speed_up:.2f} by a short probe of this host"
-    return best, f"auto: {gain}; `lantern-rt tune` measures it"
+    budget = budget_of(Auto(quality=quality))
+    plans = [(best_plan(entry, costs), entry) for entry in entries if budget.allows(entry.method, entry)]
+    plan, entry = max(plans, key=lambda planned: planned[0].rate, default=(None, None))
+    if plan is None or entry is None or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
+        why = "auto: ar, as a short probe of this host promises no gain; `lantern-rt tune` measures it"
+        return Choice(method=Ar()), why
+    choice = Choice(
+        method=entry.method.model_copy(update=plan.drafting),
+        speed_up=plan.rate * costs.plain_seconds,
+        tokens_per_forward_pass=plan.tokens,
+        tvd_per_token=entry.tvd_per_token,
+        nll_ratio=entry.nll_ratio,
+    )
+    gain = f"{choice.method}, speed-up {choice.speed_up:.2f} by a short probe of this host"
+    return choice, f"auto: {gain}; `lantern-rt tune` measures it"

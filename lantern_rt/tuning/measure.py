@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..bundle.manifest import Manifest
-from ..methods import Ar, Eagle, LanternPlusPlus, MethodConfig, Sjd
+from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sjd
 from ..pipeline import Pipeline
-from ..planning.acceptance_statistics import MethodStatistics, Quality
-from ..planning.budget import Budget
-from ..planning.costs import HostCosts
-from ..planning.store import Situation
+from ..planning.acceptance_statistics import MethodStatistics, Quality, bundle_statistics, drafting_aside
+from ..planning.auto import known_statistics
+from ..planning.budget import budget_of
+from ..planning.costs import measure_costs
+from ..planning.store import read_tuning
+from ..requests import Settings
 from ..runner import Contender, Run, Subjects, run, scored
 from ..runtime.decode import RequestStep
 from ..runtime.likelihood import Likelihood
@@ -28,25 +30,6 @@ Say = Callable[[str], None]
 WINDOWS = (3, 5, 7, 11, 15, 31)
 EXACT_SHARES = 3  # time for what is exact, against that for one relaxation
 RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What to decode while measuring: `images` subjects together; temperature None: the bundle's."""
-
-    pipeline: Pipeline
-    subjects: Subjects
-    images: int
-    temperature: float | None
-    say: Say
-
-    def situation(self, quality: str) -> Situation:
-        """What is measured holds for this."""
-        return self.pipeline.situation(self.images, self.temperature, quality)
-
-    def contender(self, method: MethodConfig) -> Contender:
-        """A method with this temperature."""
-        return Contender(str(method), {"method": method, "temperature": self.temperature})
 
 
 def exact_methods(manifest: Manifest) -> list[MethodConfig]:
@@ -72,28 +55,44 @@ def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
 
 @dataclass
 class Measurement:
-    """What methods within the budget give, measured in about `seconds`.
+    """What passes cost, and what methods within the budget give: decoding `images` subjects together.
 
-    costs: with the work outside the engines, once `run`. known: what has been found before, perhaps of more images.
-    entries: methods within the budget. untried: what there was no time for.
+    settings: sampling, and method `auto` with its quality. entries: methods within the budget. untried: those there was
+    no time for. costs: with the work outside the engines.
     """
 
-    calibration: Calibration
-    budget: Budget
-    costs: HostCosts
-    seconds: float
-    known: Mapping[MethodConfig, Quality]
+    pipeline: Pipeline
+    subjects: Subjects
+    images: int
+    settings: Settings
+    say: Say
     entries: list[MethodStatistics] = field(default_factory=list)
     untried: list[MethodConfig] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Measure what is exact in any case, then relaxations, from careful to bold."""
-        manifest = self.calibration.pipeline.bundle.manifest
-        exact, climbing = exact_methods(manifest), [] if self.budget.exact else ladders(manifest)
-        self.deadline = time.monotonic() + self.seconds
-        self.shares = 2 + EXACT_SHARES * len(exact) + sum(map(len, climbing))  # still to be given away
+    def __post_init__(self) -> None:
+        assert isinstance(self.settings.method, Auto)
+        bundle, quality = self.pipeline.bundle, self.settings.method
+        self.budget = budget_of(quality)
+        self.situation = self.pipeline.situation(self.images, self.settings.sampling.temperature, quality.quality)
+        brought, tuning = bundle_statistics(bundle), read_tuning(bundle.digest)
+        before, _ = known_statistics(bundle.manifest, brought, tuning, self.situation.greedy)
+        self.known: dict[MethodConfig, Quality] = {drafting_aside(entry.method): entry for entry in before}
         self.windows: Sequence[int] = WINDOWS
-        self.calibration.say("decoding plainly, for comparison")
+
+    def contender(self, method: MethodConfig) -> Contender:
+        """A method with this sampling."""
+        return Contender(str(method), {"method": method, "temperature": self.settings.sampling.temperature})
+
+    def run(self, seconds: float) -> None:
+        """Measure for about `seconds`: passes, what is exact in any case, then relaxations, from careful to bold."""
+        manifest = self.pipeline.bundle.manifest
+        self.say("measuring passes")
+        rows = self.images * (2 if self.settings.sampling.guided else 1)
+        self.costs = measure_costs(manifest, *self.pipeline.decoders(), rows, seconds / 7)
+        self.deadline = time.monotonic() + seconds * 6 / 7
+        exact, climbing = exact_methods(manifest), [] if self.budget.exact else ladders(manifest)
+        self.shares = 2 + EXACT_SHARES * len(exact) + sum(map(len, climbing))  # still to be given away
+        self.say("decoding plainly, for comparison")
         self.plain = self._draw(Ar(), self._seconds(2))
         self.costs = replace(self.costs, step=_host_per_pass(self.plain))
         for method in exact:
@@ -109,8 +108,7 @@ class Measurement:
                     still.append(bolder)
             climbing = still
         if self.untried:
-            untried = ", ".join(map(describe, self.untried))
-            self.calibration.say(f"no time for {untried}, or bolder; give more --minutes")
+            self.say(f"no time for {', '.join(map(describe, self.untried))}, or bolder; give more --minutes")
 
     def _seconds(self, shares: int) -> float:
         """How long to measure what takes so many shares of the time that is left."""
@@ -120,7 +118,7 @@ class Measurement:
 
     def _try(self, method: MethodConfig) -> bool:
         """Measure a method and keep it if it is within the budget; whether it is."""
-        self.calibration.say(f"trying {describe(method)}")
+        self.say(f"trying {describe(method)}")
         seconds = self._seconds(EXACT_SHARES if method.exact else 1)
         found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
         allowed = self.budget.allows(method, found, self.known.get(method, found))
@@ -159,7 +157,7 @@ class Measurement:
         return MethodStatistics.model_validate(
             {
                 "method": method,
-                "greedy": self.calibration.situation("").greedy,
+                "greedy": self.situation.greedy,
                 "images": len(scores),
                 "tvd_per_token": round(tvd, 5),
                 "nll_ratio": round(ratio, 5),
@@ -172,11 +170,11 @@ class Measurement:
         self, method: MethodConfig, seconds: float, watch: Callable[[RequestStep], None] | None = None
     ) -> list[Run]:
         """Decode batches until `seconds` have passed, at least one."""
-        began, pipeline, runs = time.monotonic(), self.calibration.pipeline, list[Run]()
+        began, runs = time.monotonic(), list[Run]()
         while not runs or time.monotonic() - began <= seconds:
-            request = self.calibration.subjects.request(len(runs), self.calibration.images)
-            one = run(pipeline, self.calibration.contender(method), request, paint=False, watch=watch)
-            runs.append(scored(pipeline, one, request))
+            request = self.subjects.request(len(runs), self.images)
+            one = run(self.pipeline, self.contender(method), request, paint=False, watch=watch)
+            runs.append(scored(self.pipeline, one, request))
         return runs
 
 

@@ -12,18 +12,17 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..methods import Ar, Auto, MethodConfig
-from ..planning.acceptance_statistics import MethodStatistics, Quality, bundle_statistics, drafting_aside, merge
-from ..planning.auto import known_statistics
-from ..planning.budget import Budget, budget_of
-from ..planning.costs import HostCosts, measure_costs
-from ..planning.store import Choice, Situation, read_tuning, write_tuning
+from ..methods import Ar, MethodConfig
+from ..planning.acceptance_statistics import MethodStatistics, Quality, drafting_aside, merge
+from ..planning.budget import Budget
+from ..planning.costs import HostCosts
+from ..planning.store import Choice, read_tuning, write_tuning
 from ..planning.tree_search import Plan, best_plan
 from ..runner import Run, take_turns
-from .measure import Calibration, Measurement, likelihood_ratio, likelihoods, mean_tvd
+from .measure import Measurement, likelihood_ratio, likelihoods, mean_tvd
 
 FINALISTS = 4
 FEWEST_TURNS = 3
@@ -42,38 +41,15 @@ class Finalist(NamedTuple):
     report: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class TuneResult:
-    """What was chosen and all that was measured on the way, ready for a report; `path`: where the choice is kept."""
-
-    choice: Choice
-    situation: Situation
-    found: Measurement
-    finalists: list[Finalist]
-    path: str
-
-
-def tune(calibration: Calibration, quality: Auto, minutes: float) -> TuneResult:
-    """Measure for about `minutes`, choose, store and return."""
-    began, seconds, budget = time.monotonic(), 60 * minutes, budget_of(quality)
-    bundle, manifest = calibration.pipeline.bundle, calibration.pipeline.bundle.manifest
-    calibration.say("measuring passes")
-    rows = calibration.images * (2 if manifest.sampling.guided else 1)
-    costs = measure_costs(manifest, *calibration.pipeline.decoders(), rows, 0.1 * seconds)
-    situation = calibration.situation(quality.quality)
-    entries, _ = known_statistics(manifest, bundle_statistics(bundle), read_tuning(bundle.digest), situation.greedy)
-    known: dict[MethodConfig, Quality] = {drafting_aside(entry.method): entry for entry in entries}
-    found = Measurement(calibration, budget, costs, 0.6 * seconds, known)
-    found.run()
+def tune(found: Measurement, minutes: float) -> tuple[Choice, list[Finalist], Path]:
+    """Measure for about `minutes`, choose and store: the choice, what was compared, and where the choice is kept."""
+    began, seconds, digest = time.monotonic(), 60 * minutes, found.pipeline.bundle.digest
+    found.run(0.7 * seconds)
     plans = choose_finalists(found.entries, found.costs)
-    finalists = compare(calibration, plans, max(0.2 * seconds, seconds - (time.monotonic() - began)))
-    choice = choose(finalists, budget, known)
-    tuning = read_tuning(bundle.digest)
-    updates = {
-        "choices": {**tuning.choices, str(situation): choice},
-        "statistics": merge(found.entries, tuning.statistics),
-    }
-    return TuneResult(choice, situation, found, finalists, str(write_tuning(tuning.model_copy(update=updates))))
+    finalists = compare(found, plans, max(0.2 * seconds, seconds - (time.monotonic() - began)))
+    choice, tuning = choose(finalists, found.budget, found.known), read_tuning(digest)
+    choices, statistics = {**tuning.choices, str(found.situation): choice}, merge(found.entries, tuning.statistics)
+    return choice, finalists, write_tuning(tuning.model_copy(update={"choices": choices, "statistics": statistics}))
 
 
 def choose_finalists(entries: Sequence[MethodStatistics], costs: HostCosts) -> list[tuple[MethodStatistics, Plan]]:
@@ -83,18 +59,18 @@ def choose_finalists(entries: Sequence[MethodStatistics], costs: HostCosts) -> l
     return sorted(drafting, key=lambda planned: -planned[1].rate)[:FINALISTS]
 
 
-def compare(calibration: Calibration, plans: Sequence[tuple[MethodStatistics, Plan]], seconds: float) -> list[Finalist]:
+def compare(found: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]], seconds: float) -> list[Finalist]:
     """Run every plan and plain decoding in turns for about `seconds`."""
     if not plans:
         return []
     began = time.monotonic()
-    methods = [entry.method.model_copy(update=plan.drafting) for entry, plan in plans]
-    contenders = [calibration.contender(method) for method in (Ar(), *methods)]
-    requests = (calibration.subjects.request(turn, calibration.images) for turn in itertools.count())
+    methods = (entry.method.model_copy(update=plan.drafting) for entry, plan in plans)
+    contenders = [found.contender(method) for method in (Ar(), *methods)]
+    requests = (found.subjects.request(turn, found.images) for turn in itertools.count())
     turns: list[list[Run]] = []
-    for runs in take_turns(calibration.pipeline, contenders, requests, paint=False):
+    for runs in take_turns(found.pipeline, contenders, requests, paint=False):
         turns.append(runs)
-        calibration.say(f"compared {len(plans)} methods with plain decoding, turn {len(turns)}")
+        found.say(f"compared {len(plans)} methods with plain decoding, turn {len(turns)}")
         if len(turns) >= FEWEST_TURNS and time.monotonic() - began > seconds:
             break
     plain, *others = map(list, zip(*turns, strict=True))
