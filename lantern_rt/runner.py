@@ -43,8 +43,9 @@ class Subjects:
 
     def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
         """Arguments of a pipeline call for batch `index` of an endless row: the subjects over and over, new seeds."""
-        chosen = [self.items[(index * images + i) % len(self.items)] for i in range(images)]
-        return {self.kind: chosen, "seed": [first_seed + index * images + i for i in range(images)]}
+        numbers = range(index * images, (index + 1) * images)
+        chosen = [self.items[n % len(self.items)] for n in numbers]
+        return {self.kind: chosen, "seed": [first_seed + n for n in numbers]}
 
     def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
         """Arguments of pipeline calls for all subjects with `seeds` images each, about `images` at a time."""
@@ -72,9 +73,7 @@ def subjects_of(bundle: Bundle, prompts: Path | None, count: int | None = None) 
         classes = condition.classes or 1
         number = whole("count", count, min(CLASSES, classes), 1, classes)
         return Subjects("class_ids", [i * classes // number for i in range(number)])
-    path = prompts
-    if path is None and "prompts" in manifest.files:
-        path = bundle.path("prompts")
+    path = prompts or (bundle.path("prompts") if "prompts" in manifest.files else None)
     if path is None:
         raise RequestError(f"bundle {manifest.name} has no prompts to draw; give --prompts FILE")
     listed = read_prompts(path)
@@ -169,8 +168,8 @@ def take_turns(
     score: bool = True,
 ) -> Iterator[list[Run]]:
     """A turn per request: the runs of all methods, in the contenders' order, whichever went first."""
+    count = len(contenders)
     for turn, request in enumerate(requests):
-        count = len(contenders)
         order = [(turn + i) % count for i in range(count)]
         found = {i: run(pipeline, contenders[i], request, paint) for i in order}
         runs = [found[i] for i in range(count)]

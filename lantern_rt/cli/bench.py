@@ -84,7 +84,10 @@ def bench(
     rows = [figures(of_method, runs[0], bound) for of_method in runs]
     situation = pipeline.situation(batch, 0.0 if greedy else None, "")
     if plot is not None:
-        write_output(plot, chart_png(_charts(rows, f"{opened.manifest.name}, {situation}")), force)
+        axes = {"tvd_per_token": "total variation given away a token", "nll_ratio": "nats a token, against ar"}
+        title = f"{opened.manifest.name}, {situation}"
+        charts = [Chart(title, label, "tokens per second", _lines(rows, figure)) for figure, label in axes.items()]
+        write_output(plot, chart_png(charts), force)
     if json:
         facts = {
             "lantern_rt": __version__,
@@ -108,22 +111,13 @@ def bench(
             print(f"{row['label']}: {row['choice']}")
 
 
-def _charts(rows: list[dict[str, Any]], title: str) -> list[Chart]:
-    """Tokens per second against both measures of quality, a line for each method."""
-    tvd, ratio = _lines(rows, "tvd_per_token"), _lines(rows, "nll_ratio")
-    return [
-        Chart(title, "total variation given away a token", "tokens per second", tvd),
-        Chart("", "nats a token, against ar", "tokens per second", ratio),
-    ]
-
-
-def _lines(rows: list[dict[str, Any]], quality: str) -> list[Line]:
-    """A line of every method's rows, in order of quality; points are named by what sets them apart."""
+def _lines(rows: list[dict[str, Any]], figure: str) -> list[Line]:
+    """A line of every method's rows, in order of this figure; points are named by what sets them apart."""
     methods: dict[str, list[tuple[float, float, str]]] = {}
     for row in rows:
         method, _, parameters = row["label"].partition(":")
         name = parameters.replace(":", " ").replace("=", " ") or method
-        methods.setdefault(method, []).append((row[quality], row["tokens_per_second"], name))
+        methods.setdefault(method, []).append((row[figure], row["tokens_per_second"], name))
     return [
         Line(method, [(x, y) for x, y, _ in sorted(points)], [name for *_, name in sorted(points)])
         for method, points in methods.items()

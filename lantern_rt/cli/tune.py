@@ -135,9 +135,9 @@ def _listed(numbers: Mapping[int, float], kind: str) -> str:
 
 
 def _gives(one: MethodStatistics) -> str:
-    if one.windows:
-        return f"tokens a pass by window  {_listed({each.window: each.tokens for each in one.windows}, '.2f')}"
-    return f"first child accepted {one.acceptance_rates[0][0]:.2f}"
+    if one.acceptance_rates:
+        return f"first child accepted {one.acceptance_rates[0][0]:.2f}"
+    return f"tokens a pass by window  {_listed({each.window: each.tokens for each in one.windows}, '.2f')}"
 
 
 def _charts(found: Measurement) -> list[Chart]:

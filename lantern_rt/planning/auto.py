@@ -10,15 +10,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import OutputError
-from ..methods import Ar, Auto
+from ..methods import Ar, Auto, MethodConfig
 from ..requests import Settings, names_method, resolve_settings
-from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, bundle_statistics, merge
-from .budget import budget_of
+from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
 from .store import Choice, Situation, Tuning, read_tuning, write_tuning
 from .tree_search import best_plan
@@ -44,6 +43,36 @@ def with_default_method(bundle: Bundle, options: Mapping[str, Any]) -> dict[str,
         tuning = read_tuning(bundle.digest)
         known = bool(tuning.choices or tuning.statistics)
     return {**options, "method": "auto"} if known else dict(options)
+
+
+class Budget(NamedTuple):
+    """Bounds on mean total variation per token, and on how far the likelihood may lie from plain decoding's.
+
+    nll_change counts to either side of 1: tokens more likely than the target's own are a departure, too.
+    """
+
+    tvd_per_token: float
+    nll_change: float = float("inf")
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing may be given away."""
+        return self.tvd_per_token == 0
+
+    def allows(self, method: MethodConfig, *found: Quality) -> bool:
+        """Whether a method stays within the budget, by what was found of the most images.
+
+        What is exact always does: its likelihood differs from plain decoding's by chance only.
+        """
+        best = max(found, key=lambda one: one.images)
+        within = best.tvd_per_token <= self.tvd_per_token and abs(best.nll_ratio - 1) <= self.nll_change
+        return method.exact or (within and not self.exact)
+
+
+def budget_of(method: Auto) -> Budget:
+    """The budget that a quality names."""
+    named = {"strict": Budget(0.0), "balanced": Budget(0.06, 0.02), "fast": Budget(0.15, 0.08)}
+    return named.get(method.quality) or Budget(float(method.quality.partition("=")[2]))
 
 
 class Chooser:

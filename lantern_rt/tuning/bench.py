@@ -17,7 +17,7 @@ from ..engines.bandwidth import read_bandwidth
 from ..errors import BundleError
 from ..pipeline import Pipeline
 from ..runner import Contender, Run, Subjects, take_turns
-from .measure import Say, likelihoods
+from .measure import Say, likelihoods, mean_tvd
 
 FEWEST_TURNS = 3
 _DYNAMIC, _STATIC = "dynamic-8-4-2", "chain-3"  # trees where the bundle has none of the kind
@@ -50,7 +50,7 @@ def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | Non
         "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
         "share": share | {"text_and_images": 1 - sum(share.values())},
         "share_of_memory_bound": None if memory_bound is None else passes * memory_bound / total,
-        "tvd_per_token": statistics.mean(one.tvd_per_token for one in runs),
+        "tvd_per_token": mean_tvd(runs),
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,
@@ -84,13 +84,11 @@ def bench(
     for contender in contenders:
         say(f"warming up {contender.label}")
         pipeline(**subjects.request(0, batch), **contender.options)
-    rows: list[list[Run]] = [[] for _ in contenders]
-    requests = (subjects.request(turn, batch) for turn in range(turns))
-    for turn, runs in enumerate(take_turns(pipeline, contenders, requests)):
-        say(f"turn {turn + 1} of {turns}")
-        for row, one in zip(rows, runs, strict=True):
-            row.append(replace(one, images=[]))  # images were painted for the time it takes
-    return rows
+    found = []
+    for runs in take_turns(pipeline, contenders, (subjects.request(turn, batch) for turn in range(turns))):
+        found.append([replace(one, images=[]) for one in runs])  # images were painted for the time it takes
+        say(f"turn {len(found)} of {turns}")
+    return [list(runs) for runs in zip(*found, strict=True)]
 
 
 def memory_bound(pipeline: Pipeline) -> float | None:

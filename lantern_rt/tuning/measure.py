@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from ..bundle.manifest import Manifest
 from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sjd
 from ..pipeline import Pipeline
 from ..planning.acceptance_statistics import MethodStatistics, Quality, bundle_statistics, drafting_aside
-from ..planning.auto import known_statistics
-from ..planning.budget import budget_of
+from ..planning.auto import budget_of, known_statistics
 from ..planning.costs import measure_costs
 from ..planning.store import read_tuning
 from ..requests import Settings
@@ -121,8 +119,8 @@ class Measurement:
         self.say(f"trying {describe(method)}")
         seconds = self._seconds(EXACT_SHARES if method.exact else 1)
         found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
-        allowed = self.budget.allows(method, found, self.known.get(method, found))
-        self.entries += [found] if allowed else []
+        if allowed := self.budget.allows(method, found, self.known.get(method, found)):
+            self.entries.append(found)
         return allowed
 
     def _tree(self, method: MethodConfig, seconds: float) -> MethodStatistics:
@@ -154,17 +152,10 @@ class Measurement:
     ) -> MethodStatistics:
         """The record of a method; a likelihood that was compared on one image counts as 100 % unsure."""
         ratio, error = likelihood_ratio(scores, likelihoods(self.plain))
-        return MethodStatistics.model_validate(
-            {
-                "method": method,
-                "greedy": self.situation.greedy,
-                "images": len(scores),
-                "tvd_per_token": round(tvd, 5),
-                "nll_ratio": round(ratio, 5),
-                "nll_error": round(error, 5) if np.isfinite(error) else 1.0,
-                **gives,
-            }
-        )
+        quality = {"tvd_per_token": tvd, "nll_ratio": ratio, "nll_error": error if math.isfinite(error) else 1.0}
+        fields = {name: round(value, 5) for name, value in quality.items()}
+        found = {"method": method, "greedy": self.situation.greedy, "images": len(scores)}
+        return MethodStatistics.model_validate({**found, **fields, **gives})
 
     def _draw(
         self, method: MethodConfig, seconds: float, watch: Callable[[RequestStep], None] | None = None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..methods import Ar, MethodConfig
 from ..planning.acceptance_statistics import MethodStatistics, Quality, drafting_aside, merge
-from ..planning.budget import Budget
+from ..planning.auto import Budget
 from ..planning.costs import HostCosts
 from ..planning.store import Choice, read_tuning, write_tuning
 from ..planning.tree_search import Plan, best_plan
@@ -41,14 +41,17 @@ class Finalist(NamedTuple):
     report: dict[str, Any]
 
 
-def tune(found: Measurement, minutes: float) -> tuple[Choice, list[Finalist], Path]:
+def tune(measured: Measurement, minutes: float) -> tuple[Choice, list[Finalist], Path]:
     """Measure for about `minutes`, choose and store: the choice, what was compared, and where the choice is kept."""
-    began, seconds, digest = time.monotonic(), 60 * minutes, found.pipeline.bundle.digest
-    found.run(0.7 * seconds)
-    plans = choose_finalists(found.entries, found.costs)
-    finalists = compare(found, plans, max(0.2 * seconds, seconds - (time.monotonic() - began)))
-    choice, tuning = choose(finalists, found.budget, found.known), read_tuning(digest)
-    choices, statistics = {**tuning.choices, str(found.situation): choice}, merge(found.entries, tuning.statistics)
+    began, seconds, digest = time.monotonic(), 60 * minutes, measured.pipeline.bundle.digest
+    measured.run(0.7 * seconds)
+    plans = choose_finalists(measured.entries, measured.costs)
+    finalists = compare(measured, plans, max(0.2 * seconds, seconds - (time.monotonic() - began)))
+    choice, tuning = choose(finalists, measured.budget, measured.known), read_tuning(digest)
+    choices, statistics = (
+        {**tuning.choices, str(measured.situation): choice},
+        merge(measured.entries, tuning.statistics),
+    )
     return choice, finalists, write_tuning(tuning.model_copy(update={"choices": choices, "statistics": statistics}))
 
 
@@ -59,18 +62,18 @@ def choose_finalists(entries: Sequence[MethodStatistics], costs: HostCosts) -> l
     return sorted(drafting, key=lambda planned: -planned[1].rate)[:FINALISTS]
 
 
-def compare(found: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]], seconds: float) -> list[Finalist]:
+def compare(measured: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]], seconds: float) -> list[Finalist]:
     """Run every plan and plain decoding in turns for about `seconds`."""
     if not plans:
         return []
     began = time.monotonic()
     methods = (entry.method.model_copy(update=plan.drafting) for entry, plan in plans)
-    contenders = [found.contender(method) for method in (Ar(), *methods)]
-    requests = (found.subjects.request(turn, found.images) for turn in itertools.count())
+    contenders = [measured.contender(method) for method in (Ar(), *methods)]
+    requests = (measured.subjects.request(turn, measured.images) for turn in itertools.count())
     turns: list[list[Run]] = []
-    for runs in take_turns(found.pipeline, contenders, requests, paint=False):
+    for runs in take_turns(measured.pipeline, contenders, requests, paint=False):
         turns.append(runs)
-        found.say(f"compared {len(plans)} methods with plain decoding, turn {len(turns)}")
+        measured.say(f"compared {len(plans)} methods with plain decoding, turn {len(turns)}")
         if len(turns) >= FEWEST_TURNS and time.monotonic() - began > seconds:
             break
     plain, *others = map(list, zip(*turns, strict=True))

@@ -27,8 +27,7 @@ from lantern_rt.planning.acceptance_statistics import (
     read_statistics,
     weights_of,
 )
-from lantern_rt.planning.auto import known_statistics, predicted_choice
-from lantern_rt.planning.budget import Budget, budget_of
+from lantern_rt.planning.auto import Budget, budget_of, known_statistics, predicted_choice
 from lantern_rt.planning.costs import HostCosts
 from lantern_rt.planning.store import Choice, Tuning, cache_folder, read_tuning, write_tuning
 from lantern_rt.runtime.likelihood import likelihood

@@ -14,7 +14,7 @@ from tree_figures import expected_tokens, slots_per_level
 from lantern_rt.errors import TreeError
 from lantern_rt.methods import Ar, Auto, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.planning.acceptance_statistics import Quality
-from lantern_rt.planning.budget import budget_of
+from lantern_rt.planning.auto import budget_of
 from lantern_rt.planning.costs import HostCosts, pass_seconds
 from lantern_rt.planning.store import Choice
 from lantern_rt.planning.tree_search import best_plan, speed_by_nodes
