@@ -14,6 +14,7 @@ from PIL import Image
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import open_bundle
+from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.bandwidth import read_bandwidth
 from lantern_rt.output.charts import Chart, Line, chart_png, chart_svg
@@ -89,6 +90,13 @@ def test_the_table_has_a_line_for_every_method_and_says_what_auto_chose(
     assert [line.split()[0] for line in text.splitlines()[3:6]] == ["ar", "sjd:window=3", "auto:quality=strict"]
     assert "8 turns of 1 image; speeds are medians of turns" in text
     assert "auto:quality=strict: auto: ar, as bundle tiny brings no acceptance statistics" in text
+
+
+def test_what_is_not_known_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"name": "[red]", "part": {"host": 0.5}, "bound": None}, {"name": "b", "part": {"host": 1}, "bound": 0.25}]
+    print_table({"name": "{name}", "host": "{part[host]:.0%}", "bound": "{bound:.1f}"}, rows)
+    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert found == [["name", "host", "bound"], ["[red]", "50%", "-"], ["b", "100%", "0.2"]]
 
 
 @pytest.mark.parametrize(
