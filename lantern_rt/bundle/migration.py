@@ -24,7 +24,9 @@ def from_format_1(manifest: dict[str, Any], version: str) -> dict[str, Any]:
         migrated[part] = _renamed(manifest.get(part), _DECODER)
     migrated["condition"] = _renamed(manifest.get("condition"), {"caption_width": "caption_dim"})
     migrated["decoding"] = _decoding(manifest.get("decoding"))
-    migrated["files"] = _renamed(manifest.get("files"), {"rates": "acceptance_statistics"})
+    files = manifest.get("files")
+    if isinstance(files, dict):  # statistics of format 1 were of methods that are gone; `auto` does without them
+        migrated["files"] = {role: entry for role, entry in files.items() if role != "rates"}
     return migrated
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -115,19 +115,19 @@ def bundle_statistics(bundle: Bundle) -> AcceptanceStatistics | None:
 
 
 def read_statistics(path: Path) -> AcceptanceStatistics:
-    """The statistics in a file, also of format 1.
+    """The statistics in a file.
 
     Raises: BundleError: it is not what it should be.
     """
     try:
         data = json.loads(path.read_bytes())
         found = data.get("format") if isinstance(data, dict) else None
-        if isinstance(found, int) and found not in (1, FORMAT):
+        if isinstance(found, int) and found != FORMAT:
             raise BundleError(
                 f"{path}: found acceptance statistics of format {found}, expected {FORMAT}; measure them again with "
                 "`lantern-rt tune BUNDLE --acceptance-statistics FILE`, or upgrade lantern-rt"
             )
-        return AcceptanceStatistics.model_validate_json(json.dumps(_from_format_1(data) if found == 1 else data))
+        return AcceptanceStatistics.model_validate_json(json.dumps(data))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = " ".join(explain(error)) if isinstance(error, ValidationError) else brief(error)
         raise BundleError(
@@ -142,26 +142,3 @@ def merge(new: Iterable[MethodStatistics], old: Iterable[MethodStatistics]) -> t
         if entry.key not in best or entry.images > best[entry.key].images:
             best[entry.key] = entry
     return tuple(best.values())
-
-
-def _from_format_1(data: Any) -> Any:
-    """Other names; entries of most-probable children, which are no option any more, are left out."""
-    entries = []
-    for entry in data["entries"]:
-        method = {name.rstrip("_"): value for name, value in entry["candidate"].items()}
-        if method.pop("children", None) == "likeliest":
-            continue
-        if method["method"] == "eagle":
-            method = {"method": "eagle"}
-        elif not method.get("neighbors"):
-            method |= {"neighbors": None, "delta" if method["method"] == "lantern" else "lambda": None}
-        entries.append(
-            {
-                **{name: entry[name] for name in ("greedy", "images", "nll_ratio", "nll_error")},
-                "method": method,
-                "tvd_per_token": entry["tvd_per_code"],
-                "acceptance_rates": entry["rates"],
-                "windows": [{"window": one["window"], "tokens": one["codes"]} for one in entry["windows"]],
-            }
-        )
-    return {"format": FORMAT, "weights": data["weights"], "entries": entries}
