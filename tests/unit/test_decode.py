@@ -250,23 +250,16 @@ def test_a_drafter_may_see_padded_prefix_slots_or_not(masks_prefix: bool) -> Non
     assert [len(row) for row in codes_of(steps, 4)] == [CODES] * 4
 
 
-def test_a_cancelled_decode_runs_no_further_pass() -> None:
+def test_nothing_runs_before_the_first_step_is_asked_for_and_nothing_after_closing() -> None:
     engine = model()
     running = decode(engine, prompts(range(2)), [np.random.default_rng(i) for i in range(2)], Sampling(), Ar())
-    next(running)
-    next(running)
-    assert isinstance(engine.target, ToyTarget)
-    before = len(engine.target.passes)
-    running.close()  # type: ignore[attr-defined]
-    assert next(running, None) is None
-    assert len(engine.target.passes) == before == 2
-
-
-def test_nothing_runs_before_the_first_step_is_asked_for() -> None:
-    engine = model()
-    decode(engine, prompts([0]), [np.random.default_rng(0)], Sampling(), Ar())
     assert isinstance(engine.target, ToyTarget)
     assert engine.target.passes == []
+    next(running)
+    next(running)
+    running.close()  # type: ignore[attr-defined]
+    assert next(running, None) is None
+    assert len(engine.target.passes) == 2
 
 
 def test_finished_requests_leave_the_batch() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ import pytest
 from pydantic import ValidationError
 from statistics_entries import CHEAP, DEAR, SITUATION, falling_rates, statistics_of
 from tiny_bundle import make_tiny_bundle
-from toy_engine import make_model, make_prompt, next_distribution
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import BundleError, OutputError
-from lantern_rt.methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sjd
 from lantern_rt.planning.acceptance_statistics import (
     AcceptanceStatistics,
     Quality,
@@ -30,7 +28,6 @@ from lantern_rt.planning.acceptance_statistics import (
 from lantern_rt.planning.auto import Budget, budget_of, known_statistics, predicted_choice
 from lantern_rt.planning.costs import HostCosts
 from lantern_rt.planning.store import Choice, Tuning, cache_folder, read_tuning, write_tuning
-from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.tuning.measure import WINDOWS, exact_methods, ladders
 
 
@@ -51,30 +48,6 @@ def drafterless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ---------------------------------------------------------------- quality
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
-def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
-    model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)
-    codes = np.array([0, 3, 1, 1, 4, 2, 0])
-    exact = [
-        -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
-    ]
-    assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(exact), abs=1e-5)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
-def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_before(sampling: Sampling) -> None:
-    model, prompt = make_model(vocabulary=5, codes=3), make_prompt(3)
-    expected = entropy = 0.0
-    for codes in itertools.product(range(5), repeat=3):
-        chance = 1.0
-        for i, code in enumerate(codes):
-            chance *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
-        found = likelihood(model, prompt, np.array(codes), sampling)
-        expected, entropy = expected + chance * found.nats, entropy + chance * found.entropy
-    assert entropy == pytest.approx(expected, abs=1e-5)
-    assert entropy > 0.3
 
 
 def budget(quality: str) -> Budget:

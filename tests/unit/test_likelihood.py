@@ -1,0 +1,36 @@
+"""How probable the target finds given tokens, against distributions looked up in its table."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from toy_engine import make_model, make_prompt, next_distribution
+
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.likelihood import likelihood
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
+def test_the_likelihood_is_that_of_the_targets_own_distributions(sampling: Sampling) -> None:
+    model, prompt = make_model(vocabulary=5, codes=7), make_prompt(3, prefix=4, padding=1)
+    codes = np.array([0, 3, 1, 1, 4, 2, 0])
+    exact = [
+        -np.log(next_distribution(model, prompt, codes[:i].tolist(), sampling)[code]) for i, code in enumerate(codes)
+    ]
+    assert likelihood(model, prompt, codes, sampling).nats == pytest.approx(np.mean(exact), abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
+def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_before(sampling: Sampling) -> None:
+    model, prompt = make_model(vocabulary=5, codes=3), make_prompt(3)
+    expected = entropy = 0.0
+    for codes in itertools.product(range(5), repeat=3):
+        chance = 1.0
+        for i, code in enumerate(codes):
+            chance *= next_distribution(model, prompt, list(codes[:i]), sampling)[code]
+        found = likelihood(model, prompt, np.array(codes), sampling)
+        expected, entropy = expected + chance * found.nats, entropy + chance * found.entropy
+    assert entropy == pytest.approx(expected, abs=1e-5)
+    assert entropy > 0.3
