@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+from ..output.tables import text_table
 
 _WIDTH = 200  # of a table that goes to a file
 
@@ -33,14 +35,7 @@ def print_facts(facts: Facts) -> None:
     """Sections, each with its values in a column."""
     for section, values in facts.items():
         print(section)
-        print_rows(list(values.items()))
-
-
-def print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Names and values in two columns."""
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"  {name:{width}}  {value}")
+        print(text_table(list(values.items())))
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:

@@ -10,7 +10,8 @@ import typer
 from .. import __version__
 from ..bundle.files import embedded_names
 from ..engines.host import host_report
-from .console import print_json, print_rows
+from ..output.tables import text_table
+from .console import print_json
 from .options import Json
 
 EXAMPLES = """
@@ -33,6 +34,6 @@ def doctor(json: Json = False) -> None:
     else:
         installed = ", ".join(f"{name} {version}" for name, version in packages.items())
         rows = [("lantern-rt", __version__), *report.rows(), ("packages", installed)]
-        print_rows([*rows, ("bundles", ", ".join(bundles) or "none embedded")])
+        print(text_table([*rows, ("bundles", ", ".join(bundles) or "none embedded")]))
     if report.problems:
         raise typer.Exit(2)

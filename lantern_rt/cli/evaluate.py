@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import suppress
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -15,10 +16,10 @@ from ..bundle.files import Bundle
 from ..checks import number, require_library, short, whole
 from ..engines.host import host_report, processor
 from ..errors import RequestError
-from ..evaluation.evaluate import Images, as_dict
+from ..evaluation.evaluate import Images
 from ..evaluation.evaluate import evaluate as measure
 from ..evaluation.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
-from ..evaluation.report import html_report, text_table
+from ..evaluation.report import html_report, text_report
 from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline, bundle_tokenizer, check_request
 from ..requests import SEED_LIMIT
@@ -112,23 +113,22 @@ def evaluate(
     features, agreement = _features(opened, graphs, running.threads), _agreement(opened, graphs, running.threads)
     pipeline = running.load(opened)
     with progress() as show:
-        found = measure(pipeline, drawn, contenders, show, features, graphs.bandwidth, agreement)
+        found, pictures = measure(pipeline, drawn, contenders, show, features, graphs.bandwidth, agreement)
     facts = _facts(opened, pipeline)
-    result = {**facts, **as_dict(found)}
+    result = {**facts, **found}
     with folder_or_nothing(output, force, _RESULT, _KIND) as folder:
         (folder / _RESULT).write_text(dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
-        page = html_report(found, facts, f"{manifest.name}: decoding methods compared")
+        page = html_report(found, pictures, facts, f"{manifest.name}: decoding methods compared")
         (folder / "report.html").write_text(page, "utf-8")
     if json:
         print_json({**result, "output": str(output)})
     else:
-        print(text_table(found))
-        print(output / "report.html")
+        print(text_report(found), output / "report.html", sep="\n")
 
 
 def _features(bundle: Bundle, given: Graphs, threads: int | None) -> Features | None:
     """The user's graph, or the bundle's."""
-    prepare = _preprocessing(given, "feature", "--features", given.features is not None)
+    prepare = _preprocessing(given, "feature", "features")
     features = None
     if given.features is not None:
         features = Features(given.features, prepare, threads)
@@ -144,7 +144,7 @@ def _features(bundle: Bundle, given: Graphs, threads: int | None) -> Features | 
 
 def _agreement(bundle: Bundle, given: Graphs, threads: int | None) -> Agreement | None:
     """The user's graph."""
-    prepare = _preprocessing(given, "agreement", "--agreement", given.agreement is not None)
+    prepare = _preprocessing(given, "agreement", "agreement")
     if given.agreement is None:
         if given.agreement_tokenizer is not None:
             raise RequestError("agreement-tokenizer: makes tokens for --agreement, which is not given")
@@ -155,33 +155,29 @@ def _agreement(bundle: Bundle, given: Graphs, threads: int | None) -> Agreement 
     return Agreement(given.agreement, prepare, given.agreement_tokenizer or bundle, threads)
 
 
-def _preprocessing(given: Graphs, prefix: str, graph: str, used: bool) -> Preprocessing:
+def _preprocessing(given: Graphs, prefix: str, graph: str) -> Preprocessing:
     """How images are prepared for a graph, by the options of this prefix.
 
     Raises: RequestError: a value is out of range, or given without the graph.
     """
-    options = {name: getattr(given, f"{prefix}_{name}") for name in ("size", "mean", "std")}
-    if not used and (idle := [name for name, value in options.items() if value is not None]):
-        raise RequestError(f"{prefix}-{idle[0]}: says how images are prepared for {graph}, which is not given")
-    size = None if options["size"] is None else whole(f"{prefix}-size", options["size"], 0, 8, 4096)
-    mean, std = _triple(f"{prefix}-mean", options["mean"], 0.0), _triple(f"{prefix}-std", options["std"], 1.0)
-    if min(std) <= 0:
-        raise RequestError(f"{prefix}-std: found {short(options['std'])}, expected numbers above 0")
-    return Preprocessing(size, mean, std)
+    size, mean, std = (getattr(given, f"{prefix}_{name}") for name in ("size", "mean", "std"))
+    for name, value in (("size", size), ("mean", mean), ("std", std)):
+        if value is not None and getattr(given, graph) is None:
+            raise RequestError(f"{prefix}-{name}: says how images are prepared for --{graph}, which is not given")
+    size = None if size is None else whole(f"{prefix}-size", size, 0, 8, 4096)
+    scale = _triple(f"{prefix}-std", "1" if std is None else std)
+    if min(scale) <= 0:
+        raise RequestError(f"{prefix}-std: found {short(std)}, expected numbers above 0")
+    return Preprocessing(size, _triple(f"{prefix}-mean", "0" if mean is None else mean), scale)
 
 
-def _triple(name: str, text: str | None, default: float) -> Triple:
+def _triple(name: str, text: str) -> Triple:
     """One number for all channels, or three."""
-    if text is None:
-        return default, default, default
-    try:
+    with suppress(ValueError):
         numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 3) or not all(abs(one) < 1e6 for one in numbers):
-        raise RequestError(f"{name}: found {short(text)}, expected a number, or three as in 0.48,0.46,0.41")
-    red, green, blue = numbers * (3 // len(numbers))
-    return red, green, blue
+        if len(numbers) in (1, 3) and all(abs(one) < 1e6 for one in numbers):
+            return numbers[0], numbers[len(numbers) // 2], numbers[-1]
+    raise RequestError(f"{name}: found {short(text)}, expected a number, or three as in 0.48,0.46,0.41")
 
 
 def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import html
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from html import escape
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..bundle.files import Bundle, open_bundle
-from ..errors import CheckpointError, EngineError, RequestError
+from ..checks import require_library
+from ..errors import CheckpointError, RequestError
 from ..output.files import check_output, write_output
+from ..output.tables import html_page, html_table, text_table
 from .console import say
 from .families import FAMILIES, Checkpoints, read_family
 from .options import BundleName, Force, Json
@@ -56,10 +57,8 @@ def verify(
     if report:
         check_output(report, force)
     opened = open_bundle(bundle)
-    if missing := [n for n in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(n) is None]:
-        raise EngineError(
-            f"verify needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
-        )
+    for library in ("torch", "onnx", "onnxruntime"):
+        require_library(library, "verify", "cpu,export")
     from ..export.verify import verify as compare
 
     if against is None:
@@ -73,7 +72,10 @@ def verify(
     if json:
         print(dumps(result.as_dict()))  # differences may be infinite
     else:
-        print(text_report(result))
+        print(f"{result.bundle} ({result.precision}) against {result.against}")
+        for title, rows in _tables(result):
+            print(f"\n{title}\n{text_table(rows)}")
+        print("\npassed" if result.passed else "\nFAILED")
     if not result.passed:
         raise typer.Exit(2)
 
@@ -86,57 +88,36 @@ def _graphs(bundle: Bundle, given: Checkpoints) -> Sequence[Graph]:
             f"--against: found a bundle of family {manifest.family!r}, expected {' or '.join(FAMILIES)}"
         )
     given.check(manifest.family)
-    if (given.drafter is None) != (manifest.drafter is None):
-        wanted = "none: the bundle has none" if given.drafter else "the folder of the bundle's drafter"
-        raise CheckpointError(f"--drafter: found {given.drafter or 'nothing'}, expected {wanted}")
-    if (given.text_encoder is None) == (manifest.condition.kind == "text"):
-        wanted = "none: the bundle has none" if given.text_encoder else "the folder of the bundle's text encoder"
-        raise CheckpointError(f"--text-encoder: found {given.text_encoder or 'nothing'}, expected {wanted}")
+    for option, needed in (
+        ("drafter", manifest.drafter is not None),
+        ("text encoder", manifest.condition.kind == "text"),
+    ):
+        place = getattr(given, option.replace(" ", "_"))
+        if (place is not None) != needed:
+            wanted = f"the folder of the bundle's {option}" if needed else "none: the bundle has none"
+            raise CheckpointError(f"--{option.replace(' ', '-')}: found {place or 'nothing'}, expected {wanted}")
     given, _ = given.fetched(manifest.family)
     heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
     return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads)).graphs
 
 
-def text_report(result: Verification) -> str:
-    """Two tables and a verdict."""
-    lines = [f"{result.bundle} ({result.precision}) against {result.against}"]
-    for title, header, rows in _tables(result):
-        widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-        lines += ["", title]
-        lines += [
-            "  " + "  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)) for row in (header, *rows)
-        ]
-    return "\n".join(line.rstrip() for line in [*lines, "", "passed" if result.passed else "FAILED"])
-
-
 def html_report(result: Verification) -> str:
     """Tables and verdict as one page that needs nothing else."""
-    parts = [f"<h1>{html.escape(result.bundle)}: {'passed' if result.passed else 'failed'}</h1>"]
-    parts.append(f"<p>Precision {result.precision}; against {html.escape(result.against)}; digest {result.digest}.</p>")
-    for title, header, rows in _tables(result):
-        cells = "".join(f"<th>{html.escape(text)}</th>" for text in header)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(t)}</td>" for t in row) + "</tr>" for row in rows)
-        parts.append(f"<h2>{title}</h2><table><tr>{cells}</tr>{body}</table>")
-    style = "body{font-family:sans-serif;margin:2em}td,th{text-align:left;padding:.2em 1em .2em 0}"
-    title = html.escape(f"{result.bundle}: verification")
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        f"{''.join(parts)}</html>\n"
-    )
+    body = f"<p>Precision {result.precision}; against {escape(result.against)}; digest {result.digest}.</p>"
+    for title, (header, *rows) in _tables(result):
+        body += f"<h2>{title}</h2>" + html_table([[escape(text) for text in row] for row in rows], header)
+    return html_page(f"{result.bundle}: verification {'passed' if result.passed else 'failed'}", body)
 
 
-def _tables(result: Verification) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of each table, as text."""
-    tables = (("Token distributions", result.distributions), ("Tensors", result.tensors))
-    for title, found in tables:
+def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
+    """Title of each table, and its rows as text, the header first."""
+    for title, found in (("Token distributions", result.distributions), ("Tensors", result.tensors)):
         if found:
             header = [name.replace("_", " ") for name in found[0]]
-            yield title, header, [[_text(value) for value in row.values()] for row in found]
+            yield title, [header, *([_text(value) for value in row.values()] for row in found)]
 
 
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -78,31 +78,38 @@ class ImageGraph:
         raise RequestError(f"{self.role} {self.path}: found inputs {found or 'none'}, expected {expected}")
 
     def _run(
-        self, images: Sequence[Image], others: Mapping[str, Ints] | None = None, output: str | None = None
-    ) -> tuple[Floats, int]:
-        """The first output, or the named one, float64, of 1 .. `batch` images of one size; and its number of rows.
+        self, images: Sequence[Image], texts: Mapping[str, Ints] | None = None, output: str | None = None
+    ) -> Floats:
+        """The first output, or the named one, float64, of images of one size, in batches, as `_rows` takes it.
 
-        others: the further inputs, one row an image. A graph that takes a fixed number of images is given the last one
-        again, so that the output may have rows too many.
+        texts: the further inputs, one row an image. A graph that takes a fixed number of images is given the last one
+        again.
         """
-        inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images])}
-        inputs |= others or {}
-        if self.fixed is not None:
-            rows = np.minimum(np.arange(self.fixed), len(images) - 1)
+        found = []
+        for start in range(0, len(images), self.batch):
+            some = slice(start, start + self.batch)
+            inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[some]])}
+            inputs |= {name: values[some] for name, values in (texts or {}).items()}
+            given = len(inputs[self.input])
+            rows = np.minimum(np.arange(self.fixed or given), given - 1)
             inputs = {name: values[rows] for name, values in inputs.items()}
-        try:
-            found = self.session.run(None if output is None else [output], inputs)[0]
-        except Exception as error:
-            shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
-            longest = ", truncation in the tokenizer's file the most tokens" if others else ""
-            raise RequestError(
-                f"{self.role} {self.path.name}: failed on {shapes} ({brief(error)}); "
-                f"--{self.size_option} sets another size{longest}"
-            ) from error
-        values = np.asarray(found, np.float64)
-        if not np.isfinite(values).all():
-            raise RequestError(f"{self.role} {self.path.name}: gave NaN or infinity")
-        return values, self.fixed or len(images)
+            try:
+                values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
+            except Exception as error:
+                shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
+                longest = ", truncation in the tokenizer's file the most tokens" if texts else ""
+                raise RequestError(
+                    f"{self.role} {self.path.name}: failed on {shapes} ({brief(error)}); "
+                    f"--{self.size_option} sets another size{longest}"
+                ) from error
+            if not np.isfinite(values).all():
+                raise RequestError(f"{self.role} {self.path.name}: gave NaN or infinity")
+            found.append(self._rows(values, len(rows))[:given])
+        return np.concatenate(found)
+
+    def _rows(self, values: Floats, count: int) -> Floats:
+        """What is wanted of an output of `count` images, a row an image. Raises: RequestError: it has no such rows."""
+        raise NotImplementedError
 
     def _pixels(self, image: Image) -> NDArray[Any]:
         size = (self.width or image.width, self.height or image.height)
@@ -131,19 +138,14 @@ class Features(ImageGraph):
 
     def __call__(self, images: Sequence[Image]) -> Floats:
         """Features float64 `[images, features]` of images of one size."""
-        found = []
-        for start in range(0, len(images), self.batch):
-            some = images[start : start + self.batch]
-            values, rows = self._run(some, output=self.output)
-            if values.ndim not in (2, 3, 4) or len(values) != rows:
-                raise RequestError(
-                    f"features {self.path.name}: found an output {list(values.shape)}, "
-                    "expected [n, features], [n, tokens, features] or [n, features, h, w]"
-                )
-            found.append(self._pool(values[: len(some)]))
-        return np.concatenate(found)
+        return self._run(images, output=self.output)
 
-    def _pool(self, values: Floats) -> Floats:
+    def _rows(self, values: Floats, count: int) -> Floats:
+        if values.ndim not in (2, 3, 4) or len(values) != count:
+            raise RequestError(
+                f"features {self.path.name}: found an output {list(values.shape)}, "
+                "expected [n, features], [n, tokens, features] or [n, features, h, w]"
+            )
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
 
 
@@ -161,13 +163,11 @@ class EncoderFeatures(Features):
         super().__init__(bundle.path("vq_encoder"), Preprocessing(None, half, half), threads)
         self.facts["name"] = "VQ encoder features"
 
-    def _pool(self, values: Floats) -> Floats:
-        quarters = [half for rows in _halves(values, 2) for half in _halves(rows, 3)]
+    def _rows(self, values: Floats, count: int) -> Floats:
+        super()._rows(values, count)  # checks them
+        height, width = values.shape[2] // 2, values.shape[3] // 2
+        quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
         return np.concatenate([*(quarter.mean((2, 3)) for quarter in quarters), values.std((2, 3))], 1)
-
-
-def _halves(values: Floats, axis: int) -> list[Floats]:
-    return np.split(values, [values.shape[axis] // 2], axis)
 
 
 # ---------------------------------------------------------------- agreement with prompts
@@ -204,19 +204,18 @@ class Agreement(ImageGraph):
         tokens = [self.tokenize(prompt) for prompt in prompts]
         lengths = np.array([len(ids) for ids, _ in tokens])
         for length in np.unique(lengths):
-            alike = np.flatnonzero(lengths == length)
-            for start in range(0, len(alike), self.batch):
-                chosen = alike[start : start + self.batch]
-                parts = zip(*(tokens[i] for i in chosen), strict=True)
-                texts = dict(zip(self.names, (np.stack(part) for part in parts), strict=False))
-                values, rows = self._run([images[i] for i in chosen], texts)
-                if values.shape not in ((rows,), (rows, 1), (rows, rows)):
-                    raise RequestError(
-                        f"agreement {self.path.name}: found an output {list(values.shape)} of {rows} images, "
-                        "expected [n], [n, 1] or [n, n]"
-                    )
-                found[chosen] = (values.diagonal() if values.shape == (rows, rows) else values.ravel())[: len(chosen)]
+            alike = np.flatnonzero(lengths == length).tolist()
+            texts = np.stack([tokens[i] for i in alike], 1)  # [ids and mask, images, length]
+            found[alike] = self._run([images[i] for i in alike], dict(zip(self.names, texts, strict=False)))
         return found
+
+    def _rows(self, values: Floats, count: int) -> Floats:
+        if values.shape not in ((count,), (count, 1), (count, count)):
+            raise RequestError(
+                f"agreement {self.path.name}: found an output {list(values.shape)} of {count} images, "
+                "expected [n], [n, 1] or [n, n]"
+            )
+        return values.diagonal() if values.shape == (count, count) else values.ravel()
 
 
 def file_tokens(path: Path, length: int | None) -> Tokenize:

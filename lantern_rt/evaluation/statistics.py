@@ -7,7 +7,7 @@ torchmetrics is not used: it would be the only part of evaluating that needs PyT
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,22 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Statistic = Callable[[Ints], Sequence[float] | Floats]  # indices of prompts -> a figure of every method
+Figure = list[dict[str, Any]]  # one of every method, as `estimate` gives it
 
 NEAREST = 3  # of precision and recall, as published
 KERNEL_SCALE = 1000  # of kernel distances, as published for CMMD
 CONFIDENCE = 0.95
+RESAMPLES = 1000
 
 
 # ---------------------------------------------------------------- sets of features
+
+
+def distances(own: Floats, other: Floats, metric: str = "euclidean") -> Floats:
+    """Distances `[n, m]` of the rows of `own [n, width]` and `other [m, width]`."""
+    from scipy.spatial.distance import cdist  # type: ignore[import-untyped]
+
+    return np.asarray(cdist(own, other, metric))
 
 
 def frechet_distance(own: Floats, other: Floats) -> float:
@@ -50,20 +59,17 @@ def precision_recall(own: Floats, reference: Floats) -> tuple[Bools, Bools]:
     That is: no farther from one of its points than that point's third neighbour. The shares of both are precision and
     recall (Kynkaanniemi et al. 2019).
     """
-    from scipy.spatial.distance import cdist  # type: ignore[import-untyped]
-
-    between = cdist(own, reference)
+    between = distances(own, reference)
     own_radii, reference_radii = (  # column 0 is the point itself
-        np.sort(cdist(each, each), 1)[:, min(NEAREST, len(each) - 1)] for each in (own, reference)
+        np.sort(distances(each, each), 1)[:, min(NEAREST, len(each) - 1)] for each in (own, reference)
     )
-    return (between <= reference_radii).any(1), (between.transpose() <= own_radii).any(1)
+    near, near_own = between <= reference_radii, between <= own_radii[:, None]
+    return near.any(axis=1), near_own.any(axis=0)
 
 
 def median_distance(features: Floats) -> float:
     """Median Euclidean distance of two rows of `features [n, width]` (n >= 2); 1 where most are the same."""
-    from scipy.spatial.distance import pdist
-
-    return float(np.median(pdist(features))) or 1.0
+    return float(np.median(distances(features, features)[np.triu_indices(len(features), 1)])) or 1.0
 
 
 def kernel_terms(own: Floats, reference: Floats, seeds: int, bandwidth: float) -> Floats:
@@ -74,12 +80,10 @@ def kernel_terms(own: Floats, reference: Floats, seeds: int, bandwidth: float) -
     et al. 2012. As no prompt is paired with itself, neither counting an image twice nor that both sets show the same
     prompts moves it; it may fall below 0.
     """
-    from scipy.spatial.distance import cdist
-
     prompts = len(own) // seeds
 
     def kernel(first: Floats, second: Floats) -> Floats:
-        values = np.exp(cdist(first, second, "sqeuclidean") / (-2 * bandwidth**2))
+        values = np.exp(distances(first, second, "sqeuclidean") / (-2 * bandwidth**2))
         return np.asarray(values.reshape(prompts, seeds, prompts, seeds).mean((1, 3)))
 
     between = kernel(own, reference)
@@ -99,31 +103,13 @@ def mean_over_pairs(values: Floats, chosen: Ints) -> float:
 # ---------------------------------------------------------------- intervals
 
 
-class Estimate(NamedTuple):
-    """A figure and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class Figure(NamedTuple):
-    """One figure of every method: values, and differences to the first method (its own is 0)."""
-
-    values: list[Estimate]
-    differences: list[Estimate]
-
-    def above_first(self, i: int) -> bool:
-        """Whether the value of method `i` lies above the first one's interval."""
-        return self.values[i].value > self.values[0].high
-
-
-def estimate(statistic: Statistic, prompts: int, resamples: int = 1000, moved: bool = False) -> Figure:
-    """Intervals of a figure by resampling `prompts` (>= 2) of them.
+def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, moved: bool = False) -> Figure:
+    """A figure of every method, the first being ar, with 95 % intervals by resampling `prompts` (>= 2) of them.
 
     `statistic` takes indices of prompts and gives the figure of every method on those, so all methods see the same
     resamples and differences are paired. moved: for Frechet distances, which a resample makes larger as it repeats
     images; the draws are moved back so that their mean is the estimate, and end at 0.
+    Each has `value`, `low` and `high`, `difference_to_ar` with the same, and `above_ar_interval` of its value.
     """
     found = np.array(statistic(np.arange(prompts)), np.float64)  # [methods]
     resampled = np.random.default_rng(0).integers(0, prompts, (resamples, prompts))
@@ -131,10 +117,25 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = 1000, moved: b
     if moved:
         draws += (found - draws.mean(1))[:, None]
     values = _intervals(found, np.maximum(draws, 0) if moved else draws)
-    return Figure(values, _intervals(found - found[0], draws - draws[0]))
+    differences = _intervals(found - found[0], draws - draws[0])
+    return [
+        {**value, "difference_to_ar": difference, "above_ar_interval": value["value"] > values[0]["high"]}
+        for value, difference in zip(values, differences, strict=True)
+    ]
 
 
-def _intervals(found: Floats, draws: Floats) -> list[Estimate]:
+def _intervals(found: Floats, draws: Floats) -> list[dict[str, float]]:
     tail = (1 - CONFIDENCE) / 2
-    lows, highs = np.quantile(draws, [tail, 1 - tail], axis=1)
-    return [Estimate(*map(float, one)) for one in zip(found, lows, highs, strict=True)]
+    rows = np.stack([found, *np.quantile(draws, [tail, 1 - tail], axis=1)], 1)
+    return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]
+
+
+def by_prompt(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Floats:
+    """Means `[methods, prompts]` over a prompt's images, of `values [methods, prompts x seeds]`."""
+    return np.asarray(np.array(values, np.float64).reshape(len(values), -1, seeds).mean(2))
+
+
+def estimate_mean(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Figure:
+    """The mean of `values [methods, prompts x seeds]`, estimated."""
+    table = by_prompt(values, seeds)
+    return estimate(lambda chosen: table[:, chosen].mean(1), table.shape[1])

@@ -22,10 +22,10 @@ flattened: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,13 @@ Ints = NDArray[np.int64]
 
 FORMAT = 1
 _EMPTY = np.zeros(0, np.int64)
-_CELL, _MARGIN, _LINE = 16, 12, 18  # pixels
-_PAPER, _INK, _MISSING = (255, 255, 255), (30, 30, 30), (220, 220, 220)
-_ANCHORS = np.array([(38, 34, 98), (33, 105, 150), (40, 165, 130), (150, 205, 70), (250, 225, 60)], np.float64)
+_CELL = 16  # pixels
+_ACROSS, _LEGEND_WIDTH = 8, 24  # images in a row, least width of the picture in cells
+_ANCHORS = np.array([(38, 34, 98), (33, 105, 150), (40, 165, 130), (150, 205, 70), (250, 225, 60)])  # none .. most
+_MISSING, _PAPER = (220, 220, 220), (255, 255, 255)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one step did to one image. tree_tokens, tree_parents and path are empty where nothing was drafted."""
 
     step: int
@@ -53,11 +53,6 @@ class Part:
     tree_tokens: Ints
     tree_parents: Ints
     path: Ints
-
-    @property
-    def accepted(self) -> int:
-        """Drafted codes that were accepted; the bonus is not one of them."""
-        return max(len(self.path) - 1, 0)
 
 
 @dataclass
@@ -72,95 +67,69 @@ class Trace:
     def add(self, step: Step) -> None:
         """Record a step; keeps trees and paths, not the distributions in it."""
         for part in step.parts:
-            tree, acceptance = part.tree, part.acceptance
-            self.parts.append(
-                Part(
-                    self.steps,
-                    part.request,
-                    part.codes,
-                    part.committed,
-                    _EMPTY if tree is None else tree.tokens,
-                    _EMPTY if tree is None else tree.parents,
-                    _EMPTY if acceptance is None else np.array(acceptance.path, np.int64),
-                )
-            )
+            tokens, parents = (_EMPTY, _EMPTY) if part.tree is None else (part.tree.tokens, part.tree.parents)
+            path = _EMPTY if part.acceptance is None else np.array(part.acceptance.path, np.int64)
+            self.parts.append(Part(self.steps, part.request, part.codes, part.committed, tokens, parents, path))
         self.steps += 1
-
-    @property
-    def images(self) -> int:
-        """How many images there are."""
-        return 1 + max((part.image for part in self.parts), default=-1)
 
     def npz_bytes(self) -> bytes:
         """The file described above."""
-        arrays: dict[str, Any] = {"format": np.int64(FORMAT), "grid": np.array([self.rows, self.columns], np.int64)}
-        arrays["codes"] = self._cells(lambda part: part.codes[: part.committed])
-        values = {
-            "step": [part.step for part in self.parts],
-            "image": [part.image for part in self.parts],
-            "committed": [part.committed for part in self.parts],
-            "bonus": [part.codes[-1] for part in self.parts],
-        }
-        arrays |= {f"part_{name}": np.array(each, np.int64) for name, each in values.items()}
         trees, paths = [part.tree_tokens for part in self.parts], [part.path for part in self.parts]
-        arrays |= {"tree_offsets": _offsets(trees), "tree_tokens": np.concatenate([_EMPTY, *trees])}
-        arrays["tree_parents"] = np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)])
-        arrays |= {"path_offsets": _offsets(paths), "path_nodes": np.concatenate([_EMPTY, *paths])}
+        arrays: dict[str, Any] = {
+            "format": FORMAT,
+            "grid": [self.rows, self.columns],
+            "codes": self._cells(lambda part: part.codes[: part.committed]),
+            "part_step": [part.step for part in self.parts],
+            "part_image": [part.image for part in self.parts],
+            "part_committed": [part.committed for part in self.parts],
+            "part_bonus": [part.codes[-1] for part in self.parts],
+            "tree_offsets": np.cumsum([0, *map(len, trees)]),
+            "tree_tokens": np.concatenate([_EMPTY, *trees]),
+            "tree_parents": np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)]),
+            "path_offsets": np.cumsum([0, *map(len, paths)]),
+            "path_nodes": np.concatenate([_EMPTY, *paths]),
+        }
         buffer = BytesIO()
-        np.savez_compressed(buffer, **arrays)
+        np.savez_compressed(buffer, **{name: np.array(values, np.int64) for name, values in arrays.items()})
         return buffer.getvalue()
 
     def accepted_per_cell(self) -> Ints:
         """Per cell, the drafted codes accepted by the pass that committed it, int64 `[images, cells]`."""
-        return self._cells(lambda part: part.accepted)
+        return self._cells(lambda part: max(len(part.path) - 1, 0))
 
     def picture(self) -> Image.Image:
-        """The code grids side by side, at most eight in a row, above a legend."""
+        """The code grids side by side, at most eight in a row, above a legend; all on a grid of one border a cell."""
         cells = self.accepted_per_cell()
         most = max(int(cells.max(initial=0)), 1)
-        across = min(len(cells), 8)
-        step_x, step_y = self.columns * _CELL + _MARGIN, self.rows * _CELL + _MARGIN
-        width = max(_MARGIN + across * step_x, 2 * _MARGIN + 340)
-        a_line = (width - 2 * _MARGIN) // 40  # entries of the legend
-        top = _MARGIN + -(-len(cells) // max(across, 1)) * step_y
-        picture = Image.new("RGB", (width, top + (1 - (-(most + 1) // a_line)) * _LINE + _MARGIN), _PAPER)
+        steps = np.linspace(0, len(_ANCHORS) - 1, most + 1)
+        shades = [np.interp(steps, range(len(_ANCHORS)), channel) for channel in _ANCHORS.T]
+        colours = np.array([*np.rint(np.stack(shades, 1)), _PAPER, _MISSING], np.uint8)  # -1 is missing, -2 paper
+        height, width = self.rows + 1, self.columns + 1
+        top = 2 + height * -(-len(cells) // _ACROSS)  # of the legend
+        legend = np.arange(most + 1)
+        across = max(1 + width * min(len(cells), _ACROSS), _LEGEND_WIDTH)
+        line, column = np.divmod(3 * legend, across // 3 * 3 - 3)
+        canvas = np.full((top + line[-1] + 2, across), -2)
         for i, values in enumerate(cells):
-            at = (_MARGIN + i % across * step_x, _MARGIN + i // across * step_y)
-            picture.paste(_grid(values.reshape(self.rows, self.columns), most), at)
+            y, x = 1 + i // _ACROSS * height, 1 + i % _ACROSS * width
+            canvas[y : y + self.rows, x : x + self.columns] = values.reshape(self.rows, self.columns)
+        canvas[top + line, 1 + column] = legend
+        pixels = colours[canvas].repeat(_CELL, 0).repeat(_CELL, 1)
+        pixels[::_CELL], pixels[:, ::_CELL] = _PAPER, _PAPER
+        picture = Image.fromarray(pixels)
         draw, font = ImageDraw.Draw(picture), ImageFont.load_default()
-        draw.text((_MARGIN, top), "drafted codes accepted by the pass that made each cell", _INK, font)
-        for value in range(most + 1):
-            x, y = _MARGIN + 40 * (value % a_line), top + (1 + value // a_line) * _LINE
-            draw.rectangle((x, y, x + 12, y + 12), _colour(value, most), _INK)
-            draw.text((x + 17, y + 1), f"{value}", _INK, font)
+        title = "drafted codes accepted by the pass that made each cell"
+        draw.text((_CELL, (top - 1) * _CELL), title, "black", font)
+        for value, y, x in zip(legend, top + line, 2 + column, strict=True):
+            draw.text((x * _CELL + 4, y * _CELL + 2), f"{value}", "black", font)
         return picture
 
     def _cells(self, value: Callable[[Part], Ints | int]) -> Ints:
         """A value of the parts laid out over the cells they filled, `[images, cells]`; -1 elsewhere."""
-        cells = np.full((self.images, self.rows * self.columns), -1, np.int64)
-        filled = [0] * self.images
+        images = 1 + max((part.image for part in self.parts), default=-1)
+        cells, filled = np.full((images, self.rows * self.columns), -1, np.int64), [0] * images
         for part in self.parts:
             start = filled[part.image]
             filled[part.image] += part.committed
             cells[part.image, start : filled[part.image]] = value(part)
         return cells
-
-
-def _offsets(lists: Sequence[Ints]) -> Ints:
-    return np.cumsum([0, *map(len, lists)], dtype=np.int64)
-
-
-def _grid(values: Ints, most: int) -> Image.Image:
-    """One code grid, a square per cell with a thin border."""
-    colours = np.array([*(_colour(n, most) for n in range(most + 1)), _MISSING], np.uint8)
-    pixels = colours[values].repeat(_CELL, 0).repeat(_CELL, 1)
-    pixels[::_CELL], pixels[:, ::_CELL] = _PAPER, _PAPER
-    return Image.fromarray(pixels)
-
-
-def _colour(value: int, most: int) -> tuple[int, int, int]:
-    """Dark blue for 0 to yellow for `most`."""
-    place = value / most * (len(_ANCHORS) - 1)
-    low = min(int(place), len(_ANCHORS) - 2)
-    red, green, blue = _ANCHORS[low] + (place - low) * (_ANCHORS[low + 1] - _ANCHORS[low])
-    return round(red), round(green), round(blue)

@@ -52,7 +52,7 @@ def test_images_depend_on_prompt_and_seed_alone_and_no_seed_comes_twice(folder: 
     pipeline = Pipeline.from_bundle(folder, threads=1)
     subjects, plain = Subjects("prompts", PROMPTS[:3]), Contender("ar", {"method": "ar"})
     drawn = [draw(pipeline, plain, Images(subjects, 3, 100, batch), quiet) for batch in (1, 2, 8)]
-    images = [[image.tobytes() for image in one.images] for one in drawn]
+    images = [[image.tobytes() for run in one for image in run.images] for one in drawn]
     assert images[0] == images[1] == images[2]
     assert images[0] == [pipeline(PROMPTS[n // 3], seed=100 + n, method="ar").images[0].tobytes() for n in range(9)]
 
@@ -60,17 +60,18 @@ def test_images_depend_on_prompt_and_seed_alone_and_no_seed_comes_twice(folder: 
 def test_the_reference_has_seeds_of_its_own(folder: Path) -> None:
     pipeline = Pipeline.from_bundle(folder, threads=1)
     images = Images(Subjects("prompts", PROMPTS[:2]), 2, 5, 3)
-    found = evaluate_methods(pipeline, images, [Contender("ar", {"method": "ar"})], quiet)
+    found, drawn = evaluate_methods(pipeline, images, [Contender("ar", {"method": "ar"})], quiet)
     others = [pipeline(PROMPTS[n // 2], seed=9 + n, method="ar").images[0].tobytes() for n in range(4)]
-    assert [image.tobytes() for image in found.reference] == others
-    assert "frechet" not in found.figures
+    assert list(drawn) == ["ar", "ar, other seeds"]
+    assert [image.tobytes() for image in drawn["ar, other seeds"]] == others
+    assert "frechet" not in found["methods"][0]["figures"]
 
 
 def test_figures_of_images_are_those_of_the_pipeline(folder: Path) -> None:
     pipeline = Pipeline.from_bundle(folder, threads=1)
     images = Images(Subjects("prompts", PROMPTS[:2]), 1, 0, 2)
-    found = evaluate_methods(pipeline, images, parse_contenders("lantern++", {}, pipeline.bundle), quiet)
-    figures = {name: figure.values[1].value for name, figure in found.figures.items()}
+    found, _ = evaluate_methods(pipeline, images, parse_contenders("lantern++", {}, pipeline.bundle), quiet)
+    figures = {name: figure["value"] for name, figure in found["methods"][1]["figures"].items()}
     result = pipeline(PROMPTS[:2], seed=[0, 1], method="lantern++")
     assert figures["tvd"] * 36 == pytest.approx(result.stats.realised_tvd)
     assert figures["tvd"] > 0
@@ -94,7 +95,7 @@ def test_prompt_agreement_is_asked_of_every_image_and_the_prompt_it_was_drawn_fr
     monkeypatch.setattr(Agreement, "__call__", record)
     contenders = parse_contenders("sjd", {}, pipeline.bundle)
     images = Images(Subjects("prompts", PROMPTS[:2]), 2, 5, 8)
-    found = evaluate_methods(pipeline, images, contenders, quiet, agreement=agreement)
+    found, _ = evaluate_methods(pipeline, images, contenders, quiet, agreement=agreement)
     drawn = [
         (pipeline(prompt, seed=5 + 2 * i + k, method=one.label).images[0].tobytes(), prompt)
         for one in contenders
@@ -102,7 +103,7 @@ def test_prompt_agreement_is_asked_of_every_image_and_the_prompt_it_was_drawn_fr
         for k in range(2)
     ]
     assert asked[1:] == drawn  # the first is a trial
-    assert [one.value for one in found.figures["agreement"].values] == pytest.approx([0.15, 0.15])
+    assert [one["figures"]["agreement"]["value"] for one in found["methods"]] == pytest.approx([0.15, 0.15])
 
 
 # ---------------------------------------------------------------- features

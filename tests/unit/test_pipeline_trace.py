@@ -65,7 +65,7 @@ def test_cells_are_coloured_by_what_their_pass_accepted(pipe: Pipeline) -> None:
     assert (cells[:, 0] == 0).all()  # from the prefill
     assert cells.max() == len(last.stats.accepted_lengths) - 1
     picture = trace.picture()
-    grid = [[picture.getpixel((12 + 16 * (i % 6) + 8, 12 + 16 * (i // 6) + 8)) for i in range(36)]]
+    grid = [[picture.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
     colours = {value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value} for value in
                set(cells[0].tolist())}  # fmt: skip
     assert all(len(found) == 1 for found in colours.values())
@@ -84,7 +84,7 @@ def test_a_cancelled_decode_leaves_its_last_cells_empty(pipe: Pipeline) -> None:
 
 def test_a_trace_does_not_keep_distributions(pipe: Pipeline) -> None:
     trace, _ = record(pipe, "lantern++")
-    assert all(set(vars(part)) == {"step", "image", "codes", "committed", "tree_tokens", "tree_parents", "path"}
+    assert all(set(part._fields) == {"step", "image", "codes", "committed", "tree_tokens", "tree_parents", "path"}
                for part in trace.parts)  # fmt: skip
 
 

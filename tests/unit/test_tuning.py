@@ -27,7 +27,7 @@ from lantern_rt.planning.acceptance_statistics import (
 )
 from lantern_rt.planning.auto import Budget, budget_of, known_statistics, predicted_choice
 from lantern_rt.planning.costs import HostCosts
-from lantern_rt.planning.store import Choice, Tuning, cache_folder, read_tuning, write_tuning
+from lantern_rt.planning.store import Choice, Tuning, read_tuning, write_tuning
 from lantern_rt.tuning.measure import WINDOWS, exact_methods, ladders
 
 
@@ -117,13 +117,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "file"))
     with pytest.raises(OutputError, match="set LANTERN_RT_CACHE to a folder that can"):
         write_tuning(Tuning(bundle_digest="d"))
-
-
-def test_the_cache_follows_the_systems_custom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("LANTERN_RT_CACHE")
-    monkeypatch.setattr("sys.platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "lantern-rt"
 
 
 def brings(entries: Any, weights: dict[str, str]) -> AcceptanceStatistics:

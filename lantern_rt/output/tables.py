@@ -1,0 +1,31 @@
+"""Tables as text, and in HTML pages that need nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+_STYLE = (
+    "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:.5em 0 1.5em}"
+    "td,th{text-align:left;padding:.25em 1em .25em 0;vertical-align:top;border-bottom:1px solid #ddd}"
+    "small{color:#666;display:block}img{display:block;width:128px}.far{color:#b00}"
+)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Indented rows, their columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
+
+
+def html_table(rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """A table of cells that are HTML."""
+    lines = ["".join(f"<th>{cell}</th>" for cell in header)] if header else []
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+
+
+def html_page(title: str, body: str) -> str:
+    """The page, under a heading."""
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en">{head}<h1>{escape(title)}</h1>{body}</html>\n'
