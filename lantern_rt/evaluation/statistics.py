@@ -64,7 +64,7 @@ def precision_recall(own: Floats, reference: Floats) -> tuple[Bools, Bools]:
         np.sort(distances(each, each), 1)[:, min(NEAREST, len(each) - 1)] for each in (own, reference)
     )
     near, near_own = between <= reference_radii, between <= own_radii[:, None]
-    return near.any(axis=1), near_own.any(axis=0)
+    return np.asarray(near.any(axis=1)), np.asarray(near_own.any(axis=0))
 
 
 def median_distance(features: Floats) -> float:

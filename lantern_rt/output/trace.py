@@ -90,7 +90,8 @@ class Trace:
             "path_nodes": np.concatenate([_EMPTY, *paths]),
         }
         buffer = BytesIO()
-        np.savez_compressed(buffer, **{name: np.array(values, np.int64) for name, values in arrays.items()})
+        int64: dict[str, Any] = {name: np.array(values, np.int64) for name, values in arrays.items()}
+        np.savez_compressed(buffer, **int64)
         return buffer.getvalue()
 
     def accepted_per_cell(self) -> Ints:
