@@ -22,19 +22,8 @@ from ..ort.backend import OrtGraphs
 from ..profiles import BuildOptions, Profile
 from .cuda import find_gpu, open_gpu
 from .engine import TensorRTEngine, TensorRTFunction
-from .library import first, import_library, make_logger, make_monitor
-from .plan import PlanSource
-
-# Options that a library does not have or take, and what to say of them.
-_REFUSED = {
-    "tensorrt": {
-        "--provider": "goes with backend onnxruntime, found tensorrt",
-        "--compute-capability": "goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host",
-    },
-    "tensorrt-rtx": {
-        "--provider": "goes with backend onnxruntime, found tensorrt-rtx",
-    },
-}
+from .library import import_library, make_logger, make_monitor
+from .plan import Plan
 
 
 class TensorRTGraphs(OrtGraphs):
@@ -45,16 +34,17 @@ class TensorRTGraphs(OrtGraphs):
         self._library, self._memory, self._plans = library, open_gpu(), folder
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        return TensorRTEngine(self._library, self._memory, self._source(role), spec, code_embeddings)
+        return TensorRTEngine(self._plan(role), spec, code_embeddings)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         if role not in self._plans.manifest.graphs:
             return super().function(role, inputs, outputs)
-        return TensorRTFunction(self._library, self._memory, self._source(role), inputs, outputs).run
+        return TensorRTFunction(self._plan(role), inputs, outputs).run
 
-    def _source(self, role: str) -> PlanSource:
+    def _plan(self, role: str) -> Plan:
         plans = self._plans
-        return PlanSource(plans.path(role), plans.manifest.graphs[role].profiles, plans.rebuild)
+        profiles = plans.manifest.graphs[role].profiles
+        return Plan(self._library, self._memory, plans.path(role), profiles, plans.rebuild)
 
 
 class TensorRTBackend:
@@ -77,9 +67,12 @@ class TensorRTBackend:
 
     def check_options(self, options: BuildOptions) -> None:
         """Raises: RequestError on what belongs to the other library, or to ONNX Runtime."""
-        for flag in options.given():
-            if flag in _REFUSED[self.name]:
-                raise RequestError(f"{flag}: {_REFUSED[self.name][flag]}")
+        if "--provider" in (given := options.given()):
+            raise RequestError(f"--provider: goes with backend onnxruntime, found {self.name}")
+        if "--compute-capability" in given and self.name == "tensorrt":
+            raise RequestError(
+                "--compute-capability: goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host"
+            )
 
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
@@ -97,14 +90,13 @@ class TensorRTBackend:
     ) -> list[Path]:
         """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`."""
         library, path = import_library(self.name), bundle.path(role)
-        errors: list[str] = []
-        logger = make_logger(library, errors)
+        logger = make_logger(library)
         builder = library.Builder(logger)
         typed = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from 11 on
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = library.OnnxParser(network, logger)
         if not parser.parse_from_file(str(path)):
-            raise self._refusal(path, *_parse_failure(path, parser, first(errors), self.name))
+            raise self._refusal(path, *_parse_failure(path, parser, logger.first(), self.name))
         config = self._configure(library, builder, options)
         for profile in profiles:
             shapes = builder.create_optimization_profile()
@@ -118,7 +110,7 @@ class TensorRTBackend:
             raise KeyboardInterrupt
         if plan is None:
             cure = "try smaller --max-rows, --max-nodes or --max-past, or another --backend"
-            raise self._refusal(path, f"does not build this graph: {first(errors)}", cure)
+            raise self._refusal(path, f"does not build this graph: {logger.first()}", cure)
         file = folder / f"{role}.plan"
         file.write_bytes(memoryview(plan))
         return [file]

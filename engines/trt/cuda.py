@@ -49,9 +49,9 @@ def find_gpu() -> Gpu | None:
 
 
 # One side of a two-dimensional copy in cuda.h.
-_SIDE: tuple[tuple[str, Any], ...] = (
-    *(("x", _Size), ("y", _Size), ("kind", ctypes.c_int)),
-    *(("host", _Pointer), ("device", _Word), ("array", _Pointer), ("pitch", _Size)),
+_NAMES = ("x", "y", "kind", "host", "device", "array", "pitch")
+_SIDE: tuple[tuple[str, Any], ...] = tuple(
+    zip(_NAMES, (_Size, _Size, ctypes.c_int, _Pointer, _Word, _Pointer, _Size), strict=True)
 )
 
 
@@ -59,8 +59,7 @@ class _Copy2D(ctypes.Structure):
     """CUDA_MEMCPY2D_v2 of cuda.h."""
 
     _fields_ = (
-        *((f"source_{name}", kind) for name, kind in _SIDE),
-        *((f"target_{name}", kind) for name, kind in _SIDE),
+        *((f"{side}_{name}", kind) for side in ("source", "target") for name, kind in _SIDE),
         ("width", _Size),
         ("height", _Size),
     )
@@ -103,22 +102,18 @@ class CudaMemory:
                 function.argtypes, function.restype = arguments, ctypes.c_int
         except (OSError, AttributeError) as error:
             raise EngineError(f"{library}: cannot be used ({error}); install or update the NVIDIA driver") from error
-        self._threads = threading.local()
         self.lock = threading.RLock()
-        device, context, stream = ctypes.c_int(), _Pointer(), _Pointer()
+        device, stream, self._context = ctypes.c_int(), _Pointer(), _Pointer()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._context = context
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self.use()
         self._call("cuStreamCreate", ctypes.byref(stream), 1)  # 1: does not wait for the default stream
         self.stream = stream.value or 0
 
     def use(self) -> None:
         """Make the device the current one of this thread, for libraries that ask which one is."""
-        if not getattr(self._threads, "current", False):
-            self._call("cuCtxSetCurrent", self._context)
-            self._threads.current = True
+        self._call("cuCtxSetCurrent", self._context)
 
     def allocate(self, size: int) -> int:
         """The address of `size` bytes, a multiple of `ALIGNMENT`."""
@@ -173,6 +168,21 @@ class Block:
         self.size = max(size, ALIGNMENT)
         self.address = memory.allocate(self.size)
         weakref.finalize(self, memory.free, self.address).atexit = False  # at exit the driver takes all back
+
+
+class Scratch:
+    """Device memory that stays where it is until more is asked for than ever before."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+        self._block: Block | None = None
+
+    def take(self, size: int) -> int:
+        """The address of at least `size` bytes; a power of two, so that it stays as decodes grow."""
+        if self._block is None or self._block.size < size:
+            self._block = None  # given back before more is taken
+            self._block = Block(self._memory, 1 << (size - 1).bit_length())
+        return self._block.address
 
 
 def _start(array: Array) -> int:

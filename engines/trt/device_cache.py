@@ -14,7 +14,7 @@ import numpy as np
 
 from ...runtime.engine import Floats, Ints
 from ..kv_cache import CacheRows
-from .cuda import Block, CudaMemory
+from .cuda import Block, CudaMemory, Scratch
 
 
 class NewKV(NamedTuple):
@@ -32,14 +32,13 @@ class BlockCache(CacheRows):
     """A cache in device memory, by address; all of it is taken at once, and starts as zeros.
 
     count: tensors, keys and values of every layer, `[columns, rows, num_kv_heads, head_dim]`. entry: bytes of one
-    node's keys (or values) of one row. `take_scratch` gives passes on this cache a place for their inputs and outputs,
-    so that caches share nothing.
+    node's keys (or values) of one row. scratch: for inputs and outputs of passes on this cache, so that caches share
+    nothing.
     """
 
     def __init__(self, memory: CudaMemory, rows: int, capacity: int, count: int, entry: int) -> None:
         super().__init__(np.zeros(rows, np.int64), capacity)
-        self.memory, self.count, self.entry = memory, count, entry
-        self._scratch: Block | None = None
+        self.memory, self.count, self.entry, self.scratch = memory, count, entry, Scratch(memory)
         self._take_block()
 
     def _take_block(self) -> None:
@@ -59,43 +58,21 @@ class BlockCache(CacheRows):
         """Append nodes `accepted_indices[r]` of `new_kv` to each row r."""
         sources, targets, lengths = self.places(accepted_indices)
         self.check_number(new_kv.number)
+        entry, stride, start = self.entry, self.stride, self.block.address
         for source, target, length in runs(sources, targets):
-            self.memory.copy2d(
-                self.block.address + target * self.entry,
-                self.stride,
-                new_kv.address + source * self.entry,
-                new_kv.stride,
-                length * self.entry,
-                self.count,
-            )
+            new = new_kv.address + source * entry
+            self.memory.copy2d(start + target * entry, stride, new, new_kv.stride, length * entry, self.count)
         self.lengths = lengths
-
-    def take_scratch(self, size: int) -> int:
-        """The address of at least `size` bytes of scratch memory, the same until more is asked for than ever before.
-
-        Sizes are powers of two: as decodes grow, addresses stay.
-        """
-        if self._scratch is None or self._scratch.size < size:
-            self._scratch = None  # given back before more is taken
-            self._scratch = Block(self.memory, 1 << (size - 1).bit_length())
-        return self._scratch.address
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; one copy of what they hold."""
-        before, old, old_pitch = self.block, self.addresses(), len(self.lengths) * self.entry
-        self.lengths = self.lengths[rows]
+        entry, before, old, old_pitch = self.entry, self.block, self.addresses(), len(self.lengths) * self.entry
+        self.lengths, pitch = self.lengths[rows], len(rows) * self.entry
         self._take_block()
-        pitch = len(rows) * self.entry
         for source, target, length in runs(rows, np.arange(len(rows))):
             for start, goal in zip(old, self.addresses(), strict=True):
-                self.memory.copy2d(
-                    goal + target * self.entry,
-                    pitch,
-                    start + source * self.entry,
-                    old_pitch,
-                    length * self.entry,
-                    self.past_length(),
-                )
+                places = goal + target * entry, pitch, start + source * entry, old_pitch
+                self.memory.copy2d(*places, length * entry, self.past_length())
         del before  # given back after the copies, in the order of the stream
 
     def check_number(self, number: int) -> None:

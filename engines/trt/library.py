@@ -1,7 +1,6 @@
-"""TensorRT and TensorRT-RTX as Python modules: one API under two names, and what both need around a build.
+"""TensorRT and TensorRT-RTX as Python modules: one API under two names, imported when first asked for.
 
-Neither is imported before it is asked for. The classes that TensorRT calls back into derive from the module's
-own, so they are made by functions.
+The classes that TensorRT calls back into derive from the module's own, so they are made by functions.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ def import_library(name: str) -> Any:
         module = importlib.import_module(MODULES[name])
         _ = module.__version__  # any folder of that name on the path would be a module, too
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        what = brief(error, 200)
-        raise EngineError(
-            f"{MODULES[name]} cannot be imported ({what}); install it with `pip install 'lantern-rt[{name}]'`"
-        ) from error
+        found = f"{MODULES[name]} cannot be imported ({brief(error, 200)})"
+        raise EngineError(f"{found}; install it with `pip install 'lantern-rt[{name}]'`") from error
     return module
 
 
-def make_logger(library: Any, errors: list[str]) -> Any:
-    """A logger that prints nothing and appends to `errors`, which explain a failure."""
+def make_logger(library: Any) -> Any:
+    """A logger that prints nothing and keeps `errors`, of which `first()` explains a failure on one line."""
     bad = (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR)
 
     class Logger(library.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
         def log(self, severity: Any, message: str) -> None:
             if severity in bad:
-                errors.append(message)
+                self.errors.append(message)
+
+        def first(self) -> str:  # later ones usually follow from it
+            return " ".join(self.errors[0].split())[:300] if self.errors else "no reason given"
 
     return Logger()
-
-
-def first(errors: list[str]) -> str:
-    """The first error on one line; later ones usually follow from it."""
-    return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
 
 def make_monitor(library: Any, what: str, say: Progress) -> Any:
@@ -56,12 +55,10 @@ def make_monitor(library: Any, what: str, say: Progress) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.interrupted = False
-            self._steps: dict[str, int] = {}
-            self._depth: dict[str, int] = {}
+            self._phases: dict[str, tuple[int, int]] = {}  # depth and steps
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            self._depth[name] = self._depth.get(parent, 0) + 1 if parent else 0
-            self._steps[name] = steps
+            self._phases[name] = (self._phases.get(parent, (0, 0))[0] + 1 if parent else 0, steps)
             self._report(name, 0)
 
         def step_complete(self, name: str, step: int) -> bool:
@@ -69,12 +66,13 @@ def make_monitor(library: Any, what: str, say: Progress) -> Any:
             return not self.interrupted
 
         def phase_finish(self, name: str) -> None:
-            self._report(name, self._steps.get(name, 1))
+            self._report(name)
 
-        def _report(self, name: str, done: int) -> None:
+        def _report(self, name: str, done: int | None = None) -> None:
+            depth, steps = self._phases.get(name, (2, 1))
             try:
-                if self._depth.get(name, 2) < 2:
-                    say(f"{what}: {name[0].lower()}{name[1:]}", done, self._steps[name])
+                if depth < 2:
+                    say(f"{what}: {name[0].lower()}{name[1:]}", steps if done is None else done, steps)
             except KeyboardInterrupt:
                 self.interrupted = True
 

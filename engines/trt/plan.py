@@ -7,123 +7,66 @@ follow each other in one stream.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...checks import brief
 from ...errors import EngineError
-from ..contracts import DTypes, Tensor
+from ..contracts import Array, DTypes, Tensor
+from ..kv_cache import round_up
 from ..profiles import Profile
-from .cuda import Block, CudaMemory
-from .library import first, make_logger
+from .cuda import ALIGNMENT, Block, CudaMemory, Scratch
+from .library import make_logger
 
 Shape = tuple[int, ...]
 Place = tuple[Shape, int]  # a tensor's shape and its address
 
 
-@dataclass(frozen=True)
-class PlanSource:
-    """Where a plan comes from: its file, the ranges it was built for, and the command that builds it again."""
-
-    path: Path
-    profiles: tuple[Profile, ...]
-    rebuild: str
-
-    def other(self, found: str, expected: str, more: str = "") -> EngineError:
-        """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
-        return EngineError(f"{self.path}: found {found}, expected {expected}; rebuild with `{self.rebuild}{more}`")
-
-
-@dataclass
-class Context:
-    """An execution context, and what was last bound to its inputs and outputs."""
-
-    handle: Any
-    bound: Mapping[str, Place] = field(default_factory=dict)
-
-
 class Plan:
     """A plan on a device. Several threads may run it; each run waits for its turn in the device's stream.
 
-    Raises: EngineError if the library does not load the plan, or if its tensors are others than expected.
+    profiles: the ranges it was built for. rebuild: the command that builds it again.
+
+    Raises: EngineError if the library does not load the plan.
     """
 
-    def __init__(
-        self,
-        library: Any,
-        memory: CudaMemory,
-        source: PlanSource,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        self._library, self._memory, self._source = library, memory, source
-        self._errors: list[str] = []
-        self._logger = make_logger(library, self._errors)  # the library keeps no reference of its own
+    def __init__(self, library: Any, memory: CudaMemory, path: Path, profiles: Sequence[Profile], rebuild: str) -> None:
+        self._library, self.memory, self.path, self.profiles, self._rebuild = library, memory, path, profiles, rebuild
+        self._logger = make_logger(library)  # the library keeps no reference of its own
+        self._engine: Any = None
         memory.use()
         try:
             self._runtime = library.Runtime(self._logger)
-            self._engine = self._runtime.deserialize_cuda_engine(source.path.read_bytes())
+            self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         except (TypeError, RuntimeError) as error:  # what the bindings raise where the library returns nothing
-            raise self._failure("load this plan", brief(error, 200)) from error
+            self._logger.errors.append(str(error))
         except OSError as error:
-            raise EngineError(f"{source.path}: cannot be read ({error.strerror or error})") from error
+            raise EngineError(f"{path}: cannot be read ({error.strerror or error})") from error
         self._check(self._engine is not None, "load this plan")
-        if (found := self._engine.num_optimization_profiles) != len(source.profiles):
-            raise source.other(f"{found} profiles", f"{len(source.profiles)}, those of engine.json")
-        self.dtypes = self._check_tensors(inputs, outputs)
+        if (found := self._engine.num_optimization_profiles) != len(profiles):
+            raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
+        self.dtypes: DTypes = {}
         self._activations: Block | None = None
-        self._contexts: dict[int, Context] = {}  # by profile
+        self._contexts: dict[int, Any] = {}  # by profile
+        self._bound: dict[int, Mapping[str, Place]] = {}  # what each context ran on last
 
-    def enqueue(self, profile: int, inputs: Mapping[str, Place], outputs: Mapping[str, Place]) -> None:
-        """Ask for one run within a profile; it happens in the order of the memory's stream."""
-        with self._memory.lock:
-            self._errors.clear()
-            if profile not in self._contexts:
-                self._contexts[profile] = self._make_context(profile)
-            self._bind_and_run(self._contexts[profile], inputs, outputs)
+    def other(self, found: str, expected: str, more: str = "") -> EngineError:
+        """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
+        return EngineError(f"{self.path}: found {found}, expected {expected}; rebuild with `{self._rebuild}{more}`")
 
-    def _bind_and_run(self, context: Context, inputs: Mapping[str, Place], outputs: Mapping[str, Place]) -> None:
-        handle, reshaped, places = context.handle, False, {**inputs, **outputs}
-        last, context.bound = context.bound, {}  # what is bound now is kept only if everything below succeeds
-        for name, (shape, address) in places.items():
-            shape_before, address_before = last.get(name, (None, None))
-            if name in inputs and shape != shape_before:
-                reshaped = True
-                self._check(handle.set_input_shape(name, shape), f"take `{name}` as {list(shape)}")
-            elif reshaped and name in outputs and (found := tuple(handle.get_tensor_shape(name))) != shape:
-                raise self._source.other(f"`{name}` as {list(found)}", f"{list(shape)}")
-            if address != address_before:
-                self._check(handle.set_tensor_address(name, address), f"take an address for `{name}`")
-        self._check(handle.execute_async_v3(self._memory.stream), "run this plan")
-        context.bound = places
-
-    def _make_context(self, profile: int) -> Context:
-        memory = self._memory
-        memory.use()
-        strategy = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
-        handle = self._engine.create_execution_context(strategy)
-        self._check(handle is not None, "make an execution context (is the device's memory full?)")
-        if self._activations is None:
-            self._activations = Block(memory, self._engine.device_memory_size_v2)  # enough for every profile
-        handle.set_device_memory(self._activations.address, self._activations.size)
-        self._check(not self._errors, "take memory for intermediate results")
-        name = self._source.profiles[profile].name
-        self._check(handle.set_optimization_profile_async(profile, memory.stream), f"choose profile `{name}`")
-        return Context(handle)
-
-    def _check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> DTypes:
-        """Compare the plan's tensors with what is expected of them; NumPy types by name."""
+    def check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Take the types of these tensors into `dtypes`. Raises: EngineError if the plan has others."""
         engine, modes, kinds = self._engine, self._library.TensorIOMode, self._library.DataType
         names = {kinds.FLOAT: "float32", kinds.HALF: "float16", kinds.INT64: "int64"}
         found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         expected = {tensor.name: modes.INPUT for tensor in inputs} | {tensor.name: modes.OUTPUT for tensor in outputs}
         if odd := sorted(found ^ expected.keys()):
             which = "a" if odd[0] in found else "no"
-            raise self._source.other(f"{which} tensor `{odd[0]}`", f"{len(expected)} tensors")
+            raise self.other(f"{which} tensor `{odd[0]}`", f"{len(expected)} tensors")
         dtypes: dict[str, type[np.generic]] = {}
         for tensor in (*inputs, *outputs):
             name, shape = tensor.name, tuple(engine.get_tensor_shape(tensor.name))
@@ -132,18 +75,67 @@ class Plan:
                 size in (-1, want) or want is None for size, want in zip(shape, tensor.shape, strict=True)
             )
             if engine.get_tensor_mode(name) != expected[name] or dtype not in tensor.dtypes or not fits:
-                raise self._source.other(f"`{name}` as {dtype} {list(shape)}", str(tensor))
+                raise self.other(f"`{name}` as {dtype} {list(shape)}", str(tensor))
             dtypes[name] = np.dtype(dtype).type
-        return dtypes
+        self.dtypes = dtypes
+
+    def run(
+        self,
+        profile: int,
+        arrays: Mapping[str, Array],
+        past: Mapping[str, Place],
+        outputs: Mapping[str, Shape],
+        scratch: Scratch,
+    ) -> dict[str, int]:
+        """Upload `arrays` and ask for one run on them and `past`; it happens in the order of the memory's stream.
+
+        Returns the addresses of arrays and outputs, one after the other in `scratch`.
+        """
+        sizes = {name: array.nbytes for name, array in arrays.items()}
+        sizes |= {name: math.prod(shape) * np.dtype(self.dtypes[name]).itemsize for name, shape in outputs.items()}
+        *offsets, end = accumulate((round_up(size, ALIGNMENT) for size in sizes.values()), initial=0)
+        start = scratch.take(end)
+        addresses = {name: start + offset for name, offset in zip(sizes, offsets, strict=True)}
+        for name, array in arrays.items():
+            self.memory.upload(addresses[name], array)
+        inputs = {name: (array.shape, addresses[name]) for name, array in arrays.items()} | dict(past)
+        with self.memory.lock:
+            self._bind_and_run(profile, inputs, {name: (shape, addresses[name]) for name, shape in outputs.items()})
+        return addresses
+
+    def _bind_and_run(self, profile: int, inputs: Mapping[str, Place], outputs: Mapping[str, Place]) -> None:
+        self._logger.errors.clear()
+        if profile not in self._contexts:
+            self._contexts[profile] = self._make_context(profile)
+        context, reshaped, places = self._contexts[profile], False, {**inputs, **outputs}
+        last = self._bound.pop(profile, {})  # what is bound now is kept only if everything below succeeds
+        for name, (shape, address) in places.items():
+            shape_before, address_before = last.get(name, (None, None))
+            if name in inputs and shape != shape_before:
+                reshaped = True
+                self._check(context.set_input_shape(name, shape), f"take `{name}` as {list(shape)}")
+            elif reshaped and name in outputs and (found := tuple(context.get_tensor_shape(name))) != shape:
+                raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
+            if address != address_before:
+                self._check(context.set_tensor_address(name, address), f"take an address for `{name}`")
+        self._check(context.execute_async_v3(self.memory.stream), "run this plan")
+        self._bound[profile] = places
+
+    def _make_context(self, profile: int) -> Any:
+        self.memory.use()
+        context = self._engine.create_execution_context(self._library.ExecutionContextAllocationStrategy.USER_MANAGED)
+        self._check(context is not None, "make an execution context (is the device's memory full?)")
+        if self._activations is None:
+            self._activations = Block(self.memory, self._engine.device_memory_size_v2)  # enough for every profile
+        context.set_device_memory(self._activations.address, self._activations.size)
+        self._check(not self._logger.errors, "take memory for intermediate results")
+        chosen = context.set_optimization_profile_async(profile, self.memory.stream)
+        self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
+        return context
 
     def _check(self, success: bool, what: str) -> None:
-        """Raises: EngineError unless the library did `what`."""
+        """Raises: EngineError with the library's words unless it did `what`."""
         if not success:
-            raise self._failure(what)
-
-    def _failure(self, what: str, reason: str = "", cure: str = "") -> EngineError:
-        """The library does not do `what`: by its own words, and to be built again, unless another reason is given."""
-        return EngineError(
-            f"{self._source.path}: {self._library.__name__} {self._library.__version__} does not {what}: "
-            f"{reason or first(self._errors)}; {cure or f'rebuild with `{self._source.rebuild}`'}"
-        )
+            library = f"{self._library.__name__} {self._library.__version__}"
+            reason = self._logger.first()
+            raise EngineError(f"{self.path}: {library} does not {what}: {reason}; rebuild with `{self._rebuild}`")

@@ -24,7 +24,7 @@ from lantern_rt.engines.trt.backend import TensorRTBackend
 from lantern_rt.engines.trt.cuda import open_gpu
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.library import import_library
-from lantern_rt.engines.trt.plan import PlanSource
+from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
@@ -94,7 +94,7 @@ class SmallModel:
         library, memory, build = self._host() if where == "host" else self._gpu(name)
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            return TensorRTEngine(library, memory, PlanSource(build(role), PROFILES, "rebuild"), spec, table)
+            return TensorRTEngine(Plan(library, memory, build(role), PROFILES, "rebuild"), spec, table)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)

@@ -11,7 +11,7 @@ from tiny_rig import Rig, spec_of
 
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.engine import TensorRTEngine
-from lantern_rt.engines.trt.plan import PlanSource
+from lantern_rt.engines.trt.plan import Plan
 
 PROFILES = (
     Profile(name="prefill", rows=(1, 2, 4), nodes=(2, 24, 24), past=(64, 64, 64)),
@@ -30,9 +30,9 @@ class HostRig:
         self.engine = self.load()
 
     def load(self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any) -> TensorRTEngine:
-        source = PlanSource(plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        loaded = Plan(self.library, self.memory, plan or self.plan, profiles, "lantern-rt build-engine tiny")
         spec = spec_of(self.rig.config).model_copy(update=change)
-        return TensorRTEngine(self.library, self.memory, source, spec, self.rig.table)
+        return TensorRTEngine(loaded, spec, self.rig.table)
 
     def prefilled(self, rows: int, capacity: int = 300) -> Any:
         """A cache that holds the first `rows` prefixes."""

@@ -21,7 +21,7 @@ from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.cuda import Gpu
 from lantern_rt.engines.trt.device_cache import BlockCache
 from lantern_rt.engines.trt.engine import TensorRTFunction
-from lantern_rt.engines.trt.plan import PlanSource
+from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
 from lantern_rt.pipeline import Pipeline
 
@@ -36,9 +36,9 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), past=(0, 0, 0)),)
     memory = HostMemory()
     library = HostLibrary(memory)
-    options = PlanSource(write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
+    plan = Plan(library, memory, write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
-    (images,) = TensorRTFunction(library, memory, options, *tensors).run({"codes": codes})
+    (images,) = TensorRTFunction(plan, *tensors).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]

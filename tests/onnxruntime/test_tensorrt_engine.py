@@ -19,7 +19,7 @@ from tiny_rig import WIDE, Rig, close
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.profiles import Profile
 from lantern_rt.engines.trt.device_cache import BlockCache, DeviceRows, NewKV, runs
-from lantern_rt.engines.trt.engine import bucket, pad_nodes, smallest_profile
+from lantern_rt.engines.trt.engine import fit, pad_nodes
 from lantern_rt.runtime.engine import Pass
 
 
@@ -215,13 +215,15 @@ def test_contexts_share_memory_that_is_given_back_with_the_engine(tiny: HostRig)
 def test_the_smallest_profile_that_fits_is_chosen() -> None:
     chosen = {(2, 2, 64): 1, (4, 3, 64): 2, (1, 12, 320): 2, (1, 13, 64): 0, (1, 24, 64): 0}
     chosen |= {(1, 13, 128): None, (5, 2, 64): None, (1, 2, 384): None, (1, 25, 64): None}
-    for (rows, nodes, past_length), number in chosen.items():
-        assert smallest_profile(PROFILES, rows, nodes, past_length) == number, (rows, nodes, past_length)
+    for asked, number in chosen.items():
+        found = fit(PROFILES, *asked)
+        assert (found and found[0]) == number, asked
 
 
 def test_nodes_are_rounded_up_to_powers_of_two_within_the_profile() -> None:
     tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 60, 60), past=(64, 64, 64))
-    assert [bucket(nodes, tree) for nodes in (1, 2, 3, 4, 5, 17, 32, 33, 60)] == [2, 2, 4, 4, 8, 32, 32, 60, 60]
+    padded = {1: 2, 2: 2, 3: 4, 4: 4, 5: 8, 17: 32, 32: 32, 33: 60, 60: 60}
+    assert {nodes: fit([tree], 1, nodes, 64) for nodes in padded} == {nodes: (0, n) for nodes, n in padded.items()}
 
 
 def test_nodes_added_to_a_pass_see_themselves_and_nobody_sees_them() -> None:

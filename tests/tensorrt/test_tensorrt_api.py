@@ -19,7 +19,7 @@ from lantern_rt.engines.trt.backend import TensorRTBackend
 from lantern_rt.engines.trt.cuda import find_gpu, open_gpu
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.library import MODULES, import_library
-from lantern_rt.engines.trt.plan import PlanSource
+from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
 
 USED = {
@@ -83,8 +83,8 @@ def image_decoder(name: str, folder: Path, memory: Any) -> tuple[TensorRTFunctio
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = PlanSource(built[0], rows, "again")
-    return TensorRTFunction(import_library(name), memory, plan, inputs, outputs), plain
+    plan = Plan(import_library(name), memory, built[0], rows, "again")
+    return TensorRTFunction(plan, inputs, outputs), plain
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
