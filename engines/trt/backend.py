@@ -7,6 +7,7 @@ capabilities asked for, on a host without any GPU.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import place_of_node
+from ...checks import brief
 from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Progress, Tensor, ThreadOptions
@@ -22,8 +24,20 @@ from ..ort.backend import OrtGraphs
 from ..profiles import BuildOptions, Profile
 from .cuda import find_gpu, open_gpu
 from .engine import TensorRTEngine, TensorRTFunction
-from .library import import_library, make_logger, make_monitor
-from .plan import Plan
+from .plan import Plan, make_logger
+
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+
+
+def import_library(name: str) -> Any:
+    """The module of a backend. Raises: EngineError with the command that installs it."""
+    try:
+        module = importlib.import_module(MODULES[name])
+        _ = module.__version__  # any folder of that name on the path would be a module, too
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        found = f"{MODULES[name]} cannot be imported ({brief(error, 200)})"
+        raise EngineError(f"{found}; install it with `pip install 'lantern-rt[{name}]'`") from error
+    return module
 
 
 class TensorRTGraphs(OrtGraphs):
@@ -62,23 +76,21 @@ class TensorRTBackend:
 
     def driver(self) -> str | None:
         """The CUDA version that the driver supports."""
-        gpu = find_gpu()
-        return gpu.driver if gpu else None
+        return gpu.driver if (gpu := find_gpu()) else None
 
     def check_options(self, options: BuildOptions) -> None:
         """Raises: RequestError on what belongs to the other library, or to ONNX Runtime."""
         if "--provider" in (given := options.given()):
             raise RequestError(f"--provider: goes with backend onnxruntime, found {self.name}")
         if "--compute-capability" in given and self.name == "tensorrt":
-            raise RequestError(
-                "--compute-capability: goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host"
-            )
+            cure = "goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host"
+            raise RequestError(f"--compute-capability: {cure}")
 
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
         if options.compute_capabilities:
             return tuple(name.upper() for name in options.compute_capabilities)
-        if (gpu := find_gpu()) is not None:
+        if gpu := find_gpu():
             return (gpu.compute_capability,)
         advice = "build on the host that will run the engines, or with --backend tensorrt-rtx"
         if self.name == "tensorrt-rtx":
@@ -90,18 +102,16 @@ class TensorRTBackend:
     ) -> list[Path]:
         """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`."""
         library, path = import_library(self.name), bundle.path(role)
-        logger = make_logger(library)
-        builder = library.Builder(logger)
+        builder = library.Builder(logger := make_logger(library))
         typed = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from 11 on
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = library.OnnxParser(network, logger)
         if not parser.parse_from_file(str(path)):
-            raise self._refusal(path, *_parse_failure(path, parser, logger.first(), self.name))
+            raise self._refusal(path, *self._parse_failure(path, parser, logger.first()))
         config = self._configure(library, builder, options)
         for profile in profiles:
             shapes = builder.create_optimization_profile()
-            for i in range(network.num_inputs):
-                tensor = network.get_input(i)
+            for tensor in map(network.get_input, range(network.num_inputs)):
                 shapes.set_shape(tensor.name, *ranges(tensor.name, tuple(tensor.shape), profile))
             config.add_optimization_profile(shapes)
         config.progress_monitor = monitor = make_monitor(library, f"building {role}", say)
@@ -120,10 +130,8 @@ class TensorRTBackend:
         manifest, gpu = folder.manifest, find_gpu()
         known = ", ".join(manifest.compute_capabilities)
         if gpu is None:
-            raise EngineError(
-                f"{folder.folder}: found no NVIDIA GPU and driver, expected a GPU of {known}; run without --engines, "
-                "or on a host that has one"
-            )
+            found = f"{folder.folder}: found no NVIDIA GPU and driver, expected a GPU of {known}"
+            raise EngineError(f"{found}; run without --engines, or on a host that has one")
         if gpu.compute_capability not in manifest.compute_capabilities:
             raise folder.other(f"engines for {known}", f"{gpu.compute_capability}, the GPU of this host")
 
@@ -136,8 +144,7 @@ class TensorRTBackend:
         config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
         if self.name == "tensorrt-rtx":
             known = {key: value for key, value in library.ComputeCapability.__members__.items() if key[:2] == "SM"}
-            names = self.compute_capabilities(options)
-            config.num_compute_capabilities = len(names)
+            config.num_compute_capabilities = len(names := self.compute_capabilities(options))
             for i, name in enumerate(names):
                 if name not in known:
                     raise RequestError(f"compute-capability: found {name!r}, expected one of {', '.join(known)}")
@@ -145,6 +152,16 @@ class TensorRTBackend:
         if options.optimization_level is not None:
             config.builder_optimization_level = options.optimization_level
         return config
+
+    def _parse_failure(self, path: Path, parser: Any, words: str) -> tuple[str, str]:
+        """What a parser does not take, as far as it says so, and the cure."""
+        if not parser.num_errors:
+            return f"cannot parse this graph: {words}", "export the bundle again"
+        error = parser.get_error(0)
+        near = f" near `{place}`" if (place := place_of_node(path, error.node())) else ""
+        reason = f"{error.code().name.replace('_', ' ').lower()} ({' '.join(error.desc().split())[:200]})"
+        found = f"cannot parse node `{error.node_name()}` ({error.node_operator()}){near}: {reason}"
+        return found, f"update {self.name}, or build with another --backend"
 
     def _refusal(self, path: Path, what: str, cure: str) -> EngineError:
         return EngineError(f"{path}: {self.name} {self.version()} {what}; {cure}")
@@ -161,15 +178,35 @@ def ranges(name: str, shape: tuple[int, ...], profile: Profile) -> tuple[tuple[i
     return tuple(tuple(axes[i][which] if size < 0 else size for i, size in enumerate(shape)) for which in range(3))
 
 
-def _parse_failure(path: Path, parser: Any, words: str, name: str) -> tuple[str, str]:
-    """What a parser does not take, as far as it says so, and the cure."""
-    if not parser.num_errors:
-        return f"cannot parse this graph: {words}", "export the bundle again"
-    error = parser.get_error(0)
-    place = place_of_node(path, error.node())
-    near = f" near `{place}`" if place else ""
-    reason = f"{error.code().name.replace('_', ' ').lower()} ({' '.join(error.desc().split())[:200]})"
-    return (
-        f"cannot parse node `{error.node_name()}` ({error.node_operator()}){near}: {reason}",
-        f"update {name}, or build with another --backend",
-    )
+def make_monitor(library: Any, what: str, say: Progress) -> Any:
+    """A progress monitor that passes on the outer two levels of phases, and stops the build on Ctrl-C.
+
+    `interrupted` on the result tells that it did: an exception must not cross the library's own frames.
+    """
+
+    class Monitor(library.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.interrupted = False
+            self._phases: dict[str, tuple[int, int]] = {}  # depth and steps
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            self._phases[name] = (self._phases.get(parent, (0, 0))[0] + 1 if parent else 0, steps)
+            self._report(name, 0)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            self._report(name, step + 1)
+            return not self.interrupted
+
+        def phase_finish(self, name: str) -> None:
+            self._report(name)
+
+        def _report(self, name: str, done: int | None = None) -> None:
+            depth, steps = self._phases.get(name, (2, 1))
+            try:
+                if depth < 2:
+                    say(f"{what}: {name[0].lower()}{name[1:]}", steps if done is None else done, steps)
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    return Monitor()

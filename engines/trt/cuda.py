@@ -1,8 +1,4 @@
-"""The first GPU through the NVIDIA driver's own library, nothing to install: its memory, and one stream of work on it.
-
-`CudaMemory` is all that engines need of a device: memory by address, and copies that take effect in the order in which
-they were asked for. Tests put the host's memory in its place.
-"""
+"""The first GPU through the NVIDIA driver's own library: its memory, and one stream of work on it."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ def find_gpu() -> Gpu | None:
     except OSError:
         return None
     version, device, major, minor = (ctypes.c_int() for _ in range(4))
-    status = (  # each call returns 0 for success
+    failed = (  # each call returns 0 for success
         driver.cuInit(0)
         or driver.cuDriverGetVersion(ctypes.byref(version))
         or driver.cuDeviceGet(ctypes.byref(device), 0)
@@ -45,24 +41,18 @@ def find_gpu() -> Gpu | None:
         or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
     )
     number = version.value
-    return None if status else Gpu(f"{number // 1000}.{number % 1000 // 10}", f"SM{major.value}{minor.value}")
+    return None if failed else Gpu(f"{number // 1000}.{number % 1000 // 10}", f"SM{major.value}{minor.value}")
 
 
-# One side of a two-dimensional copy in cuda.h.
-_NAMES = ("x", "y", "kind", "host", "device", "array", "pitch")
-_SIDE: tuple[tuple[str, Any], ...] = tuple(
-    zip(_NAMES, (_Size, _Size, ctypes.c_int, _Pointer, _Word, _Pointer, _Size), strict=True)
-)
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D_v2 of cuda.h."""
-
+class _Side(ctypes.Structure):  # of a copy
     _fields_ = (
-        *((f"{side}_{name}", kind) for side in ("source", "target") for name, kind in _SIDE),
-        ("width", _Size),
-        ("height", _Size),
+        *(("x", _Size), ("y", _Size), ("kind", ctypes.c_int), ("host", _Pointer)),
+        *(("device", _Word), ("array", _Pointer), ("pitch", _Size)),
     )
+
+
+class _Copy2D(ctypes.Structure):  # CUDA_MEMCPY2D_v2 of cuda.h
+    _fields_ = (("source", _Side), ("target", _Side), ("width", _Size), ("height", _Size))
 
 
 # Functions of cuda.h and their arguments; all return a status. Names with _v2 are what cuda.h's macros choose.
@@ -86,10 +76,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 class CudaMemory:
     """The first GPU's memory and a stream, in the primary context that TensorRT and others use too.
 
-    Everything asked for happens later, in that order. Any thread may call. Host arrays are ordinary memory, not pinned:
-    an upload has read its array, and a download has filled it, when the call returns.
-
-    stream: its handle, for a library that puts work of its own on it. lock: to be held meanwhile; reentrant.
+    Everything asked for happens later, in that order. Any thread may call. stream: its handle, for a library that puts
+    work of its own on it. lock: to be held meanwhile; reentrant.
 
     Raises: EngineError with the driver's own words if a call fails.
     """
@@ -135,10 +123,9 @@ class CudaMemory:
 
     def copy2d(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
         """Copy `height` lines of `width` bytes on the device; lines begin a pitch apart."""
-        copy = _Copy2D(source_kind=_DEVICE_MEMORY, target_kind=_DEVICE_MEMORY, width=width, height=height)
-        copy.source_device, copy.source_pitch = source, source_pitch
-        copy.target_device, copy.target_pitch = target, target_pitch
-        self._do("cuMemcpy2DAsync_v2", ctypes.byref(copy), self.stream)
+        ends = ((source, source_pitch), (target, target_pitch))
+        sides = (_Side(kind=_DEVICE_MEMORY, device=address, pitch=pitch) for address, pitch in ends)
+        self._do("cuMemcpy2DAsync_v2", ctypes.byref(_Copy2D(*sides, width, height)), self.stream)
 
     def zero(self, target: int, size: int) -> None:
         """Fill with zero bytes."""
@@ -192,7 +179,4 @@ def _start(array: Array) -> int:
     return int(array.ctypes.data)
 
 
-@cache
-def open_gpu() -> CudaMemory:
-    """The first GPU; one stream for the whole process, so that engines never wait for each other by events."""
-    return CudaMemory()
+open_gpu = cache(CudaMemory)  # one stream for the whole process: engines never wait for each other by events

@@ -1,8 +1,7 @@
 """Keys and values in device memory: one block per cache, tensors at equal distances in it.
 
-Since all tensors of a cache, and all new ones of a pass, lie at equal distances, one two-dimensional copy moves
-some entries of every tensor of every layer at once: appending costs as many copies as there are runs of accepted
-nodes, however many layers there are.
+So are all new ones of a pass: one two-dimensional copy moves some entries of every tensor of every layer at once, and
+appending costs as many copies as there are runs of accepted nodes.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class BlockCache(CacheRows):
     """A cache in device memory, by address; all of it is taken at once, and starts as zeros.
 
     count: tensors, keys and values of every layer, `[columns, rows, num_kv_heads, head_dim]`. entry: bytes of one
-    node's keys (or values) of one row. scratch: for inputs and outputs of passes on this cache, so that caches share
-    nothing.
+    node's keys (or values) of one row. scratch: for inputs and outputs of passes on this cache.
     """
 
     def __init__(self, memory: CudaMemory, rows: int, capacity: int, count: int, entry: int) -> None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...errors import EngineError
 from ...runtime.engine import Cache, Floats, Pass, PassOutput
 from ..contracts import Array, Tensor
 from ..decoder_tensors import NodeInputs, decoder_tensors, kv_dtype, past_length_of
@@ -43,10 +42,9 @@ class TensorRTEngine:
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
         """An empty cache on the device. Raises: EngineError if the plan was built for fewer rows or columns."""
-        past = round_up(capacity - self._most("nodes") - 2)  # what comes after the largest pass is never read
-        for name, wanted in (("rows", rows), ("past", past)):
-            if wanted > self._most(name):
-                raise self._too_small(name, wanted)
+        self._check("rows", rows)
+        largest = max(profile.nodes[2] for profile in self._plan.profiles)
+        self._check("past", round_up(capacity - largest - 2))  # what comes after the largest pass is never read
         return BlockCache(self._plan.memory, rows, capacity, len(self._past), self._entry)
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
@@ -87,19 +85,17 @@ class TensorRTEngine:
         if found := fit(self._plan.profiles, rows, nodes, past_length):
             return found
         for name, wanted in (("rows", rows), ("nodes", nodes), ("past", past_length)):
-            if wanted > self._most(name):
-                raise self._too_small(name, wanted)
-        # each fits some profile, but no profile all: many nodes come with a short past only
-        raise self._too_small("nodes", nodes, past_length)
+            self._check(name, wanted)
+        self._check("nodes", nodes, past_length)  # some profiles take many nodes with a short past only
+        raise self._plan.other(f"{rows} rows of {nodes} nodes", "a pass that one of its profiles takes")
 
-    def _most(self, name: str, past_length: int = 0) -> int:
-        """The largest size of any profile that takes such a past."""
-        return max(int(getattr(one, name)[2]) for one in self._plan.profiles if one.past[2] >= past_length)
-
-    def _too_small(self, name: str, wanted: int, past_length: int = 0) -> EngineError:
-        what = {"rows": "rows", "nodes": "nodes in one pass", "past": "past columns"}[name]
-        expected = f"at most {self._most(name, past_length)}, which it was built for"
-        return self._plan.other(f"{wanted} {what}", expected, f" --max-{name} {wanted}")
+    def _check(self, name: str, wanted: int, past_length: int = 0) -> None:
+        """Raises: EngineError unless a profile that takes such a past takes so many."""
+        most = max(getattr(profile, name)[2] for profile in self._plan.profiles if profile.past[2] >= past_length)
+        if wanted > most:
+            what = {"rows": "rows", "nodes": "nodes in one pass", "past": "past columns"}[name]
+            expected = f"at most {most}, which it was built for"
+            raise self._plan.other(f"{wanted} {what}", expected, f" --max-{name} {wanted}")
 
 
 class TensorRTFunction:

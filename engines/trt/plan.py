@@ -20,10 +20,28 @@ from ..contracts import Array, DTypes, Tensor
 from ..kv_cache import round_up
 from ..profiles import Profile
 from .cuda import ALIGNMENT, Block, CudaMemory, Scratch
-from .library import make_logger
 
 Shape = tuple[int, ...]
 Place = tuple[Shape, int]  # a tensor's shape and its address
+
+
+def make_logger(library: Any) -> Any:
+    """A logger that prints nothing and keeps `errors`, of which `first()` explains a failure on one line."""
+    bad = (library.ILogger.ERROR, library.ILogger.INTERNAL_ERROR)
+
+    class Logger(library.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in bad:
+                self.errors.append(message)
+
+        def first(self) -> str:  # later ones usually follow from it
+            return " ".join(self.errors[0].split())[:300] if self.errors else "no reason given"
+
+    return Logger()
 
 
 class Plan:

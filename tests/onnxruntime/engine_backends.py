@@ -20,10 +20,9 @@ from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.backend import TensorRTBackend
+from lantern_rt.engines.trt.backend import TensorRTBackend, import_library
 from lantern_rt.engines.trt.cuda import open_gpu
 from lantern_rt.engines.trt.engine import TensorRTEngine
-from lantern_rt.engines.trt.library import import_library
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.methods import Sampling

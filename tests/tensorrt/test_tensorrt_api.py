@@ -15,10 +15,9 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.backend import TensorRTBackend
+from lantern_rt.engines.trt.backend import MODULES, TensorRTBackend, import_library
 from lantern_rt.engines.trt.cuda import find_gpu, open_gpu
 from lantern_rt.engines.trt.engine import TensorRTFunction
-from lantern_rt.engines.trt.library import MODULES, import_library
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
 
