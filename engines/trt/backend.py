@@ -108,7 +108,12 @@ class TensorRTBackend:
         parser = library.OnnxParser(network, logger)
         if not parser.parse_from_file(str(path)):
             raise self._refusal(path, *self._parse_failure(path, parser, logger.first()))
-        config = self._configure(library, builder, options)
+        config = builder.create_builder_config()
+        config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
+        if options.optimization_level is not None:
+            config.builder_optimization_level = options.optimization_level
+        if self.name == "tensorrt-rtx":
+            self._choose_gpus(library, config, options)
         for profile in profiles:
             shapes = builder.create_optimization_profile()
             for tensor in map(network.get_input, range(network.num_inputs)):
@@ -139,19 +144,13 @@ class TensorRTBackend:
         """The plans on the first GPU; the condition graph on the CPU."""
         return TensorRTGraphs(import_library(self.name), bundle, folder, threads)
 
-    def _configure(self, library: Any, builder: Any, options: BuildOptions) -> Any:
-        config = builder.create_builder_config()
-        config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
-        if self.name == "tensorrt-rtx":
-            known = {key: value for key, value in library.ComputeCapability.__members__.items() if key[:2] == "SM"}
-            config.num_compute_capabilities = len(names := self.compute_capabilities(options))
-            for i, name in enumerate(names):
-                if name not in known:
-                    raise RequestError(f"compute-capability: found {name!r}, expected one of {', '.join(known)}")
-                config.set_compute_capability(known[name], i)
-        if options.optimization_level is not None:
-            config.builder_optimization_level = options.optimization_level
-        return config
+    def _choose_gpus(self, library: Any, config: Any, options: BuildOptions) -> None:
+        known = {key: value for key, value in library.ComputeCapability.__members__.items() if key[:2] == "SM"}
+        config.num_compute_capabilities = len(names := self.compute_capabilities(options))
+        for i, name in enumerate(names):
+            if name not in known:
+                raise RequestError(f"compute-capability: found {name!r}, expected one of {', '.join(known)}")
+            config.set_compute_capability(known[name], i)
 
     def _parse_failure(self, path: Path, parser: Any, words: str) -> tuple[str, str]:
         """What a parser does not take, as far as it says so, and the cure."""

@@ -22,7 +22,7 @@ from ..profiles import Profile
 from .cuda import ALIGNMENT, Block, CudaMemory, Scratch
 
 Shape = tuple[int, ...]
-Place = tuple[Shape, int]  # a tensor's shape and its address
+Places = Mapping[str, tuple[Shape, int]]  # tensors' shapes and addresses, by name
 
 
 def make_logger(library: Any) -> Any:
@@ -70,7 +70,7 @@ class Plan:
         self.dtypes: DTypes = {}
         self._activations: Block | None = None
         self._contexts: dict[int, Any] = {}  # by profile
-        self._bound: dict[int, Mapping[str, Place]] = {}  # what each context ran on last
+        self._bound: dict[int, Places] = {}  # what each context ran on last
 
     def other(self, found: str, expected: str, more: str = "") -> EngineError:
         """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
@@ -98,12 +98,7 @@ class Plan:
         self.dtypes = dtypes
 
     def run(
-        self,
-        profile: int,
-        arrays: Mapping[str, Array],
-        past: Mapping[str, Place],
-        outputs: Mapping[str, Shape],
-        scratch: Scratch,
+        self, profile: int, arrays: Mapping[str, Array], past: Places, outputs: Mapping[str, Shape], scratch: Scratch
     ) -> dict[str, int]:
         """Upload `arrays` and ask for one run on them and `past`; it happens in the order of the memory's stream.
 
@@ -121,7 +116,7 @@ class Plan:
             self._bind_and_run(profile, inputs, {name: (shape, addresses[name]) for name, shape in outputs.items()})
         return addresses
 
-    def _bind_and_run(self, profile: int, inputs: Mapping[str, Place], outputs: Mapping[str, Place]) -> None:
+    def _bind_and_run(self, profile: int, inputs: Places, outputs: Places) -> None:
         self._logger.errors.clear()
         if profile not in self._contexts:
             self._contexts[profile] = self._make_context(profile)
