@@ -24,7 +24,7 @@ from ..ort.backend import OrtGraphs
 from ..profiles import BuildOptions, Profile
 from .cuda import find_gpu, open_gpu
 from .engine import TensorRTEngine, TensorRTFunction
-from .plan import Plan, make_logger
+from .plan import Plan, first, make_logger
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
@@ -102,12 +102,13 @@ class TensorRTBackend:
     ) -> list[Path]:
         """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`."""
         library, path = import_library(self.name), bundle.path(role)
-        builder = library.Builder(logger := make_logger(library))
+        errors: list[str] = []
+        builder = library.Builder(logger := make_logger(library, errors))
         typed = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from 11 on
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = library.OnnxParser(network, logger)
         if not parser.parse_from_file(str(path)):
-            raise self._refusal(path, *self._parse_failure(path, parser, logger.first()))
+            raise self._refusal(path, *self._parse_failure(path, parser, first(errors)))
         config = builder.create_builder_config()
         config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
         if options.optimization_level is not None:
@@ -125,7 +126,7 @@ class TensorRTBackend:
             raise KeyboardInterrupt
         if plan is None:
             cure = "try smaller --max-rows, --max-nodes or --max-past, or another --backend"
-            raise self._refusal(path, f"does not build this graph: {logger.first()}", cure)
+            raise self._refusal(path, f"does not build this graph: {first(errors)}", cure)
         file = folder / f"{role}.plan"
         file.write_bytes(memoryview(plan))
         return [file]
