@@ -44,5 +44,5 @@ class ThreadOptions:
     spinning: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.intra_op <= 1024:
-            raise EngineError(f"threads: found {self.intra_op}, expected 1 .. 1024")
+        if type(self.intra_op) is not int or not 1 <= self.intra_op <= 1024:
+            raise EngineError(f"threads: found {self.intra_op!r}, expected 1 .. 1024")

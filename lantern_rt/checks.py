@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import numbers
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +12,12 @@ from pydantic import ValidationError
 from .errors import EngineError, RequestError
 
 
-def number(name: str, value: Any, default: float, low: float = -math.inf, high: float = math.inf) -> float:
-    """A finite number from `low` to `high`, both included; None gives the default."""
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RequestError(f"{name}: found {short(value)}, expected a finite number")
-    checked = float(value)
-    if not low <= checked <= high:
-        raise RequestError(f"{name}: found {checked:g}, expected {low:g} .. {high:g}")
-    return checked
-
-
 def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
     """A whole number from `low` to `high`, both included; None gives the default."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(f"{name}: found {short(value)}, expected a whole number {low} .. {high}")
     return int(value)
-
-
-def choice(name: str, value: Any, default: str, known: Sequence[str]) -> str:
-    """One of the `known` words; None gives the default."""
-    value = default if value is None else value
-    if value not in known:
-        raise RequestError(f"{name}: found {short(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
-    return str(value)
 
 
 def explain(error: ValidationError) -> tuple[str, str]:

@@ -1,16 +1,4 @@
-"""Every error a user can cause, as one tree; the message is one line: found, expected, what to do.
-
-    LanternError
-    |-- BundleError       a bundle is missing, incomplete, altered, or of an unknown format
-    |-- CheckpointError   a checkpoint cannot be read, or does not belong to the family asked for
-    |-- ParityError       an exported graph does not compute what the checkpoint computes
-    |-- EngineError       a backend is not installed, or does not take a graph
-    |-- OutputError       a file cannot be written, or is there already
-    `-- RequestError      a prompt or parameter is out of range, or contradicts another
-        `-- TreeError     a draft tree is malformed
-
-Does not know when they are raised; anything else that escapes the library is a bug.
-"""
+"""Every error that a user can cause; the message is one line: found, expected, what to do. Others are bugs."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ runtime reads the same objects. None of a parameter means that the method does w
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -41,8 +42,8 @@ class Sampling(Config):
     """
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
-    temperature: Annotated[float, Field(ge=0, le=1000, description="0 is greedy."), AfterValidator(_greedy_or_warm)] = (
-        1.0
+    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
+        default=1.0, ge=0, le=1000, description="0 is greedy."
     )
     top_k: Annotated[int, Field(ge=0, le=2**31, description="Keep the k most probable tokens; 0 is off.")] = 0
     top_p: Annotated[float, Field(gt=0, le=1, description="Keep this much probability; 1 is off.")] = 1.0
@@ -81,7 +82,8 @@ class MethodConfig(Config):
 
     def __str__(self) -> str:
         """The method string, which `parse_method` reads."""
-        return ":".join([self.method, *(f"{name}={_number(value)}" for name, value in self.parameters().items())])
+        given = {name: f"{value:g}" if isinstance(value, float) else value for name, value in self.parameters().items()}
+        return ":".join([self.method, *(f"{name}={value}" for name, value in given.items())])
 
 
 class Ar(MethodConfig):
@@ -120,16 +122,15 @@ class Relaxed(MethodConfig):
     """
 
     neighbors: Neighbors = None
-    residual: Annotated[
-        Residual | None,
-        Field(description="What a rejection removes: aggregated, or neighborhood as the published code does."),
-    ] = None
-    omega: Annotated[
-        float | None, Field(gt=1, le=1e6, description="Accept tokens this many times as readily, above 1.")
-    ] = None
-    anneal: Annotated[
-        float | None, Field(ge=0, le=1, description="How much of omega - 1 each further depth keeps, 0 .. 1.")
-    ] = None
+    residual: Residual | None = Field(
+        default=None, description="What a rejection removes: aggregated, or neighborhood as the published code does."
+    )
+    omega: float | None = Field(
+        default=None, gt=1, le=1e6, description="Accept tokens this many times as readily, above 1."
+    )
+    anneal: float | None = Field(
+        default=None, ge=0, le=1, description="How much of omega - 1 each further depth keeps, 0 .. 1."
+    )
 
     @property
     def bound(self) -> float | None:
@@ -209,11 +210,9 @@ class Auto(MethodConfig):
     """Whatever is fastest on this host and stays within the quality budget."""
 
     method: Literal["auto"] = "auto"
-    quality: Annotated[
-        str,
-        Field(description="What may be given away: strict (nothing), balanced, fast or TVD=x."),
-        AfterValidator(_quality),
-    ] = "balanced"
+    quality: Annotated[str, AfterValidator(_quality)] = Field(
+        default="balanced", description="What may be given away: strict (nothing), balanced, fast or TVD=x."
+    )
 
 
 Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd, Field(discriminator="method")]
@@ -252,12 +251,6 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
 def _parsed(text: str) -> Any:
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return kind(text)
-        except ValueError:
-            continue
     return text
-
-
-def _number(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)

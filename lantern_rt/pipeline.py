@@ -3,8 +3,6 @@
 A `Pipeline` is an opened bundle with its engines. Requests change nothing in it but what was measured of this
 host, so several threads may use one; every call decodes its own batch. Prompts go through the condition graph,
 and codes through the image decoder, one at a time: neither memory nor a single bit of an image depends on the batch.
-
-Does not know the command line, files to write, or how codes are decoded.
 """
 
 from __future__ import annotations
@@ -18,26 +16,21 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
-from .bundle.manifest import Manifest
 from .errors import BundleError, RequestError
 from .methods import Auto, MethodConfig, Relaxed
 from .output.images import blank, grey_out, to_image
 from .planning.auto import Chooser, with_default_method
 from .planning.store import Situation
-from .requests import Embeddings, ImageRequest, Request, resolve_images, resolve_settings, token_slots
+from .requests import Embeddings, ImageRequest, Request, bundle_tokenizer, check_request
 from .results import Ints, Result, StreamStep
 from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
-from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
-from .text.words import WordTokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
     from .engines.loader import Engines
     from .runtime.engine import Engine
     from .runtime.likelihood import Likelihood
-
-PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 
 
 class Pipeline:
@@ -68,8 +61,6 @@ class Pipeline:
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines
 
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
-            raise RequestError(f"threads: found {threads!r}, expected a whole number from 1")
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         if folder is not None and provider not in ("cpu", folder.manifest.provider):
             raise RequestError(
@@ -108,7 +99,10 @@ class Pipeline:
             prompts, class_ids=class_ids, embeddings=embeddings, seed=seed, num_images=num_images, **options
         )
         (last,) = deque(self.decode(request), maxlen=1)
-        return last.result()
+        assert last.stats is not None
+        images = [last.image(i) for i in range(len(last.codes))]
+        seeds, labels = [image.seed for image in request.images], [image.label for image in request.images]
+        return Result(images, last.codes, seeds, labels, last.stats, last.settings)
 
     def stream(
         self,
@@ -172,13 +166,14 @@ class Pipeline:
         rngs = [np.random.default_rng(image.seed) for image in images]
         codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
         for step in decode(self._model(settings.method), prompts, rngs, settings.sampling, settings.method):
-            new_codes: list[Ints] = [np.zeros(0, np.int64)] * len(codes)
-            accepted = [0] * len(codes)
+            new_codes, accepted = [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
             for part in step.parts:
                 new_codes[part.request] = part.codes[: part.committed]
                 accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
-            codes = [np.concatenate([old, new]) if len(new) else old for old, new in zip(codes, new_codes, strict=True)]
-            yield StreamStep(new_codes, codes, accepted, step, request, self._draw)
+            codes = [np.append(old, new) for old, new in zip(codes, new_codes, strict=True)]
+            yield StreamStep(
+                new_codes, codes, accepted, step, settings, self._draw, step.done, step.total, step.statistics
+            )
 
     def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
         """Prefix rows of every image; those of one prompt are computed once."""
@@ -219,34 +214,3 @@ class Pipeline:
         missing = manifest.codes_per_image - len(codes)
         image = to_image(self._engines.vq_decoder(np.append(codes, np.repeat(codes[-1:], missing))[None])[0])
         return grey_out(image, len(codes), manifest.grid_rows, manifest.grid_columns) if missing else image
-
-
-def check_request(
-    manifest: Manifest,
-    tokenizer: PromptTokenizer | None,
-    prompts: str | Sequence[str] | None = None,
-    *,
-    class_ids: int | Sequence[int] | None = None,
-    embeddings: Embeddings | None = None,
-    seed: int | Sequence[int] = 0,
-    num_images: int = 1,
-    **options: Any,
-) -> Request:
-    """Check everything that a caller gave, without loading a graph; takes what a call of a pipeline takes.
-
-    Raises: RequestError: says what is wrong.
-    """
-    settings = resolve_settings(manifest, options)
-    slots = token_slots(manifest.condition)
-    encode = None if tokenizer is None else lambda text: tokenizer.encode(text, slots)
-    return Request(resolve_images(manifest, encode, prompts, class_ids, embeddings, seed, num_images), settings)
-
-
-def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
-    """The tokenizer of a bundle that takes prompts."""
-    condition = bundle.manifest.condition
-    if condition.kind == "text":
-        return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
-    if condition.layout is not None:
-        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
-    return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None

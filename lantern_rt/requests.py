@@ -6,27 +6,27 @@ here: given right-padded, needed left-padded.
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
+from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Manifest
-from .checks import brief as _brief
-from .checks import explain
-from .checks import short as _short
-from .checks import whole as _whole
+from .checks import brief, explain, short, whole
 from .errors import BundleError, RequestError, TreeError
 from .methods import METHODS, PARAMETERS, Config, MethodConfig, Sampling, parameter_names, parse_method
 from .runtime.tree import StaticTree
 from .runtime.tree_names import named_tree, tree_name
+from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
+from .text.words import WordTokenizer, read_tokenizer
 
 Label = str | int | None
 Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
+PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
 PROMPT_LIMIT = 2000  # characters
@@ -68,10 +68,20 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: what each image is made from, and the settings of all."""
+    """A checked request: what each image is made from, prompt by prompt, and the settings of all."""
 
     images: list[ImageRequest]
     settings: Settings
+
+
+def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
+    """The tokenizer of a bundle that takes prompts."""
+    condition = bundle.manifest.condition
+    if condition.kind == "text":
+        return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
+    if condition.layout is not None:
+        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
+    return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
 
 
 # ---------------------------------------------------------------- settings
@@ -112,9 +122,8 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     name = manifest.decoding.method if asked is None else asked
     if name not in METHODS:
         *others, last = METHODS
-        raise RequestError(f"method: found {_short(name)}, expected {', '.join(others)} or {last}")
-    called = name if asked else f"{name} (the bundle's default)"
-    kind = METHODS[name]
+        raise RequestError(f"method: found {short(name)}, expected {', '.join(others)} or {last}")
+    kind, called = METHODS[name], name if asked else f"{name} (the bundle's default)"
     if kind.needs_drafter and manifest.drafter is None:
         raise RequestError(f"method {name}: bundle {manifest.name} has no drafter; use method ar or sjd")
     taken = parameter_names(kind)
@@ -126,10 +135,10 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     fields = _defaults(manifest, name) | given
     if "neighbors" in taken:
         fields |= _neighborhood(manifest, name, given)
-    if fields.get("omega") is not None:
+    if "omega" in fields:
         fields.setdefault("anneal", 1.0)
     if "tree" in taken:
-        fields["tree"] = _tree(manifest, given.get("tree"), fields["tree"])
+        fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in given)
     return _checked(kind, fields)
 
 
@@ -140,17 +149,13 @@ def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
 
 def _neighborhood(manifest: Manifest, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """neighbors, its bound and residual, as far as the method aggregates at all; else all of them None."""
-    nothing = {
-        "neighbors": None,
-        "residual": None,
-        **dict.fromkeys({"delta", "lambda"} & set(parameter_names(METHODS[name]))),
-    }
-    bound = next((one for one in ("delta", "lambda") if one in given), None)
-    bound = bound or {"lantern": "delta", "lantern++": "lambda"}.get(name)
-    idle = next((one for one in ("neighbors", "residual") if one in given), None)
+    bounds = [one for one in ("delta", "lambda") if name in PARAMETERS[one]]
+    nothing: dict[str, Any] = dict.fromkeys([*bounds, "neighbors", "residual"])
+    told = [one for one in nothing if one in given]
+    bound = next((one for one in bounds if one in given), bounds[0] if len(bounds) == 1 else None)
     if bound is None:
-        if idle:
-            raise RequestError(f"{idle}: method {name} aggregates nothing unless bounded; give delta or lambda too")
+        if told:
+            raise RequestError(f"{told[0]}: method {name} aggregates nothing unless bounded; give delta or lambda too")
         return nothing
     table, annealed = manifest.neighbors, "omega" in given
     if not table and not annealed:
@@ -159,39 +164,33 @@ def _neighborhood(manifest: Manifest, name: str, given: Mapping[str, Any]) -> di
             "or give omega, which needs none"
         )
     like = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
-    neighbors = _whole(
-        "neighbors", given.get("neighbors"), min(like.get("neighbors", 0), table), 0 if annealed else 1, table
-    )
-    if not neighbors:
-        if idle := next((one for one in ("delta", "lambda", "residual") if one in given), None):
-            raise RequestError(f"{idle}: found neighbors 0; leave {idle} out, or give neighbors above 0")
-        return nothing
-    residual = given.get("residual", "aggregated")
-    return {"neighbors": neighbors, "residual": residual, bound: given.get(bound, like.get(bound))}
+    usual = min(like.get("neighbors", 0), table)
+    if neighbors := whole("neighbors", given.get("neighbors"), usual, 0 if annealed else 1, table):
+        return {"residual": "aggregated", bound: like.get(bound), **given, "neighbors": neighbors}
+    if idle := next((one for one in told if one != "neighbors"), None):
+        raise RequestError(f"{idle}: found neighbors 0; leave {idle} out, or give neighbors above 0")
+    return nothing
 
 
-def _tree(manifest: Manifest, asked: Any, default: str) -> str:
+def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:
     """The name of a tree that exists and fits the codebook; a file's tree by a name that holds its shape."""
-    if asked is not None and not isinstance(asked, str):
-        raise TreeError(f"tree: found {_short(asked)}, expected a name or a .json file")
-    name = default if asked is None else asked
+    if not isinstance(name, str):
+        raise TreeError(f"tree: found {short(name)}, expected a name or a .json file")
     try:
-        if asked is None and name.endswith(".json"):
+        if by_bundle and name.endswith(".json"):
             raise TreeError("a bundle names a tree, it cannot point to a file")
         shape = named_tree(name)
     except TreeError as error:
-        if asked is not None:
-            raise
-        raise BundleError(f"bundle {manifest.name}: default tree {_short(name)}: {error}") from error
-    if isinstance(shape, StaticTree):
-        widest = max(len(children) for children in shape.children)
-        if widest > manifest.codebook_size:
-            raise TreeError(
-                f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
-            )
-        if name.endswith(".json"):
-            return tree_name(shape.paths)
-    return name
+        if by_bundle:
+            raise BundleError(f"bundle {manifest.name}: default tree {short(name)}: {error}") from error
+        raise
+    if not isinstance(shape, StaticTree):
+        return name
+    if (widest := max(map(len, shape.children))) > manifest.codebook_size:
+        raise TreeError(
+            f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
+        )
+    return tree_name(shape.paths) if name.endswith(".json") else name
 
 
 def _checked(kind: type[C], fields: Mapping[str, Any]) -> C:
@@ -203,73 +202,90 @@ def _checked(kind: type[C], fields: Mapping[str, Any]) -> C:
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's scalars as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
+    """NumPy's scalars and arrays as Python's."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
+
+
+def _listed(value: Any, times: int = 1) -> list[Any]:
+    """Elements of a list; anything else so many times."""
+    value = _plain(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
 
 
 # ---------------------------------------------------------------- images
 
 
-def resolve_images(
+def check_request(
     manifest: Manifest,
-    encode: Callable[[str], NDArray[np.int64]] | None,
-    prompts: str | Sequence[str] | None,
-    class_ids: int | Sequence[int] | None,
-    embeddings: Embeddings | None,
-    seed: int | Sequence[int],
-    num_images: int,
-) -> list[ImageRequest]:
-    """One request per image, prompt by prompt. `encode` turns a prompt into ids: of words `[prefix]`, or of tokens,
-    as many as there are.
+    tokenizer: PromptTokenizer | None,
+    prompts: str | Sequence[str] | None = None,
+    *,
+    class_ids: int | Sequence[int] | None = None,
+    embeddings: Embeddings | None = None,
+    seed: int | Sequence[int] = 0,
+    num_images: int = 1,
+    **options: Any,
+) -> Request:
+    """Check everything that a caller gave, without loading a graph; takes what a call of a pipeline takes.
 
-    Image i of a prompt gets seed + i; `seed` may also be one number per prompt.
+    Raises: RequestError: says what is wrong.
     """
-    kind = manifest.condition.kind
+    settings, condition = resolve_settings(manifest, options), manifest.condition
+    kind = condition.kind
     written = kind if kind in ("text", "tokens") else "words"
     given = {written: prompts, "class": class_ids, "embeddings": embeddings}
     takes = {written: "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
+    wanted = f"expected {takes[kind]}: that is what bundle {manifest.name} takes"
     for name, value in given.items():
         if value is not None and name != kind:
             cure = "; export it with --text-encoder to give prompts" if (name, kind) == ("words", "embeddings") else ""
-            raise RequestError(
-                f"found {takes[name]}, expected {takes[kind]}: that is what bundle {manifest.name} takes{cure}"
-            )
+            raise RequestError(f"found {takes[name]}, {wanted}{cure}")
     if given[kind] is None:
-        raise RequestError(f"found nothing to draw, expected {takes[kind]}: that is what bundle {manifest.name} takes")
-    if prompts is not None:
-        assert encode is not None
-        subjects = [_text_request(manifest.condition, prompt, encode(prompt)) for prompt in _prompts(prompts)]
+        raise RequestError(f"found nothing to draw, {wanted}")
+    if embeddings is not None:
+        subjects = _embeddings(condition, embeddings)
     elif class_ids is not None:
-        real = (np.ones(manifest.condition.prefix, np.bool_),) * 2
-        ids = _class_ids(manifest, class_ids)
-        subjects = [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, real) for i in ids]
+        subjects = [_class_request(condition, one) for one in _listed(class_ids)]
     else:
-        assert embeddings is not None
-        subjects = _embeddings(manifest, embeddings)
-    count = _whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
+        assert tokenizer is not None
+        subjects = [_text_request(condition, tokenizer, one) for one in _listed(prompts)]
+    if not subjects:
+        raise RequestError(f"found an empty list, {wanted}")
+    count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
         raise RequestError(
             f"found {len(subjects)} x {count} images, expected at most {IMAGES_LIMIT} in one request; split it"
         )
-    firsts = zip(subjects, _seeds(seed, len(subjects), count), strict=True)
-    return [replace(subject, seed=first + i) for subject, first in firsts for i in range(count)]
+    seeds = _listed(seed, len(subjects))
+    if len(seeds) != len(subjects):
+        raise RequestError(
+            f"seed: found {len(seeds)} seeds for {len(subjects)} prompts, expected one number, or one each"
+        )
+    firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
+    images = [replace(one, seed=first + i) for one, first in zip(subjects, firsts, strict=True) for i in range(count)]
+    return Request(images, settings)
 
 
-def token_slots(condition: ConditionSpec) -> int:
-    """How many ids a prompt's own text may have."""
-    layout = condition.layout
-    return condition.prefix - (0 if layout is None else len(layout.before) + len(layout.after))
+def _class_request(condition: ConditionSpec, given: Any) -> ImageRequest:
+    class_id, real = whole("class id", given, 0, 0, (condition.classes or 1) - 1), np.ones(condition.prefix, np.bool_)
+    return ImageRequest(class_id, {"class_ids": np.array([class_id], np.int64)}, (real, real))
 
 
-def _text_request(condition: ConditionSpec, prompt: str, ids: NDArray[np.int64]) -> ImageRequest:
+def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any) -> ImageRequest:
     """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
-    layout, whole = condition.layout, np.ones(condition.prefix, np.bool_)
-    if condition.kind == "words":
-        return ImageRequest(prompt, {"token_ids": ids[None]}, (whole, whole))
+    if not isinstance(prompt, str):
+        raise RequestError(f"prompt: found {short(prompt)}, expected text or a list of texts")
+    if not prompt.strip():
+        raise RequestError("prompt: found an empty one, expected a few words")
+    if len(prompt) > PROMPT_LIMIT:
+        raise RequestError(f"prompt: found {len(prompt):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
+    layout, prefix = condition.layout, condition.prefix
     if layout is None:
-        real = np.arange(len(whole)) >= len(whole) - len(ids)
-        mask = np.ones((1, len(ids)), np.int64)
-        return ImageRequest(prompt, {"token_ids": ids[None], "token_mask": mask}, (real, real))
+        ids = tokenizer.encode(prompt, prefix)
+        real = np.arange(prefix) >= prefix - len(ids)
+        mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
+        return ImageRequest(prompt, {"token_ids": ids[None], **mask}, (real, real))
+    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(layout.after))
     cond = np.array([*layout.before, *ids, *layout.after], np.int64)
     uncond = np.array(layout.uncond or cond, np.int64)
     if layout.uncond_fill is not None:
@@ -278,40 +294,15 @@ def _text_request(condition: ConditionSpec, prompt: str, ids: NDArray[np.int64])
     return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
 
 
-def _prompts(prompts: str | Sequence[str]) -> list[str]:
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompt: found {_short(prompts)}, expected text or a list of texts")
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not texts:
-        raise RequestError("prompt: found an empty list, expected at least one prompt")
-    for text in texts:
-        if not isinstance(text, str):
-            raise RequestError(f"prompt: found {_short(text)}, expected text")
-        if not text.strip():
-            raise RequestError("prompt: found an empty one, expected a few words")
-        if len(text) > PROMPT_LIMIT:
-            raise RequestError(f"prompt: found {len(text):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
-    return texts
-
-
-def _class_ids(manifest: Manifest, class_ids: int | Sequence[int]) -> list[int]:
-    listed = [class_ids] if isinstance(class_ids, numbers.Integral) else class_ids
-    if isinstance(listed, str) or not isinstance(listed, Sequence | np.ndarray):
-        raise RequestError(f"class id: found {_short(listed)}, expected a whole number or a list of them")
-    if len(listed) == 0:
-        raise RequestError("class id: found an empty list, expected at least one class id")
-    return [_whole("class id", i, 0, 0, (manifest.condition.classes or 1) - 1) for i in listed]
-
-
-def _embeddings(manifest: Manifest, given: Embeddings) -> list[ImageRequest]:
+def _embeddings(condition: ConditionSpec, given: Embeddings) -> list[ImageRequest]:
     """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
-    prefix, width = manifest.condition.prefix, manifest.condition.caption_dim or 0
+    prefix, width = condition.prefix, condition.caption_dim or 0
     rows, mask = given if isinstance(given, tuple) else (given, None)
     try:
         values = np.asarray(rows, np.float32)
         marks = np.ones(values.shape[:-1], np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
     except (ValueError, TypeError, OverflowError) as error:
-        raise RequestError(f"embeddings: expected an array of numbers and a mask, found {_brief(error)}") from error
+        raise RequestError(f"embeddings: expected an array of numbers and a mask, found {brief(error)}") from error
     if values.ndim == 2:
         values, marks = values[None], marks[None]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
@@ -320,24 +311,14 @@ def _embeddings(manifest: Manifest, given: Embeddings) -> list[ImageRequest]:
             f"embeddings: found {list(values.shape)} with mask {list(marks.shape)}, "
             f"expected [prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]"
         )
-    lengths = marks.sum(1)
-    if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths[:, None]):
+    lengths = marks.sum(1)[:, None]
+    if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
         raise RequestError("embeddings: found a mask with gaps, expected ones, at least one, then zeros (right-padded)")
     if not np.isfinite(values[marks]).all():
         raise RequestError("embeddings: found NaN or infinity, expected finite numbers")
-    requests = []
-    for value, length in zip(values, lengths, strict=True):
-        left, real = np.zeros((1, prefix, width), np.float32), np.arange(prefix) >= prefix - length
-        left[0, prefix - length :] = value[:length]
-        inputs = {"caption_embeds": left, "caption_mask": real[None].astype(np.int64)}
-        requests.append(ImageRequest(None, inputs, (real, real)))
-    return requests
-
-
-def _seeds(seed: int | Sequence[int], subjects: int, images: int) -> list[int]:
-    """First seed of every prompt."""
-    several = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str)
-    listed: list[Any] = list(cast(Any, seed)) if several else [seed] * subjects
-    if len(listed) != subjects:
-        raise RequestError(f"seed: found {len(listed)} seeds for {subjects} prompts, expected one number, or one each")
-    return [_whole("seed", one, 0, 0, SEED_LIMIT - images) for one in listed]
+    left, real = np.zeros((len(values), prefix, width), np.float32), np.arange(prefix) >= prefix - lengths
+    left[real] = values[marks]
+    return [
+        ImageRequest(None, {"caption_embeds": value[None], "caption_mask": own[None].astype(np.int64)}, (own, own))
+        for value, own in zip(left, real, strict=True)
+    ]

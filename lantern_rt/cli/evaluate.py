@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..bundle.files import Bundle
-from ..checks import number, require_library, short, whole
+from ..checks import require_library, short, whole
 from ..engines.host import host_report, processor
 from ..errors import RequestError
 from ..evaluation.evaluate import Images
@@ -21,8 +21,8 @@ from ..evaluation.evaluate import evaluate as measure
 from ..evaluation.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
 from ..evaluation.report import html_report, text_report
 from ..output.files import check_new_folder, folder_or_nothing, slug
-from ..pipeline import Pipeline, bundle_tokenizer, check_request
-from ..requests import SEED_LIMIT
+from ..pipeline import Pipeline
+from ..requests import SEED_LIMIT, bundle_tokenizer, check_request
 from ..runner import parse_contenders, subjects_of
 from .console import print_json, progress
 from .options import BundleName, Force, Json, Prompts, Running, Shaping
@@ -135,7 +135,8 @@ def _features(bundle: Bundle, given: Graphs, threads: int | None) -> Features | 
     elif "vq_encoder" in bundle.manifest.files:
         features = EncoderFeatures(bundle, threads)
     if given.bandwidth is not None:
-        number("bandwidth", given.bandwidth, 0, 1e-9, 1e9)
+        if not 1e-9 <= given.bandwidth <= 1e9:
+            raise RequestError(f"bandwidth: found {given.bandwidth:g}, expected 1e-09 .. 1e+09")
         if features is None:
             name = bundle.manifest.name
             raise RequestError(f"bandwidth: bundle {name} has no features of its own; give --features too")

@@ -78,8 +78,8 @@ def run(
     """
     from ..output.images import enlarge, png_bytes
     from ..output.trace import Trace
-    from ..pipeline import bundle_tokenizer, check_request
     from ..planning.auto import with_default_method
+    from ..requests import bundle_tokenizer, check_request
 
     prompts, class_ids = prompt or None, class_id or None
     if prompts is None and class_ids is None:

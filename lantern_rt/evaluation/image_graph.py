@@ -17,7 +17,7 @@ from ..checks import brief
 from ..engines.host import usable_cores
 from ..engines.ort.session import import_onnxruntime
 from ..errors import RequestError
-from ..pipeline import bundle_tokenizer
+from ..requests import bundle_tokenizer
 from .statistics import Floats, Ints
 
 BATCH = 8  # images in one run, where the graph leaves it open

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from bundle_folder import make_bundle, read_manifest, write_manifest
 from lantern_rt import open_bundle
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.errors import BundleError
-from lantern_rt.requests import resolve_images
+from lantern_rt.requests import check_request
 
 PREFIX = 6
 
@@ -30,10 +31,8 @@ def text_manifest(folder: Path, **condition: Any) -> Manifest:
 def test_tokens_stand_at_the_end_of_the_prefix_and_the_rest_is_padding(tmp_path: Path) -> None:
     manifest = text_manifest(tmp_path / "tiny", cleaning="llamagen")
     ids = {"short": [7, 1], "full": [2, 3, 4, 5, 6, 1]}
-    images = resolve_images(
-        manifest, lambda text: np.array(ids[text], np.int64), ["short", "full"], None, None, seed=0, num_images=1
-    )
-    short, full = images
+    tokenizer: Any = SimpleNamespace(encode=lambda text, slots: np.array(ids[text], np.int64))
+    short, full = check_request(manifest, tokenizer, ["short", "full"], method="ar").images
     assert short.inputs["token_ids"].tolist() == [[7, 1]]
     assert short.inputs["token_mask"].tolist() == [[1, 1]]
     assert short.real[0].tolist() == [False] * 4 + [True] * 2

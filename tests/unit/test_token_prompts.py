@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from pydantic import ValidationError
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.requests import ImageRequest, resolve_images, token_slots
+from lantern_rt.requests import ImageRequest, check_request
 from lantern_rt.runtime.drafts import DrafterLayout, PrefixRow
 from lantern_rt.text.tokenizers import TemplateTokenizer, load_tokenizer
 
@@ -27,10 +28,24 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return Manifest.model_validate_json((folder / "bundle.json").read_text())
 
 
+class Ids:
+    """A tokenizer that gives these ids to every prompt, and keeps how many it might have given."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids, self.slots = np.array(ids), 0
+
+    def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
+        """The ids."""
+        self.slots = slots
+        return self.ids
+
+
 def requests(manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
-    own = manifest.model_copy(update={"condition": condition})
-    return resolve_images(own, lambda prompt: np.array(ids), "a prompt", None, None, 7, images)
+    own, tokenizer = manifest.model_copy(update={"condition": condition}), Ids(ids)
+    request = check_request(own, tokenizer, "a prompt", seed=7, num_images=images)  # type: ignore[arg-type]
+    assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
+    return request.images
 
 
 def test_the_rows_of_a_prompt_may_differ_in_length(manifest: Manifest) -> None:
@@ -46,11 +61,6 @@ def test_an_unconditional_row_may_be_the_prompt_with_its_text_filled_in(manifest
     (request,) = requests(manifest, JANUS, [50, 51])
     assert request.inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
     assert request.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
-
-
-def test_the_text_may_fill_what_the_layout_leaves() -> None:
-    assert token_slots(ConditionSpec(kind="tokens", prefix=12, layout=ANOLE)) == 9
-    assert token_slots(ConditionSpec(kind="words", prefix=12)) == 12
 
 
 def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
