@@ -221,15 +221,11 @@ _CLASSES: tuple[type[MethodConfig], ...] = (*get_args(get_args(Method)[0]), Auto
 METHODS: dict[str, type[MethodConfig]] = {one.model_fields["method"].default: one for one in _CLASSES}
 
 
-def parameter_names(method: type[MethodConfig]) -> list[str]:
-    """Parameters of a method, by the names that users give."""
-    return [field.alias or name for name, field in method.model_fields.items() if name != "method"]
-
-
 PARAMETERS: dict[str, list[str]] = {}  # every parameter, and the methods that take it
 for _name, _class in METHODS.items():
-    for _parameter in parameter_names(_class):
-        PARAMETERS.setdefault(_parameter, []).append(_name)
+    for _field, _info in _class.model_fields.items():
+        if _field != "method":
+            PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

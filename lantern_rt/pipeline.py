@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
+from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +97,8 @@ class Pipeline:
 
         Raises: RequestError: names the parameter at fault, what was found and what to do.
         """
-        request = self._check(
-            prompts, class_ids=class_ids, embeddings=embeddings, seed=seed, num_images=num_images, **options
-        )
+        options |= {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
+        request = self._check(prompts, **options)
         (last,) = deque(self.decode(request), maxlen=1)
         assert last.stats is not None
         images = [last.image(i) for i in range(len(last.codes))]
@@ -118,11 +119,8 @@ class Pipeline:
 
         Work is done only while the next step is waited for: stop iterating, or close the generator, to cancel.
         """
-        return self.decode(
-            self._check(
-                prompts, class_ids=class_ids, embeddings=embeddings, seed=seed, num_images=num_images, **options
-            )
-        )
+        options |= {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
+        return self.decode(self._check(prompts, **options))
 
     def likelihoods(
         self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **request: Any
@@ -136,9 +134,8 @@ class Pipeline:
         checked = self._check(prompts, **request)
         if len(codes) != len(checked.images):
             raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
-        prefixes, sampling = self._prefixes(checked.images), checked.settings.sampling
-        model = self._model(checked.settings.method)
-        return [likelihood(model, p, c, sampling) for p, c in zip(prefixes, codes, strict=True)]
+        model, prefixes = self._model(checked.settings.method), self._prefixes(checked.images)
+        return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
         """The engines of target and drafter, for measuring passes."""
@@ -153,11 +150,8 @@ class Pipeline:
         checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
         if not isinstance(checked.settings.method, Auto):
             return checked
-        images = checked.images
-        chosen = self._chooser.choose(
-            len(images), checked.settings, lambda settings: self.decode(Request(images, settings))
-        )
-        return Request(images, chosen)
+        images, auto = checked.images, checked.settings
+        return Request(images, self._chooser.choose(len(images), auto, lambda one: self.decode(Request(images, one))))
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Decode a checked request, step by step."""
@@ -178,10 +172,8 @@ class Pipeline:
     def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
         """Prefix rows of every image; those of one prompt are computed once."""
         prompts: list[Prompt] = []
-        for i, image in enumerate(images):
-            if i and images[i - 1].inputs is image.inputs:
-                prompts.append(prompts[-1])
-                continue
+        for _, same in groupby(images, lambda one: id(one.inputs)):
+            image, *others = same
             cond, uncond = self._engines.condition(image.inputs)
             if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
                 raise BundleError(
@@ -189,19 +181,18 @@ class Pipeline:
                     "its weights are damaged, export the bundle again"
                 )
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
-            prompts.append(Prompt(*(PrefixRow(*row) for row in rows)))
+            prompts += [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
         return prompts
 
     def _model(self, method: MethodConfig) -> Model:
-        manifest, layout = self.bundle.manifest, DrafterLayout()
-        if spec := manifest.drafter:
-            layout = DrafterLayout(spec.position_shift, spec.masks_prefix, spec.prefix_token, spec.code_offset)
+        manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
+        layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
         return Model(
             self._engines.target,
             self._engines.drafter if method.needs_drafter else None,
             manifest.codes_per_image,
             manifest.target.max_positions,
-            layout,
+            DrafterLayout(**layout),
             manifest.grid_columns,
             self.bundle.neighbors().indices if isinstance(method, Relaxed) and method.neighbors else None,
         )

@@ -18,7 +18,7 @@ from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Manifest
 from .checks import brief, explain, short, whole
 from .errors import BundleError, RequestError, TreeError
-from .methods import METHODS, PARAMETERS, Config, MethodConfig, Sampling, parameter_names, parse_method
+from .methods import METHODS, PARAMETERS, Config, Drafted, MethodConfig, Relaxed, Sampling, parse_method
 from .runtime.tree import StaticTree
 from .runtime.tree_names import named_tree, tree_name
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
@@ -84,9 +84,6 @@ def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
     return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
 
 
-# ---------------------------------------------------------------- settings
-
-
 def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings:
     """The settings of a request.
 
@@ -111,12 +108,6 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     return Settings(_resolve_method(manifest, asked, given), sampling)
 
 
-def names_method(options: Mapping[str, Any]) -> bool:
-    """Whether a request names a method, or a parameter that only some methods take; `quality` is of none of these."""
-    given = {name.rstrip("_") for name, value in options.items() if value is not None}
-    return bool(given & {"method", *PARAMETERS} - {"quality"})
-
-
 def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> MethodConfig:
     """The method, its parameters filled in from the bundle's defaults."""
     name = manifest.decoding.method if asked is None else asked
@@ -126,18 +117,17 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     kind, called = METHODS[name], name if asked else f"{name} (the bundle's default)"
     if kind.needs_drafter and manifest.drafter is None:
         raise RequestError(f"method {name}: bundle {manifest.name} has no drafter; use method ar or sjd")
-    taken = parameter_names(kind)
-    for parameter in sorted(given.keys() - set(taken)):
+    if strange := sorted(one for one in given if name not in PARAMETERS[one]):
         raise RequestError(
-            f"{parameter}: method {called} does not take it; leave {parameter} out, "
-            f"or use method {' or '.join(PARAMETERS[parameter])}"
+            f"{strange[0]}: method {called} does not take it; leave {strange[0]} out, "
+            f"or use method {' or '.join(PARAMETERS[strange[0]])}"
         )
     fields = _defaults(manifest, name) | given
-    if "neighbors" in taken:
+    if issubclass(kind, Relaxed):
         fields |= _neighborhood(manifest, name, given)
     if "omega" in fields:
         fields.setdefault("anneal", 1.0)
-    if "tree" in taken:
+    if issubclass(kind, Drafted):
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in given)
     return _checked(kind, fields)
 
@@ -210,9 +200,6 @@ def _listed(value: Any, times: int = 1) -> list[Any]:
     """Elements of a list; anything else so many times."""
     value = _plain(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * times
-
-
-# ---------------------------------------------------------------- images
 
 
 def check_request(

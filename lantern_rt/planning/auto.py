@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import OutputError
-from ..methods import Ar, Auto, MethodConfig
-from ..requests import Settings, names_method, resolve_settings
+from ..methods import PARAMETERS, Ar, Auto, MethodConfig
+from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
 from .store import Choice, Situation, Tuning, read_tuning, write_tuning
@@ -36,9 +36,10 @@ def with_default_method(bundle: Bundle, options: Mapping[str, Any]) -> dict[str,
     It is where a caller names no method nor anything that only some methods take, and something is known of the bundle:
     it brings acceptance statistics, or `tune` has measured it here. `quality` alone asks for `auto` too.
     """
-    if names_method(options):
+    given = {name.rstrip("_") for name, value in options.items() if value is not None}
+    if given & {"method", *PARAMETERS} - {"quality"}:
         return dict(options)
-    known = options.get("quality") is not None or "acceptance_statistics" in bundle.manifest.files
+    known = "quality" in given or "acceptance_statistics" in bundle.manifest.files
     if not known:
         tuning = read_tuning(bundle.digest)
         known = bool(tuning.choices or tuning.statistics)
