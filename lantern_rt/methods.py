@@ -17,7 +17,6 @@ from .errors import RequestError
 
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 Residual = Literal["aggregated", "neighborhood"]
-WINDOW_LIMIT = 128  # tokens drafted ahead
 
 
 class Config(BaseModel):
@@ -192,7 +191,7 @@ class Sjd(Relaxed):
     """Speculative Jacobi decoding: a window of drafts from the target's own last pass; exact unless relaxed."""
 
     method: Literal["sjd"] = "sjd"
-    window: Annotated[int, Field(ge=1, le=WINDOW_LIMIT, description="Tokens drafted ahead, 1 .. 128.")] = 8
+    window: Annotated[int, Field(ge=1, le=128, description="Tokens drafted ahead, 1 .. 128.")] = 8
     delta: Delta = None
     lambda_: Lambda = None
 

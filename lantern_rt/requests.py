@@ -111,8 +111,8 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
 def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> MethodConfig:
     """The method, its parameters filled in from the bundle's defaults."""
     name = manifest.decoding.method if asked is None else asked
-    if name not in METHODS:
-        *others, last = METHODS
+    *others, last = METHODS
+    if name not in (*others, last):  # whatever its type
         raise RequestError(f"method: found {short(name)}, expected {', '.join(others)} or {last}")
     kind, called = METHODS[name], name if asked else f"{name} (the bundle's default)"
     if kind.needs_drafter and manifest.drafter is None:
@@ -232,7 +232,9 @@ def check_request(
     if embeddings is not None:
         subjects = _embeddings(condition, embeddings)
     elif class_ids is not None:
-        subjects = [_class_request(condition, one) for one in _listed(class_ids)]
+        ids = [whole("class id", one, 0, 0, (condition.classes or 1) - 1) for one in _listed(class_ids)]
+        real = np.ones(condition.prefix, np.bool_)
+        subjects = [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
     else:
         assert tokenizer is not None
         subjects = [_text_request(condition, tokenizer, one) for one in _listed(prompts)]
@@ -251,11 +253,6 @@ def check_request(
     firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
     images = [replace(one, seed=first + i) for one, first in zip(subjects, firsts, strict=True) for i in range(count)]
     return Request(images, settings)
-
-
-def _class_request(condition: ConditionSpec, given: Any) -> ImageRequest:
-    class_id, real = whole("class id", given, 0, 0, (condition.classes or 1) - 1), np.ones(condition.prefix, np.bool_)
-    return ImageRequest(class_id, {"class_ids": np.array([class_id], np.int64)}, (real, real))
 
 
 def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any) -> ImageRequest:
