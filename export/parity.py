@@ -8,7 +8,7 @@ compared is the graph, not the rounding; `verify.py` measures that.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,37 +37,35 @@ def check_parity(graph: Graph, path: Path, tolerance: float = TOLERANCE, plan: G
     plan: what the file was written from; without it, weights are taken to be as the module has them.
     Raises: ParityError that names every tensor that differs by more than the tolerance.
     """
-    worst = 0.0
-    wrong: dict[str, tuple[float, str]] = {}
     large = plan is not None and plan.size > LARGE
     integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
     # Fused products of integer weights round activations as well: look at the graph without them.
     sessions = Sessions(path, lean=large or integers)
-    cases = (graph.cases[0], graph.cases[-1]) if large else graph.cases
+    cases = list(graph.cases.items())
+    cases = [cases[0], cases[-1]] if large else cases
     results = []
-    for case in cases:
+    for case, inputs in cases:
         try:
-            results.append(sessions.run(case.inputs))
+            results.append(sessions.run(inputs))
         except Exception as error:  # ONNX Runtime's own exceptions share no base class
-            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case.name}: {brief(error)}") from error
+            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case}: {brief(error)}") from error
     del sessions  # and its memory, before the module takes as much
-    for case, found in zip(cases, results, strict=True):
-        for name, expected in run_module(graph, case.inputs, plan).items():
-            *_, scaled = differences(found[name], expected)
-            worst = max(worst, scaled)
-            if scaled > tolerance and scaled > wrong.get(name, (0.0, ""))[0]:
-                wrong[name] = scaled, case.name
+    worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
+    for (case, inputs), found in zip(cases, results, strict=True):
+        for name, expected in run_module(graph, inputs, plan).items():
+            here = differences(found[name], expected)[2], case
+            worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
+    wrong = [f"{name} by {d:.3g} ({case})" for name, (d, case) in worst.items() if d > tolerance]
     if wrong:
-        listed = ", ".join(f"{name} by {d:.3g} ({case})" for name, (d, case) in wrong.items())
-        raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {listed}")
-    return worst
+        raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}")
+    return max(difference for difference, _ in worst.values())
 
 
 def differences(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float, float]:
-    """The largest difference of two arrays: absolute, relative to each number, and scaled as limits are.
+    """The largest difference of two arrays: absolute, relative to each number, and scaled as limits are: absolute
+    up to values of 1, relative to the largest value above.
 
-    The scaled one is absolute up to values of 1, relative to the largest value above. All are infinite where shapes,
-    types or infinities differ, or one is not a number.
+    All are infinite where shapes, types or infinities differ, or one is not a number.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return np.inf, np.inf, np.inf
@@ -98,37 +96,27 @@ def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None
 
     Of a table that rows are looked up in, only the rows found are converted.
     """
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
-    handles = []
-    for prefix, part in module.named_modules():
-        if isinstance(part, nn.Embedding):
-            name = f"{prefix}.weight"
-            handles.append(
-                part.register_forward_hook(lambda _part, _ids, rows, name=name: _as_stored(name, rows, plan))
-            )
-            continue
-        for own in (part._parameters, part._buffers):
-            for leaf, value in own.items():
-                if value is not None and value.is_floating_point():
-                    kept.append((own, leaf, value))
-                    name = f"{prefix}.{leaf}" if prefix else leaf
-                    own[leaf] = deferred(partial(_as_stored, name, value, plan), value.shape, torch.float32)
-    try:
+    with ExitStack() as undo:
+        for prefix, part in module.named_modules():
+            if isinstance(part, nn.Embedding):
+                stored = partial(_as_stored, f"{prefix}.weight", plan=plan)
+                undo.callback(part.register_forward_hook(lambda *call, stored=stored: stored(call[-1])).remove)
+                continue
+            for own in (part._parameters, part._buffers):
+                for leaf, value in own.items():
+                    if value is not None and value.is_floating_point():
+                        undo.callback(own.__setitem__, leaf, value)
+                        make = partial(_as_stored, f"{prefix}.{leaf}".removeprefix("."), value, plan)
+                        own[leaf] = deferred(make, value.shape, torch.float32)
         yield
-    finally:
-        for own, leaf, value in kept:
-            own[leaf] = value
-        for handle in handles:
-            handle.remove()
 
 
 def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
     """A module's weight in float32, rounded as the graph has it; the graph omits leading parts of its name."""
-    known = {} if plan is None else plan.storages
-    found = next((n for n in (name, name.partition(".")[2]) if n in known), None)
-    if plan is None or found is None:
-        return computed(weight).float()
-    return fake_quantize(weight, known[found], found in plan.matrices)
+    for known in (name, name.partition(".")[2]):
+        if plan is not None and known in plan.storages:
+            return fake_quantize(weight, plan.storages[known], known in plan.matrices)
+    return computed(weight).float()
 
 
 class Sessions:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Precision
-from .graph.graphs import HIDDEN, Arrays, Case, Graph
+from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.precision import Precisions
 from .parity import Sessions, differences, narrowed, run_module, widened
 
@@ -52,11 +52,10 @@ LIMITS: dict[Precision, Limits] = {
 class Verification:
     """The whole comparison, with rows ready for JSON.
 
-    tensors: one output of a graph over all cases. `scaled` is the difference that `limit` is about, None where it is
-    shown but not judged; `largest_relative` is None where a number differs from 0, so that no ratio is finite.
-    distributions: those of a decoder's tokens, over all `nodes` of all cases, at temperature 1 without guidance.
-    `agreement`: the share of nodes whose likeliest token is the same, near ties included; divergences are
-    KL(reference || bundle) in nats.
+    tensors: outputs of graphs over all cases; `limit` is on `scaled`, None where that is shown but not judged;
+    `largest_relative` is None where a number differs from 0. distributions: those of a decoder's tokens, over all
+    `nodes` of all cases, at temperature 1 without guidance. `agreement`: the share of nodes whose likeliest token is
+    the same, near ties included; divergences are KL(reference || bundle) in nats.
     """
 
     bundle: str
@@ -84,14 +83,12 @@ def verify(
 ) -> Verification:
     """Compare a bundle's graphs with the modules of `graphs`, or each with the reference evaluator."""
     manifest, roles = bundle.manifest, bundle.manifest.files
-    drafter = manifest.drafter.precision if manifest.drafter else None
-    precisions = Precisions(manifest.target.precision, drafter)
-    runs: dict[str, Iterator[Pair]]
+    precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
     if graphs is None:
         onnx_roles = [role for role, entry in roles.items() if entry.path.endswith(".onnx")]
-        runs = {role: _reference_pairs(bundle.path(role), manifest) for role in onnx_roles}
+        runs = {role: _against_reference(bundle.path(role), manifest) for role in onnx_roles}
     else:
-        runs = {graph.role: _module_pairs(graph, bundle.path(graph.role)) for graph in graphs if graph.role in roles}
+        runs = {graph.role: _against_module(graph, bundle.path(graph.role)) for graph in graphs if graph.role in roles}
     result = Verification(manifest.name, bundle.digest, against, manifest.target.precision, [], [])
     for role, pairs in runs.items():
         if progress:
@@ -100,30 +97,24 @@ def verify(
     return result
 
 
-Pair = tuple[Arrays, Arrays]  # outputs of the bundle, and of what it is held against
-
-
-def _module_pairs(graph: Graph, path: Path) -> Iterator[Pair]:
+def _against_module(graph: Graph, path: Path) -> Iterator[tuple[Arrays, Arrays]]:
     sessions = Sessions(path)
-    for case in graph.cases:
-        yield sessions.run(case.inputs), run_module(graph, case.inputs)
+    for inputs in graph.cases.values():
+        yield sessions.run(inputs), run_module(graph, inputs)
 
 
-def _reference_pairs(path: Path, manifest: Manifest) -> Iterator[Pair]:
+def _against_reference(path: Path, manifest: Manifest) -> Iterator[tuple[Arrays, Arrays]]:
     from onnx.reference import ReferenceEvaluator
 
-    evaluator = ReferenceEvaluator(str(path))
-    sessions = Sessions(path)
-    model = onnx.load(path, load_external_data=False)
-    halves = {value.name for value in model.graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
-    for case in small_cases(model.graph.input, manifest):
-        found = map(widened, evaluator.run(None, narrowed(case.inputs, halves)))
-        expected = dict(zip((o.name for o in model.graph.output), found, strict=True))
-        yield sessions.run(case.inputs), expected
+    graph = onnx.load(path, load_external_data=False).graph
+    halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
+    inputs = _small_inputs(graph.input, manifest)
+    found = map(widened, ReferenceEvaluator(str(path)).run(None, narrowed(inputs, halves)))
+    yield Sessions(path).run(inputs), dict(zip((o.name for o in graph.output), found, strict=True))
 
 
-def small_cases(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Iterator[Case]:
-    """One small case for a graph of a bundle, made from what the graph says of its inputs."""
+def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
+    """Random inputs for a graph of a bundle, made from what the graph says of them."""
     sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1}
     ranges = {
         "codes": manifest.codebook_size,
@@ -139,37 +130,38 @@ def small_cases(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> It
         if kind.elem_type == onnx.TensorProto.INT64:
             arrays[value.name] = generator.integers(ranges.get(value.name, 2), size=shape)
         elif value.name == "attention_mask":  # causal among the new nodes
-            rows, _, nodes, columns = shape
-            visible = np.tri(nodes, columns, columns - nodes, dtype=bool)
-            arrays[value.name] = np.broadcast_to(np.where(visible, 0, HIDDEN), (rows, 1, nodes, columns)).astype("f4")
+            visible = np.tri(shape[2], shape[3], shape[3] - shape[2], dtype=bool)
+            arrays[value.name] = np.broadcast_to(np.where(visible, 0, HIDDEN), shape).astype("f4")
         else:
             arrays[value.name] = generator.standard_normal(shape, np.float32)
-    yield Case("small", arrays)
+    return arrays
 
 
-def _compare(role: str, pairs: Iterator[Pair], precision: Precision, result: Verification) -> None:
-    """Add rows for all tensors of one graph, and for its distributions if it is a decoder."""
+def _compare(role: str, pairs: Iterable[tuple[Arrays, Arrays]], precision: Precision, result: Verification) -> None:
+    """Add rows for all tensors of one graph, and for its distributions if it is a decoder.
+
+    pairs: outputs of the bundle, and of what it is held against.
+    """
     limits = LIMITS[precision]
     worst: dict[str, NDArray[np.float64]] = {}  # per tensor: absolute, relative, scaled
     agreements: list[NDArray[np.bool_]] = []
     divergences: list[NDArray[np.float64]] = []
     for found, expected in pairs:
         for name, array in expected.items():
-            worst[name] = np.maximum(worst.get(name, np.zeros(3)), differences(found[name], array))
+            worst[name] = np.maximum(worst.get(name, 0), differences(found[name], array))
         if "logits" in expected:
             agreements.append(agree(expected["logits"], found["logits"]).ravel())
             divergences.append(divergence(expected["logits"], found["logits"]).ravel())
     limit = limits.difference if precision == "fp32" or not agreements else None
-    for name, measured in worst.items():
-        absolute, relative, scaled = (float(number) for number in measured)
+    for name, (absolute, relative, scaled) in worst.items():
         row = {
             "graph": role,
             "tensor": name,
-            "largest_absolute": absolute,
-            "largest_relative": relative if np.isfinite(relative) else None,
-            "scaled": scaled,
+            "largest_absolute": float(absolute),
+            "largest_relative": float(relative) if np.isfinite(relative) else None,
+            "scaled": float(scaled),
             "limit": limit,
-            "passed": limit is None or scaled <= limit,
+            "passed": limit is None or bool(scaled <= limit),
         }
         result.tensors.append(row)
     if agreements:

@@ -44,9 +44,14 @@ def computed(tensor: Tensor) -> Tensor:
     return made
 
 
+def permuted(tensor: Tensor, axes: Sequence[int]) -> Tensor:
+    """A tensor with its axes in another order, deferred."""
+    return deferred(lambda: computed(tensor).permute(*axes), [tensor.shape[axis] for axis in axes], tensor.dtype)
+
+
 def transposed(matrix: Tensor) -> Tensor:
     """`matrix [a, b]` as `[b, a]`, deferred."""
-    return deferred(lambda: computed(matrix).t(), matrix.shape[::-1], matrix.dtype)
+    return permuted(matrix, (1, 0))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -85,8 +85,10 @@ class Config:
                 raise self.error(f"{self.shown(name)} is {self.get(name)}, but the weights have {count}")
 
 
-def read_config(path: Path) -> Config:
-    """A JSON object from a file. Raises: CheckpointError."""
+def read_config(path: Path, folder: str | None = None) -> Config:
+    """A JSON object from a file; folder: what is expected where there is no such file. Raises: CheckpointError."""
+    if folder is not None and not path.is_file():
+        raise CheckpointError(f"{path.parent}: expected {folder}")
     try:
         values = json.loads(path.read_text("utf-8"))
     except OSError as error:

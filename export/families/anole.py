@@ -8,8 +8,8 @@ are kept. A prompt is `<s>`, the text, end of turn, begin of image; the uncondit
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config
 from ..checkpoints.folders import read_checkpoint
 from ..checkpoints.tokenizer import find_tokenizer
-from ..graph.conditions import token_condition
+from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
 from ..models.eagle import EagleDrafter, read_drafter
 from ..models.llama import decoder_config, rename_llama
@@ -29,6 +29,7 @@ from ..models.llamagen_vq import read_vqgan
 from ..writer import Model
 from .common import check_grid, image_model
 
+_DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
 _ARCHITECTURE, _LUMINA = "ChameleonForConditionalGeneration", "mask_image_logits"  # the latter is Lumina-mGPT's
 _PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
@@ -37,16 +38,14 @@ _NAMES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.w
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
 
 
-@dataclass(frozen=True)
-class Chameleon:
+class Chameleon(NamedTuple):
     """A target taken apart. `embeddings [tokens, hidden_size]` of all tokens; code c is token `codes[c]`."""
 
     decoder: Decoder
     embeddings: Tensor
-    layout: TokenLayout
     codes: list[int]
+    condition: Condition
     sources: list[tuple[str, Path]]
-    named_tokens: dict[str, int]
 
 
 def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None) -> Model:
@@ -56,26 +55,22 @@ def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int
     codes, by default those of the VQGAN's own resolution. Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    tokenizer = find_tokenizer(target)
+    find_tokenizer(target)  # before gigabytes are read
     image, rows, vq_files = read_vqgan(vq)
-    rows = grid or rows
-    if rows is None:
+    if not (rows := grid or rows):
         raise CheckpointError(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid")
-    chameleon = read_chameleon(target, rows)
-    decoder, embeddings, codes = chameleon.decoder, chameleon.embeddings, chameleon.codes
-    sources = [*chameleon.sources, ("tokenizer", tokenizer), *(("vq", path) for path in vq_files)]
+    decoder, embeddings, codes, condition, sources = read_chameleon(target, rows)
+    sources += [("vq", path) for path in vq_files]
     drafting = None
     if drafter is not None:
-        drafting = replace(read_drafter(drafter, decoder, len(embeddings)), code_offset=min(codes))
+        drafting = read_drafter(drafter, decoder, len(embeddings), code_offset=min(codes))
         arrange_codes(drafting.drafter, codes)
         sources += drafting.sources
     return image_model(
         family="anole",
         decoder=decoder,
         code_embeddings=_rows(embeddings, codes),
-        condition=token_condition(
-            embeddings, decoder.config.prefix, chameleon.layout, tokenizer, chameleon.named_tokens
-        ),
+        condition=condition,
         vq=image,
         vq_place=vq,
         sampling=_SAMPLING,
@@ -86,10 +81,7 @@ def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int
 
 def read_chameleon(folder: Path, grid: int) -> Chameleon:
     """The decoder in a Hugging Face folder, for pictures of `grid` rows of codes. Raises: CheckpointError."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: expected a Hugging Face folder with config.json and weights")
-    config = read_config(path)
+    config = read_config(folder / "config.json", "a Hugging Face folder with config.json and weights")
     config.expect("model_type", "chameleon")
     if config.get("architectures", [_ARCHITECTURE]) != [_ARCHITECTURE] or _LUMINA in config.values:
         found = _LUMINA if _LUMINA in config.values else f"architectures {config.get('architectures')}"
@@ -99,32 +91,31 @@ def read_chameleon(folder: Path, grid: int) -> Chameleon:
     rename_llama(checkpoint, "model.", _NAMES)
     for name, shown in _NAMES.items():
         if (rows := checkpoint.shape(name)[0]) <= max(codes):
-            raise checkpoint.error(f"{shown} has {rows} rows, but {path.name} has image tokens up to {max(codes)}")
+            raise checkpoint.error(f"{shown} has {rows} rows, but config.json has image tokens up to {max(codes)}")
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid))
     embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.weights["head.weight"] = _rows(checkpoint.weights["head.weight"], codes)
     checkpoint.load_strict(decoder)
-    sources = [*checkpoint.sources("target"), ("target_config", path)]
+    tokenizer = find_tokenizer(folder)
     named_tokens = {name: config.get("vocabulary_map")[name] for name in _PROMPT_TOKENS}
-    return Chameleon(decoder, embeddings, layout, codes, sources, named_tokens)
+    condition = token_condition(embeddings, decoder.config.prefix, layout, tokenizer, named_tokens)
+    sources = [*checkpoint.sources("target"), ("target_config", config.path), ("tokenizer", tokenizer)]
+    return Chameleon(decoder, embeddings, codes, condition, sources)
 
 
 def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:
     """Put the drafter's embeddings of codes in order: code c at the first code's token + c."""
     first, table = min(codes), drafter.embed.weight
-    if codes != list(range(first, first + len(codes))):
+    if codes != sorted(codes):
         ordered = table.clone()
         ordered[first : first + len(codes)] = _rows(table, codes)
         drafter.embed.weight = nn.Parameter(ordered, requires_grad=False)
 
 
 def _rows(table: Tensor, codes: list[int]) -> Tensor:
-    """The rows of codes; a view where they lie in order, as they do in published models."""
-    first = min(codes)
-    if codes == list(range(first, first + len(codes))):
-        return table[first : first + len(codes)]
-    return table[torch.tensor(codes)]
+    """The rows of codes, which are in one block; a view where they lie in order, as they do in published models."""
+    return table[min(codes) : max(codes) + 1] if codes == sorted(codes) else table[torch.tensor(codes)]
 
 
 def _read_vocabulary(config: Config) -> tuple[list[int], TokenLayout]:
@@ -134,7 +125,8 @@ def _read_vocabulary(config: Config) -> tuple[list[int], TokenLayout]:
         raise config.error("has no vocabulary_map from names to token ids, expected one that names the codes")
     if missing := [name for name in _PROMPT_TOKENS if name not in names]:
         raise config.error(f"vocabulary_map lacks {', '.join(missing)}")
-    tokens = {_code(name): token for name, token in names.items() if re.fullmatch("IMGIMG[A-J]+Z", name)}
+    codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
+    tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
     count, ids = len(tokens), sorted(tokens.values())
     if count < 2 or ids != list(range(ids[0], ids[0] + count)) or sorted(tokens) != list(range(count)):
         raise config.error(
@@ -144,8 +136,3 @@ def _read_vocabulary(config: Config) -> tuple[list[int], TokenLayout]:
     start, end, begin = (names[name] for name in _PROMPT_TOKENS)
     layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
     return [tokens[code] for code in range(count)], layout
-
-
-def _code(name: str) -> int:
-    letters = name.removeprefix("IMGIMG").removesuffix("Z")
-    return int("".join(str(ord(letter) - ord("A")) for letter in letters))

@@ -51,15 +51,13 @@ def image_model(
     graphs, drafter = [target_graph(decoder, code_embeddings)], None
     if drafting is not None:
         graphs.append(drafter_graph(drafting.drafter))
-        feeding: dict[str, Any] = {"masks_prefix": drafting.masks_prefix, "code_offset": drafting.code_offset}
-        drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **feeding)
-    tokenizer = condition.tokenizer
+        drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **drafting.feeding)
     return Model(
         graphs=[*graphs, condition.graph, *vq_graphs(vq, sizes.grid)],
         code_embeddings=code_embeddings,
         codebook=vq.codebook.numpy(),
         sources=sources,
-        files={} if tokenizer is None else {"tokenizer": (TOKENIZER, tokenizer)},
+        files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
         fields={
             "family": family,
             "grid_rows": sizes.grid,
@@ -94,9 +92,9 @@ def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
     cells, pixels = grid * grid, grid * config.scale
     generator = np.random.default_rng(0)
     counts = (2, 1) if pixels <= _LARGE_PICTURE else (1,)
-    ids = cases_of(*({"codes": generator.integers(config.codes, size=(images, cells))} for images in counts))
-    shapes = [(images, 3, pixels, pixels) for images in counts]
-    pictures = cases_of(*({"images": generator.uniform(-1, 1, shape).astype(np.float32)} for shape in shapes))
+    ids = cases_of(*({"codes": generator.integers(config.codes, size=(n, cells))} for n in counts))
+    uniform = (generator.uniform(-1, 1, (n, 3, pixels, pixels)) for n in counts)
+    pictures = cases_of(*({"images": drawn.astype(np.float32)} for drawn in uniform))
     image, codes = Value("images", ("images", 3, pixels, pixels)), Value("codes", ("images", cells), "int64")
     latents = Value("pre_quant", ("images", config.code_width, grid, grid))
     return [
@@ -109,11 +107,6 @@ def _decoding_defaults(drafter: bool, neighbours: int) -> DecodingDefaults:
     """The papers' settings, as far as the neighbour table reaches; plain decoding without a drafter."""
     if not drafter:
         return DecodingDefaults(method="ar")
-    return DecodingDefaults(
-        method="lantern",
-        methods=(
-            Eagle(tree="dynamic-59"),
-            Lantern(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2),
-            LanternPlusPlus(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0),
-        ),
-    )
+    exact, lantern = Eagle(tree="dynamic-59"), Lantern(tree="dynamic-59", neighbors=min(1000, neighbours), delta=0.2)
+    plus = LanternPlusPlus(tree="balanced-25", neighbors=min(10, neighbours), lambda_=2.0)
+    return DecodingDefaults(method="lantern", methods=(exact, lantern, plus))

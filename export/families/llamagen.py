@@ -8,9 +8,9 @@ do not show there: they come from a published model's name, a configuration file
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config
 from ..checkpoints.folders import Checkpoint, read_checkpoint
-from ..graph.conditions import CaptionCondition, ClassCondition, caption_condition, class_condition, text_condition
+from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
 from ..models.llama import layer_sizes, rename_llama
@@ -92,30 +92,27 @@ def read_llamagen(
 ) -> Model:
     """The model of a LlamaGen transformer with its VQ tokenizer.
 
-    target: an official file, or a folder: LANTERN's layout, or shards. The transformer's heads come from `model` (a
-    published name), `config` (a JSON file of the model's arguments) or `heads`; `grid` is the number of code rows, 16
-    for 256 pixels; a folder in LANTERN's layout tells all of these. drafter: a folder in LANTERN's layout.
+    target: an official file, or a folder: LANTERN's layout, or shards. Heads come from `model` (a published name),
+    `config` (a JSON file of the model's arguments, by default the folder's) or `heads`; `grid` is the number of code
+    rows, 16 for 256 pixels; a folder in LANTERN's layout tells all of these. drafter: a folder in LANTERN's layout.
     text_encoder: flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text embeddings.
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
     transformer = read_transformer(target, model=model, config=config, grid=grid, heads=heads)
-    image = read_vq(vq)
-    sources = [*transformer.sources, ("vq", vq)]
+    image, sources = read_vq(vq), [*transformer.sources, ("vq", vq)]
     drafting = None
     if drafter is not None:
-        drafting = replace(read_drafter(drafter, transformer.decoder), masks_prefix=False)
+        drafting = read_drafter(drafter, transformer.decoder, masks_prefix=False)
         sources += drafting.sources
     module = transformer.condition
     classes = isinstance(module, ClassCondition)
-    if isinstance(module, ClassCondition):
-        if text_encoder is not None:
-            raise CheckpointError(
-                f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
-            )
-        condition = class_condition(module)
-    elif text_encoder is None:
-        condition = caption_condition(module)
+    if text_encoder is None:
+        condition = module.condition()
+    elif isinstance(module, ClassCondition):
+        raise CheckpointError(
+            f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
+        )
     else:
         encoder, tokenizer, files = read_text_encoder(text_encoder, module.uncond.shape[1])
         sources += files
@@ -133,8 +130,7 @@ def read_llamagen(
     )
 
 
-@dataclass(frozen=True)
-class LlamaGen:
+class LlamaGen(NamedTuple):
     """A transformer taken apart. code_embeddings `[codes, hidden_size]` float32; sources: its files with roles."""
 
     decoder: Decoder
@@ -151,12 +147,7 @@ def read_transformer(
     grid: int | None = None,
     heads: int | None = None,
 ) -> LlamaGen:
-    """Read a transformer from a file or folder.
-
-    model: a published name. config: a JSON file with the model's arguments, by default the folder's `config.json`.
-    heads: where neither of these tells. Raises: CheckpointError that names what is missing, unexpected, or
-    contradicts another.
-    """
+    """The transformer in a file or folder; options as `read_llamagen` takes them. Raises: CheckpointError."""
     checkpoint = read_checkpoint(path, keep=lambda name: not name.endswith(_UNUSED))
     for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
         if all(name.startswith(wrapper) for name in checkpoint.weights):
@@ -174,7 +165,11 @@ def read_transformer(
         checkpoint.rename(_NAMES)
         values = Config(values.path, values.values, _FIELDS)
     weights = checkpoint.weights
-    _check_family(checkpoint)
+    if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
+        first = ", ".join(sorted(map(checkpoint.shown, weights))[:3])
+        found = f"no class or caption embeddings with tok_embeddings, but {first}"
+        found = next((kind for name, kind in _FOREIGN.items() if name in weights), found)
+        raise checkpoint.error(f"found {found}; expected a LlamaGen transformer")
     frequencies = weights.pop("freqs_cis", None)
     codes, code_width = checkpoint.shape("codes")
     values.agree(vocab_size=codes, hidden_size=code_width)
@@ -197,19 +192,6 @@ def read_transformer(
     return LlamaGen(decoder, code_embeddings, condition, sources)
 
 
-def _check_family(checkpoint: Checkpoint) -> None:
-    weights = checkpoint.weights
-    if "codes" in weights and ("classes" in weights or "captions.uncond" in weights):
-        return
-    for name, kind in _FOREIGN.items():
-        if name in weights:
-            raise checkpoint.error(f"found {kind}; expected a LlamaGen transformer")
-    raise checkpoint.error(
-        "found no class or caption embeddings with tok_embeddings, but "
-        f"{', '.join(sorted(map(checkpoint.shown, weights))[:3])}; expected a LlamaGen transformer"
-    )
-
-
 def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
     """The condition, and the rows of its prefix."""
     weights = checkpoint.weights
@@ -219,20 +201,19 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
         config.agree(num_classes=rows - 1, cls_token_num=1)
         return ClassCondition(weights.pop("classes").float()), 1
     names = ("captions.first", "captions.second", "captions.uncond")
-    shapes = [checkpoint.shape(name) for name in names]
-    first, second, (prefix, caption_dim) = shapes
+    first, second, (prefix, caption_dim) = (list(checkpoint.shape(name)) for name in names)
     config.expect("input_type", "t2i", "t2i2", None)  # t2i2: stage II
     config.agree(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
-        raise checkpoint.error(f"caption weights {', '.join(str(list(shape)) for shape in shapes)} do not fit")
+        raise checkpoint.error(f"caption weights {first}, {second}, {[prefix, caption_dim]} do not fit")
     return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
 
 
 def _heads(checkpoint: Checkpoint, config: Config, model: str | None, heads: int | None) -> int:
     layers, width = checkpoint.count("layers."), checkpoint.shape("codes")[1]
     given, field = config.whole("num_attention_heads"), config.shown("num_attention_heads")
-    fitting = next((name for name, sizes in MODELS.items() if sizes[:2] == (layers, width)), None)
-    hint = f"; its sizes are those of {fitting}" if fitting else ""
+    fitting = [f"; its sizes are those of {name}" for name, sizes in MODELS.items() if sizes[:2] == (layers, width)]
+    hint = "".join(fitting[:1])
     if model is not None:
         if model not in MODELS:
             raise CheckpointError(f"model {model!r} is unknown; expected one of {', '.join(MODELS)}")
@@ -243,17 +224,17 @@ def _heads(checkpoint: Checkpoint, config: Config, model: str | None, heads: int
             )
         if given not in (None, heads):
             raise config.error(f"{field} is {given}, but {model} has {heads}")
-    if given is None and heads is None:
+    if not (found := given or heads):
         raise checkpoint.error(
             f"the number of heads does not show in the weights; give --model ({', '.join(MODELS)}) or a --config with "
             f"{field}{hint}"
         )
-    return given or heads or 0
+    return found
 
 
 def _grid(path: Path, prefix: int, frequencies: Tensor | None, config: Config) -> int:
-    stored, block = None if frequencies is None else len(frequencies) - prefix, config.whole("block_size")
-    for cells, where in ((stored, f"{path}: freqs_cis"), (block, f"{config.path}: block_size")):
+    stored = None if frequencies is None else len(frequencies) - prefix
+    for cells, where in ((stored, f"{path}: freqs_cis"), (config.whole("block_size"), f"{config.path}: block_size")):
         if cells is not None:
             if cells < 1 or isqrt(cells) ** 2 != cells:
                 raise CheckpointError(f"{where} tells of {cells} codes, which is no square grid; give --grid")

@@ -1,17 +1,16 @@
 """The graph `condition`: from what is asked for to prefix rows, with guidance and without.
 
 Class ids and text embeddings are LlamaGen's, token ids any decoder's that embeds text itself. LlamaGen pads a text to
-120 tokens on the right, encodes it with T5, and rolls the result to the left. T5 knows only distances between tokens,
-and the projection maps zero to zero; so here a text is encoded at its own length, and zeros are put before it
-afterwards: the same rows for a fraction of the work. Shorter texts of a batch are padded on the left.
+120 tokens on the right, encodes it with T5, and rolls the result to the left. T5 knows only distances between tokens
+and the projection maps zero to zero, so a text is encoded at its own length here and zeros are put before it.
+Shorter texts of a batch are padded on the left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ...bundle.manifest import ConditionSpec, TokenLayout
 from ..checkpoints.tokenizer import read_tokenizer
 from ..models.t5 import write_encoder
-from .graphs import Arrays, Case, Graph, cases_of
+from .graphs import Arrays, Graph, cases_of
 from .onnx_ops import Ops, Value
 
 # Rounding alone moves the states of 24 random layers by 4e-4 of the largest value (float32 against float64, in ONNX
@@ -29,8 +28,7 @@ from .onnx_ops import Ops, Value
 _TEXT_TOLERANCE = 5e-3
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """How what is asked for becomes prefix rows: for the manifest, as a graph, and the `tokenizer.json` of a text."""
 
     spec: ConditionSpec
@@ -49,14 +47,24 @@ class ClassCondition(nn.Module):
         prefix = self.table[class_ids][:, None]  # [rows, 1, hidden_size]
         return prefix, self.table[-1].expand_as(prefix)
 
+    def condition(self) -> Condition:
+        """Class ids as a bundle's condition."""
+        (rows, width), ids, generator = (
+            self.table.shape,
+            Value("class_ids", ("rows",), "int64"),
+            np.random.default_rng(0),
+        )
+        cases = cases_of(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
+        graph = Graph("condition", self, (ids,), _prefix_rows(1, width), cases)
+        return Condition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
+
 
 class CaptionCondition(nn.Module):
-    """Left-padded text embeddings to prefix rows; the unconditional rows come from a stored caption."""
+    """Left-padded text embeddings to prefix rows; unconditional rows come from `uncond [prefix, caption_dim]`."""
 
     def __init__(self, first: Tensor, second: Tensor, uncond: Tensor) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(first, requires_grad=False), nn.Parameter(second, requires_grad=False)
-        self.uncond = nn.Parameter(uncond, requires_grad=False)  # [prefix, caption_dim]
+        self.first, self.second, self.uncond = (nn.Parameter(w, requires_grad=False) for w in (first, second, uncond))
 
     def project(self, captions: Tensor) -> Tensor:
         """`[..., caption_dim]` to `[..., hidden_size]`."""
@@ -65,6 +73,21 @@ class CaptionCondition(nn.Module):
     def forward(self, caption_embeds: Tensor, caption_mask: Tensor) -> tuple[Tensor, Tensor]:
         prefix = self.project(caption_embeds * caption_mask[..., None])  # [rows, prefix, hidden_size]
         return prefix, self.project(self.uncond).expand_as(prefix)
+
+    def condition(self) -> Condition:
+        """Text embeddings as a bundle's condition."""
+        (prefix, caption_dim), generator = self.uncond.shape, np.random.default_rng(0)
+        embeds = Value("caption_embeds", ("rows", prefix, caption_dim))
+        mask = Value("caption_mask", ("rows", prefix), "int64")
+        cases: list[Arrays] = [
+            {
+                embeds.name: generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
+                mask.name: np.sort(generator.integers(2, size=(rows, prefix))),
+            }
+            for rows in (3, 1)
+        ]
+        graph = Graph("condition", self, (embeds, mask), _prefix_rows(prefix, len(self.second)), cases_of(*cases))
+        return Condition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
 
 
 class TextCondition(nn.Module):
@@ -85,7 +108,7 @@ class TextCondition(nn.Module):
 
 
 class TokenCondition(nn.Module):
-    """Token ids of both rows of a prompt, `[rows, tokens]` and `[rows, uncond_tokens]`, to their embeddings."""
+    """`token_ids [rows, tokens]` and `uncond_ids [rows, uncond_tokens]` of a prompt to their embeddings."""
 
     def __init__(self, embeddings: Tensor) -> None:
         super().__init__()
@@ -93,34 +116,6 @@ class TokenCondition(nn.Module):
 
     def forward(self, token_ids: Tensor, uncond_ids: Tensor) -> tuple[Tensor, Tensor]:
         return self.table(token_ids), self.table(uncond_ids)
-
-
-def class_condition(module: ClassCondition) -> Condition:
-    """The condition of class ids."""
-    classes, width = len(module.table) - 1, module.table.shape[1]
-    generator = np.random.default_rng(0)
-    cases = cases_of(*({"class_ids": generator.integers(classes, size=rows)} for rows in (3, 1)))
-    graph = Graph("condition", module, (Value("class_ids", ("rows",), "int64"),), _prefix_rows(1, width), cases)
-    return Condition(ConditionSpec(kind="class", prefix=1, classes=classes), graph)
-
-
-def caption_condition(module: CaptionCondition) -> Condition:
-    """The condition of text embeddings."""
-    prefix, caption_dim = module.uncond.shape
-    generator = np.random.default_rng(0)
-    cases: list[Arrays] = [
-        {
-            "caption_embeds": generator.standard_normal((rows, prefix, caption_dim), dtype=np.float32),
-            "caption_mask": np.sort(generator.integers(2, size=(rows, prefix))),
-        }
-        for rows in (3, 1)
-    ]
-    inputs = (
-        Value("caption_embeds", ("rows", prefix, caption_dim)),
-        Value("caption_mask", ("rows", prefix), "int64"),
-    )
-    graph = Graph("condition", module, inputs, _prefix_rows(prefix, len(module.second)), cases_of(*cases))
-    return Condition(ConditionSpec(kind="embeddings", prefix=prefix, caption_dim=caption_dim), graph)
 
 
 def token_condition(
@@ -133,12 +128,14 @@ def token_condition(
     """
     read_tokenizer(tokenizer, len(embeddings), named)
     generator = np.random.default_rng(0)
-    ids = ("token_ids", "tokens"), ("uncond_ids", "uncond_tokens")
-    inputs = tuple(Value(name, ("rows", axis), "int64") for name, axis in ids)
-    names = ("prefix_embeds", "uncond_embeds")
-    outputs = tuple(Value(n, ("rows", axis, embeddings.shape[1])) for n, (_, axis) in zip(names, ids, strict=True))
+    tokens, width = embeddings.shape
+    inputs = Value("token_ids", ("rows", "tokens"), "int64"), Value("uncond_ids", ("rows", "uncond_tokens"), "int64")
+    outputs = (
+        Value("prefix_embeds", ("rows", "tokens", width)),
+        Value("uncond_embeds", ("rows", "uncond_tokens", width)),
+    )
     cases: list[Arrays] = [
-        {name: generator.integers(len(embeddings), size=(rows, n)) for (name, _), n in zip(ids, lengths, strict=True)}
+        {value.name: generator.integers(tokens, size=(rows, n)) for value, n in zip(inputs, lengths, strict=True)}
         for rows, lengths in ((2, (5, 3)), (1, (7, 7)))
     ]
 
@@ -155,18 +152,18 @@ def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) ->
     prefix, width = len(caption.uncond), len(caption.second)
     generator = np.random.default_rng(0)
 
-    def case(name: str, lengths: list[int]) -> Case:
+    def prompts(lengths: list[int]) -> Arrays:
         tokens = max(lengths)
         mask = (np.arange(tokens) >= tokens - np.array(lengths)[:, None]).astype(np.int64)
         ids = generator.integers(1, encoder.config.vocab_size, size=mask.shape) * mask
-        return Case(name, {"token_ids": ids, "token_mask": mask})
+        return {"token_ids": ids, "token_mask": mask}
 
     graph = Graph(
         "condition",
         TextCondition(encoder, caption),
         tuple(Value(name, ("rows", "tokens"), "int64") for name in ("token_ids", "token_mask")),
         _prefix_rows(prefix, width),
-        (case("three prompts", [prefix, max(prefix // 2, 1), 1]), case("one prompt", [max(prefix // 3, 1)])),
+        cases_of(prompts([prefix, max(prefix // 2, 1), 1]), prompts([max(prefix // 3, 1)])),
         lambda ops: _write_text(ops, encoder, caption),
         _TEXT_TOLERANCE,
     )

@@ -8,9 +8,10 @@ that a node that sees nothing gets finite numbers instead of NaN.
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..checkpoints.deferred import computed, deferred
-from ..models.decoder import Decoder, LayerStack
+from ..checkpoints.deferred import permuted
+from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import write_target
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
 from .precision import Rule, Storage
@@ -38,29 +39,20 @@ Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Case:
-    """Inputs for one run of a graph, under a name for messages."""
-
-    name: str
-    inputs: Arrays
-
-
-@dataclass(frozen=True)
 class Graph:
     """One graph of a bundle.
 
-    `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). The first
-    case is the one a traced module is traced with: give it sizes other than 0 and 1 on the named axes. Large
-    graphs are compared on the first and the last case only.
-    `tolerance`: how far outputs may lie from the module's, as `check_parity` takes it; more than usual for a deep
-    module that rounding alone moves that far. `half`: it computes in float16; cases and module stay float32.
+    `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). `cases`: inputs to
+    check it with, by names for messages; a module without `write` is traced with the first: give it sizes other than
+    0 and 1 on the named axes. Large graphs are compared on the first and the last only. `tolerance`: how far outputs
+    may lie from the module's. `half`: it computes in float16; cases and module stay float32.
     """
 
     role: str
     module: nn.Module
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    cases: tuple[Case, ...]
+    cases: Mapping[str, Arrays]
     write: Callable[[Ops], None] | None = None
     tolerance: float = 1e-4
     half: bool = False
@@ -99,9 +91,9 @@ def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:
     return plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
 
 
-def cases_of(*inputs: Arrays) -> tuple[Case, ...]:
+def cases_of(*inputs: Arrays) -> dict[str, Arrays]:
     """Checks of a graph that is no decoder; the first axis of the first input counts rows."""
-    return tuple(Case(f"{len(next(iter(arrays.values())))} rows", arrays) for arrays in inputs)
+    return {f"{len(next(iter(arrays.values())))} rows": arrays for arrays in inputs}
 
 
 def target_graph(decoder: Decoder, code_embeddings: Tensor) -> Graph:
@@ -145,7 +137,7 @@ def decoder_graph(
             Value("hidden_states", ("rows", "nodes", config.hidden_size)),
             *new,
         ),
-        cases=tuple(_decoder_cases(inputs, past, config.positions, max(config.prefix, 2))),
+        cases=dict(_decoder_cases(inputs, past, config)),
         write=write,
     )
 
@@ -158,33 +150,30 @@ class _Flat(nn.Module):
         self.decoder, self.leading = decoder, leading
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        past = values[self.leading :]
-        pairs = list(zip(past[::2], past[1::2], strict=True))
-        logits, hidden, new_kv = self.decoder(*values[: self.leading], pairs)
+        leading, past = values[: self.leading], values[self.leading :]
+        logits, hidden, new_kv = self.decoder(*leading, list(zip(past[::2], past[1::2], strict=True)))
         return logits, hidden, *(tensor for pair in new_kv for tensor in pair)
 
 
 def _decoder_cases(
-    inputs: Callable[[np.random.Generator, int, int], Arrays], past: Sequence[Value], positions: int, prefix: int
-) -> Iterator[Case]:
+    inputs: Callable[[np.random.Generator, int, int], Arrays], past: Sequence[Value], config: DecoderConfig
+) -> Iterator[tuple[str, Arrays]]:
     """Checks of a decoder: prefill on nothing, prefill, one node, a tree, two rows of different length."""
     generator = np.random.default_rng(0)
-    heads, head_dim = (int(axis) for axis in past[0].axes[2:])
-    prefix = min(prefix, _LONGEST_CASE, max(2, _CASE_BYTES // (4 * len(past) * heads * head_dim)))
+    heads = (config.num_kv_heads, config.head_dim)
+    prefix = min(max(config.prefix, 2), _LONGEST_CASE, max(2, _CASE_BYTES // (4 * len(past) * math.prod(heads))))
 
-    def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> Case:
+    def case(name: str, lengths: list[int], visible: NDArray[np.bool_]) -> tuple[str, Arrays]:
         """`lengths`: committed entries per row; `visible [nodes, nodes]` among the new nodes."""
-        rows, nodes, longest = len(lengths), len(visible), max(lengths)
-        before = np.arange(longest) < np.array(lengths)[:, None]  # [rows, longest]
+        rows, nodes, longest, length = len(lengths), len(visible), max(lengths), np.array(lengths)[:, None]
         seen = np.zeros((rows, nodes, longest + nodes), bool)
-        seen[:, :, :longest], seen[:, :, longest:] = before[:, None], visible
-        depth = visible.sum(1) - 1
+        seen[:, :, :longest], seen[:, :, longest:] = (np.arange(longest) < length)[:, None], visible
         values = inputs(generator, rows, nodes)
-        values["position_ids"] = np.minimum(np.array(lengths)[:, None] + depth, positions - 1).astype(np.int64)
+        values["position_ids"] = np.minimum(length + visible.sum(1) - 1, config.positions - 1).astype(np.int64)
         values["attention_mask"] = np.where(seen, 0, HIDDEN).astype(np.float32)[:, None]
         for value in past:
-            values[value.name] = generator.standard_normal((longest, rows, heads, head_dim), dtype=np.float32)
-        return Case(name, values)
+            values[value.name] = generator.standard_normal((longest, rows, *heads), dtype=np.float32)
+        return name, values
 
     parents = np.array([-1, 0, 0, 1, 1, 2, 3])
     tree = np.eye(len(parents), dtype=bool)
@@ -204,7 +193,7 @@ def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     By PyTorch's TorchScript-based exporter: on these modules it takes a twentieth of the time of the newer one and
     gives the same ops.
     """
-    values, example = (*graph.inputs, *graph.outputs), graph.cases[0].inputs
+    values, example = (*graph.inputs, *graph.outputs), next(iter(graph.cases.values()))
     buffer = io.BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
@@ -246,7 +235,7 @@ def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None
         elif source in weights and node.op_type == "Transpose" and uses[source] == 1:
             (axes,) = (tuple(attribute.ints) for attribute in node.attribute)
             names[node.output[0]] = source
-            weights[source] = _permuted(weights[source], axes)
+            weights[source] = permuted(weights[source], axes)
         else:
             kept.append(node)
     for node in kept:
@@ -254,7 +243,3 @@ def _fold_transposes(model: onnx.ModelProto, weights: dict[str, Tensor]) -> None
             node.input[i] = names.get(name, name)
     del model.graph.node[:]
     model.graph.node.extend(kept)
-
-
-def _permuted(weight: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return deferred(lambda: computed(weight).permute(axes), [weight.shape[axis] for axis in axes], weight.dtype)

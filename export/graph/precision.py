@@ -76,8 +76,6 @@ def storage(weight: Tensor, matrix: bool, rule: Rule) -> Storage:
 
     Looks at shapes only: `resolve_dtype` looks at the numbers.
     """
-    if rule == "lossless":
-        return "float16" if weight.ndim >= 2 else "float32"
     if rule == "fp32" or weight.ndim < 2:
         return "float32"
     integer = _INTEGERS.get(rule)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import onnx
@@ -29,8 +29,7 @@ _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape 
 _ALIGNMENT = 4096
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One initialiser: a weight, or the integers or the scales of one."""
 
     name: str
@@ -64,10 +63,8 @@ class GraphFile:
         """The initialisers that a weight is stored as."""
         weight, kind = self.weights[name], self.storages.get(name)
         shape = tuple(weight.shape)
-        if kind is None:
-            return [Part(name, str(weight.dtype).removeprefix("torch."), shape)]
-        if kind == "float32":
-            return [Part(name, kind, shape)]
+        if kind is None or kind == "float32":
+            return [Part(name, str(weight.dtype).removeprefix("torch.") if kind is None else kind, shape)]
         if kind == "float16":
             return [Part(name if self.half else f"{name}.half", kind, shape)]
         size = block_size(kind, shape[0]) or 1
@@ -98,9 +95,9 @@ class GraphFile:
                 continue
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             proto.data_location = TensorProto.EXTERNAL
-            where = {"location": Path(file.name).name, "offset": str(file.tell()), "length": str(part.bytes)}
+            where = {"location": Path(file.name).name, "offset": file.tell(), "length": part.bytes}
             for key, value in where.items():
-                proto.external_data.add(key=key, value=value)
+                proto.external_data.add(key=key, value=str(value))
             for data in chunks:
                 file.write(data)
                 written(len(data))
@@ -158,10 +155,9 @@ class GraphFile:
 
 
 def plan_storage(weights: dict[str, Tensor], own: Set[str], matrices: Set[str], rule: Rule) -> dict[str, Storage]:
-    """How to store the weights of a graph, as far as their shapes tell.
+    """How to store the weights of a graph, as far as their shapes tell; matrices: the layers' products, `[in, out]`.
 
-    own: the weights that the checkpoint has too; others (rotary tables and the like) are computed, and only rounded
-    where nothing is lost. matrices: the layers' products, `[in, out]`.
+    own: the checkpoint's; others (rotary tables and the like) are computed, and rounded only where nothing is lost.
     """
     return {
         name: storage(weight, name in matrices, rule if name in own or rule == "lossless" else "fp32")
@@ -178,6 +174,5 @@ def _looks_up(node: onnx.NodeProto) -> bool:
 def _pack(integers: NDArray[np.int8]) -> bytes:
     """Two 4-bit numbers a byte, the first in the low half."""
     flat = integers.reshape(-1).view(np.uint8) & 15
-    if flat.size % 2:
-        flat = np.append(flat, np.uint8(0))
+    flat = np.pad(flat, (0, flat.size % 2))
     return (flat[0::2] | (flat[1::2] << 4)).tobytes()

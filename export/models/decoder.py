@@ -18,14 +18,12 @@ from torch import Tensor, nn
 class DecoderConfig:
     """Sizes and conventions of a decoder.
 
-    `rotary`: positions are cells of a `grid` with rows and columns (LlamaGen), or a plain `sequence` (Llama,
-    Chameleon). `rope_style`: which numbers of a head turn together, `interleaved` (2i, 2i + 1) or `half`
-    (i, i + half). `prefix_rotation`: rotary rows of the prefix before a grid; `zero` makes prefix queries and
-    keys vanish (LlamaGen), `identity` leaves them unturned. `spare_positions`: rows after the grid, for draft
-    nodes that lie past the last cell. `input_norm`: whether the first layer normalises its input (an EAGLE
-    drafter of LlamaGen does not). `final_norm`: whether the hidden states are normalised at the end.
-    `query_key_norm`: whether queries and keys are normalised head by head (Chameleon). `head_hidden`: width of
-    a hidden layer in the output head (Janus), 0 for a plain linear one.
+    rotary: positions are cells of a `grid` with rows and columns (LlamaGen), or a plain `sequence` (Llama, Chameleon).
+    rope_style: which numbers of a head are a pair, `interleaved` (2i, 2i + 1) or `half` (i, i + half).
+    prefix_rotation: rows of the rotary table before a grid; `zero` makes prefix queries and keys vanish (LlamaGen).
+    spare_positions: rows after the grid, for draft nodes past the last cell. input_norm: whether the first layer
+    normalises its input (an EAGLE drafter of LlamaGen does not). query_key_norm: whether queries and keys are
+    normalised head by head (Chameleon). head_hidden: width of a hidden layer in the head (Janus), 0 for a linear one.
     """
 
     hidden_size: int
@@ -58,6 +56,9 @@ class DecoderConfig:
         return self.prefix + self.grid**2 + self.spare_positions
 
 
+KeysValues = list[tuple[Tensor, Tensor]]  # of every layer
+
+
 def rope_table(config: DecoderConfig) -> Tensor:
     """Cosines and sines `[positions, head_dim / 2, 2]` of the rotary embedding.
 
@@ -65,15 +66,14 @@ def rope_table(config: DecoderConfig) -> Tensor:
     frequencies base^(-2k / (head_dim / 2)). In a sequence pair k turns by the position, with frequency
     base^(-2k / head_dim).
     """
-    axes = 1 if config.rotary == "sequence" else 2
     real: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}  # also in a module built without weights
-    frequencies = torch.arange(config.head_dim // 2 // axes, **real) / (config.head_dim // 2 // axes)
-    places = torch.arange(config.positions, **real)[:, None]
-    if axes == 2:
-        side = torch.arange(config.grid, **real)
+    first, places = 0, torch.arange(config.positions, **real)[:, None]
+    if config.rotary == "grid":
+        first, side = config.prefix, torch.arange(config.grid, **real)
         places = torch.cartesian_prod(side, side)  # [grid * grid, 2]: row, column
+    pairs = config.head_dim // 2 // places.shape[1]  # that turn by one coordinate
+    frequencies = torch.arange(pairs, **real) / pairs
     angles = (places[:, :, None] * config.rope_base**-frequencies).flatten(1)  # [places, head_dim / 2]
-    first = 0 if axes == 1 else config.prefix
     table = torch.zeros(config.positions, config.head_dim // 2, 2, **real)
     if config.prefix_rotation == "identity":
         table[:first, :, 0] = 1
@@ -220,6 +220,9 @@ class DeepHead(nn.Module):
         return logits
 
 
+Head = nn.Linear | DeepHead
+
+
 class LayerStack(nn.Module):
     """The layers that decoders and drafters are made of, with their rotary table."""
 
@@ -231,9 +234,7 @@ class LayerStack(nn.Module):
         self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", rope_table(config), persistent=False)
 
-    def run_layers(
-        self, x: Tensor, position_ids: Tensor, mask: Tensor, past: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def run_layers(self, x: Tensor, position_ids: Tensor, mask: Tensor, past: KeysValues) -> tuple[Tensor, KeysValues]:
         """One pass of `x [rows, nodes, hidden_size]` through all layers; the rest as in `Decoder.forward`."""
         rope = self.rope[position_ids]
         new_kv = []
@@ -249,13 +250,13 @@ class Decoder(LayerStack):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps) if config.final_norm else nn.Identity()
-        self.head: nn.Linear | DeepHead = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head: Head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.head_hidden:
             self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
 
     def forward(
-        self, embeds: Tensor, position_ids: Tensor, mask: Tensor, past: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        self, embeds: Tensor, position_ids: Tensor, mask: Tensor, past: KeysValues
+    ) -> tuple[Tensor, Tensor, KeysValues]:
         """One pass over new nodes.
 
         `embeds [rows, nodes, hidden_size]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +

@@ -7,30 +7,28 @@ holds a token sits one position before it: a drafter of LlamaGen has a rotary ta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import read_config
 from ..checkpoints.folders import read_checkpoint
 from ..graph.decoder_graph import write_head, write_layers
 from ..graph.graphs import Arrays, Graph, decoder_graph
 from ..graph.onnx_ops import Ops, Value
-from .decoder import Decoder, DecoderConfig, DeepHead, LayerStack
+from .decoder import Decoder, DecoderConfig, Head, KeysValues, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
 
 
 class EagleDrafter(LayerStack):
     """Predicts the target's next hidden state from its last one and the token that followed."""
 
-    def __init__(
-        self, config: DecoderConfig, head: nn.Linear | DeepHead, bias: bool, tokens: int | None = None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, head: Head, bias: bool, tokens: int | None = None) -> None:
         """`tokens`: rows of the embedding table, where it holds more than the codes."""
         super().__init__(config)
         self.embed = nn.Embedding(tokens or config.vocab_size, config.hidden_size)
@@ -38,13 +36,8 @@ class EagleDrafter(LayerStack):
         self.head = head
 
     def forward(
-        self,
-        input_ids: Tensor,
-        target_hidden: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        past: list[tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+        self, input_ids: Tensor, target_hidden: Tensor, position_ids: Tensor, mask: Tensor, past: KeysValues
+    ) -> tuple[Tensor, Tensor, KeysValues]:
         """One pass over new slots: `input_ids [rows, nodes]`, `target_hidden [rows, nodes, hidden_size]`.
 
         The rest, and the results, as in `Decoder.forward`; the hidden states are predictions.
@@ -54,26 +47,22 @@ class EagleDrafter(LayerStack):
         return self.head(hidden), hidden, new_kv
 
 
-@dataclass(frozen=True)
-class Drafting:
+class Drafting(NamedTuple):
     """A drafter, its files with roles, and how the runtime feeds it: fields of `DrafterSpec` in the manifest."""
 
     drafter: EagleDrafter
     sources: list[tuple[str, Path]]
-    masks_prefix: bool = True
-    code_offset: int = 0
+    feeding: dict[str, Any]
 
 
-def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Drafting:
+def read_drafter(folder: Path, target: Decoder, tokens: int | None = None, **feeding: Any) -> Drafting:
     """The drafter in a folder, for a target whose head and grid it shares.
 
     tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
     Raises: CheckpointError.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: expected a folder with config.json and weights")
-    checkpoint, config = read_checkpoint(folder, keep=lambda name: not name.endswith(".inv_freq")), read_config(path)
+    config = read_config(folder / "config.json", "a folder with config.json and weights")
+    checkpoint = read_checkpoint(folder, keep=lambda name: not name.endswith(".inv_freq"))
     rename_llama(checkpoint, "", {"embed.weight": "embed_tokens.weight"})
     weights, sizes = checkpoint.weights, target.config
     if "fc.weight" not in weights or "embed.weight" not in weights:
@@ -102,7 +91,7 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None) -> Dr
         drafter = EagleDrafter(own, head, "fc.bias" in weights, tokens)
     weights["head.weight"] = target.head.weight
     checkpoint.load_strict(drafter)
-    return Drafting(drafter, [*checkpoint.sources("drafter"), ("drafter_config", path)])
+    return Drafting(drafter, [*checkpoint.sources("drafter"), ("drafter_config", config.path)], feeding)
 
 
 def drafter_graph(drafter: EagleDrafter) -> Graph:

@@ -53,10 +53,8 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
     The decoder of a whole T5 is left out. caption_dim: the width it must have. Raises: CheckpointError if anything
     else is missing or too much; EngineError if transformers is not installed.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: expected the folder of a T5 encoder such as flan-t5-xl, found no config.json")
-    config = read_config(path)
+    wanted = "the folder of a T5 encoder such as flan-t5-xl, found no config.json"
+    config = read_config(folder / "config.json", wanted)
     config.expect("model_type", "t5")
     config.expect("feed_forward_proj", "gated-gelu")
     width, buckets = config.whole("d_model"), config.whole("relative_attention_num_buckets") or 32
@@ -83,7 +81,7 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
     except Exception as error:  # the library's checks of a configuration share no base class
         raise config.error(f"expected the configuration of a T5, found {brief(error)}") from error
     weights.load_strict(encoder)
-    return encoder, [*checkpoint.sources("text_encoder"), ("text_encoder_config", path)]
+    return encoder, [*checkpoint.sources("text_encoder"), ("text_encoder_config", config.path)]
 
 
 def write_encoder(ops: Ops, encoder: Any, most: int) -> tuple[str, str]:

@@ -88,7 +88,9 @@ def test_the_head_keeps_only_the_image_tokens(target: Path) -> None:
     assert torch.equal(chameleon.decoder.head.weight, weights["lm_head.weight"][4:132])
     assert chameleon.codes == list(range(4, 132))
     assert torch.equal(chameleon.embeddings, weights["model.embed_tokens.weight"])
-    assert (chameleon.layout.before, chameleon.layout.after, chameleon.layout.uncond) == ((0,), (140, 133), (0, 133))
+    layout = chameleon.condition.spec.layout
+    assert layout is not None
+    assert (layout.before, layout.after, layout.uncond) == ((0,), (140, 133), (0, 133))
 
 
 def test_codes_are_told_by_their_names_whatever_the_order_of_their_tokens(target: Path) -> None:

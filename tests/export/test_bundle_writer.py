@@ -19,7 +19,7 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError, OutputError, ParityError, RequestError
 from lantern_rt.export.families.common import decoder_fields
 from lantern_rt.export.families.llamagen import read_llamagen
-from lantern_rt.export.graph.graphs import Case, Graph, target_graph
+from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Precisions
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -54,8 +54,8 @@ def parts() -> Model:
     torch.manual_seed(0)
     decoder, table = Decoder(CONFIG).eval(), torch.randn(16, 8)
     outputs = tuple(Value(name, ("rows", 1, 8)) for name in ("prefix_embeds", "uncond_embeds"))
-    ids = (Case("two", {"class_ids": np.array([1, 2])}), Case("one", {"class_ids": np.array([3])}))
-    codes = (Case("two", {"codes": np.array([[1], [2]])}),)
+    ids = cases_of({"class_ids": np.array([1, 2])}, {"class_ids": np.array([3])})
+    codes = cases_of({"codes": np.array([[1], [2]])})
     class_ids = (Value("class_ids", ("rows",), "int64"),)
     picture = (Value("image", ("images", 1, 4)),)
     return Model(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_rt.errors import ParityError
 from lantern_rt.export.families.common import vq_graphs
-from lantern_rt.export.graph.graphs import Case, Graph, target_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
@@ -126,7 +126,7 @@ def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
     usual = vq_graphs(tokenizer, 3)
     monkeypatch.setattr("lantern_rt.export.families.common._LARGE_PICTURE", 5)  # pixels; these have 6
     for graph, two in zip(vq_graphs(tokenizer, 3), usual, strict=True):
-        assert [case.name for case in graph.cases] == ["1 rows"]
+        assert list(graph.cases) == ["1 rows"]
         assert check_parity(replace(graph, cases=two.cases), write_graph(graph, tmp_path)[0]) < 1e-4
 
 
@@ -195,7 +195,7 @@ class Frozen(nn.Module):
 
 
 def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
-    cases = tuple(Case(f"{rows} rows", {"x": torch.ones(rows, 3).numpy()}) for rows in (2, 3))
+    cases = cases_of(*({"x": torch.ones(rows, 3).numpy()} for rows in (2, 3)))
     graph = Graph("frozen", Frozen(), (Value("x", ("rows", 3)),), (Value("y", ("rows", 3)),), cases)
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
         check_parity(graph, write_graph(graph, tmp_path)[0])

@@ -132,7 +132,7 @@ def test_integer_graphs_give_a_node_the_same_numbers_whatever_stands_beside_it(t
     graph = stored(torch.float32)
     path = plan_graph(graph, rule).write(tmp_path / "target.onnx")[0]
     sessions = Sessions(path)  # with all fusions, as pictures are made
-    inputs = dict(graph.cases[-1].inputs)
+    inputs = dict(list(graph.cases.values())[-1])
     nodes = inputs["position_ids"].shape[1]
     whole = sessions.run(inputs)["logits"]
     for few in (2, 3):

@@ -17,7 +17,7 @@ from lantern_rt.cli.memory import PeakMemory, anonymous_memory
 from lantern_rt.export.checkpoints.deferred import computed, deferred, joined, transposed, without_weights
 from lantern_rt.export.checkpoints.files import read_weights
 from lantern_rt.export.checkpoints.folders import Checkpoint
-from lantern_rt.export.graph.graphs import Case, Graph, plan_graph, write_graph
+from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.export.parity import Sessions, check_parity, computing
@@ -108,12 +108,13 @@ def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path) -> None:
     layer = 4 * (4 * 512**2 + 3 * 512 * 2048)  # 17 MB in float32; the whole is 200 MB
     graph = stored(torch.bfloat16, config)
     plan = plan_graph(graph, "fp16")
+    inputs = list(graph.cases.values())[-1]
     before = anonymous_memory() or 0
     with PeakMemory() as peak:
         path = plan.write(tmp_path / "target.onnx")[0]
         with torch.no_grad(), computing(graph.module, plan):
-            graph.module(*(torch.from_numpy(graph.cases[-1].inputs[value.name]) for value in graph.inputs))
-        Sessions(path, lean=True).run(graph.cases[-1].inputs)
+            graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
+        Sessions(path, lean=True).run(inputs)
     assert (peak.bytes or 0) - before < 5 * layer
 
 
@@ -133,7 +134,7 @@ class Twins(nn.Module):
 
 def test_traced_weights_of_one_shape_stay_apart_and_shared_ones_shared(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    cases = tuple(Case(f"{rows} rows", {"ids": np.arange(rows)}) for rows in (2, 3))
+    cases = cases_of(*({"ids": np.arange(rows)} for rows in (2, 3)))
     graph = Graph("twins", Twins().eval(), (Value("ids", ("rows",), "int64"),), (Value("y", ("rows", 8)),), cases)
     path = write_graph(graph, tmp_path)[0]
     assert check_parity(graph, path) < 1e-5

@@ -19,7 +19,7 @@ from ...bundle.manifest import (
     DrafterSpec,
 )
 from ...export.families.common import decoder_fields
-from ...export.graph.graphs import Case, Graph, target_graph
+from ...export.graph.graphs import Graph, cases_of, target_graph
 from ...export.graph.onnx_ops import Value
 from ...export.graph.precision import read_precisions
 from ...export.models.eagle import EagleDrafter, drafter_graph
@@ -121,21 +121,21 @@ def write_scenes_bundle(
             Condition(target),
             (Value("token_ids", ("rows", SLOTS), "int64"),),
             (Value("prefix_embeds", rows), Value("uncond_embeds", rows)),
-            (Case("three captions", words),),
+            cases_of(words),
         ),
         Graph(
             "vq_decoder",
             PictureDecoder(vq),
             (Value("codes", ("images", GRID * GRID), "int64"),),
             (picture,),
-            (Case("two pictures", codes),),
+            cases_of(codes),
         ),
         Graph(
             "vq_encoder",
             PictureEncoder(vq),
             (picture,),
             (Value("codes", ("images", GRID * GRID), "int64"), Value("pre_quant", ("images", CODE_DIM, GRID, GRID))),
-            (Case("two pictures", pictures),),
+            cases_of(pictures),
         ),
     ]
     files = {"tokenizer": ("tokenizer.json", _tokenizer()), "prompts": ("prompts.txt", _prompts())}
