@@ -23,7 +23,7 @@ from ..output.files import check_new_folder, folder_or_nothing
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
-from .parity import check_parity
+from .verify import check_parity
 
 _MANIFEST = "bundle.json"
 

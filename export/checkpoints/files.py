@@ -1,6 +1,6 @@
-"""Reading checkpoint files safely: fields and tensors only, no code, every weight finite.
+"""Reading checkpoint files safely: fields, tokenizers and tensors only, no code, every weight finite.
 
-Files are mapped, not copied: a weight is in memory only while it is read, in the type it is stored in.
+Weights are mapped, not copied: a weight is in memory only while it is read, in the type it is stored in.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ...checks import brief
@@ -26,6 +27,20 @@ from ...errors import CheckpointError
 Weights = dict[str, Tensor]
 
 _WRAPPERS = ("model", "module", "state_dict")
+TOKENIZER = "tokenizer.json"
+_CURE = "give the model's own tokenizer"
+# What readers of broken files raise.
+_UNREADABLE = (
+    SafetensorError,
+    struct.error,
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+)
 SHOWN = 6  # names listed in a message before the rest is counted
 
 
@@ -100,6 +115,34 @@ def read_config(path: Path, folder: str | None = None) -> Config:
     return Config(path, values)
 
 
+def find_tokenizer(folder: Path) -> Path:
+    """The `tokenizer.json` of a checkpoint's folder. Raises: CheckpointError if there is none."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: has no {TOKENIZER}; download it into that folder, prompts need it")
+    return path
+
+
+def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None) -> Tokenizer:
+    """The tokenizer of a model that embeds `rows` token ids, some of them under the names `named`.
+
+    Raises: CheckpointError if it cannot be read, gives ids that the model does not embed, or other ids than `named`.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        tokens = tokenizer.get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path}: expected a tokenizer in JSON, found {brief(error)}") from error
+    name, highest = max(tokens.items(), key=lambda item: item[1])
+    if highest >= rows:
+        raise CheckpointError(f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; {_CURE}")
+    for name, wanted in (named or {}).items():
+        if tokens.get(name) != wanted:
+            found = f"id {tokens[name]}" if name in tokens else "no id"
+            raise CheckpointError(f"{path}: token {name!r} has {found}, but the model's is {wanted}; {_CURE}")
+    return tokenizer
+
+
 def read_weights(path: Path) -> Weights:
     """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, of the types stored.
 
@@ -107,23 +150,22 @@ def read_weights(path: Path) -> Weights:
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    for wrapper in _WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
-            break
+    content = _read(path)
+    if isinstance(content, Mapping):
+        inner = (content[wrapper] for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping))
+        content = next(inner, content)
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(f"{path}: expected a state dict, found {found}")
-    weights: Weights = {}
     for name, value in content.items():
         if not isinstance(value, Tensor):
             found = f"a {type(value).__name__}"
             raise CheckpointError(f"{path}: expected a state dict of tensors, found {found} under {name!r}")
-        if not _is_finite(value):
-            raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
-        weights[str(name)] = value.detach()
-    return weights
+        if value.is_floating_point() and value.numel():  # a mapped tensor is read once and not copied
+            low, high = torch.aminmax(value)  # a NaN anywhere makes both NaN
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
+    return {str(name): value.detach() for name, value in content.items()}
 
 
 def listing(names: Collection[str]) -> str:
@@ -133,8 +175,10 @@ def listing(names: Collection[str]) -> str:
     return ", ".join(ordered[:SHOWN]) + more
 
 
-def _read_torch(path: Path) -> Any:
+def _read(path: Path) -> Any:
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         zipped = zipfile.is_zipfile(path)  # files of PyTorch before 1.6 are not, and cannot be mapped
         with torch.serialization.safe_globals([argparse.Namespace]):  # the training arguments some files keep
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
@@ -144,20 +188,6 @@ def _read_torch(path: Path) -> Any:
         else:
             reason = "is not a PyTorch checkpoint, or is cut short"
         raise CheckpointError(f"{path}: {reason}") from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not a PyTorch checkpoint, or is cut short ({brief(error)})") from error
-
-
-def _read_safetensors(path: Path) -> Any:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError, ValueError, struct.error) as error:
-        raise CheckpointError(f"{path}: is not a safetensors file, or is cut short ({brief(error)})") from error
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite; reads a mapped tensor once and copies nothing."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor)  # a NaN anywhere makes both NaN
-    return bool(torch.isfinite(low) and torch.isfinite(high))
+    except _UNREADABLE as error:
+        kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
+        raise CheckpointError(f"{path}: is not a {kind}, or is cut short ({brief(error)})") from error

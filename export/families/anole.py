@@ -18,9 +18,8 @@ from ...bundle.manifest import TokenLayout
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, read_config
+from ..checkpoints.files import Config, find_tokenizer, read_config
 from ..checkpoints.folders import read_checkpoint
-from ..checkpoints.tokenizer import find_tokenizer
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
 from ..models.eagle import EagleDrafter, read_drafter

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
 from ...errors import CheckpointError, RequestError
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
-from ..checkpoints.tokenizer import TOKENIZER
+from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition
 from ..graph.graphs import Graph, cases_of, target_graph
 from ..graph.onnx_ops import Value

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...bundle.manifest import TokenLayout
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, read_config
+from ..checkpoints.files import Config, find_tokenizer, read_config
 from ..checkpoints.folders import Checkpoint, read_checkpoint
-from ..checkpoints.tokenizer import find_tokenizer
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...bundle.manifest import ConditionSpec, TokenLayout
-from ..checkpoints.tokenizer import read_tokenizer
+from ..checkpoints.files import read_tokenizer
 from ..models.t5 import write_encoder
 from .graphs import Arrays, Graph, cases_of
 from .onnx_ops import Ops, Value

@@ -2,29 +2,26 @@
 
 Written by hand rather than traced because these graphs run hundreds of times an image: reshapes need no shape
 arithmetic, query weights carry the attention scale where it is a power of two, and the order of transposes is the
-one that ONNX Runtime folds into its matrix products, so that the past is read where it lies. `parity.py` holds the
-result against the torch module.
+one that ONNX Runtime folds into its matrix products, so that the past is read where it lies.
 
-Past tensors may be empty (`past` = 0) as far as ONNX goes, but ONNX Runtime 1.31 divides by zero and dies in
-the fused product on an empty past: an engine on it feeds at least one column and hides it with the mask.
+Past tensors may be empty as far as ONNX goes, but ONNX Runtime 1.31 divides by zero in the fused product on an empty
+past: an engine on it feeds at least one column and hides it with the mask.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import computed, deferred, transposed
-from ..models.decoder import Attention, Decoder, DeepHead, FeedForward, Layer, LayerStack, RMSNorm
+from ..models.decoder import Attention, Decoder, Head, Layer, LayerStack, RMSNorm
 from .onnx_ops import Ops
 
 
-@dataclass(frozen=True)
-class _Shared:
+class _Shared(NamedTuple):
     """Values that all layers read: the two halves of the rotation, the mask, and how to part past from new."""
 
     cos: str  # [rows, nodes, 1, head_dim], each number twice
@@ -41,24 +38,19 @@ def write_target(ops: Ops, decoder: Decoder) -> None:
     write_head(ops, hidden, decoder.head)
 
 
-def write_head(ops: Ops, hidden: str, head: nn.Linear | DeepHead) -> None:
+def write_head(ops: Ops, hidden: str, head: Head) -> None:
     """Hidden states to the output `logits`, always float32."""
     own = "narrow_logits" if ops.half else "logits"
     if isinstance(head, nn.Linear):
         ops.op("MatMul", hidden, ops.weight("head.weight", transposed(head.weight)), name=own)
     else:
-        _write_deep_head(ops, hidden, head, own)
+        first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
+        root, one, half = (ops.number(*n) for n in (("root_half", 0.5**0.5), ("one", 1.0), ("half", 0.5)))
+        erf = ops.op("Add", ops.op("Erf", ops.op("Mul", first, root)), one)
+        active = ops.op("Mul", ops.op("Mul", first, erf), half)  # GELU: x / 2 * (1 + erf(x / sqrt(2)))
+        second = ops.linear(active, "head.second", head.second.weight)
+        ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name=own)
     ops.widen(own, name="logits")
-
-
-def _write_deep_head(ops: Ops, hidden: str, head: DeepHead, name: str) -> None:
-    first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
-    root = ops.weight("root_half", torch.tensor(0.5**0.5))
-    # GELU: x / 2 * (1 + erf(x / sqrt(2)))
-    erf = ops.op("Add", ops.op("Erf", ops.op("Mul", first, root)), ops.weight("one", torch.tensor(1.0)))
-    active = ops.op("Mul", ops.op("Mul", first, erf), ops.weight("half", torch.tensor(0.5)))
-    second = ops.linear(active, "head.second", head.second.weight)
-    ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name=name)
 
 
 def write_layers(ops: Ops, stack: LayerStack, x: str) -> str:
@@ -69,7 +61,10 @@ def write_layers(ops: Ops, stack: LayerStack, x: str) -> str:
         normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
         x = ops.op("Add", x, _write_attention(ops, normed, i, layer.attention, shared))
         normed = write_norm(ops, x, f"layers.{i}.ffn_norm", layer.ffn_norm)
-        x = ops.op("Add", x, _write_ffn(ops, normed, f"layers.{i}.ffn", layer.ffn))
+        gate = ops.linear(normed, f"layers.{i}.ffn.gate", layer.ffn.gate.weight)
+        up = ops.linear(normed, f"layers.{i}.ffn.up", layer.ffn.up.weight)
+        active = ops.op("Mul", ops.op("Mul", gate, ops.op("Sigmoid", gate)), up)
+        x = ops.op("Add", x, ops.linear(active, f"layers.{i}.ffn.down", layer.ffn.down.weight))
     return x
 
 
@@ -83,26 +78,25 @@ def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None 
 def write_rms_norm(ops: Ops, x: str, prefix: str, weight: Tensor, eps: float, name: str | None = None) -> str:
     """x / rms(x), scaled, in float32."""
     x = ops.widen(x)
-    square = ops.op("Pow", x, ops.weight("two", torch.tensor(2.0), wide=True))
+    normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.weight(prefix + ".weight", weight, wide=True)
+    return ops.narrow(ops.op("Mul", normed, scale, name=None if ops.half else name), name=name)
+
+
+def _write_rms(ops: Ops, x: str, eps: float) -> str:
+    square = ops.op("Pow", x, ops.number("two", 2.0, wide=True))
     mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    rms = ops.op("Sqrt", ops.op("Add", mean, ops.weight(f"eps_{eps}", torch.tensor(eps), wide=True)))
-    scale = ops.weight(prefix + ".weight", weight, wide=True)
-    return ops.narrow(ops.op("Mul", ops.op("Div", x, rms), scale, name=None if ops.half else name), name=name)
+    return ops.op("Sqrt", ops.op("Add", mean, ops.number(f"eps_{eps}", eps, wide=True)))
 
 
 def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
-    """Every head of queries and keys `[rows, nodes, heads + num_kv_heads, width]` by itself, in float32; queries times
-    `scale`."""
+    """Each head of queries (then times `scale`) and keys `[rows, nodes, heads + num_kv_heads, width]`, in float32."""
     query, key = attention.query_norm, attention.key_norm
     x = ops.widen(x)
     centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
-    square = ops.op("Pow", centred, ops.weight("two", torch.tensor(2.0), wide=True))
-    variance = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
-    eps = ops.weight(f"eps_{key.eps}", torch.tensor(key.eps), wide=True)
-    deviation = ops.op("Sqrt", ops.op("Add", variance, eps))
+    normed = ops.op("Div", centred, _write_rms(ops, centred, key.eps))
     weight = torch.cat([query.weight.float() * scale, key.weight.float()])
     bias = torch.cat([query.bias.float() * scale, key.bias.float()])
-    scaled = ops.op("Mul", ops.op("Div", centred, deviation), ops.weight(prefix + ".weight", weight, wide=True))
+    scaled = ops.op("Mul", normed, ops.weight(prefix + ".weight", weight, wide=True))
     return ops.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
 
 
@@ -120,9 +114,7 @@ def _write_shared(ops: Ops, rope: Tensor, attention: Attention) -> _Shared:
     )
     past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
     nodes = ops.op("Shape", "position_ids", start=1, end=2)
-    mask = "attention_mask"
-    if group > 1:
-        mask = ops.op("Tile", mask, ops.ints(1, 1, group, 1))
+    mask = ops.op("Tile", "attention_mask", ops.ints(1, 1, group, 1)) if group > 1 else "attention_mask"
     swap = ops.weight("rotary.swap", torch.eye(width)[pairs])
     return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0))
 
@@ -132,9 +124,11 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
     scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
     # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
     folds = not attention.normed and math.log2(scale).is_integer()
-    weight = _scale_rows(attention.qkv.weight, heads * width, scale) if folds else attention.qkv.weight
-    joint = ops.reshape(ops.linear(x, f"layers.{index}.attention.qkv", weight), 0, 0, heads + 2 * num_kv_heads, width)
-    at = f"layers.{index}"
+    at, weight = f"layers.{index}", attention.qkv.weight
+    if folds:
+        factors = torch.tensor([scale] * heads + [1.0] * 2 * num_kv_heads).repeat_interleave(width)[:, None]
+        weight = deferred(lambda: computed(attention.qkv.weight).float() * factors, weight.shape, torch.float32)
+    joint = ops.reshape(ops.linear(x, f"{at}.attention.qkv", weight), 0, 0, heads + 2 * num_kv_heads, width)
     rotated, value = ops.many(
         "Split", joint, ops.ints(heads + num_kv_heads, num_kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
     )
@@ -148,17 +142,15 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
     past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"
 
     if not folds and not attention.normed:
-        query = ops.op("Mul", query, ops.weight("attention_scale", torch.tensor(scale)))
+        query = ops.op("Mul", query, ops.number("attention_scale", scale))
     query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
     if heads > num_kv_heads:  # queries of one group share a key head: stack them along the nodes
         query = ops.reshape(query, 0, num_kv_heads, -1, width)
     scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
     weights = ops.op("Softmax", ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask), axis=-1)
     parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
-    mixed = [
-        ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3))
-        for part, v in zip(parts, (past_value, new_value), strict=True)
-    ]
+    values = zip(parts, (past_value, new_value), strict=True)
+    mixed = [ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values]
     together = ops.op("Add", *mixed)  # [rows, num_kv_heads, group * nodes, width]
     if heads > num_kv_heads:
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
@@ -166,21 +158,3 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
         together = ops.op("Reshape", together, shape)
     joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
     return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
-
-
-def _scale_rows(weight: Tensor, rows: int, scale: float) -> Tensor:
-    """`weight [out, in]` with its first `rows` rows scaled, deferred."""
-
-    def make() -> Tensor:
-        scaled = computed(weight).to(torch.float32, copy=True)
-        scaled[:rows] *= scale
-        return scaled
-
-    return deferred(make, weight.shape, torch.float32)
-
-
-def _write_ffn(ops: Ops, x: str, prefix: str, ffn: FeedForward) -> str:
-    gate = ops.linear(x, prefix + ".gate", ffn.gate.weight)
-    up = ops.linear(x, prefix + ".up", ffn.up.weight)
-    active = ops.op("Mul", gate, ops.op("Sigmoid", gate))
-    return ops.linear(ops.op("Mul", active, up), prefix + ".down", ffn.down.weight)

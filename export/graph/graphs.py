@@ -1,6 +1,6 @@
 """What a graph file is made from: a torch module, its inputs and outputs by name, and inputs to check it with.
 
-The decoders and the large conditions bring their own writer; any other module is traced. `parity.py`
+The decoders and the large conditions bring their own writer; any other module is traced. `check_parity`
 holds either kind against the module. Masks of graphs are additive; `HIDDEN` is what hides a column. It is finite so
 that a node that sees nothing gets finite numbers instead of NaN.
 """

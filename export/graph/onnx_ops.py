@@ -57,6 +57,10 @@ class Ops:
             self.wide.add(name)
         return name
 
+    def number(self, name: str, value: float, wide: bool = False) -> str:
+        """A constant number."""
+        return self.weight(name, torch.tensor(value), wide)
+
     def widen(self, x: str, name: str | None = None) -> str:
         """`x` in float32."""
         return self.op("Cast", x, name=name, to=TensorProto.FLOAT) if self.half else x

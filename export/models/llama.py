@@ -15,29 +15,21 @@ from .decoder import DecoderConfig
 
 _LONGEST_PROMPT = 2048  # tokens; a request's prompt has at most 2000 characters
 _LAYER = "layers.0.attention"
+_KINDS = ("weight", "bias")
 _LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
-    "attention.query.weight": "self_attn.q_proj.weight",
-    "attention.key.weight": "self_attn.k_proj.weight",
-    "attention.value.weight": "self_attn.v_proj.weight",
+    **{f"attention.{p}.weight": f"self_attn.{p[0]}_proj.weight" for p in ("query", "key", "value", "out")},
     "attention.qkv.weight": "self_attn.{q,k,v}_proj.weight",
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "attention.query_norm.weight": "self_attn.q_norm.weight",
-    "attention.query_norm.bias": "self_attn.q_norm.bias",
-    "attention.key_norm.weight": "self_attn.k_norm.weight",
-    "attention.key_norm.bias": "self_attn.k_norm.bias",
+    **{f"attention.{p}_norm.{kind}": f"self_attn.{p[0]}_norm.{kind}" for p in ("query", "key") for kind in _KINDS},
     "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn.gate.weight": "mlp.gate_proj.weight",
-    "ffn.up.weight": "mlp.up_proj.weight",
-    "ffn.down.weight": "mlp.down_proj.weight",
+    **{f"ffn.{p}.weight": f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")},
 }
 
 
 def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) -> None:
     """Rename the layers and the final norm, whose names start with `prefix`, and `names` to the decoder's.
 
-    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. Raises: CheckpointError
-    if a layer lacks one of the three.
+    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. Raises: CheckpointError.
     """
     layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
     checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
@@ -56,7 +48,8 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     config: with transformers' names of fields. parts: what the head size must be a multiple of. Raises:
     CheckpointError.
     """
-    rows, width = checkpoint.shape(f"{_LAYER}.qkv.weight")
+    qkv = f"{_LAYER}.qkv.weight"
+    rows, width = checkpoint.shape(qkv)
     layers, intermediate_size = checkpoint.count("layers."), checkpoint.shape("layers.0.ffn.gate.weight")[0]
     config.agree(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
     if heads is None or width % heads or width // heads % parts or config.get("head_dim") not in (None, width // heads):
@@ -69,8 +62,8 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     given = config.whole("num_key_value_heads")
     if rest or num_kv_heads < 1 or heads % num_kv_heads or given not in (None, num_kv_heads):
         raise checkpoint.error(
-            f"{checkpoint.shown(f'{_LAYER}.qkv.weight')} has {rows} rows, which {heads} heads of {head_dim} numbers "
-            f"and {given or 'some'} key heads do not explain; check {config.shown('num_attention_heads')} and "
+            f"{checkpoint.shown(qkv)} has {rows} rows, which {heads} heads of {head_dim} numbers and {given or 'some'} "
+            f"key heads do not explain; check {config.shown('num_attention_heads')} and "
             f"{config.shown('num_key_value_heads')}"
         )
     return {

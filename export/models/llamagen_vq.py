@@ -1,15 +1,14 @@
 """LlamaGen's image tokenizer: codes to pictures, and pictures to codes.
 
-A convolutional encoder and decoder around a codebook whose rows are unit vectors at use. Sizes come from the
-weights: width per level from the convolutions, levels and residual blocks from the names. Groups of the norms
-(32) and their eps are constants of the published model. Chameleon's and Janus's tokenizers are the same modules
-with other choices (`VQConfig`); `vqgan.py` reads them.
+A convolutional encoder and decoder around a codebook whose rows are unit vectors at use. Sizes come from the weights:
+width per level from the convolutions, levels and residual blocks from the names. Groups of the norms (32) and their
+eps are constants of the published model. Chameleon's and Janus's are the same modules with other choices (`VQConfig`).
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,9 +27,7 @@ _GROUPS, _EPS = 32, 1e-6
 _VQGAN_NAMES = (  # of taming-transformers, and LlamaGen's
     (r"\.(?:down|up)\.(\d+)\.block\.", r".conv_blocks.\1.res."),
     (r"\.(?:down|up)\.(\d+)\.", r".conv_blocks.\1."),
-    (r"\.mid\.block_1\.", ".mid.0."),
-    (r"\.mid\.attn_1\.", ".mid.1."),
-    (r"\.mid\.block_2\.", ".mid.2."),
+    *((rf"\.mid\.{theirs}\.", f".mid.{i}.") for i, theirs in enumerate(("block_1", "attn_1", "block_2"))),
 )
 
 
@@ -38,9 +35,9 @@ _VQGAN_NAMES = (  # of taming-transformers, and LlamaGen's
 class VQConfig:
     """Sizes of the tokenizer; widths per level as it runs, and residual blocks per encoder level.
 
-    `attention`: whether cells attend to each other at the coarsest level, besides the middle. `unit_decoding`,
-    `unit_encoding`: whether codebook rows are unit vectors when pictures are made from codes, and when the
-    nearest code is looked for (then encoder outputs are too).
+    attention: whether cells attend to each other at the coarsest level, besides the middle. unit_decoding,
+    unit_encoding: whether codebook rows are unit vectors for pictures, and for the nearest code (then encoder outputs
+    are too).
     """
 
     codes: int
@@ -129,21 +126,19 @@ class _Level(nn.Module):
 
 
 class _Levels(nn.Module):
-    """Pictures `[images, channels, height, width]` to latents, or the way back.
-
-    widths: of the levels as they run; the coarsest is the last where `resize` is `downsample`, else the first.
-    """
+    """Pictures `[images, channels, height, width]` to latents, or back; widths: of the levels as they run."""
 
     def __init__(
         self, inputs: int, stem: int, widths: tuple[int, ...], outputs: int, blocks: int, attention: bool, resize: str
     ) -> None:
         super().__init__()
         last, down = len(widths) - 1, resize == "downsample"
-        inner = widths[last if down else 0]  # of the coarsest
+        coarsest = last if down else 0
+        inner = widths[coarsest]
         self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
         mid = nn.ModuleList([_Residual(inner, inner), _CellAttention(inner), _Residual(inner, inner)])
         levels = nn.ModuleList(
-            _Level(before, width, blocks, attention and i == (last if down else 0), resize if i < last else None)
+            _Level(before, width, blocks, attention and i == coarsest, resize if i < last else None)
             for i, (before, width) in enumerate(zip((stem, *widths), widths, strict=False))
         )
         self.order = ("conv_blocks", "mid") if down else ("mid", "conv_blocks")
@@ -167,13 +162,12 @@ class LlamaGenVQ(nn.Module):
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        self.config = config
-        stem, levels, blocks, attention = config.encoder_stem, config.encoder_widths, config.blocks, config.attention
-        self.encoder = _Levels(3, stem, levels, config.latent_width, blocks, attention, "downsample")
-        levels = config.decoder_widths
-        self.decoder = _Levels(config.latent_width, levels[0], levels, 3, blocks + 1, attention, "upsample")
-        self.quant_conv = nn.Conv2d(config.latent_width, config.code_width, 1)
-        self.post_quant_conv = nn.Conv2d(config.code_width, config.latent_width, 1)
+        self.config, latent, blocks, attention = config, config.latent_width, config.blocks, config.attention
+        down, up = config.encoder_widths, config.decoder_widths
+        self.encoder = _Levels(3, config.encoder_stem, down, latent, blocks, attention, "downsample")
+        self.decoder = _Levels(latent, up[0], up, 3, blocks + 1, attention, "upsample")
+        self.quant_conv = nn.Conv2d(latent, config.code_width, 1)
+        self.post_quant_conv = nn.Conv2d(config.code_width, latent, 1)
         self.register_buffer("codebook", torch.zeros(config.codes, config.code_width))
 
 
@@ -187,13 +181,10 @@ class VQDecoder(nn.Module):
         self.post_quant_conv, self.decoder, self.grid = vq.post_quant_conv, vq.decoder, grid
         self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook)
 
-    def latents(self, codes: Tensor) -> Tensor:
-        """Code vectors of the cells `[images, code_width, grid, grid]`."""
-        vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
-        return vectors.reshape(-1, self.vectors.shape[1], self.grid, self.grid)
-
     def forward(self, codes: Tensor) -> Tensor:
-        pictures: Tensor = self.decoder(self.post_quant_conv(self.latents(codes)))
+        vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
+        latents = vectors.reshape(-1, self.vectors.shape[1], self.grid, self.grid)
+        pictures: Tensor = self.decoder(self.post_quant_conv(latents))
         return pictures
 
 
@@ -226,16 +217,6 @@ def read_vq(path: Path) -> LlamaGenVQ:
 
 def load_vq(checkpoint: Checkpoint, unit_decoding: bool = True, unit_encoding: bool = True) -> LlamaGenVQ:
     """The tokenizer with these weights, which bear LlamaGen's names. Raises: CheckpointError."""
-    config = replace(_infer(checkpoint), unit_decoding=unit_decoding, unit_encoding=unit_encoding)
-    with without_weights():
-        vq = LlamaGenVQ(config)
-    checkpoint.rename({"codebook": CODEBOOK})
-    checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}  # it is small
-    checkpoint.load_strict(vq)
-    return vq
-
-
-def _infer(checkpoint: Checkpoint) -> VQConfig:
     codes, code_width = checkpoint.shape(CODEBOOK)
     latent_width = checkpoint.shape("post_quant_conv.weight", 4)[0]
     encoder, decoder = (
@@ -255,14 +236,19 @@ def _infer(checkpoint: Checkpoint) -> VQConfig:
     if odd := [width for width in (stem, *encoder, *decoder) if width % _GROUPS]:
         raise checkpoint.error(f"level width {odd[0]} is no multiple of {_GROUPS}, the groups of its norms")
     attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
-    return VQConfig(codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
+    with without_weights():
+        sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
+        vq = LlamaGenVQ(VQConfig(*sizes, unit_decoding, unit_encoding))
+    checkpoint.rename({"codebook": CODEBOOK})
+    checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}  # it is small
+    checkpoint.load_strict(vq)
+    return vq
 
 
 def read_vqgan(path: Path) -> tuple[LlamaGenVQ, int | None, list[Path]]:
     """The tokenizer in taming-transformers' layout, the rows of codes of its pictures if known, and its files.
 
-    path: a folder with `vqgan.ckpt` and `vqgan.yaml`, or a .ckpt file with its .yaml beside it. Raises:
-    CheckpointError.
+    path: a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt with its .yaml beside it. Raises: CheckpointError.
     """
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():
@@ -275,35 +261,28 @@ def read_vqgan(path: Path) -> tuple[LlamaGenVQ, int | None, list[Path]]:
     rename_vqgan(checkpoint)
     vq = load_vq(checkpoint, unit_decoding=False, unit_encoding=False)
     settings = file.with_suffix(".yaml")
-    if not settings.is_file():
-        return vq, None, [file]
-    return vq, _grid(settings, vq), [file, settings]
+    return (vq, _grid(settings, vq.config), [file, settings]) if settings.is_file() else (vq, None, [file])
 
 
 def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False) -> None:
-    """Give weights LlamaGen's names.
-
-    coarsest_first: whether the decoder's levels are numbered as they run; taming numbers them the other way.
-    """
-    levels = checkpoint.count("decoder.up.")
-    names: dict[str, str] = {}
+    """Give weights LlamaGen's names; coarsest_first: the decoder's levels are numbered as they run, unlike taming's."""
+    last, names = checkpoint.count("decoder.up.") - 1, {}
     for name in checkpoint.weights:
         ours = name
         for pattern, replacement in _VQGAN_NAMES:
             ours = re.sub(pattern, replacement, ours)
         if name.startswith("decoder.up.") and not coarsest_first:
-            ours = re.sub(r"conv_blocks\.(\d+)", lambda found: f"conv_blocks.{levels - 1 - int(found[1])}", ours)
+            ours = re.sub(r"conv_blocks\.(\d+)", lambda found: f"conv_blocks.{last - int(found[1])}", ours)
         names[ours] = name
     checkpoint.rename(names)
 
 
-def _grid(path: Path, vq: LlamaGenVQ) -> int:
+def _grid(path: Path, config: VQConfig) -> int:
     """Rows of codes; CheckpointError where the configuration contradicts the weights."""
     try:
         content = yaml.safe_load(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: expected YAML, found {brief(error)}") from error
-    config = vq.config
     parameters = Config(path, content).section("model", "params")
     parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
     sizes = Config(path, content).section("model", "params", "ddconfig")

@@ -16,9 +16,8 @@ from torch import Tensor
 from ...checks import brief, require_library
 from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import listing, read_config
+from ..checkpoints.files import TOKENIZER, listing, read_config, read_tokenizer
 from ..checkpoints.folders import read_checkpoint
-from ..checkpoints.tokenizer import TOKENIZER, read_tokenizer
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import Ops
 
@@ -29,8 +28,7 @@ _SECOND = "encoder.embed_tokens.weight"  # the table of tokens, `shared.weight`,
 def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[tuple[str, Path]]]:
     """The `T5Stack` in a folder such as flan-t5-xl's, for captions of a width, its `tokenizer.json`, and its files.
 
-    Raises: CheckpointError if the encoder has another width, or its tokenizer other tokens; EngineError if a library
-    is not installed.
+    Raises: CheckpointError, also for another width or a tokenizer of other tokens; EngineError without transformers.
     """
     path = folder / TOKENIZER
     if not path.is_file():
@@ -38,9 +36,7 @@ def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[
         raise CheckpointError(f"{folder}: found no {TOKENIZER}, expected a text encoder's folder with one; {cure}")
     encoder, sources = read_t5(folder, caption_dim)
     end = read_config(folder / "config.json").whole("eos_token_id") or 1
-    tokenizer = read_tokenizer(path, encoder.config.vocab_size)
-    ids = tokenizer.encode("a").ids
-    if not ids or ids[-1] != end:
+    if read_tokenizer(path, encoder.config.vocab_size).encode("a").ids[-1:] != [end]:
         raise CheckpointError(
             f"{path}: does not end a text with token {end}, as config.json says; give both of one model"
         )
@@ -50,8 +46,7 @@ def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[
 def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tuple[str, Path]]]:
     """The encoder in a folder as transformers saves it, of a whole T5 or of the encoder alone; and its files.
 
-    The decoder of a whole T5 is left out. caption_dim: the width it must have. Raises: CheckpointError if anything
-    else is missing or too much; EngineError if transformers is not installed.
+    caption_dim: the width it must have. Raises: CheckpointError; EngineError if transformers is not installed.
     """
     wanted = "the folder of a T5 encoder such as flan-t5-xl, found no config.json"
     config = read_config(folder / "config.json", wanted)
@@ -92,8 +87,7 @@ def write_encoder(ops: Ops, encoder: Any, most: int) -> tuple[str, str]:
     weights: dict[str, Tensor] = encoder.state_dict()
     config, attention = encoder.config, encoder.block[0].layer[0].SelfAttention
     mask = ops.op("Cast", "token_mask", to=1)
-    real = ops.op("Sub", mask, ops.weight("one", torch.tensor(1.0)))
-    hidden = ops.op("Mul", real, ops.weight("hidden", torch.tensor(-_HIDDEN)))
+    hidden = ops.op("Mul", ops.op("Sub", mask, ops.number("one", 1.0)), ops.number("hidden", -_HIDDEN))
     hidden = ops.op("Unsqueeze", hidden, ops.ints(1, 2))  # [rows, 1, 1, tokens]
     tokens = ops.op("Shape", "token_ids", start=1, end=2)
     ends = ops.op("Concat", tokens, tokens, axis=0)

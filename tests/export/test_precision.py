@@ -24,7 +24,7 @@ from lantern_rt.export.graph.precision import (
     resolve_dtype,
     storage,
 )
-from lantern_rt.export.parity import Sessions, check_parity
+from lantern_rt.export.verify import Sessions, check_parity
 
 PRECISIONS = get_args(Precision)
 
