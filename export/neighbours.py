@@ -6,8 +6,7 @@ differences instead: the order is exact. A block of rows at a time, so memory st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ _FINE = 1e9  # how much larger than the products' error a square must be to give
 _BLOCK_BYTES = 1 << 20  # of one float64 block of distances: it stays in a core's cache
 
 
-@dataclass(frozen=True)
-class Neighbours:
+class Neighbours(NamedTuple):
     """`indices [codes, k]`, nearest first, the code itself left out; `distances [codes, k]` float32."""
 
     indices: NDArray[np.unsignedinteger[Any]]

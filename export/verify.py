@@ -30,8 +30,7 @@ from ..checks import brief
 from ..errors import ParityError
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import HIDDEN, Arrays, Graph
-from .graph.precision import Precisions, fake_quantize
-from .graph.weight_file import GraphFile
+from .graph.precision import GraphFile, Precisions, fake_quantize
 
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
 _LEAST_HALF = -6e4  # a mask's lowest number in float16

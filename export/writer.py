@@ -73,7 +73,12 @@ def export_model(
         graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
     plans = {graph.role: plan_graph(graph, rounding.rule(graph.role)) for graph in graphs}
     total = sum(plan.size for plan in plans.values())
-    _check_space(output, total + 4 * model.code_embeddings.numel())
+    free = shutil.disk_usage(output.resolve().parent).free
+    if (needed := total + 4 * model.code_embeddings.numel()) > free:
+        raise OutputError(
+            f"{output}: the bundle takes about {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
+            "free some, choose another place, or a smaller --precision"
+        )
     progress("sorting neighbours")
     neighbours = neighbour_table(model.codebook, model.neighbors)
     done = 0
@@ -106,15 +111,15 @@ def export_model(
             for r, p in model.sources
         )
         target, drafter = model.fields["target"], model.fields.get("drafter")
-        own = {"precision": rounding.of("drafter")}
+        fields = {
+            "name": name or output.resolve().name,
+            **model.fields,
+            "target": target.model_copy(update={"precision": rounding.of("target"), "dtype": rounding.compute}),
+            "drafter": drafter and drafter.model_copy(update={"precision": rounding.of("drafter")}),
+            "provenance": Provenance(exporter=f"lantern-rt {__version__}", sources=sources, licence=model.licence),
+        }
         manifest = Manifest(
-            **{
-                "name": name or output.resolve().name,
-                **model.fields,
-                "target": target.model_copy(update={"precision": rounding.of("target"), "dtype": rounding.compute}),
-                "drafter": None if drafter is None else drafter.model_copy(update=own),
-                "provenance": Provenance(exporter=f"lantern-rt {__version__}", sources=sources, licence=model.licence),
-            },
+            **fields,
             format_version=FORMAT_VERSION,
             neighbors=neighbours.indices.shape[1],
             files={role: FileEntry.of(path) for role, path in paths.items()},
@@ -126,13 +131,3 @@ def export_model(
 def check_output(output: Path, force: bool) -> None:
     """Raises: OutputError for a goal that is there already, or that `force` would replace without being a bundle."""
     check_new_folder(output, force, _MANIFEST, "bundle")
-
-
-def _check_space(output: Path, needed: int) -> None:
-    """Refuse to start what the disk cannot hold."""
-    free = shutil.disk_usage(output.resolve().parent).free
-    if needed > free:
-        raise OutputError(
-            f"{output}: the bundle takes about {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
-            "free some, choose another place, or a smaller --precision"
-        )

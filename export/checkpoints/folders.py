@@ -1,14 +1,14 @@
 """A checkpoint's weights as one, from a file or a folder.
 
 A folder holds one file of weights, or several with an index that says which weight is in which file (the layout of
-Hugging Face), or several `.pt` or `.pth` files that share the weights between them. A weight that the index names
-and no file holds, or that a file holds and the index does not name, is an error: nothing is ignored.
+Hugging Face), or several `.pt` or `.pth` files that share the weights between them. Nothing is ignored: a weight
+that only the index or only a file has is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -83,12 +83,7 @@ class Checkpoint:
         Raises: CheckpointError that lists what is missing, unexpected or of another shape.
         """
         wanted, weights = module.state_dict(), self.weights
-        missing, unexpected = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
-        problems = [
-            f"{word}: {listing([self.shown(name) for name in names])}"
-            for word, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
+        problems = _differences(wanted.keys(), weights.keys(), self.shown)
         problems += [
             f"{self.shown(name)} has shape {list(weights[name].shape)}, expected {list(value.shape)}"
             for name, value in wanted.items()
@@ -129,8 +124,7 @@ def read_checkpoint(
         part = {key: weight for key, weight in read_weights(place / name).items() if keep(key)}
         if index:
             named = {key for key in shards[name] if keep(key)}
-            found = (("missing", named - part.keys() - set(optional)), ("unexpected", part.keys() - named))
-            if problems := [f"{word}: {listing(names)}" for word, names in found if names]:
+            if problems := _differences(named - (set(optional) - part.keys()), part.keys()):
                 raise CheckpointError(
                     f"{place / name}: does not hold what the index says; {'; '.join(problems)}; "
                     "download the folder again"
@@ -164,6 +158,11 @@ def read_index(path: Path) -> dict[str, list[str]]:
             raise config.error(f"weight {weight} is in {name!r}, expected the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards
+
+
+def _differences(wanted: Set[str], found: Set[str], shown: Callable[[str], str] = str) -> list[str]:
+    names = {"missing": wanted - found, "unexpected": found - wanted}
+    return [f"{word}: {listing([shown(name) for name in some])}" for word, some in names.items() if some]
 
 
 def _translate(name: str, names: Mapping[str, str]) -> str:

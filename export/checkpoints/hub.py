@@ -39,9 +39,7 @@ class Reference(NamedTuple):
     file: str | None
     revision: str | None
 
-    @property
-    def shown(self) -> str:
-        """As the user wrote it, without the revision."""
+    def __str__(self) -> str:
         return f"hf:{self.repository}" + (f"/{self.file}" if self.file else "")
 
 
@@ -65,7 +63,12 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
     reference = parse_reference(place.as_posix() if isinstance(place, Path) else place)
     if reference is None:
         return Fetched(Path(place), None)
-    by_hand = _by_hand(reference, side_files)
+    if reference.file is not None:
+        by_hand = f"download {reference.file} of {reference.repository} by hand and give its path"
+    else:
+        files = f"{', '.join(side_files)} and the .safetensors files (if it has none, the .bin files)"
+        goal = "by hand into one folder, and give that folder"
+        by_hand = f"download {files} with their .index.json of {reference.repository} {goal}"
     if importlib.util.find_spec("huggingface_hub") is None:
         cure = f"run `pip install 'lantern-rt[export]'`, or {by_hand}"
         raise EngineError(f"{place}: fetching needs huggingface_hub; {cure}")
@@ -84,7 +87,7 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
             reason = f"the hub cannot be reached ({brief(error)}); try again, or {by_hand}"
             raise CheckpointError(f"{place}: {reason}") from error
         folder = _snapshot(cached, name)
-    return Fetched(folder / (reference.file or ""), f"{reference.shown}@{folder.name}")
+    return Fetched(folder / (reference.file or ""), f"{reference}@{folder.name}")
 
 
 def _fetch(reference: Reference, side_files: Sequence[str]) -> Path:
@@ -105,13 +108,13 @@ def _wanted(reference: Reference, files: Collection[str], side_files: Sequence[s
     """The files of a repository to fetch, that of the weights first; the shards of an index are not among them."""
     if reference.file is not None:
         if reference.file not in files:
-            raise CheckpointError(f"{reference.shown}: no such file; {reference.repository} has {listing(files)}")
+            raise CheckpointError(f"{reference}: no such file; {reference.repository} has {listing(files)}")
         return [reference.file]
     chosen = choose_files({name for name in files if name in (*SINGLE, *INDEX)})
     if not chosen:
         raise CheckpointError(
-            f"{reference.shown}: found no {SINGLE[0]} and nothing alike, but {listing(files)}; "
-            f"name one file: {reference.shown}/FILE"
+            f"{reference}: found no {SINGLE[0]} and nothing alike, but {listing(files)}; "
+            f"name one file: {reference}/FILE"
         )
     return [*chosen, *(name for name in side_files if name in files)]
 
@@ -124,17 +127,9 @@ def _refusal(reference: Reference, error: Exception) -> str | None:
     """What the hub answered, as a cure; None if it did not answer."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    login = "its owner asks for an agreement; accept it on the repository's page and log in with `hf auth login`"
-    absent = "no such repository, or a private one that needs `hf auth login`; check the name"
+    if isinstance(error, GatedRepoError):
+        return "its owner asks for an agreement; accept it on the repository's page and log in with `hf auth login`"
+    if isinstance(error, RepositoryNotFoundError):
+        return "no such repository, or a private one that needs `hf auth login`; check the name"
     revision = f"the repository has no revision {reference.revision}; leave @ out for the newest"
-    cures = ((GatedRepoError, login), (RepositoryNotFoundError, absent), (RevisionNotFoundError, revision))
-    return next((cure for kind, cure in cures if isinstance(error, kind)), None)
-
-
-def _by_hand(reference: Reference, side_files: Sequence[str]) -> str:
-    if reference.file is not None:
-        return f"download {reference.file} of {reference.repository} by hand and give its path"
-    return (
-        f"download {', '.join(side_files)} and the .safetensors files (if it has none, the .bin files) with their "
-        f".index.json of {reference.repository} by hand into one folder, and give that folder"
-    )
+    return revision if isinstance(error, RevisionNotFoundError) else None

@@ -26,8 +26,7 @@ from ..checkpoints.deferred import permuted
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import write_target
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
-from .precision import Rule, Storage
-from .weight_file import GraphFile, plan_storage
+from .precision import GraphFile, Rule, Storage, plan_storage
 
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
