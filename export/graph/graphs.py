@@ -122,36 +122,16 @@ def decoder_graph(
     heads = (config.num_kv_heads, config.head_dim)
     past = tuple(Value(f"past_key_values.{part}", ("past", "rows", *heads)) for part in parts)
     new = (Value(f"new_key_values.{part}", ("nodes", "rows", *heads)) for part in parts)
+    positions = Value("position_ids", ("rows", "nodes"), "int64")
+    logits = Value("logits", ("rows", "nodes", config.vocab_size))
     return Graph(
         role=role,
-        module=_Flat(module, len(leading) + 2),
-        inputs=(
-            *leading,
-            Value("position_ids", ("rows", "nodes"), "int64"),
-            Value("attention_mask", ("rows", 1, "nodes", "past + nodes")),
-            *past,
-        ),
-        outputs=(
-            Value("logits", ("rows", "nodes", config.vocab_size)),
-            Value("hidden_states", ("rows", "nodes", config.hidden_size)),
-            *new,
-        ),
+        module=module,
+        inputs=(*leading, positions, Value("attention_mask", ("rows", 1, "nodes", "past + nodes")), *past),
+        outputs=(logits, Value("hidden_states", ("rows", "nodes", config.hidden_size)), *new),
         cases=dict(_decoder_cases(inputs, past, config)),
         write=write,
     )
-
-
-class _Flat(nn.Module):
-    """A decoder whose past and new keys and values are plain arguments and results."""
-
-    def __init__(self, decoder: nn.Module, leading: int) -> None:
-        super().__init__()
-        self.decoder, self.leading = decoder, leading
-
-    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
-        leading, past = values[: self.leading], values[self.leading :]
-        logits, hidden, new_kv = self.decoder(*leading, list(zip(past[::2], past[1::2], strict=True)))
-        return logits, hidden, *(tensor for pair in new_kv for tensor in pair)
 
 
 def _decoder_cases(

@@ -6,6 +6,7 @@ returned. `Decoder.full` is the same function without a cache, for training and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -54,9 +55,6 @@ class DecoderConfig:
     def positions(self) -> int:
         """Rows of the rotary table."""
         return self.prefix + self.grid**2 + self.spare_positions
-
-
-KeysValues = list[tuple[Tensor, Tensor]]  # of every layer
 
 
 def rope_table(config: DecoderConfig) -> Tensor:
@@ -234,13 +232,15 @@ class LayerStack(nn.Module):
         self.layers = nn.ModuleList(Layer(config, config.input_norm or i > 0) for i in range(config.num_layers))
         self.register_buffer("rope", rope_table(config), persistent=False)
 
-    def run_layers(self, x: Tensor, position_ids: Tensor, mask: Tensor, past: KeysValues) -> tuple[Tensor, KeysValues]:
+    def run_layers(
+        self, x: Tensor, position_ids: Tensor, mask: Tensor, past: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         """One pass of `x [rows, nodes, hidden_size]` through all layers; the rest as in `Decoder.forward`."""
         rope = self.rope[position_ids]
-        new_kv = []
-        for layer, (past_key, past_value) in zip(self.layers, past, strict=True):
-            x, key, value = layer(x, rope, mask, past_key, past_value)
-            new_kv.append((key, value))
+        new_kv: list[Tensor] = []
+        for layer, past_key, past_value in zip(self.layers, past[::2], past[1::2], strict=True):
+            x, *new = layer(x, rope, mask, past_key, past_value)
+            new_kv += new
         return x, new_kv
 
 
@@ -254,19 +254,17 @@ class Decoder(LayerStack):
         if config.head_hidden:
             self.head = DeepHead(config.hidden_size, config.head_hidden, config.vocab_size)
 
-    def forward(
-        self, embeds: Tensor, position_ids: Tensor, mask: Tensor, past: KeysValues
-    ) -> tuple[Tensor, Tensor, KeysValues]:
+    def forward(self, embeds: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
         """One pass over new nodes.
 
         `embeds [rows, nodes, hidden_size]`, `position_ids [rows, nodes]`, additive `mask [rows, 1, nodes, past +
-        nodes]`, `past` per layer keys and values `[past, rows, num_kv_heads, head_dim]`. Returns logits
-        `[rows, nodes, vocab_size]`, hidden states `[rows, nodes, hidden_size]` and per layer the new keys and
-        values `[nodes, rows, num_kv_heads, head_dim]`.
+        nodes]`, `past` keys and values of each layer `[past, rows, num_kv_heads, head_dim]`. Returns logits
+        `[rows, nodes, vocab_size]`, hidden states `[rows, nodes, hidden_size]` and the new keys and values of each
+        layer `[nodes, rows, num_kv_heads, head_dim]`.
         """
         x, new_kv = self.run_layers(embeds, position_ids, mask, past)
         hidden = self.norm(x)
-        return self.head(hidden), hidden, new_kv
+        return self.head(hidden), hidden, *new_kv
 
     def full(self, embeds: Tensor) -> Tensor:
         """Hidden states `[rows, length, hidden_size]` of whole causal sequences that start at position 0."""

@@ -21,7 +21,7 @@ from ..checkpoints.folders import read_checkpoint
 from ..graph.decoder_graph import write_head, write_layers
 from ..graph.graphs import Arrays, Graph, decoder_graph
 from ..graph.onnx_ops import Ops, Value
-from .decoder import Decoder, DecoderConfig, Head, KeysValues, LayerStack
+from .decoder import Decoder, DecoderConfig, Head, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
 
 
@@ -36,15 +36,15 @@ class EagleDrafter(LayerStack):
         self.head = head
 
     def forward(
-        self, input_ids: Tensor, target_hidden: Tensor, position_ids: Tensor, mask: Tensor, past: KeysValues
-    ) -> tuple[Tensor, Tensor, KeysValues]:
+        self, input_ids: Tensor, target_hidden: Tensor, position_ids: Tensor, mask: Tensor, *past: Tensor
+    ) -> tuple[Tensor, ...]:
         """One pass over new slots: `input_ids [rows, nodes]`, `target_hidden [rows, nodes, hidden_size]`.
 
         The rest, and the results, as in `Decoder.forward`; the hidden states are predictions.
         """
         x = self.fc(torch.cat([self.embed(input_ids), target_hidden], -1))
         hidden, new_kv = self.run_layers(x, position_ids, mask, past)
-        return self.head(hidden), hidden, new_kv
+        return self.head(hidden), hidden, *new_kv
 
 
 class Drafting(NamedTuple):

@@ -152,7 +152,7 @@ def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path)
     graph = small_target()
     written = write_graph(graph, tmp_path)
     with torch.no_grad():
-        dict(graph.module.named_parameters())["decoder.layers.1.attention.qkv.weight"][-1] += 1e-2
+        dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-1] += 1e-2
     with pytest.raises(ParityError) as caught:
         check_parity(graph, written[0])
     message = str(caught.value)

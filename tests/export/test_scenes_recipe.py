@@ -104,15 +104,15 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
     with torch.no_grad():
         whole = target.hidden(target.prefix(caption), codes)
         config = target.config
-        past = [(torch.zeros(0, 1, 4, config.head_dim),) * 2 for _ in range(config.num_layers)]
+        past = [torch.zeros(0, 1, 4, config.head_dim)] * 2 * config.num_layers
         steps, position = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))], 0
         for i, embeds in enumerate(steps):
             nodes = embeds.shape[1]
             mask = torch.zeros(1, 1, nodes, position + nodes)
             mask[..., position:] = torch.full((nodes, nodes), -1e9).triu(1)
             at = torch.arange(position, position + nodes)[None]
-            _, hidden, fresh = decoder(embeds, at, mask, past)
-            past = [tuple(torch.cat(pair) for pair in zip(p, f, strict=True)) for p, f in zip(past, fresh, strict=True)]
+            _, hidden, *new = decoder(embeds, at, mask, *past)
+            past = [torch.cat(pair) for pair in zip(past, new, strict=True)]
             position += nodes
             assert (hidden[:, -1] - whole[:, i]).abs().max() < 1e-4
 
@@ -124,9 +124,9 @@ def test_the_drafter_graphs_module_is_the_trained_one() -> None:
     drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
     tokens, hidden = torch.randint(1024, (2, 50)), torch.randn(2, 50, 256)
     mask = torch.full((50, 50), -1e9).triu(1).expand(2, 1, 50, 50)
-    nothing = [(torch.zeros(0, 2, 4, 64), torch.zeros(0, 2, 4, 64))]
+    nothing = [torch.zeros(0, 2, 4, 64)] * 2
     with torch.no_grad():
-        _, found, _ = drafter(tokens, hidden, torch.arange(50).expand(2, 50), mask, nothing)
+        _, found, *_ = drafter(tokens, hidden, torch.arange(50).expand(2, 50), mask, *nothing)
         assert (found - trained(tokens, hidden)).abs().max() < 1e-4
 
 

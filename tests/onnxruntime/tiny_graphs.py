@@ -32,9 +32,8 @@ class TargetGraph(nn.Module):
         self.decoder = decoder
 
     def forward(self, embeds: Tensor, positions: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        pairs = list(zip(past[::2], past[1::2], strict=True))
-        logits, hidden, new_kv = self.decoder(embeds, positions, mask, pairs)
-        return (logits, hidden, *(tensor for pair in new_kv for tensor in pair))
+        found: tuple[Tensor, ...] = self.decoder(embeds, positions, mask, *past)
+        return found
 
 
 class DrafterGraph(TargetGraph):

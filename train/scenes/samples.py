@@ -34,16 +34,15 @@ def sample_codes(target: ScenesTarget, captions: Tensor, cfg_scale: float, gener
     dropped = torch.arange(2 * rows, device=device) >= rows
     embeds = target.prefix(captions.repeat(2, 1), dropped)  # conditional rows, then unconditional ones
     shape = (SLOTS + CELLS, 2 * rows, config.num_kv_heads, config.head_dim)
-    cache = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in range(config.num_layers)]
+    cache = [torch.zeros(shape, device=device) for _ in range(2 * config.num_layers)]
     mask = torch.full((SLOTS, SLOTS), -1e9, device=device).triu(1).expand(2 * rows, 1, SLOTS, SLOTS)
     codes, length = torch.zeros(rows, CELLS, dtype=torch.int64, device=device), 0
     for cell in range(CELLS):
         nodes = embeds.shape[1]
         positions = torch.arange(length, length + nodes, device=device).expand(2 * rows, nodes)
-        past = [(key[:length], value[:length]) for key, value in cache]
-        logits, _, new_kv = decoder(embeds, positions, mask, past)
-        for (key, value), (new_key, new_value) in zip(cache, new_kv, strict=True):
-            key[length : length + nodes], value[length : length + nodes] = new_key, new_value
+        logits, _, *new_kv = decoder(embeds, positions, mask, *(past[:length] for past in cache))
+        for past, new in zip(cache, new_kv, strict=True):
+            past[length : length + nodes] = new
         length += nodes
         cond, uncond = logits[:, -1].chunk(2)
         probabilities = (uncond + cfg_scale * (cond - uncond)).softmax(-1)
