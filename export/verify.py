@@ -38,18 +38,14 @@ LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped fil
 
 
 class Limits(NamedTuple):
-    """What is accepted. `difference` is absolute up to values of 1, relative to a tensor's largest value above.
+    """What is accepted; decoders with rounded weights are judged by their distributions alone."""
 
-    Where a decoder's weights were rounded, it is judged by its distributions, and single numbers are only shown.
-    """
-
-    difference: float
+    difference: float  # absolute up to values of 1, relative to a tensor's largest value above
     agreement: float
     divergence: float  # nats, mean over nodes
 
 
-# Which of two almost equally likely tokens is ahead says nothing: that often as likely counts as the same.
-TIE = 0.8
+TIE = 0.8  # which of two almost equally likely tokens is ahead says nothing: that often as likely counts as the same
 
 # Exact graphs differ by the order of sums. Of integers, the trained target of the scenes bundle shows an agreement
 # of 1.000 and 0.951 and a divergence of 4e-4 and 3e-2 (docs/exporting.md); limits allow about five times that.
@@ -153,12 +149,10 @@ def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
 class Sessions:
     """ONNX Runtime on one graph file, for calls with and without an empty past.
 
-    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor, so calls with one go to a
-    session without that fusion.
+    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: calls with one run without that fusion.
 
-    `lean`: nothing is fused, folded or copied: weights are read where the file is mapped, and those stored in
-    other types are decoded one at a time. (Measured on twelve matrices of 64 MB: 66 MB at the peak instead of
-    800. Nodes must run in the order they are written in, or all weights are decoded first.)
+    lean: nothing is fused, folded or copied: weights are read where the file is mapped, and those stored in other
+    types are decoded one at a time, if nodes run in the order they are written in (66 MB at the peak instead of 800).
     """
 
     def __init__(self, path: Path, lean: bool = False) -> None:

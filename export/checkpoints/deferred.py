@@ -1,8 +1,8 @@
 """Weights that are computed when they are used, and modules that exist before their weights do.
 
-A checkpoint's tensors lie in a memory map and cost nothing until read. What is made from them (three projections
-joined, a matrix transposed or scaled) would be a copy in memory; a deferred tensor keeps the recipe instead, and
-computes it anew each time. So a model larger than memory can be described, and written a chunk at a time.
+A checkpoint's tensors lie in a memory map. What is made from them (projections joined, a matrix transposed) would be a
+copy; a deferred tensor keeps the recipe and computes it each time. So a model larger than memory can be described,
+and written a chunk at a time.
 """
 
 from __future__ import annotations

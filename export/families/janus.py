@@ -64,6 +64,7 @@ def read_janus(target: Path) -> Model:
     text_embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.load_strict(decoder)
     tokenizer = find_tokenizer(target)
+    sides = (("target_config", config.path), ("generation_config", generation.path))
     return image_model(
         family="janus",
         decoder=decoder,
@@ -72,12 +73,7 @@ def read_janus(target: Path) -> Model:
         vq=image,
         vq_place=target,
         sampling=Sampling(cfg_scale=generation.number("guidance_scale", 5.0)),
-        sources=[
-            *checkpoint.sources("target"),
-            ("target_config", config.path),
-            ("generation_config", generation.path),
-            ("tokenizer", tokenizer),
-        ],
+        sources=[*checkpoint.sources("target"), *sides, ("tokenizer", tokenizer)],
     )
 
 

@@ -7,7 +7,6 @@ do not show there: they come from a published model's name, a configuration file
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import isqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -31,8 +30,7 @@ from .common import check_grid, image_model
 _DEFAULT_GRID = 16  # 256 pixels at 16 pixels per cell
 
 
-# Layers, hidden size and heads of published models.
-MODELS: Mapping[str, tuple[int, int, int]] = {
+MODELS = {  # layers, hidden size and heads of published models
     "GPT-B": (12, 768, 12),
     "GPT-L": (24, 1024, 16),
     "GPT-XL": (36, 1280, 20),
@@ -219,9 +217,8 @@ def _heads(checkpoint: Checkpoint, config: Config, model: str | None, heads: int
             raise CheckpointError(f"model {model!r} is unknown; expected one of {', '.join(MODELS)}")
         *sizes, heads = MODELS[model]
         if sizes != [layers, width]:
-            raise checkpoint.error(
-                f"has {layers} layers of width {width}, but {model} has {sizes[0]} of {sizes[1]}{hint}"
-            )
+            own = f"has {layers} layers of width {width}"
+            raise checkpoint.error(f"{own}, but {model} has {sizes[0]} of {sizes[1]}{hint}")
         if given not in (None, heads):
             raise config.error(f"{field} is {given}, but {model} has {heads}")
     if not (found := given or heads):

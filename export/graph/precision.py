@@ -102,9 +102,8 @@ def resolve_dtype(name: str, weight: Tensor, planned: Storage, rule: Rule) -> St
         return "float16" if all(torch.equal(p.half().float(), p) for p in iter_chunks(weight)) else "float32"
     largest = error = norm = 0.0
     for chunk in iter_chunks(weight):
-        half = chunk.half().float()
         largest = max(largest, float(chunk.abs().max()))
-        error += float(torch.linalg.vector_norm(half - chunk)) ** 2
+        error += float(torch.linalg.vector_norm(chunk.half().float() - chunk)) ** 2
         norm += float(torch.linalg.vector_norm(chunk)) ** 2
     if error <= _HALF_ERROR**2 * norm:  # false for the infinity that too large a number becomes
         return "float16"
@@ -121,8 +120,7 @@ def iter_chunks(weight: Tensor, rows: int = 1) -> Iterator[Tensor]:
     if made.ndim == 0:
         yield made.float()
         return
-    width = max(1, made[:1].numel())
-    step = max(rows, _CHUNK // width // rows * rows)
+    step = max(rows, _CHUNK // max(1, made[:1].numel()) // rows * rows)
     for start in range(0, len(made), step):
         yield made[start : start + step].float().contiguous()
 
@@ -134,13 +132,11 @@ def block_size(kind: Storage, inputs: int) -> int | None:
 
 def quantise(weight: Tensor, kind: Storage) -> tuple[Tensor, Tensor]:
     """`weight [in, out]` to integers `[in, out]` int8 and scales `[in / block, out]` float32, round to nearest."""
-    inputs, outputs = weight.shape
-    size = block_size(kind, inputs) or inputs
-    blocks = weight.reshape(inputs // size, size, outputs)
-    largest = _LARGEST[kind]
+    size, largest = block_size(kind, len(weight)) or len(weight), _LARGEST[kind]
+    blocks = weight.reshape(-1, size, weight.shape[1])
     scales = blocks.abs().amax(1) / largest  # [blocks, out]
     steps = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
-    return steps.round_().clamp_(-largest, largest).to(torch.int8).view(inputs, outputs), scales
+    return steps.round_().clamp_(-largest, largest).to(torch.int8).view(weight.shape), scales
 
 
 def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
@@ -152,10 +148,9 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
         return made.half().float()
     result = torch.empty(made.shape)
     step = max(1, _CHUNK // made.shape[1])  # rows of the module's matrix: columns of the stored one
-    for start in range(0, len(made), step):
-        integers, scales = quantise(made[start : start + step].float().t(), kind)
-        blocks = integers.view(len(scales), -1, integers.shape[1]) * scales[:, None]
-        result[start : start + step] = blocks.view(integers.shape).t()
+    for part, rows in zip(torch.split(made, step), torch.split(result, step), strict=True):
+        integers, scales = quantise(part.float().t(), kind)
+        rows[:] = (integers.view(len(scales), -1, len(part)) * scales[:, None]).view(integers.shape).t()
     return result
 
 
