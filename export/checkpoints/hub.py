@@ -67,8 +67,8 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
         by_hand = f"download {reference.file} of {reference.repository} by hand and give its path"
     else:
         files = f"{', '.join(side_files)} and the .safetensors files (if it has none, the .bin files)"
-        goal = "by hand into one folder, and give that folder"
-        by_hand = f"download {files} with their .index.json of {reference.repository} {goal}"
+        where = "by hand into one folder, and give that folder"
+        by_hand = f"download {files} with their .index.json of {reference.repository} {where}"
     if importlib.util.find_spec("huggingface_hub") is None:
         cure = f"run `pip install 'lantern-rt[export]'`, or {by_hand}"
         raise EngineError(f"{place}: fetching needs huggingface_hub; {cure}")

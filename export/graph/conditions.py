@@ -49,12 +49,9 @@ class ClassCondition(nn.Module):
 
     def condition(self) -> Condition:
         """Class ids as a bundle's condition."""
-        (rows, width), ids, generator = (
-            self.table.shape,
-            Value("class_ids", ("rows",), "int64"),
-            np.random.default_rng(0),
-        )
+        (rows, width), generator = self.table.shape, np.random.default_rng(0)
         cases = cases_of(*({"class_ids": generator.integers(rows - 1, size=n)} for n in (3, 1)))
+        ids = Value("class_ids", ("rows",), "int64")
         graph = Graph("condition", self, (ids,), _prefix_rows(1, width), cases)
         return Condition(ConditionSpec(kind="class", prefix=1, classes=rows - 1), graph)
 
