@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from random_bundle import SHAPES, random_bundle
 from tree_figures import expected_tokens, slots_per_level
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
-from lantern_rt.engines.bandwidth import read_bandwidth
-from lantern_rt.engines.host import host_report, processor
+from lantern_rt.engines.host import host_report, processor, read_bandwidth
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
 from lantern_rt.planning.costs import HostCosts, PassCost, measure_costs, with_overhead
 from lantern_rt.planning.tree_search import Plan, best_plan
@@ -168,7 +167,7 @@ def main() -> None:
         measured, seconds = bundle_statistics(open_bundle(arguments.project)), 1.0 if arguments.smoke else PASS_SECONDS
         found = measure(pipeline, bandwidth, arguments.methods, arguments.images, measured, seconds)
     if arguments.json:
-        report = {"lantern_rt": __version__, "host": host.as_dict(), "processor": processor(), "threads": threads}
+        report = {"lantern_rt": __version__, "host": asdict(host), "processor": processor(), "threads": threads}
         arguments.json.write_text(json.dumps(report | found, indent=2) + "\n", encoding="utf-8")
 
 

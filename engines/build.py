@@ -1,33 +1,34 @@
 """Building engines: a bundle and options in, a folder with `engine.json` out, whole or not at all.
 
 `estimate` and `plan_build` say beforehand how much memory the engines will take, and what shapes they are made for.
-Weights are counted in the graphs; keys and values follow from the sizes in `bundle.json`; activations are an estimate:
-the tensors that a pass cannot do without, not what a library's allocator makes of them.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ..bundle.files import Bundle
 from ..bundle.onnx_scan import float_weights
+from ..checks import brief
 from ..errors import BundleError
 from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
 from .host import processor
 from .loader import find_backend
+from .ort.backend import OrtBackend
 from .profiles import BuildOptions, Profile, largest_past, profiles
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
+_RECORDED = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json, not `settings`
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that one graph takes. `cache` is for `max_rows` full rows, `activations` for the largest pass."""
+    """Bytes that one graph takes: `cache` for `max_rows` full rows, `activations` at least, for the largest pass."""
 
     role: str
     weights: int
@@ -42,15 +43,11 @@ class Estimate:
 
 def estimate(bundle: Bundle, options: BuildOptions) -> list[Estimate]:
     """An estimate for every graph of the bundle. Raises: BundleError if a graph cannot be read."""
-    roles = ("target", "drafter", "condition", "vq_decoder")
-    return [_estimate(bundle, role, options) for role in roles if role in bundle.manifest.files]
+    return [_estimate(bundle, role, options) for role in OrtBackend.roles if role in bundle.manifest.files]
 
 
 def plan_build(bundle: Bundle, options: BuildOptions) -> dict[str, tuple[Profile, ...]]:
-    """Check the options and work out the shapes of every graph, by role; needs no backend's library.
-
-    Raises: RequestError.
-    """
+    """Check the options and work out the shapes of every graph, by role. Raises: RequestError."""
     backend = find_backend(options.backend)
     backend.check_options(options)
     return {role: profiles(bundle.manifest, role, options) if backend.shaped else () for role in backend.roles}
@@ -63,28 +60,25 @@ def build_engines(
 
     bundle_name: what the user calls the bundle, for the command that builds again.
 
-    Raises: EngineError if the backend is not installed or does not take a graph, RequestError on options, OutputError
-    if `output` cannot be written.
+    Raises: EngineError if the backend is missing or does not take a graph, RequestError on options, OutputError.
     """
     shapes, backend = plan_build(bundle, options), find_backend(options.backend)
     version, capabilities = backend.version(), backend.compute_capabilities(options)
     check_new_folder(output, force, ENGINE_FILE, KIND)
-    began = time.perf_counter()
+    began, files = time.perf_counter(), bundle.manifest.files
+    values = {name: value for name, value in vars(options).items() if name not in _RECORDED and value is not None}
+    given = [word for flag, found in options.given().items() for one in found for word in (flag, str(one))]
     with folder_or_nothing(output, force, ENGINE_FILE, KIND) as folder:
         graphs: dict[str, BuiltGraph] = {}
-        for role in backend.roles:
-            if role not in bundle.manifest.files:
-                continue
+        for role in (role for role in backend.roles if role in files):
             start = time.perf_counter()
             built = backend.build(bundle, role, shapes[role], options, folder, say)
-            seconds = time.perf_counter() - start
-            sources = {
-                name: entry.sha256
-                for name, entry in bundle.manifest.files.items()
-                if name == role or name.startswith(f"{role}.")
-            }
-            files = tuple(PlanFile.of(path) for path in built)
-            graphs[role] = BuiltGraph(onnx_sha256=sources, files=files, profiles=shapes[role], seconds=seconds)
+            graphs[role] = BuiltGraph(
+                seconds=time.perf_counter() - start,
+                onnx_sha256={name: entry.sha256 for name, entry in files.items() if name.split(".")[0] == role},
+                files=tuple(PlanFile.of(path) for path in built),
+                profiles=shapes[role],
+            )
         manifest = EngineManifest(
             format_version=FORMAT_VERSION,
             backend=backend.name,
@@ -95,10 +89,10 @@ def build_engines(
             compute_capabilities=capabilities,
             driver=backend.driver(),
             precision=bundle.manifest.target.dtype,
-            settings=_settings(options),
+            settings={name: str(value) for name, value in values.items()},
             bundle=bundle.manifest.name,
             bundle_sha256=bundle.digest,
-            command=_command(bundle_name, options),
+            command=("lantern-rt", "build-engine", bundle_name, "--backend", options.backend, *given),
             built=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=time.perf_counter() - began,
             graphs=graphs,
@@ -107,30 +101,13 @@ def build_engines(
     return manifest
 
 
-def _settings(options: BuildOptions) -> dict[str, str]:
-    """What a builder is told beyond its own defaults, as text."""
-    elsewhere = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json
-    values = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in elsewhere}
-    return {name: str(value) for name, value in values.items() if value is not None}
-
-
-def _command(bundle_name: str, options: BuildOptions) -> tuple[str, ...]:
-    """The command line that asks for these options; defaults are left out."""
-    command = ["lantern-rt", "build-engine", bundle_name, "--backend", options.backend]
-    for flag, value in options.given().items():
-        values = value if isinstance(value, tuple) else (value,)
-        command += [word for one in values for word in (flag, str(one))]
-    return tuple(command)
-
-
 def _estimate(bundle: Bundle, role: str, options: BuildOptions) -> Estimate:
     manifest, path = bundle.manifest, bundle.path(role)
     size = 2 if manifest.target.dtype == "float16" else 4  # bytes of a number
     try:
         weights = size * float_weights(path)
     except (ValueError, OSError) as error:
-        found = getattr(error, "strerror", None) or error
-        raise BundleError(f"{path}: expected an ONNX graph, found {found}") from error
+        raise BundleError(f"{path}: expected an ONNX graph, found {brief(error)}") from error
     spec = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
     if spec is None:
         return Estimate(role, weights)

@@ -13,8 +13,7 @@ from .contracts import Array, DTypes, Tensor
 from .kv_cache import CacheRows
 
 _FLOATS = ("float32", "float16")
-# Added to the scores of masked columns: finite, so that softmax never meets inf - inf; large enough to
-# swallow any score, so that a masked column weighs nothing.
+# Added to scores of masked columns: finite, so that softmax never meets inf - inf; large enough to swallow any score.
 _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
@@ -23,10 +22,9 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list
     kv_dtypes: tuple[str, ...] = (spec.dtype,) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)
     names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
-    rows = Tensor("target_hidden" if drafts else "input_embeds", _FLOATS, (None, None, spec.hidden_size))
     inputs = [
         *([Tensor("input_ids", ("int64",), (None, None))] if drafts else []),
-        rows,
+        Tensor("target_hidden" if drafts else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
         Tensor("position_ids", ("int64",), (None, None)),
         Tensor("attention_mask", _FLOATS, (None, 1, None, None)),
         *(Tensor(f"past_{name}", kv_dtypes, entry) for name in names),
@@ -43,50 +41,36 @@ def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
     """The one type of all keys and values. Raises: BundleError if there are two."""
     kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kinds) > 1:
-        raise BundleError(
-            f"{where}: found keys and values of both float16 and float32, expected one type; export again"
-        )
+        found = "keys and values of both float16 and float32"
+        raise BundleError(f"{where}: found {found}, expected one type; export again")
     return np.float16 if np.float16 in kinds else np.float32
 
 
 def past_length_of(batch: Pass, cache: CacheRows) -> int:
     """Columns of the past that a pass reads. Raises: ValueError if the caller did not ask `next_past_length`."""
-    past_length: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
-    if not cache.past_length() <= past_length <= cache.columns:
-        raise ValueError(
-            f"a pass over {past_length} past columns, expected {cache.past_length()}, as `next_past_length` says"
-        )
-    return past_length
+    found: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
+    if not (expected := cache.past_length()) <= found <= cache.columns:
+        raise ValueError(f"a pass over {found} past columns, expected {expected}, as `next_past_length` says")
+    return found
 
 
-class NodeInputs:
-    """A graph's inputs but for the past: what is read for each node, where it is, which columns it sees.
+def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, Array]:
+    """A graph's inputs but for the past, contiguous: what is read for each node, where it is, which columns it sees.
 
     table: embeddings of codes, for targets; drafters read tokens and hidden states.
     """
-
-    def __init__(self, table: Floats | None, dtypes: DTypes) -> None:
-        self._table = table
-        self._mask_dtype = dtypes["attention_mask"]
-        self._row_dtype = dtypes["target_hidden" if table is None else "input_embeds"]
-
-    def __call__(self, batch: Pass) -> dict[str, Array]:
-        """Contiguous arrays by name."""
-        masked = self._mask_dtype(_MASKED[self._mask_dtype])
-        return self._rows(batch) | {
-            "position_ids": np.ascontiguousarray(batch.positions, np.int64),
-            "attention_mask": np.where(batch.attention_mask, self._mask_dtype(0), masked)[:, None],
-        }
-
-    def _rows(self, batch: Pass) -> dict[str, Array]:
-        if self._table is None:
-            if batch.tokens is None or batch.hidden is None:
-                raise ValueError("a drafter reads `tokens` and `hidden`")
-            return {
-                "input_ids": np.ascontiguousarray(batch.tokens, np.int64),
-                "target_hidden": np.ascontiguousarray(batch.hidden, self._row_dtype),
-            }
+    if table is None:
+        if batch.tokens is None or batch.hidden is None:
+            raise ValueError("a drafter reads `tokens` and `hidden`")
+        hidden = np.ascontiguousarray(batch.hidden, dtypes["target_hidden"])
+        rows = {"input_ids": np.ascontiguousarray(batch.tokens, np.int64), "target_hidden": hidden}
+    else:
         if (batch.tokens is None) == (batch.embeds is None):
             raise ValueError("a target reads either `tokens` or `embeds`")
-        embeds = np.take(self._table, batch.tokens, axis=0) if batch.tokens is not None else batch.embeds
-        return {"input_embeds": np.ascontiguousarray(embeds, self._row_dtype)}
+        embeds = batch.embeds if batch.tokens is None else np.take(table, batch.tokens, axis=0)
+        rows = {"input_embeds": np.ascontiguousarray(embeds, dtypes["input_embeds"])}
+    mask_dtype = dtypes["attention_mask"]
+    return rows | {
+        "position_ids": np.ascontiguousarray(batch.positions, np.int64),
+        "attention_mask": np.where(batch.attention_mask, mask_dtype(0), mask_dtype(_MASKED[mask_dtype]))[:, None],
+    }

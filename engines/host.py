@@ -1,27 +1,33 @@
-"""What this host offers a backend: cores, memory, installed runtimes, and what will be used.
-
-Importing it imports no backend; `host_report` does, to ask for its providers.
-"""
+"""What this host offers a backend: cores, memory and how fast it is read, installed runtimes, and what will be used."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from ..checks import brief
+from ..errors import EngineError
 
 _CPU = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
 # Instruction sets that decide which kernels and layouts ONNX Runtime uses.
 _INSTRUCTION_SETS = ("avx", "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
+_import_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host, as `lantern-rt doctor` prints it. `problems` are lines that say what to do; empty is good."""
+    """One host, as `lantern-rt doctor` prints it. `problems` are lines that say what to do."""
 
     python: str
     system: str
@@ -50,27 +56,24 @@ class HostReport:
             *(("problem", problem) for problem in self.problems),
         ]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Every finding, ready for JSON."""
-        return asdict(self)
-
 
 def host_report() -> HostReport:
-    """Look at this host. Never fails: what cannot be found out is a problem line or None."""
+    """What this host offers. Never fails: what cannot be found out is a problem line or None."""
     import psutil  # type: ignore[import-untyped]
 
-    distributions = installed_runtimes()
-    providers, problems = _providers()
-    if len(distributions) > 1:
-        problems.insert(0, conflict_line(distributions))
+    providers, problems = (), [conflict] if (conflict := _runtime_conflict()) else []
+    try:
+        providers = tuple(import_onnxruntime().get_available_providers())
+    except EngineError as error:
+        problems = problems or [str(error)]
     cores, quota, logical, memory = usable_cores(), cpu_quota(), len(_affinity()), psutil.virtual_memory()
     limit = "the CPU quota" if quota is not None and quota < logical else "the physical cores of this process"
     choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit}), not spinning"
     return HostReport(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        distributions=distributions,
-        providers=tuple(providers),
+        distributions=_installed_runtimes(),
+        providers=providers,
         logical_cores=logical,
         usable_cores=cores,
         cpu_quota=quota,
@@ -81,23 +84,36 @@ def host_report() -> HostReport:
     )
 
 
-def installed_runtimes() -> dict[str, str]:
-    """Installed ONNX Runtime distributions and their versions."""
-    found = {}
-    for name in ("onnxruntime", "onnxruntime-gpu"):
+def import_onnxruntime() -> Any:
+    """The onnxruntime module. Raises: EngineError that says what to install."""
+    with _import_lock:
         try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+            import onnxruntime  # type: ignore[import-untyped]
+
+            _ = onnxruntime.InferenceSession
+        except (ImportError, AttributeError) as error:
+            install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
+            cure = f"install it with `pip {install} 'lantern-rt[cpu]'`"
+            line = _runtime_conflict() or f"onnxruntime cannot be imported ({brief(error, 200)}); {cure}"
+            raise EngineError(line) from error
+    return onnxruntime
 
 
-def conflict_line(distributions: Iterable[str]) -> str:
-    """What two ONNX Runtime distributions in one environment mean, and the cure."""
-    return (
-        f"{' and '.join(distributions)} are both installed and overwrite each other's files, expected one; "
-        f"run `pip uninstall -y {' '.join(distributions)}`, then install the one you need"
-    )
+def read_bandwidth(size: int, threads: int) -> float:
+    """Bytes per second at which `threads` threads read an array of `size` bytes, at least a megabyte; best of five.
+
+    The bound of a pass, which has to read all weights once. Each thread looks for the largest number of its share,
+    which costs little beside reading it. An array that fits in a cache is read from there, as weights would be.
+    """
+    numbers = np.ones(max(size, 2**20) // 4, np.float32)
+    shares = np.array_split(numbers, threads)
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(6):  # the first warms up
+            began = time.perf_counter()
+            list(pool.map(np.max, shares))
+            seconds.append(time.perf_counter() - began)
+    return numbers.nbytes / min(seconds[1:])
 
 
 def processor() -> str:
@@ -113,17 +129,40 @@ def usable_cores() -> int:
     return max(1, min(len(siblings), int(cpu_quota() or len(siblings))))
 
 
+def thread_count(asked: int | None) -> int:
+    """Threads of a graph: by default `usable_cores`. Raises: EngineError if others than 1 .. 1024 are asked for."""
+    if asked is not None and not 1 <= asked <= 1024:
+        raise EngineError(f"threads: found {asked}, expected 1 .. 1024")
+    return asked or usable_cores()
+
+
 def cpu_quota() -> float | None:
     """The smallest CPU quota among this process's control groups, in cores; None without one."""
-    quotas = [quota for folder in _cgroups() if (quota := _quota(folder)) is not None]
-    return min(quotas, default=None)
+    return min((quota for folder in _cgroups() if (quota := _quota(folder)) is not None), default=None)
+
+
+def _installed_runtimes() -> dict[str, str]:
+    """Installed ONNX Runtime distributions and their versions."""
+    found = {}
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _runtime_conflict() -> str:
+    """What two ONNX Runtime distributions in one environment mean, and the cure; empty with at most one."""
+    if len(found := _installed_runtimes()) < 2:
+        return ""
+    return (
+        f"{' and '.join(found)} are both installed and overwrite each other's files, expected one; "
+        f"run `pip uninstall -y {' '.join(found)}`, then install the one you need"
+    )
 
 
 def _affinity() -> set[int]:
     """Logical cores of this process; all where the system has no affinity."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _cgroups() -> list[Path]:
@@ -147,20 +186,6 @@ def _quota(folder: Path) -> float | None:
     except (ValueError, ZeroDivisionError):
         return None  # "max", or no such file
     return share if share > 0 else None
-
-
-def _providers() -> tuple[list[str], list[str]]:
-    """ONNX Runtime's execution providers, and what is wrong with it."""
-    try:
-        import onnxruntime  # type: ignore[import-untyped]
-    except ImportError as error:
-        return [], [f"onnxruntime cannot be imported ({error}); install it with `pip install 'lantern-rt[cpu]'`"]
-    try:
-        return list(onnxruntime.get_available_providers()), []
-    except AttributeError:
-        return [], [
-            "onnxruntime is installed incompletely; reinstall it with `pip install --force-reinstall onnxruntime`"
-        ]
 
 
 def _read(path: Path) -> str:

@@ -1,15 +1,14 @@
 """Keys and values of committed nodes: how many each row has (`CacheRows`), and NumPy buffers of them (`KVCache`).
 
-Buffers are past first, `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous
-whatever the number of rows, so ONNX Runtime reads them in place; the usual rows-first layout would be copied at every
-pass. Buffers start as zeros and only ever receive what a graph computed, so that columns no node may see are finite
-and weigh exactly nothing.
+Buffers are past first, `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous, so
+ONNX Runtime reads them in place; the usual rows-first layout would be copied at every pass. Buffers start as zeros and
+only ever receive what a graph computed, so that columns no node may see are finite and weigh exactly nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +17,9 @@ from ..runtime.engine import Cache, Ints
 
 Halves = NDArray[np.float32] | NDArray[np.float16]
 
-# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes, by column number modulo
-# the lanes (16 with AVX-512). When new nodes start at a multiple of 64, a row's sums are formed in the
-# same order however long the other rows of the batch are and however many nodes the pass has.
+# Past lengths are multiples of this. ONNX Runtime's softmax sums columns in SIMD lanes, by column number modulo their
+# number (16 with AVX-512). When new nodes start at a multiple of 64, a row's sums are formed in the same order however
+# long the other rows of the batch are and however many nodes the pass has.
 SPAN_STEP = 64
 
 
@@ -31,16 +30,22 @@ def round_up(number: int, step: int = SPAN_STEP) -> int:
 
 @dataclass
 class CacheRows:
-    """How much of a cache is filled, wherever it is kept, and the passes that were run for it.
+    """How much of a cache is filled, wherever it is kept, and the passes that were run for it (`passes`, `seconds`).
 
-    lengths: entries per row, int64 `[rows]`. capacity: entries that a row may have. `passes` and `seconds` count the
-    engine's work on this cache: one request has one cache per engine, so they are the request's own.
+    lengths: entries per row, int64 `[rows]`. capacity: entries that a row may have.
     """
 
     lengths: Ints
     capacity: int
     passes: int = field(default=0, kw_only=True)
     seconds: float = field(default=0.0, kw_only=True)
+
+    @classmethod
+    def own(cls, cache: Cache) -> Self:
+        """The cache, if it is of this kind. Raises: TypeError on that of another engine."""
+        if not isinstance(cache, cls):
+            raise TypeError(f"a cache of another engine: {type(cache).__name__}")
+        return cache
 
     @property
     def columns(self) -> int:
@@ -64,9 +69,7 @@ class CacheRows:
         rows = len(self.lengths)
         counts = np.array([len(indices) for indices in accepted_indices], np.int64)
         if len(counts) != rows or (self.lengths + counts > self.capacity).any():
-            raise ValueError(
-                f"{len(counts)} rows of {counts} entries do not fit lengths {self.lengths}, {self.capacity}"
-            )
+            raise ValueError(f"{len(counts)} rows of {counts} entries do not fit {self.lengths}, {self.capacity}")
         row = np.repeat(np.arange(rows), counts)
         column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
         return np.concatenate(accepted_indices) * rows + row, column * rows + row, self.lengths + counts
@@ -76,16 +79,6 @@ class CacheRows:
         if (lengths > self.lengths).any() or (lengths < 0).any():
             raise ValueError(f"lengths {lengths} are no truncation of {self.lengths}")
         self.lengths = np.array(lengths, np.int64)
-
-
-Kind = TypeVar("Kind", bound=CacheRows)
-
-
-def own_cache(cache: Cache, kind: type[Kind]) -> Kind:
-    """The cache, if it is of this kind. Raises: TypeError on that of another engine."""
-    if not isinstance(cache, kind):
-        raise TypeError(f"a cache of another engine: {type(cache).__name__}")
-    return cache
 
 
 @dataclass
@@ -99,8 +92,10 @@ class KVCache(CacheRows):
         cls, rows: int, capacity: int, layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
         """A cache without entries. Memory is taken from the system only as columns are written."""
-        shape = (round_up(max(1, capacity)), rows, num_kv_heads, head_dim)
-        return cls(np.zeros(rows, np.int64), capacity, _zeros(2 * layers, shape, dtype))
+        cache = cls(np.zeros(rows, np.int64), capacity, [])
+        # One block for all, for which NumPy asks for huge pages: 40 times fewer page faults.
+        cache.tensors = list(np.zeros((2 * layers, cache.columns, rows, num_kv_heads, head_dim), dtype))
+        return cache
 
     def past(self, past_length: int) -> list[Halves]:
         """The first `past_length` columns of every tensor: contiguous views, no copies."""
@@ -108,37 +103,22 @@ class KVCache(CacheRows):
 
     def append(self, new_kv: list[Halves], accepted_indices: list[Ints]) -> None:
         """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
-        rows, start, first = len(self.lengths), int(self.lengths[0]), accepted_indices[0]
-        end = start + len(first)
-        alike = len(accepted_indices) == rows and all(
-            other is first or np.array_equal(other, first) for other in accepted_indices
-        )
-        if alike and end <= self.capacity and self.lengths.tolist() == [start] * rows:
-            for tensor, new in zip(self.tensors, new_kv, strict=True):
-                new.take(first, 0, tensor[start:end], "clip")  # "raise" would copy twice
-            self.lengths = self.lengths + len(first)
-            return
         source, target, lengths = self.places(accepted_indices)
+        start, end, first = self.lengths[0], lengths[0], accepted_indices[0]
+        alike = (self.lengths == start).all() and all(np.array_equal(other, first) for other in accepted_indices)
         for tensor, new in zip(self.tensors, new_kv, strict=True):
-            entry = tensor.shape[2:]
-            tensor.reshape(-1, *entry)[target] = new.reshape(-1, *entry)[source]
+            if alike:
+                new.take(first, 0, tensor[start:end], "clip")  # "raise" would copy twice
+            else:
+                entry = tensor.shape[2:]
+                tensor.reshape(-1, *entry)[target] = new.reshape(-1, *entry)[source]
         self.lengths = lengths
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; one copy of what they hold."""
         self.lengths = self.lengths[rows]
-        used = self.past_length()
-        columns, _, *entry = self.tensors[0].shape
-        kept = _zeros(len(self.tensors), (columns, len(rows), *entry), self.tensors[0].dtype.type)
-        for tensor, narrower in zip(self.tensors, kept, strict=True):
-            narrower[:used] = tensor[:used, rows]
-        self.tensors = kept
-
-
-def _zeros(count: int, shape: tuple[int, ...], dtype: type[np.floating]) -> list[Halves]:
-    """`count` tensors of zeros out of one block.
-
-    NumPy asks for huge pages where a block has 4 MB or more, which Linux hands out with 40 times fewer page faults:
-    appending to twelve layers of hidden size 768 took a third of the time.
-    """
-    return list(np.zeros((count, *shape), dtype))
+        used, old = self.past_length(), self.tensors
+        heads, width = old[0].shape[2:]
+        self.tensors = KVCache.empty(len(rows), self.capacity, len(old) // 2, heads, width, old[0].dtype.type).tensors
+        for tensor, wider in zip(self.tensors, old, strict=True):
+            tensor[:used] = wider[:used, rows]

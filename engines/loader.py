@@ -1,4 +1,4 @@
-"""The graphs of a bundle, loaded: target and drafter as engines, condition and VQ decoder as functions."""
+"""Backends by name, and a bundle's graphs loaded: target and drafter as engines, the others as functions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import RequestError
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Array, Function, Tensor, ThreadOptions
+from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
+from .host import thread_count
 from .ort.backend import OrtBackend, OrtGraphs
 from .trt.backend import TensorRTBackend
 
@@ -31,34 +32,28 @@ def find_backend(name: str) -> OrtBackend | TensorRTBackend:
 
 
 class Engines:
-    """Everything a bundle can run, from its own graphs or from an engine folder built of it.
+    """Everything a bundle can run, from its own graphs or from an engine folder built of it; for several threads.
 
-    The target and the condition graph are loaded at once, the drafter and the VQ decoder when first asked for:
-    decoding without a drafter never pays for one. Attributes may be used from several threads.
+    The drafter and the VQ decoder are loaded when first asked for: decoding without a drafter never pays for one.
 
     Raises: EngineError if the folder's engines are of another bundle, version or host, or altered; checked before
     anything is loaded.
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        threads: ThreadOptions | None = None,
-        provider: str = "cpu",
-        folder: EngineFolder | None = None,
+        self, bundle: Bundle, threads: int | None = None, provider: str = "cpu", folder: EngineFolder | None = None
     ) -> None:
         self._bundle = bundle
         # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
         parts = ("onnxruntime", provider) if folder is None else (folder.manifest.backend, folder.manifest.provider)
         self.backend = "-".join(part for part in parts if part)
-        self.threads = threads or ThreadOptions()
+        self.threads = thread_count(threads)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: Function | None = None
-        manifest = bundle.manifest
         self._graphs = _open_graphs(bundle, self.threads, provider, folder)
-        self.target = self._graphs.decoder("target", manifest.target, bundle.code_embeddings())
-        self._condition = self._graphs.function("condition", *_condition_tensors(manifest))
+        self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings())
+        self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:
@@ -82,8 +77,7 @@ class Engines:
                 codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
                 images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
                 self._vq_decoder = self._graphs.function("vq_decoder", [codes_in], [images])
-        (decoded,) = self._vq_decoder({"codes": np.ascontiguousarray(codes, np.int64)})
-        return decoded
+        return self._vq_decoder({"codes": np.ascontiguousarray(codes, np.int64)})[0]
 
     def load_all(self) -> None:
         """Load what is still unloaded, so that a damaged graph shows now."""
@@ -91,14 +85,13 @@ class Engines:
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
 
 
-def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: EngineFolder | None) -> OrtGraphs:
+def _open_graphs(bundle: Bundle, threads: int, provider: str, folder: EngineFolder | None) -> OrtGraphs:
     if folder is None:
         return OrtGraphs(bundle, None, threads, provider)
-    backend, manifest = find_backend(folder.manifest.backend), folder.manifest
+    backend, built_by = find_backend(folder.manifest.backend), folder.manifest.builder_version
     folder.check_bundle(bundle)
-    if (version := backend.version()) != manifest.builder_version:
-        built = f"engines built by {manifest.builder} {manifest.builder_version}"
-        raise folder.other(built, f"{version}, the one installed")
+    if (version := backend.version()) != built_by:
+        raise folder.other(f"engines built by {folder.manifest.builder} {built_by}", f"{version}, the one installed")
     backend.check_host(folder)
     folder.check_files()
     return backend.open(bundle, folder, threads)
@@ -106,16 +99,15 @@ def _open_graphs(bundle: Bundle, threads: ThreadOptions, provider: str, folder: 
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
     condition = manifest.condition
-    inputs = {
-        "class": [Tensor("class_ids", ("int64",), (None,))],
-        "words": [Tensor("token_ids", ("int64",), (None, condition.prefix))],
-        "embeddings": [
-            Tensor("caption_embeds", ("float32",), (None, condition.prefix, condition.caption_dim)),
-            Tensor("caption_mask", ("int64",), (None, condition.prefix)),
-        ],
-        "text": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "token_mask")],
-        "tokens": [Tensor(name, ("int64",), (None, None)) for name in ("token_ids", "uncond_ids")],
+    prefix, kind, caption_dim = condition.prefix, condition.kind, condition.caption_dim
+    shapes: dict[str, dict[str, tuple[int | None, ...]]] = {
+        "class": {"class_ids": (None,)},
+        "words": {"token_ids": (None, prefix)},
+        "embeddings": {"caption_embeds": (None, prefix, caption_dim), "caption_mask": (None, prefix)},
+        "text": dict.fromkeys(("token_ids", "token_mask"), (None, None)),
+        "tokens": dict.fromkeys(("token_ids", "uncond_ids"), (None, None)),
     }
-    rows = (None, None if condition.kind == "tokens" else condition.prefix, manifest.target.hidden_size)
-    outputs = [Tensor(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]
-    return inputs[condition.kind], outputs
+    dtypes = dict.fromkeys(shapes[kind], "int64") | {"caption_embeds": "float32"}
+    inputs = [Tensor(name, (dtypes[name],), shape) for name, shape in shapes[kind].items()]
+    rows = (None, None if kind == "tokens" else prefix, manifest.target.hidden_size)
+    return inputs, [Tensor(name, ("float32",), rows) for name in ("prefix_embeds", "uncond_embeds")]

@@ -1,8 +1,4 @@
-"""How a build is asked for, and the shapes it is made for: prefill, plain decoding, tree verification.
-
-Backends that compile for shapes need their ranges; `profiles` derives them from the bundle and from how many
-rows, nodes and columns the user wants to serve.
-"""
+"""How a build is asked for, and the shapes it is made for: prefill, plain decoding, tree verification."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
 
 
 class Profile(Part):
-    """Ranges of one kind of pass. The attention mask has `past + nodes` columns, sums of the two ranges."""
+    """Ranges of one kind of pass. The attention mask has `past + nodes` columns."""
 
     name: str
     rows: Range
@@ -33,8 +29,7 @@ class BuildOptions:
     """What a user may say about a build; None is the backend's own default.
 
     max_rows: sequences per pass; guidance makes two of every image. max_nodes: new nodes per pass, at least the
-    tree's. max_past: committed columns, by default the prefix, all codes and one tree. compute_capabilities: GPUs to
-    build for, such as `SM89`.
+    tree's. max_past: columns, by default the prefix, all codes and one tree. compute_capabilities: such as `SM89`.
     """
 
     backend: str
@@ -55,26 +50,22 @@ class BuildOptions:
             if value is not None and not low <= value <= high:
                 raise RequestError(f"{name}: found {value}, expected {low} .. {high}")
 
-    def given(self) -> dict[str, Any]:
-        """The options that differ from their defaults, as the command line calls them (`--max-rows`)."""
+    def given(self) -> dict[str, tuple[Any, ...]]:
+        """Values that differ from their defaults, by the command line's flags (`--max-rows`)."""
         found = {}
         for field in fields(self)[1:]:
             if (value := getattr(self, field.name)) != field.default:
-                found[f"--{field.name.replace('_', '-').replace('capabilities', 'capability')}"] = value
+                flag = field.name.replace("_", "-").replace("capabilities", "capability")
+                found[f"--{flag}"] = value if isinstance(value, tuple) else (value,)
         return found
 
 
 def largest_past(manifest: Manifest, options: BuildOptions) -> int:
-    """Columns that a decode of one whole image needs, or as many as asked for; a multiple of the span step.
-
-    Raises: RequestError if an image does not fit what was asked for.
-    """
+    """Columns for a whole image, or as many as asked for; a multiple of `SPAN_STEP`. Raises: RequestError if fewer."""
     needed = manifest.condition.prefix + manifest.codes_per_image
     if options.max_past is not None and options.max_past < needed:
-        raise RequestError(
-            f"max-past: found {options.max_past}, expected at least {needed}: "
-            f"prefix {manifest.condition.prefix} and {manifest.codes_per_image} codes of one image"
-        )
+        why = f"prefix {manifest.condition.prefix} and {manifest.codes_per_image} codes of one image"
+        raise RequestError(f"max-past: found {options.max_past}, expected at least {needed}: {why}")
     return round_up(options.max_past or needed + options.max_nodes)
 
 
@@ -82,8 +73,7 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
     """The profiles of a graph: three for a decoder; one for the image decoder, which has rows only."""
     if role not in ("target", "drafter"):
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
-    rows = (1, min(2, options.max_rows), options.max_rows)
-    prefix = max(2, manifest.condition.prefix)
+    rows, prefix = (1, min(2, options.max_rows), options.max_rows), max(2, manifest.condition.prefix)
     largest = largest_past(manifest, options)
     if role == "drafter":  # a draft's slots are cached until it has been verified
         largest += round_up(options.max_nodes)

@@ -59,7 +59,6 @@ class Pipeline:
         provider: what ONNX Runtime runs the graphs on, `cpu`, `cuda`, `openvino`, `coreml` or `directml`.
         engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
         """
-        from .engines.contracts import ThreadOptions
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines
 
@@ -71,8 +70,7 @@ class Pipeline:
             )
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        options = None if threads is None else ThreadOptions(intra_op=threads)
-        return cls(opened, Engines(opened, options, provider, folder))
+        return cls(opened, Engines(opened, threads, provider, folder))
 
     def __call__(
         self,

@@ -1,8 +1,4 @@
-"""ONNX Runtime as a backend: graphs rewritten once for this processor, saved, and loaded as they are.
-
-ONNX Runtime rewrites a graph whenever it loads one: folds constants, fuses ops, picks layouts. Saving the result
-makes loading faster and changes nothing that is computed.
-"""
+"""ONNX Runtime as a backend: graphs rewritten once for this processor, saved, and loaded as they are."""
 
 from __future__ import annotations
 
@@ -14,24 +10,23 @@ from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import external_locations
 from ...errors import RequestError
 from ...runtime.engine import Engine, Floats
-from ..contracts import Function, Progress, Tensor, ThreadOptions
+from ..contracts import Function, Progress, Tensor
 from ..engine_folder import EngineFolder
-from ..host import processor
+from ..host import import_onnxruntime, processor
 from ..profiles import BuildOptions, Profile
 from .engine import OrtDeviceEngine, OrtEngine
-from .session import GraphSession, import_onnxruntime, save_optimised
+from .session import GraphSession, save_optimised
 
 
 class OrtGraphs:
     """A bundle's graphs in ONNX Runtime; those that an engine folder has are loaded from there."""
 
-    def __init__(self, bundle: Bundle, folder: EngineFolder | None, threads: ThreadOptions, provider: str) -> None:
+    def __init__(self, bundle: Bundle, folder: EngineFolder | None, threads: int, provider: str) -> None:
         self._bundle, self._folder, self._threads, self._provider = bundle, folder, threads, provider
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""
-        path, optimised = self._locate(role)
-        engine = OrtDeviceEngine if self._provider == "cuda" else OrtEngine
+        engine, (path, optimised) = OrtDeviceEngine if self._provider == "cuda" else OrtEngine, self._locate(role)
         return engine(path, spec, code_embeddings, self._threads, self._provider, optimised)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
@@ -44,8 +39,7 @@ class OrtGraphs:
         folder = self._folder
         if folder is None or role not in folder.manifest.graphs:
             return self._bundle.path(role), False
-        path = folder.path(role)
-        listed = {file.path for file in folder.manifest.graphs[role].files}
+        path, listed = folder.path(role), {file.path for file in folder.manifest.graphs[role].files}
         if elsewhere := sorted(external_locations(path) - listed):
             raise folder.other(f"a graph that reads the file {elsewhere[0]!r}", "one that engine.json lists", path)
         return path, True
@@ -65,11 +59,11 @@ class OrtBackend:
         return str(import_onnxruntime().__version__)
 
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
-        """The GPUs that engines built with these options run on; none: a provider finds its device when it loads."""
+        """The GPUs that engines built with these options run on: none in particular."""
         return ()
 
     def driver(self) -> str | None:
-        """The version of the device driver here, for `engine.json`; None: ONNX Runtime does not say."""
+        """The version of the device driver here, for `engine.json`: ONNX Runtime does not say."""
         return None
 
     def check_options(self, options: BuildOptions) -> None:
@@ -92,6 +86,6 @@ class OrtBackend:
         if (built_for := folder.manifest.processor) != (here := processor()):
             raise folder.other(f"engines for the processor {built_for}", here)
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> OrtGraphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
         """The built graphs, and the bundle's own for roles that were not built."""
         return OrtGraphs(bundle, folder, threads, folder.manifest.provider or "cpu")

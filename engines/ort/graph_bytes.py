@@ -1,33 +1,48 @@
-"""Small ONNX graphs as bytes, for helper operations on a device: a few nodes, no weights, no onnx package.
-
-Nothing is checked: ONNX Runtime does that when it loads them.
-"""
+"""Two small ONNX graphs as bytes, for helper operations on a device: a few nodes, no weights, no onnx package."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 _OPSET, _IR_VERSION = 18, 10
-_TYPES = {"float32": 1, "int64": 7, "float16": 10}
-Value = tuple[str, str, Sequence[int | str]]  # name, type, axes
+_TYPES: dict[type[np.generic], int] = {np.float32: 1, np.int64: 7, np.float16: 10}
+_Value = tuple[str, type[np.generic], Sequence[int | str]]  # name, type, axes
 
 
-def node_bytes(op: str, inputs: Iterable[str], output: str) -> bytes:
+def gather_graph(width: int, dtype: type[np.generic]) -> bytes:
+    """`chosen`: rows `places` of `data [all, width]`."""
+    inputs: list[_Value] = [("data", dtype, ["all", width]), ("places", np.int64, ["some"])]
+    return _model([_node("Gather", ["data", "places"], "chosen")], inputs, [("chosen", dtype, ["some", width])])
+
+
+def append_graph(tensors: int, entry: tuple[int, int], dtype: type[np.generic]) -> bytes:
+    """`joined.i`: for tensor i of a cache, entries `source` of `new.i` scattered to places `target` of `cache.i`."""
+    nodes: list[bytes] = []
+    inputs: list[_Value] = [("source", np.int64, ["count"]), ("target", np.int64, ["count", 1])]
+    for i in range(tensors):
+        nodes.append(_node("Gather", [f"new.{i}", "source"], f"chosen.{i}"))
+        nodes.append(_node("ScatterND", [f"cache.{i}", "target", f"chosen.{i}"], f"joined.{i}"))
+        inputs += [(f"new.{i}", dtype, ["new", *entry]), (f"cache.{i}", dtype, ["places", *entry])]
+    return _model(nodes, inputs, [(f"joined.{i}", dtype, ["places", *entry]) for i in range(tensors)])
+
+
+def _node(op: str, inputs: Iterable[str], output: str) -> bytes:
     """A node with one output and no attributes."""
     return b"".join(_field(1, name) for name in inputs) + _field(2, output) + _field(3, output) + _field(4, op)
 
 
-def model_bytes(nodes: Iterable[bytes], inputs: Iterable[Value], outputs: Iterable[Value]) -> bytes:
+def _model(nodes: Iterable[bytes], inputs: Iterable[_Value], outputs: Iterable[_Value]) -> bytes:
     """A model of these nodes, in an order in which they can be run."""
     parts = [_field(1, node) for node in nodes] + [_field(2, "helper")]
     parts += [_field(number, _value(*one)) for number, values in ((11, inputs), (12, outputs)) for one in values]
     return _field(1, _IR_VERSION) + _field(7, b"".join(parts)) + _field(8, _field(1, "") + _field(2, _OPSET))
 
 
-def _value(name: str, dtype: str, axes: Sequence[int | str]) -> bytes:
+def _value(name: str, dtype: type[np.generic], axes: Sequence[int | str]) -> bytes:
     shape = b"".join(_field(1, _field(1 if isinstance(axis, int) else 2, axis)) for axis in axes)
-    tensor = _field(1, _TYPES[dtype]) + _field(2, shape)
-    return _field(1, name) + _field(2, _field(1, tensor))
+    return _field(1, name) + _field(2, _field(1, _field(1, _TYPES[dtype]) + _field(2, shape)))
 
 
 def _field(number: int, content: int | str | bytes) -> bytes:
@@ -39,8 +54,4 @@ def _field(number: int, content: int | str | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*parts, value])
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)

@@ -1,11 +1,7 @@
-"""One ONNX graph in ONNX Runtime, checked when loaded: names, types and shapes of all its tensors.
-
-ONNX Runtime is imported when the first graph is loaded.
-"""
+"""One ONNX graph in ONNX Runtime, checked when loaded: names, types and shapes of all its tensors."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,20 +10,17 @@ import numpy as np
 
 from ...checks import brief
 from ...errors import BundleError, EngineError
-from ..contracts import Array, DTypes, Tensor, ThreadOptions
-from ..host import conflict_line, installed_runtimes
+from ..contracts import Array, DTypes, Tensor
+from ..host import import_onnxruntime, thread_count
 from .providers import check_taken, find_provider
 
 _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
-_import_lock = threading.Lock()
 
 
 class GraphSession:
-    """A loaded graph. `run` may be called from several threads at once.
-
-    `optimised`: the file is one that `save_optimised` wrote, so nothing is left to rewrite.
+    """A loaded graph, `optimised` if `save_optimised` wrote it. `run` may be called from several threads at once.
 
     Raises: EngineError if the provider does not take the graph, BundleError if the file is damaged or another graph
     than expected.
@@ -38,12 +31,12 @@ class GraphSession:
         path: Path,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        threads: ThreadOptions | None = None,
+        threads: int | None = None,
         provider: str = "cpu",
         optimised: bool = False,
     ) -> None:
         self.path, self.provider = path, provider
-        self.session = _load(path, threads or ThreadOptions(), provider, optimised)
+        self.session = load_session(path, thread_count(threads), provider, optimised)
         self.dtypes: DTypes = {
             **_check(path, "input", self.session.get_inputs(), inputs),
             **_check(path, "output", self.session.get_outputs(), outputs),
@@ -66,70 +59,40 @@ class GraphSession:
 
 
 def save_optimised(path: Path, provider: str, goal: Path) -> list[Path]:
-    """Write the graph as ONNX Runtime rewrites it for this processor and provider; returns the files written.
-
-    Weights go beside `goal` into `<goal>.data`, from which they are mapped when loaded.
-    """
-    _load(path, ThreadOptions(intra_op=1), provider, save_to=goal)
+    """Write the graph as ONNX Runtime rewrites it for this processor, weights to `<goal>.data`; returns the files."""
+    load_session(path, 1, provider, save_to=goal)
     return [file for file in (goal, goal.with_name(f"{goal.name}.data")) if file.is_file()]
 
 
-def load_helper(content: bytes, provider: str) -> Any:
-    """A session of a small graph given as bytes; one thread."""
-    return _load(content, ThreadOptions(intra_op=1), provider)
-
-
-def _load(
-    source: Path | bytes, threads: ThreadOptions, provider: str, optimised: bool = False, save_to: Path | None = None
+def load_session(
+    source: Path | bytes, threads: int, provider: str, optimised: bool = False, save_to: Path | None = None
 ) -> Any:
+    """A session of a file, or of a helper graph given as bytes. Raises: EngineError, BundleError."""
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
     options = runtime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads.intra_op, 1
-    entries = {
-        "session.intra_op.allow_spinning": str(int(threads.spinning)),
-        "session.record_ep_graph_assignment_info": str(int(provider != "cpu")),
-    }
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != "cpu")))
     if save_to is not None:
-        options.optimized_model_filepath = str(save_to)
-        entries["session.optimized_model_external_initializers_file_name"] = f"{save_to.name}.data"
-        entries["session.optimized_model_external_initializers_min_size_in_bytes"] = "1024"
-    for key, value in entries.items():
-        options.add_session_config_entry(key, value)
+        options.optimized_model_filepath, initializers = str(save_to), "session.optimized_model_external_initializers_"
+        options.add_session_config_entry(f"{initializers}file_name", f"{save_to.name}.data")
+        options.add_session_config_entry(f"{initializers}min_size_in_bytes", "1024")
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimised else levels.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     graph, where = (source, "a helper graph") if isinstance(source, bytes) else (str(source), source)
+    providers = [(chosen.execution_provider, chosen.options)]
     try:
-        session = runtime.InferenceSession(
-            graph, options, providers=[(chosen.execution_provider, chosen.options)], enable_fallback=False
-        )
+        session = runtime.InferenceSession(graph, options, providers=providers, enable_fallback=False)
     except Exception as error:
         what = brief(error, 200)
         if type(error).__name__ in _DAMAGE:
             raise BundleError(f"{where}: not a graph that can be loaded: {what}; export the bundle again") from error
-        raise EngineError(
-            f"{where}: ONNX Runtime {runtime.__version__} does not take this graph: {what}; update onnxruntime"
-        ) from error
+        what = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
+        raise EngineError(f"{where}: {what}; update onnxruntime") from error
     check_taken(where, chosen, session)
     return session
-
-
-def import_onnxruntime() -> Any:
-    """The onnxruntime module. Raises: EngineError that says what to install."""
-    with _import_lock:
-        try:
-            import onnxruntime  # type: ignore[import-untyped]
-
-            _ = onnxruntime.InferenceSession
-        except (ImportError, AttributeError) as error:
-            if len(found := installed_runtimes()) > 1:
-                raise EngineError(conflict_line(found)) from error
-            what = brief(error, 200)
-            raise EngineError(
-                f"onnxruntime cannot be imported ({what}); install it with `pip install 'lantern-rt[cpu]'`"
-            ) from error
-    return onnxruntime
 
 
 def _check(path: Path, kind: str, found: Sequence[Any], expected: Sequence[Tensor]) -> DTypes:
@@ -144,17 +107,13 @@ def _check(path: Path, kind: str, found: Sequence[Any], expected: Sequence[Tenso
     for tensor in expected:
         kind_of, sizes = tensors[tensor.name].type, tensors[tensor.name].shape
         dtype = _TYPES.get(kind_of, kind_of)
-        if dtype not in tensor.dtypes or not _fits(sizes, tensor.shape):
-            raise BundleError(
-                f"{path}: {kind} `{tensor.name}`: found {dtype} [{', '.join(map(str, sizes))}], "
-                f"expected {tensor}; the graph is not the one bundle.json describes"
-            )
+        # a free size is only given by a free one; a fixed size by itself, or by one the graph leaves open
+        fits = len(sizes) == len(tensor.shape) and all(
+            not isinstance(have, int) or have == want for have, want in zip(sizes, tensor.shape, strict=True)
+        )
+        if dtype not in tensor.dtypes or not fits:
+            differs = f"found {dtype} [{', '.join(map(str, sizes))}], expected {tensor}"
+            cause = "the graph is not the one bundle.json describes"
+            raise BundleError(f"{path}: {kind} `{tensor.name}`: {differs}; {cause}")
         dtypes[tensor.name] = np.dtype(dtype).type
     return dtypes
-
-
-def _fits(found: Sequence[int | str | None], expected: Sequence[int | None]) -> bool:
-    """A free size is only given by a free one; a fixed size by itself, or by one the graph leaves open."""
-    return len(found) == len(expected) and all(
-        not isinstance(have, int) or have == want for have, want in zip(found, expected, strict=True)
-    )

@@ -18,7 +18,7 @@ from ...bundle.onnx_scan import place_of_node
 from ...checks import brief
 from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
-from ..contracts import Function, Progress, Tensor, ThreadOptions
+from ..contracts import Function, Progress, Tensor
 from ..engine_folder import EngineFolder
 from ..ort.backend import OrtGraphs
 from ..profiles import BuildOptions, Profile
@@ -43,7 +43,7 @@ def import_library(name: str) -> Any:
 class TensorRTGraphs(OrtGraphs):
     """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU."""
 
-    def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> None:
+    def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, None, threads, "cpu")
         self._library, self._memory, self._plans = library, open_gpu(), folder
 
@@ -141,7 +141,7 @@ class TensorRTBackend:
         if gpu.compute_capability not in manifest.compute_capabilities:
             raise folder.other(f"engines for {known}", f"{gpu.compute_capability}, the GPU of this host")
 
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: ThreadOptions) -> OrtGraphs:
+    def open(self, bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
         """The plans on the first GPU; the condition graph on the CPU."""
         return TensorRTGraphs(import_library(self.name), bundle, folder, threads)
 

@@ -16,8 +16,8 @@ import numpy as np
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Cache, Floats, Pass, PassOutput
 from ..contracts import Array, Tensor
-from ..decoder_tensors import NodeInputs, decoder_tensors, kv_dtype, past_length_of
-from ..kv_cache import own_cache, round_up
+from ..decoder_tensors import decoder_tensors, kv_dtype, node_inputs, past_length_of
+from ..kv_cache import round_up
 from ..profiles import Profile
 from .cuda import Scratch
 from .device_cache import BlockCache, DeviceRows, NewKV
@@ -38,7 +38,7 @@ class TensorRTEngine:
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._new = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
         self._entry = spec.num_kv_heads * spec.head_dim * np.dtype(kv_dtype(plan.path, plan.dtypes)).itemsize
-        self._node_inputs = NodeInputs(code_embeddings, plan.dtypes)
+        self._table = code_embeddings
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
         """An empty cache on the device. Raises: EngineError if the plan was built for fewer rows or columns."""
@@ -49,16 +49,16 @@ class TensorRTEngine:
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up. Raises: EngineError if the plan has no profile for such a pass."""
-        own = own_cache(cache, BlockCache)
+        own = BlockCache.own(cache)
         self._fit(len(own.lengths), nodes, own.past_length())
         return own.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
-        own, spec, dtypes = own_cache(cache, BlockCache), self.spec, self._plan.dtypes
+        own, spec, dtypes = BlockCache.own(cache), self.spec, self._plan.dtypes
         past_length, (rows, nodes) = past_length_of(batch, own), batch.positions.shape
         profile, padded = self._fit(rows, nodes, past_length)
-        arrays = self._node_inputs(pad_nodes(batch, padded))
+        arrays = node_inputs(pad_nodes(batch, padded), self._table, dtypes)
         start = time.perf_counter()
         entry, widths = (spec.num_kv_heads, spec.head_dim), (spec.vocab_size, spec.hidden_size)
         rows_out = dict(zip(("logits", "hidden_states"), widths, strict=True))

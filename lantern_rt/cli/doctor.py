@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from contextlib import suppress
+from dataclasses import asdict
 
 import typer
 
@@ -30,7 +31,7 @@ def doctor(json: Json = False) -> None:
             packages[name] = importlib.metadata.version(name)
     bundles = embedded_names()
     if json:
-        print_json({"lantern_rt": __version__, "packages": packages, "bundles": bundles, **report.as_dict()})
+        print_json({"lantern_rt": __version__, "packages": packages, "bundles": bundles, **asdict(report)})
     else:
         installed = ", ".join(f"{name} {version}" for name, version in packages.items())
         rows = [("lantern-rt", __version__), *report.rows(), ("packages", installed)]

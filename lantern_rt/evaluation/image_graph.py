@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
 from ..checks import brief
-from ..engines.host import usable_cores
-from ..engines.ort.session import import_onnxruntime
+from ..engines.host import import_onnxruntime, usable_cores
 from ..errors import RequestError
 from ..requests import bundle_tokenizer
 from .statistics import Floats, Ints

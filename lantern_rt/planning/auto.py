@@ -89,7 +89,7 @@ class Chooser:
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
         """What a choice depends on besides the bundle; temperature None: the bundle's."""
         greedy = (self.bundle.manifest.sampling.temperature if temperature is None else temperature) == 0
-        backend, threads = self.engines.backend, self.engines.threads.intra_op
+        backend, threads = self.engines.backend, self.engines.threads
         return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
 
     def choose(self, images: int, settings: Settings, decode: Decode) -> Settings:

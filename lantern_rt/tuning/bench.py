@@ -13,7 +13,7 @@ from typing import Any
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..bundle.onnx_scan import NotOnnx, float_weights
-from ..engines.bandwidth import read_bandwidth
+from ..engines.host import read_bandwidth
 from ..errors import BundleError
 from ..pipeline import Pipeline
 from ..runner import Contender, Run, Subjects, take_turns

@@ -16,7 +16,6 @@ from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile
@@ -40,7 +39,7 @@ SMALL = DecoderConfig(
     prefix_rotation="identity",
 )
 NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
-ONE = ThreadOptions(intra_op=1)
+ONE = 1
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
 ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (

@@ -14,7 +14,6 @@ from refusals import refused
 from tiny_graphs import TINY, DrafterGraph, export_decoder
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
-from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.errors import BundleError, EngineError
@@ -134,7 +133,7 @@ def test_a_wrong_span_or_too_many_entries_are_caught_before_the_graph(tiny: Rig)
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) -> None:
-    engine = wide.load(ThreadOptions(intra_op=threads))
+    engine = wide.load(threads)
     rng = np.random.default_rng(4)
     for length in (33, 75):
         alone = wide.prefilled(2, engine)
@@ -155,7 +154,7 @@ def test_the_rest_of_the_batch_changes_no_bit_of_a_row(wide: Rig, threads: int) 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_number_of_nodes_changes_no_bit_of_a_node(wide: Rig, threads: int) -> None:
-    engine = wide.load(ThreadOptions(intra_op=threads))
+    engine = wide.load(threads)
     tokens = np.random.default_rng(5).integers(0, 256, (2, 60))
     for length in (5, 61, 130):
         cache = wide.prefilled(2, engine)

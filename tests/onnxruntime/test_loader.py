@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, ex
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines import host
-from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.loader import Engines
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.models.decoder import Decoder
 
-ONE = ThreadOptions(intra_op=1)
+ONE = 1
 SIZES = {
     "hidden_size": TINY.hidden_size,
     "num_layers": TINY.num_layers,
@@ -121,7 +121,7 @@ def test_the_host_report_says_what_will_be_used() -> None:
     assert "CPUExecutionProvider" in report.providers
     assert report.choice.startswith(f"ONNX Runtime on the CPU, {report.usable_cores} thread")
     assert dict(report.rows())["onnxruntime"].startswith("onnxruntime")
-    assert json.loads(json.dumps(report.as_dict()))["python"]
+    assert json.loads(json.dumps(asdict(report)))["python"]
 
 
 def test_two_onnxruntime_distributions_are_reported_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,12 @@ import torch
 from tiny_graphs import TargetGraph, export_decoder
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.contracts import ThreadOptions
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import Pass, PassOutput
 
-ONE = ThreadOptions(intra_op=1)
+ONE = 1
 WIDE = DecoderConfig(
     hidden_size=256,
     num_layers=2,
@@ -56,7 +55,7 @@ class Rig:
         self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
         self.engine = self.load(ONE)
 
-    def load(self, threads: ThreadOptions) -> OrtEngine:
+    def load(self, threads: int) -> OrtEngine:
         return OrtEngine(self.path, spec_of(self.config), self.table, threads)
 
     def prefilled(self, rows: int, engine: OrtEngine | None = None, capacity: int = 300) -> KVCache:

@@ -16,7 +16,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import open_bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines.bandwidth import read_bandwidth
+from lantern_rt.engines.host import read_bandwidth
 from lantern_rt.output.charts import Chart, Line, chart_png, chart_svg
 from lantern_rt.tuning.bench import target_bytes, usual_methods
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from lantern_rt.engines.contracts import Tensor, ThreadOptions
+from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.decoder_tensors import kv_dtype
-from lantern_rt.engines.ort.session import GraphSession, import_onnxruntime
+from lantern_rt.engines.host import import_onnxruntime, thread_count
+from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError, LanternError
 
 GRAPH = Path("target.onnx")
@@ -67,7 +68,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def load(inputs: tuple[Tensor, ...] = (CODES,), outputs: tuple[Tensor, ...] = (IMAGES,)) -> GraphSession:
-    return GraphSession(GRAPH, inputs, outputs, ThreadOptions(intra_op=1))
+    return GraphSession(GRAPH, inputs, outputs, 1)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_missing_onnxruntime_and_two_of_them_come_with_the_cure(monkeypatch: p
 def test_numbers_of_threads_have_bounds() -> None:
     for count in (0, 1025):
         with refused(EngineError, f"threads: found {count}, expected 1 .. 1024"):
-            ThreadOptions(intra_op=count)
+            thread_count(count)
 
 
 def test_keys_and_values_of_two_types_are_refused() -> None:
