@@ -131,8 +131,8 @@ def usable_cores() -> int:
 
 def thread_count(asked: int | None) -> int:
     """Threads of a graph: by default `usable_cores`. Raises: EngineError if others than 1 .. 1024 are asked for."""
-    if asked is not None and not 1 <= asked <= 1024:
-        raise EngineError(f"threads: found {asked}, expected 1 .. 1024")
+    if asked is not None and (type(asked) is not int or not 1 <= asked <= 1024):
+        raise EngineError(f"threads: found {asked!r}, expected 1 .. 1024")
     return asked or usable_cores()
 
 

@@ -1,13 +1,13 @@
 """Every error that a user can cause; the message is one line: found, expected, what to do. Others are bugs.
 
-    LanternError
-    |-- BundleError
-    |-- CheckpointError
-    |-- ParityError
-    |-- EngineError
-    |-- OutputError
-    `-- RequestError
-        `-- TreeError
+LanternError
+|-- BundleError
+|-- CheckpointError
+|-- ParityError
+|-- EngineError
+|-- OutputError
+`-- RequestError
+    `-- TreeError
 """
 
 from __future__ import annotations
