@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +36,6 @@ from .tree import DraftTree
 
 Distribution = Callable[[int], Probabilities]
 _NOTHING: NDArray[np.integer] = np.zeros(0, np.int64)
-
-
-class Uniforms(Protocol):
-    """A source of uniform numbers in [0, 1): a generator, or recorded numbers in a test."""
-
-    def random(self) -> float:
-        """The next number."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,15 +62,9 @@ class Relaxation:
         """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
         if not isinstance(method, Relaxed) or method.exact:
             return None
-        return cls(
-            neighbors if method.neighbors else None,
-            method.neighbors or 0,
-            getattr(method, "delta", None),
-            getattr(method, "lambda_", None),
-            method.residual or "aggregated",
-            method.omega or 1.0,
-            1.0 if method.anneal is None else method.anneal,
-        )
+        fields = {name: getattr(method, name, None) for name in ("delta", "lambda_", "residual", "omega", "anneal")}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return cls(neighbors if method.neighbors else None, method.neighbors or 0, **given)
 
     def factor(self, depth: int) -> float:
         """omega_d for a candidate at `depth`, 0 for the children of the root.
@@ -118,13 +103,13 @@ def walk(
     tree: DraftTree,
     target: Distribution,
     relaxation: Relaxation | None,
-    accept: Uniforms,
+    accept: Callable[[], float],
     residual: np.random.Generator,
 ) -> Acceptance:
     """Walk down from the root, one child at a time; sampling.
 
-    `target(node)` is the target's distribution after `node`; it is asked for visited nodes only. One number
-    of `accept` is drawn for every candidate, also for one that q says cannot have been drawn.
+    `target(node)` is the target's distribution after `node`; it is asked for visited nodes only. `accept()` is the next
+    uniform number in [0, 1), asked for every candidate, also for one that q says cannot have been drawn.
     """
     path, tvd, tried = [0], 0.0, 0
     while True:
@@ -134,7 +119,7 @@ def walk(
         siblings = tree.structure.children[node]
         for child in siblings:
             token = int(tree.tokens[child])
-            uniform = accept.random()
+            uniform = accept()
             draft = 1.0 if q is None else float(q[token])
             if draft <= 0:
                 continue
@@ -149,8 +134,9 @@ def walk(
             if uniform < relaxed:
                 path.append(child)
                 break
-            if relaxation is not None and relaxation.residual == "neighborhood":
-                p = _published_residual(p, q, token, relaxation if len(aggregated) else None)
+            if relaxation is not None and relaxation.neighbors is not None and relaxation.residual == "neighborhood":
+                near = relaxation.neighbors[token, : relaxation.k + 1] if len(aggregated) else _NOTHING
+                p = _published_residual(p, q, token, near)
             else:
                 p = residual_distribution(p, q, token, aggregated)
             if q is not None and child != siblings[-1]:
@@ -176,12 +162,9 @@ def residual_distribution(
 
 
 def _published_residual(
-    p: Probabilities, q: Probabilities | None, token: int, relaxation: Relaxation | None
+    p: Probabilities, q: Probabilities | None, token: int, near: NDArray[np.integer]
 ) -> Probabilities:
-    """What LANTERN's code leaves: k + 1 neighbours are removed from p, or else from q, where any were aggregated."""
-    near = _NOTHING
-    if relaxation is not None and relaxation.neighbors is not None:
-        near = relaxation.neighbors[token, : relaxation.k + 1]
+    """What LANTERN's code leaves: `near` is removed from p, or else from q."""
     left = p.copy()
     if q is None:
         left[near] = 0
@@ -203,9 +186,8 @@ def _without(q: Probabilities, token: int) -> Probabilities:
 
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
     """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
-    total = weights.sum()
-    scaled: Probabilities = weights / total if total > 0 else otherwise / max(otherwise.sum(), 1e-300)
-    return scaled
+    total = float(weights.sum())
+    return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
 
 
 def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:

@@ -3,8 +3,6 @@
 `decode` is a generator that yields after every step, so progress, streaming and cancelling cost nothing.
 Requests share passes but nothing else: each has its own positions, masks, cache lengths and random
 streams. With guidance every request is two rows, conditional rows first.
-
-It deals in prefix rows and tokens; prompts, pictures, files and backends are elsewhere.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import numpy as np
 from ..methods import Drafted, MethodConfig, Sampling, Sjd
 from .acceptance import Acceptance, Relaxation, walk, walk_greedy
 from .drafter import TreeDrafts
-from .drafts import Batch, Committed, Drafts, Model, NoDrafts, Prompt, Request, prefix_rows
+from .drafts import Batch, Committed, Drafts, Model, Prompt, Request, prefix_rows
 from .engine import Floats, Ints, Pass, PassOutput
 from .jacobi import WindowDrafts
-from .passes import MINIMUM_NODES, append_nodes, committed_mask, prefill_pass, run_pass
+from .passes import MINIMUM_NODES, committed_mask, prefill_pass
 from .sampling import Probabilities, draw, guide, shape_distribution
-from .statistics import Clock, Statistics, summarise
-from .streams import open_streams
+from .statistics import Statistics, summarise
 from .tree import DraftTree
 
 
@@ -65,16 +62,8 @@ def decode(
     `rngs` holds one generator per prompt; the same generator state gives the same tokens whatever else is in
     the batch.
     """
-    requests = [Request(i, open_streams(rng)) for i, rng in enumerate(rngs)]
-    batch = Batch(model, sampling, requests, prefix_rows(prompts, sampling), Clock())
-    return _Decoding(batch, method).steps()
-
-
-def open_drafts(batch: Batch, method: MethodConfig) -> Drafts:
-    """Where a method's drafts come from."""
-    if isinstance(method, Drafted):
-        return TreeDrafts(batch, method)
-    return WindowDrafts(batch, method) if isinstance(method, Sjd) else NoDrafts()
+    requests = [Request(i, *rng.spawn(3)) for i, rng in enumerate(rngs)]
+    return _Decoding(Batch(model, sampling, requests, prefix_rows(prompts, sampling)), method).steps()
 
 
 class _Decoding:
@@ -82,38 +71,39 @@ class _Decoding:
 
     def __init__(self, batch: Batch, method: MethodConfig) -> None:
         self.batch, self.method = batch, method
-        self.model, self.sampling, self.clock = batch.model, batch.sampling, batch.clock
+        self.model, self.sampling, self.clock = batch.model, batch.sampling, batch.target_clock
         self.relaxation = Relaxation.of(method, batch.model.neighbors)
-        self.drafts = open_drafts(batch, method)
+        self.drafts = Drafts()
+        if isinstance(method, Drafted):
+            self.drafts = TreeDrafts(batch, method)
+        elif isinstance(method, Sjd):
+            self.drafts = WindowDrafts(batch, method)
         self.active = list(batch.requests)
         self.prefix_padding = batch.prefix_padding
         self.cache = self.model.target.new_cache(len(batch.rows), batch.capacity(self.drafts.slots))
 
     def steps(self) -> Iterator[Step]:
         """The prefill, then steps until every request has its tokens."""
-        yield self._step(self._prefill())
-        while self.active:
-            yield self._step(self._advance())
-
-    def _step(self, parts: list[RequestStep]) -> Step:
         codes, requests = self.model.codes, self.batch.requests
-        done = sum(min(len(request.codes), codes) for request in requests)
-        statistics = None
-        if not self.active:
-            records = [request.statistics for request in requests]
-            statistics = summarise(self.method.method, codes, self.clock, records)
-        return Step(parts, done, codes * len(requests), statistics)
+        parts, statistics = self._prefill(), None
+        while statistics is None:
+            done = sum(min(len(request.codes), codes) for request in requests)
+            if not self.active:
+                records = [request.statistics for request in requests]
+                statistics = summarise(self.method.method, codes, self.clock, self.batch.drafter_clock, records)
+            yield Step(parts, done, codes * len(requests), statistics)
+            parts = self._advance() if self.active else []
 
     def _prefill(self) -> list[RequestStep]:
         lengths = self.batch.lengths
         prefix = [row.embeds for row in self.batch.rows]
-        output = self._run(prefill_pass(self.model.target, self.cache, prefix, self.prefix_padding))
+        batch = prefill_pass(self.model.target, self.cache, prefix, self.prefix_padding)
+        output = self.clock.run(self.model.target, batch, self.cache)
         last = output.logits[np.arange(len(lengths)), lengths - 1]  # [rows, vocab_size]
         parts = []
         for slot, request in enumerate(self.active):
             distribution = self._shape(last[slot :: len(self.active)])
-            greedy = self.sampling.greedy
-            code = int(distribution.argmax()) if greedy else draw(distribution, request.streams.residual)
+            code = int(distribution.argmax()) if self.sampling.greedy else draw(distribution, request.residual_rng)
             request.codes.append(code)
             parts.append(RequestStep(request.index, np.array([code]), 1))
         self._commit(parts, [np.arange(length) for length in lengths], output)
@@ -122,18 +112,22 @@ class _Decoding:
     def _advance(self) -> list[RequestStep]:
         trees = self.drafts.draft(self.active)
         output = self._verify(trees)
-        drafted = self.drafts.nodes > 1
         parts, accepted_indices = [], []
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
-            accepted = self._accept(request, tree, partial(self._distribution, output, slot))
+            target = partial(self._distribution, output, slot)
+            if self.sampling.greedy:
+                accepted = walk_greedy(tree, target, self.relaxation)
+            else:
+                accepted = walk(tree, target, self.relaxation, request.accept_rng.random, request.residual_rng)
             codes = np.append(tree.tokens[accepted.path[1:]], accepted.bonus)
             committed = min(len(codes), self.batch.missing(request))
             request.codes.extend(codes.tolist())
-            request.statistics.add(len(codes), accepted.tried, accepted.realised_tvd)
+            request.statistics.codes_per_step.append(len(codes))
+            request.statistics.tried += accepted.tried
+            request.statistics.realised_tvd += accepted.realised_tvd
             accepted_indices.append(np.array(accepted.path, np.int64))
-            parts.append(
-                RequestStep(request.index, codes, committed, tree if drafted else None, accepted if drafted else None)
-            )
+            how = (tree, accepted) if self.drafts.nodes > 1 else ()
+            parts.append(RequestStep(request.index, codes, committed, *how))
         self._commit(parts, accepted_indices * self.batch.sides, output)
         return parts
 
@@ -152,20 +146,13 @@ class _Decoding:
             tokens[row, : tree.nodes], depths[row, : tree.nodes] = tree.tokens, tree.structure.depths
             attention_mask[row, : tree.nodes, past_length : past_length + tree.nodes] = tree.structure.ancestors
         positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
-        return self._run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens))
-
-    def _accept(self, request: Request, tree: DraftTree, target: partial[Probabilities]) -> Acceptance:
-        if self.sampling.greedy:
-            return walk_greedy(tree, target, self.relaxation)
-        return walk(tree, target, self.relaxation, request.streams.accept, request.streams.residual)
+        return self.clock.run(self.model.target, Pass(positions, attention_mask, tokens), self.cache)
 
     def _commit(self, parts: list[RequestStep], accepted_indices: list[Ints], output: PassOutput) -> None:
         """Keep keys and values of accepted nodes, tell the source of drafts, and drop finished requests."""
-        append_nodes(self.cache, output.new_kv, accepted_indices, self.clock.target)
-        committed = Committed(
-            [part.codes for part in parts], accepted_indices, output, partial(self._distribution, output)
-        )
-        self.drafts.commit(self.active, committed)
+        self.clock.append(self.cache, output.new_kv, accepted_indices)
+        codes = [part.codes for part in parts]
+        self.drafts.commit(self.active, Committed(codes, accepted_indices, output, partial(self._distribution, output)))
         count = len(self.active)
         kept = [slot for slot, request in enumerate(self.active) if self.batch.missing(request) > 0]
         self.active = [self.active[slot] for slot in kept]
@@ -174,9 +161,6 @@ class _Decoding:
             self.cache.keep_rows(rows)
             self.prefix_padding = self.prefix_padding[rows]
             self.drafts.keep(kept, rows)
-
-    def _run(self, batch: Pass) -> PassOutput:
-        return run_pass(self.model.target, batch, self.cache, self.clock.target)
 
     def _distribution(self, output: PassOutput, slot: int, node: int) -> Probabilities:
         return self._shape(output.logits[slot :: len(self.active), node])

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..methods import Drafted
-from .drafts import Batch, Committed, Request
+from .drafts import Batch, Committed, Drafts, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
-from .passes import append_nodes, committed_mask, run_pass
+from .passes import committed_mask
 from .sampling import Probabilities, best_codes, draw_without_replacement, guide, shape_distribution
-from .streams import Streams
 from .tree import DraftTree, DynamicTree, StaticTree
 from .tree_names import named_tree
 
@@ -33,20 +32,18 @@ class Level:
     logits: list[Floats]  # per request: [slots, vocab_size]
 
 
-class TreeDrafts:
-    """Drafts for a batch; rows are all conditional ones, then, with guidance, all unconditional ones.
-
-    `method.tree` names the trees' shape.
-    """
+class TreeDrafts(Drafts):
+    """Drafts for a batch; rows are all conditional ones, then, with guidance, all unconditional ones."""
 
     def __init__(self, batch: Batch, method: Drafted) -> None:
         model, self.shape = batch.model, named_tree(method.tree)
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
-        self.sampling, self.clock, self.layout = batch.sampling, batch.clock, model.layout
+        self.sampling, self.clock, self.layout = batch.sampling, batch.drafter_clock, model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
-        self.nodes = self.shape.nodes
-        self.slots = self.shape.slots
+        self.nodes = self.slots = self.shape.nodes
+        if isinstance(self.shape, DynamicTree):  # pruned nodes are drafted too
+            self.slots = max(self.nodes, self.shape.depth * self.shape.branch)
         padding = batch.prefix_padding if model.layout.masks_prefix else np.zeros_like(batch.prefix_padding)
         self.prefix_padding = padding[:, :-1]
         self.prefix = [row.drafter_tokens(model.layout) for row in batch.rows]  # until it is committed
@@ -57,8 +54,7 @@ class TreeDrafts:
 
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
-        self.tokens = committed.tokens
-        hidden = committed.output.hidden
+        self.tokens, hidden = committed.tokens, committed.output.hidden
         self.hidden = [hidden[row, accepted] for row, accepted in enumerate(committed.accepted_indices)]
 
     def keep(self, slots: Sequence[int], rows: Ints) -> None:
@@ -77,7 +73,7 @@ class TreeDrafts:
         self.committed_masks = {}
         committed = self.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
-            trees = self._draft_static(self.shape, roots, level, committed, [request.streams for request in active])
+            trees = self._draft_static(self.shape, roots, level, committed, [request.draft_rng for request in active])
         else:
             trees = self._draft_dynamic(self.shape, roots, level, committed)
         self.cache.truncate(committed)
@@ -103,19 +99,14 @@ class TreeDrafts:
             seen = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
             attention_mask[row, :, past_length : past_length + prefix] &= seen
         output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
-        kept = {count: np.arange(count) for count in counts}
-        append_nodes(self.cache, output.new_kv, [kept[count] for count in counts], self.clock.drafter)
+        self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
         last = np.array(counts) - 1
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, hidden_size]
         logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocab_size]
         return Level(hidden_last, [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)])
 
-    def _guided(self, output: PassOutput, request: int, requests: int, slots: int) -> Floats:
-        """Guided logits `[slots, vocabulary]` of a request's first slots."""
-        return guide(output.logits[request::requests, :slots], self.sampling.cfg_scale)
-
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
-        """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, span + slots]`, and the span."""
+        """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, past_length + slots]`, and past_length."""
         past_length = self.engine.next_past_length(self.cache, slots)
         if past_length not in self.committed_masks:
             self.committed_masks[past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
@@ -124,13 +115,8 @@ class TreeDrafts:
         return attention_mask, past_length
 
     def _run(self, tokens: Ints, hidden: Floats, positions: Ints, attention_mask: Bools) -> PassOutput:
-        batch = Pass(
-            positions=np.minimum(positions, self.last_position),
-            attention_mask=attention_mask,
-            tokens=tokens,
-            hidden=hidden,
-        )
-        return run_pass(self.engine, batch, self.cache, self.clock.drafter)
+        batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
+        return self.clock.run(self.engine, batch, self.cache)
 
     def _expand(
         self, tokens: Ints, parents: Ints, depth: int, base: Ints, above: Bools, level: Level
@@ -158,60 +144,57 @@ class TreeDrafts:
             attention_mask[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
         positions = np.repeat((base + depth - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
-        append_nodes(self.cache, output.new_kv, [np.arange(slots)] * rows, self.clock.drafter)
-        logits = [self._guided(output, r, requests, slots) for r in range(requests)]
+        self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
+        logits = [guide(output.logits[r::requests, :slots], self.sampling.cfg_scale) for r in range(requests)]
         return Level(output.hidden[:, :slots], logits), sees
 
     def _draft_static(
-        self, shape: StaticTree, roots: Ints, level: Level, base: Ints, streams: Sequence[Streams]
+        self, shape: StaticTree, roots: Ints, level: Level, base: Ints, rngs: Sequence[np.random.Generator]
     ) -> list[DraftTree]:
         requests = len(roots)
         tokens = np.zeros((requests, shape.nodes), np.int64)
-        tokens[:, 0] = roots
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
-        alive[:, 0] = True
+        tokens[:, 0], alive[:, 0] = roots, True
         proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
         above = np.zeros((requests, 1, 0), bool)
-        for depth, (inner, parents) in enumerate(zip(shape.levels, shape.parent_slots, strict=True)):
+        for depth, inner in enumerate(shape.levels):
             if depth > 0:
-                same = np.repeat(parents[None], requests, 0)
-                level, above = self._expand(tokens[:, inner], same, depth, base, above, level)
+                slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
+                level, above = self._expand(
+                    tokens[:, inner], np.repeat(slots[None], requests, 0), depth, base, above, level
+                )
             for r in range(requests):
                 for slot, node in enumerate(inner.tolist()):
-                    if alive[r, node]:
-                        children = shape.children[node]
-                        codes = self._children(level.logits[r][slot], len(children), proposals[r], node, streams[r])
-                        filled = children[: len(codes)]
-                        tokens[r, filled], alive[r, filled] = codes, True
+                    if not alive[r, node]:
+                        continue
+                    logits, children = level.logits[r][slot], shape.children[node]
+                    if self.sampling.greedy:
+                        best, scores = self._best_children(logits[None], len(children))
+                        codes = best[0, np.isfinite(scores[0])]
+                    else:
+                        q = proposals[r][node] = shape_distribution(logits, self.sampling)
+                        codes = draw_without_replacement(q, len(children), rngs[r])
+                    filled = children[: len(codes)]
+                    tokens[r, filled], alive[r, filled] = codes, True
         leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
-        return [_without(tree, alive[r]) for r, tree in enumerate(trees)]
-
-    def _children(
-        self, logits: Floats, count: int, proposals: dict[int, Probabilities], node: int, streams: Streams
-    ) -> Ints:
-        """Tokens of a node's children; sampled ones leave their distribution in `proposals`."""
-        if self.sampling.greedy:
-            best, scores = self._best_children(logits[None], count)
-            codes: Ints = best[0, np.isfinite(scores[0])]
-            return codes
-        distribution = proposals[node] = shape_distribution(logits, self.sampling)
-        return draw_without_replacement(distribution, count, streams.draft)
+        # a peaked distribution may run out of codes
+        return [t if own.all() else _subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level, base: Ints) -> list[DraftTree]:
         requests = len(roots)
         grown = [_Growth(int(root)) for root in roots]
         above = np.zeros((requests, 1, 0), bool)
-        for growth, logits in zip(grown, level.logits, strict=True):
-            growth.add_children(np.zeros(1, np.int64), *self._best_children(logits, shape.branch))
-        for depth in range(1, shape.depth):
-            slots = [growth.best_of_last_level(shape.branch) for growth in grown]
-            width = max(len(chosen) for chosen, _ in slots)
-            codes = [_stretch(growth.tokens[chosen], width) for growth, (chosen, _) in zip(grown, slots, strict=True)]
-            parents = [_stretch(parent, width) for _, parent in slots]
-            level, above = self._expand(np.stack(codes), np.stack(parents), depth, base, above, level)
-            for growth, (chosen, _), logits in zip(grown, slots, level.logits, strict=True):
-                growth.add_children(chosen, *self._best_children(logits[: len(chosen)], shape.branch))
+        for depth in range(shape.depth):
+            chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
+            if depth > 0:
+                slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
+                same = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
+                codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
+                parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
+                level, above = self._expand(codes, parents, depth, base, above, level)
+            for growth, nodes, logits in zip(grown, chosen, level.logits, strict=True):
+                growth.add_children(nodes, *self._best_children(logits[: len(nodes)], shape.branch))
         return [growth.prune(shape.nodes) for growth in grown]
 
     def _best_children(self, logits: Floats, branch: int) -> tuple[Ints, Floats]:
@@ -230,47 +213,33 @@ class _Growth:
     def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.scores = np.array([root]), np.array([-1]), np.zeros(1)
         self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
-        self.last_level = np.zeros(1, np.int64)
+        self.last_level = 0  # its first node
 
     def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
         """Give each of `nodes` its children: codes and log-probabilities `[nodes, branch]`, best first."""
         branch = codes.shape[1]
         scores = log_probabilities + self.scores[nodes][:, None]
         possible = np.isfinite(scores).ravel()
-        start = len(self.tokens)
+        self.last_level = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
         self.scores = np.concatenate([self.scores, scores.ravel()[possible]])
         self.parents = np.concatenate([self.parents, np.repeat(nodes, branch)[possible]])
         slots = np.repeat(np.arange(len(nodes)), branch)[possible]
         self.slot_of_parent = np.concatenate([self.slot_of_parent, slots])
-        self.last_level = np.arange(start, len(self.tokens))
 
-    def best_of_last_level(self, count: int) -> tuple[Ints, Ints]:
-        """The best nodes of the last level, best first, and the slots of their parents."""
-        order = np.argsort(-self.scores[self.last_level], kind="stable")[:count]
-        chosen = self.last_level[order]
-        return chosen, self.slot_of_parent[chosen]
+    def best_of_last_level(self, count: int) -> Ints:
+        """The best nodes of the last level, best first."""
+        return self.last_level + np.argsort(-self.scores[self.last_level :], kind="stable")[:count]
 
     def prune(self, count: int) -> DraftTree:
         """Keep the root and the `count` - 1 best nodes, in order of creation."""
         best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
-        kept = np.concatenate([[0], np.sort(best)])
-        renumber = np.full(len(self.tokens) + 1, -1)
-        renumber[kept] = np.arange(len(kept))
-        return DraftTree(self.tokens[kept].astype(np.int64), renumber[self.parents[kept]].astype(np.int64))
+        return _subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
 
 
-def _stretch(values: Ints, count: int) -> Ints:
-    """Repeat the last value up to `count` values."""
-    return np.concatenate([values, np.repeat(values[-1:], count - len(values))])
-
-
-def _without(tree: DraftTree, alive: Bools) -> DraftTree:
-    """The tree of the nodes that have a code (a peaked distribution may run out of codes)."""
-    if alive.all():
-        return tree
-    kept = np.flatnonzero(alive)
-    renumber = np.full(tree.nodes + 1, -1)
+def _subtree(tree: DraftTree, kept: Ints) -> DraftTree:
+    """The tree of some nodes in their order, every one's parent among them."""
+    renumber = np.full(tree.nodes + 1, -1, np.int64)
     renumber[kept] = np.arange(len(kept))
     proposals = {int(renumber[node]): q for node, q in tree.proposals.items()}
-    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]].astype(np.int64), proposals)
+    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], proposals)

@@ -1,24 +1,18 @@
-"""What the decode loop and its sources of drafts share: models, prompts, and the protocol between them.
-
-A source of drafts proposes a tree for every request before a pass and is told afterwards what the pass committed. There
-is one for a drafter (`drafter`), one for windows of the target's own last pass (`jacobi`), and one that drafts nothing.
-"""
+"""What the decode loop and its sources of drafts share: models, prompts, requests, and the sources' base class."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import Sampling
-from .engine import Engine, Floats, Ints, PassOutput
+from .engine import Bools, Engine, Floats, Ints, PassOutput
 from .passes import stack_padding
 from .sampling import Probabilities
 from .statistics import Clock, RequestStatistics
-from .streams import Streams
 from .tree import DraftTree
 
 
@@ -59,7 +53,7 @@ class PrefixRow:
     """
 
     embeds: Floats
-    real: NDArray[np.bool_]
+    real: Bools
     tokens: Ints | None = None
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
@@ -84,10 +78,12 @@ def prefix_rows(prompts: Sequence[Prompt], sampling: Sampling) -> list[PrefixRow
 
 @dataclass
 class Request:
-    """What one request has so far."""
+    """What one request has so far, and its random streams: neither the batch nor another stream's draws move them."""
 
     index: int
-    streams: Streams
+    draft_rng: np.random.Generator  # proposes children
+    accept_rng: np.random.Generator  # decides on them
+    residual_rng: np.random.Generator  # draws what is left
     codes: list[int] = field(default_factory=list)
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
 
@@ -100,9 +96,9 @@ class Batch:
     sampling: Sampling
     requests: list[Request]
     rows: list[PrefixRow]
-    clock: Clock
 
     def __post_init__(self) -> None:
+        self.target_clock, self.drafter_clock = Clock(), Clock()
         self.sides = len(self.rows) // len(self.requests)
         self.lengths = np.array([len(row.embeds) for row in self.rows])
         self.prefix_padding = stack_padding([~row.real for row in self.rows])  # [rows, longest]
@@ -130,36 +126,22 @@ class Committed:
     distribution: Callable[[int, int], Probabilities]
 
 
-class Drafts(Protocol):
-    """A source of drafts. nodes: of the largest tree, the root included. slots: room a draft takes in a cache."""
+class Drafts:
+    """A source of drafts: a tree for every active request before a pass, and told what the pass committed after it.
 
-    nodes: int
-    slots: int
+    This one is plain decoding's, and drafts nothing. nodes: of the largest tree, the root included. slots: room a draft
+    takes in a cache.
+    """
+
+    nodes: int = 1
+    slots: int = 1
 
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
         """Take in what the prefill, or a pass over the last drafts, committed."""
-        ...
 
     def draft(self, active: Sequence[Request]) -> list[DraftTree]:
         """A tree for every active request, below its last token."""
-        ...
-
-    def keep(self, slots: Sequence[int], rows: Ints) -> None:
-        """Go on with these of the active requests, and these rows, only."""
-        ...
-
-
-class NoDrafts:
-    """Plain decoding: trees of nothing but the last committed token."""
-
-    nodes = slots = 1
-
-    def commit(self, active: Sequence[Request], committed: Committed) -> None:
-        """Nothing is kept."""
-
-    def draft(self, active: Sequence[Request]) -> list[DraftTree]:
-        """A root for every request."""
         return [DraftTree(np.array(request.codes[-1:], np.int64), np.array([-1], np.int64)) for request in active]
 
     def keep(self, slots: Sequence[int], rows: Ints) -> None:
-        """Nothing is kept."""
+        """Go on with these of the active requests, and these rows, only."""

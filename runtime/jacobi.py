@@ -32,20 +32,19 @@ import numpy as np
 
 from ..methods import Sjd
 from .acceptance import Distribution, residual_distribution
-from .drafts import Batch, Committed, Request
-from .engine import Ints
+from .drafts import Batch, Committed, Drafts, Request
 from .sampling import Probabilities, draw
 from .tree import DraftTree
 
 
-class WindowDrafts:
+class WindowDrafts(Drafts):
     """A window for every request of a batch."""
 
     def __init__(self, batch: Batch, method: Sjd) -> None:
         self.batch = batch
         self.nodes = self.slots = method.window + 1  # the last committed token, and the window
         greedy, columns = batch.sampling.greedy, batch.model.columns
-        self.windows = [Window(method.window, columns, greedy, one.streams.draft) for one in batch.requests]
+        self.windows = [Window(method.window, columns, greedy, one.draft_rng) for one in batch.requests]
 
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
         """Re-draft what a pass left undecided."""
@@ -57,9 +56,6 @@ class WindowDrafts:
     def draft(self, active: Sequence[Request]) -> list[DraftTree]:
         """Every request's window as a chain."""
         return [self.windows[one.index].draft(one.codes, self.batch.missing(one)) for one in active]
-
-    def keep(self, slots: Sequence[int], rows: Ints) -> None:
-        """Windows of finished requests are not asked again."""
 
 
 @dataclass
@@ -103,13 +99,13 @@ class Window:
         proposals: list[Probabilities | None] = []
         for node in range(accepted + 1, last + 1):
             p = target(node)
+            proposals.append(None if self.greedy else p)
             if self.greedy:
                 codes.append(int(p.argmax()))
+            elif node == last:
+                codes.append(draw(p, self.rng))
             else:
-                codes.append(
-                    draw(p, self.rng) if node == last else self._couple(self.codes[node], self.proposals[node], p)
-                )
-            proposals.append(None if self.greedy else p)
+                codes.append(self._couple(self.codes[node], self.proposals[node], p))
         self.codes, self.proposals = codes, proposals
 
     def _couple(self, code: int, q: Probabilities | None, p: Probabilities) -> int:

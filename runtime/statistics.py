@@ -1,26 +1,33 @@
-"""What a decode cost and gave: calls, seconds, accepted lengths, relaxation. Plain counting."""
+"""What a decode cost and gave: calls, seconds, accepted lengths, relaxation."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
+
+from .engine import Cache, Engine, Ints, Pass, PassOutput
 
 
-@dataclass
-class CallClock:
+class Clock:
     """Passes of one engine, and the seconds spent in it: in passes and in its cache taking in accepted nodes."""
 
-    calls: int = 0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self.calls, self.seconds, self.began = 0, 0.0, time.perf_counter()
 
+    def run(self, engine: Engine, batch: Pass, cache: Cache) -> PassOutput:
+        """Run one pass and count it."""
+        start = time.perf_counter()
+        output = engine.run(batch, cache)
+        self.calls += 1
+        self.seconds += time.perf_counter() - start
+        return output
 
-@dataclass
-class Clock:
-    """The engines' clocks of one decode, and when it began."""
-
-    target: CallClock = field(default_factory=CallClock)
-    drafter: CallClock = field(default_factory=CallClock)
-    began: float = field(default_factory=time.perf_counter)
+    def append(self, cache: Cache, new_kv: Any, accepted_indices: list[Ints]) -> None:
+        """Have the engine's cache take in accepted nodes."""
+        start = time.perf_counter()
+        cache.append(new_kv, accepted_indices)
+        self.seconds += time.perf_counter() - start
 
 
 @dataclass
@@ -34,12 +41,6 @@ class RequestStatistics:
     tried: int = 0
     realised_tvd: float = 0.0
 
-    def add(self, codes: int, tried: int, realised_tvd: float) -> None:
-        """Count a step."""
-        self.codes_per_step.append(codes)
-        self.tried += tried
-        self.realised_tvd += realised_tvd
-
     @property
     def target_passes(self) -> int:
         """Target passes this image took part in, the prefill included."""
@@ -50,13 +51,11 @@ class RequestStatistics:
 class Statistics:
     """A whole decode.
 
-    target_passes, drafter_passes: engine calls, each over the whole batch. tokens_per_forward_pass: tokens of
-    an image over the target passes it took part in (prefill included), averaged over images.
-    accepted_lengths: how many steps accepted 0, 1, 2, ... drafted tokens, the bonus not counted. seconds:
-    wall time; target_seconds and drafter_seconds: inside the engines, in passes and appending to their caches;
-    host_seconds: the rest.
-    realised_tvd: mean over images of the summed total variation distance that relaxed acceptance gave away.
-    per_image: the same of every image.
+    target_passes, drafter_passes: engine calls, each over the whole batch. tokens_per_forward_pass: tokens of an image
+    over the target passes it took part in (prefill included), averaged over images. accepted_lengths: how many steps
+    accepted 0, 1, 2, ... drafted tokens, the bonus not counted. seconds: wall time; target_seconds and drafter_seconds:
+    inside the engines, in passes and appending to their caches; host_seconds: the rest. realised_tvd: mean over images
+    of the summed total variation distance that relaxed acceptance gave away.
     """
 
     method: str
@@ -73,23 +72,23 @@ class Statistics:
     per_image: list[RequestStatistics]
 
 
-def summarise(method: str, codes_per_image: int, clock: Clock, requests: list[RequestStatistics]) -> Statistics:
-    """Statistics of a decode that ends now."""
-    seconds = time.perf_counter() - clock.began
+def summarise(
+    method: str, codes_per_image: int, target: Clock, drafter: Clock, requests: list[RequestStatistics]
+) -> Statistics:
+    """Statistics of a decode that began with the target's clock and ends now."""
+    seconds = time.perf_counter() - target.began
     steps = [n - 1 for request in requests for n in request.codes_per_step]
-    lengths = [steps.count(n) for n in range(max(steps) + 1)] if steps else []
-    in_engines = clock.target.seconds + clock.drafter.seconds
     return Statistics(
         method=method,
         images=len(requests),
-        target_passes=clock.target.calls,
-        drafter_passes=clock.drafter.calls,
+        target_passes=target.calls,
+        drafter_passes=drafter.calls,
         tokens_per_forward_pass=sum(codes_per_image / r.target_passes for r in requests) / len(requests),
-        accepted_lengths=lengths,
+        accepted_lengths=[steps.count(n) for n in range(max(steps, default=-1) + 1)],
         seconds=seconds,
-        target_seconds=clock.target.seconds,
-        drafter_seconds=clock.drafter.seconds,
-        host_seconds=seconds - in_engines,
+        target_seconds=target.seconds,
+        drafter_seconds=drafter.seconds,
+        host_seconds=seconds - (target.seconds + drafter.seconds),
         realised_tvd=sum(r.realised_tvd for r in requests) / len(requests),
         per_image=requests,
     )

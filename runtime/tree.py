@@ -1,7 +1,7 @@
 """Draft trees: their shapes before drafting, and the filled tree after it.
 
 Node 0 is the root, the last committed code. A `StaticTree` fixes the shape in advance; a `DynamicTree`
-(EAGLE-2) only bounds it. A `DraftTree` holds codes. Does not know how children are chosen or accepted.
+(EAGLE-2) only bounds it. A `DraftTree` holds codes.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import TreeError
+from .engine import Bools, Ints
 from .sampling import Probabilities
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed shape, given as paths of child ranks: (0,) is the root's first child, (0, 1) its second child.
 
-    Nodes are numbered from 1 in order of (length, path). Raises TreeError for a missing parent, a gap
-    among siblings, or a path given twice.
+    Nodes are numbered from 1 in order of (length, path).
+    Raises: TreeError: a missing parent, a gap among siblings, or a path given twice.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -58,14 +56,6 @@ class StaticTree:
         return [np.array([n for n in inner if depth[n] == d], np.int64) for d in range(max(depth))]
 
     @cached_property
-    def parent_slots(self) -> list[Ints]:
-        """For every level, where its nodes' parents stand in the level above; the root's is 0."""
-        slots = [np.zeros(1, np.int64)]
-        for above, level in zip(self.levels, self.levels[1:], strict=False):
-            slots.append(np.searchsorted(above, self.parents[level]))
-        return slots
-
-    @cached_property
     def children(self) -> list[Ints]:
         """Children of every node in order of rank."""
         return [np.flatnonzero(self.parents == n) for n in range(self.nodes)]
@@ -80,16 +70,6 @@ class StaticTree:
     def nodes(self) -> int:
         """Nodes with the root."""
         return len(self.paths) + 1
-
-    @property
-    def slots(self) -> int:
-        """Most nodes that are drafted at once: all."""
-        return self.nodes
-
-    @property
-    def depth(self) -> int:
-        """Longest path: the most codes one pass can accept, the bonus not counted."""
-        return max(len(path) for path in self.paths)
 
 
 @dataclass(frozen=True)
@@ -110,11 +90,6 @@ class DynamicTree:
             raise TreeError(f"a dynamic tree needs nodes >= 2, depth >= 1, branch >= 1; found {self}")
         if self.nodes - 1 > made:
             raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
-
-    @property
-    def slots(self) -> int:
-        """Most nodes that are drafted at once, pruned ones included."""
-        return max(self.nodes, self.depth * self.branch)
 
 
 TreeShape = StaticTree | DynamicTree
@@ -165,7 +140,7 @@ class TreeStructure:
 
     depths: Ints
     children: list[list[int]]
-    ancestors: NDArray[np.bool_]
+    ancestors: Bools
     leaf_rank: Ints
 
 

@@ -48,8 +48,8 @@ def named_tree(spec: str) -> TreeShape:
     """The tree that `spec` names.
 
     A published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, a name that `tree_name` gave,
-    or the path of a JSON file holding a list of paths such as [[0], [1], [0, 0]]. Raises TreeError for
-    anything else.
+    or the path of a JSON file holding a list of paths such as [[0], [1], [0, 0]].
+    Raises: TreeError: anything else.
     """
     if spec in PUBLISHED:
         return StaticTree(PUBLISHED[spec])
@@ -78,13 +78,10 @@ def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
     `tree-2-10-1` is a root with two children, of which the first has one child, and that one another. Counts are
     digits 0 .. 9, a .. z, so no node may have more than 35 children.
     """
-    known = set(paths)
+    known = sorted(set(paths))
     level: list[tuple[int, ...]] = [()]
     name = "tree"
-    while known:
-        children = [[path for path in sorted(known) if path[:-1] == parent] for parent in level]
-        if not any(children):
-            break
+    while any(children := [[path for path in known if path[:-1] == parent] for parent in level]):
         if max(map(len, children)) > 35:
             raise TreeError(f"found a node with {max(map(len, children))} children, expected at most 35")
         name += "-" + "".join(_DIGITS[len(group)] for group in children)

@@ -24,7 +24,7 @@ def enumerated(tree: DraftTree, target: Any, relaxation: Relaxation | None) -> I
     total = 0.0
     for script in Script(seed=0).runs():
         script.armed = True
-        accepted = walk(tree, target, relaxation, script, np.random.default_rng(0))  # type: ignore[arg-type]
+        accepted = walk(tree, target, relaxation, script.random, np.random.default_rng(0))  # type: ignore[arg-type]
         total += script.weight
         yield script.weight, accepted
     assert total == pytest.approx(1)

@@ -276,12 +276,8 @@ def test_the_aggregation_set_is_the_longest_nearest_first_run_within_the_bound(
 
 
 def test_a_code_without_probability_is_refused_even_at_the_smallest_uniform_number() -> None:
-    class Zero:
-        def random(self) -> float:
-            return 0.0
-
     tree = DraftTree(np.array([0, 1]), np.array([-1, 0]))
-    accepted = walk(tree, lambda node: np.array([1.0, 0.0]), None, Zero(), np.random.default_rng(0))
+    accepted = walk(tree, lambda node: np.array([1.0, 0.0]), None, lambda: 0.0, np.random.default_rng(0))
     assert accepted.path == [0]
 
 
@@ -292,7 +288,7 @@ def test_only_visited_nodes_are_asked_for_their_distribution() -> None:
         asked.append(node)
         return np.array([0.0, 0.0, 1.0])
 
-    accepted = walk(tree, target, None, np.random.default_rng(0), np.random.default_rng(0))
+    accepted = walk(tree, target, None, np.random.default_rng(0).random, np.random.default_rng(0))
     assert accepted.path == [0, 2]
     assert asked == [0, 2]
     assert accepted.tried == 3

@@ -23,7 +23,7 @@ from lantern_rt.runtime import passes
 from lantern_rt.runtime.decode import Step, decode
 from lantern_rt.runtime.drafts import DrafterLayout, Model, Prompt
 from lantern_rt.runtime.engine import Pass, PassOutput
-from lantern_rt.runtime.tree import DraftTree
+from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
 
 VOCABULARY, CODES = 5, 9
@@ -168,8 +168,9 @@ def test_greedy_eagle_equals_greedy_ar(tree: str, cfg_scale: float) -> None:
 def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
     """Its q is the target's p at every node, so any slip in contexts, guidance or temperature shows."""
     shape = named_tree(tree)
+    assert isinstance(shape, StaticTree)
     steps = steps_of(model(agreement=1.0, codes=40), range(3), sampling, Eagle(tree=tree))
-    assert all(len(part.codes) == shape.depth + 1 for step in steps[1:] for part in step.parts)
+    assert all(len(part.codes) == len(shape.levels) + 1 for step in steps[1:] for part in step.parts)
 
 
 def test_a_relaxation_that_lends_nothing_changes_nothing() -> None:

@@ -21,16 +21,6 @@ CASES = json.loads((DATA / "lantern-accept" / "cases.json").read_text(encoding="
 STATIC = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
 
 
-class Recorded:
-    """Recorded uniform numbers, handed out in order."""
-
-    def __init__(self, numbers: list[float]) -> None:
-        self.left = list(numbers)
-
-    def random(self) -> float:
-        return self.left.pop(0)
-
-
 def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32], list[list[int]]]:
     """The case's filled tree, its node logits and its leaf paths."""
     if case["tree"] == "dynamic":
@@ -77,9 +67,9 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
     relaxation = relaxation_of(case, residual)
     if case["mode"] == "greedy":
         return walk_greedy(tree, target, relaxation), tree, leaves, 0
-    source = Recorded(case["uniforms"])
-    accepted = walk(tree, target, relaxation, source, np.random.default_rng(0))
-    return accepted, tree, leaves, len(source.left)
+    numbers = list(case["uniforms"])
+    accepted = walk(tree, target, relaxation, lambda: numbers.pop(0), np.random.default_rng(0))
+    return accepted, tree, leaves, len(numbers)
 
 
 def label(number: int) -> str:

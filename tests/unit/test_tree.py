@@ -107,7 +107,6 @@ def test_a_static_tree_numbers_nodes_by_length_and_path_whatever_order_they_are_
     shape = StaticTree(tuple(paths))
     assert list(shape.paths) == sorted(paths, key=lambda path: (len(path), path))
     assert shape.nodes == len(paths) + 1
-    assert shape.depth == max(map(len, paths))
     for node, path in enumerate(shape.paths, 1):
         parent = int(shape.parents[node])
         assert parent < node
@@ -118,7 +117,7 @@ def test_a_static_tree_numbers_nodes_by_length_and_path_whatever_order_they_are_
 @given(path_sets())
 def test_levels_hold_every_inner_node_once_at_its_depth(paths: list[tuple[int, ...]]) -> None:
     shape = StaticTree(tuple(paths))
-    assert len(shape.levels) == shape.depth
+    assert len(shape.levels) == max(map(len, paths))
     assert sorted(np.concatenate(shape.levels).tolist()) == sorted(set(shape.parents[1:].tolist()))
     for depth, level in enumerate(shape.levels):
         assert all((0 if node == 0 else len(shape.paths[node - 1])) == depth for node in level)
