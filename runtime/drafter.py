@@ -26,10 +26,10 @@ MINIMUM_SLOTS = 2  # one-slot passes use another matrix kernel and would not rep
 
 @dataclass
 class Level:
-    """Slots that were run together: hidden states, and guided logits per request."""
+    """Slots that were run together."""
 
     hidden: Floats  # [rows, slots, hidden_size]
-    logits: list[Floats]  # per request: [slots, vocab_size]
+    logits: list[Floats]  # guided, per request: [slots, vocab_size]
 
 
 class TreeDrafts(Drafts):
@@ -68,9 +68,7 @@ class TreeDrafts(Drafts):
     def draft(self, active: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request."""
         roots = np.array([tokens[-1] for tokens in self.tokens], np.int64)
-        self.committed_masks = {}
         level = self._commit_slots()
-        self.committed_masks = {}
         committed = self.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
             trees = self._draft_static(self.shape, roots, level, committed, [request.draft_rng for request in active])
@@ -81,6 +79,7 @@ class TreeDrafts(Drafts):
 
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
+        self.committed_masks = {}
         requests, rows = len(self.tokens), len(self.hidden)
         read = [self.tokens[row % requests] + self.layout.code_offset for row in range(rows)]
         if self.prefix:
@@ -100,13 +99,14 @@ class TreeDrafts(Drafts):
             attention_mask[row, :, past_length : past_length + prefix] &= seen
         output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
+        self.committed_masks = {}
         last = np.array(counts) - 1
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, hidden_size]
         logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocab_size]
         return Level(hidden_last, [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)])
 
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
-        """What `slots` new slots see of the `lengths` committed ones, `[rows, slots, past_length + slots]`, and past_length."""
+        """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
         past_length = self.engine.next_past_length(self.cache, slots)
         if past_length not in self.committed_masks:
             self.committed_masks[past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
@@ -121,11 +121,10 @@ class TreeDrafts(Drafts):
     def _expand(
         self, tokens: Ints, parents: Ints, depth: int, base: Ints, above: Bools, level: Level
     ) -> tuple[Level, Bools]:
-        """Run one level of draft nodes and append its slots.
+        """Run one level of draft nodes and append its slots; returns the new level and its `above`.
 
-        tokens: `[requests, slots]`. parents: the slot of each node's parent in the previous `level`, `[requests,
-        slots]`. base: committed slots `[rows]`. above: what each previous slot saw of the draft, `[requests,
-        previous, drafted]`. Returns the new level and its `above`.
+        tokens: `[requests, slots]`. parents: where their parents are in the previous `level`, `[requests, slots]`.
+        base: committed slots, `[rows]`. above: what each previous slot saw of the draft, `[requests, previous, drafted]`.
         """
         requests, slots = tokens.shape
         rows, _, width = level.hidden.shape
@@ -160,9 +159,8 @@ class TreeDrafts(Drafts):
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                level, above = self._expand(
-                    tokens[:, inner], np.repeat(slots[None], requests, 0), depth, base, above, level
-                )
+                parents = np.repeat(slots[None], requests, 0)
+                level, above = self._expand(tokens[:, inner], parents, depth, base, above, level)
             for r in range(requests):
                 for slot, node in enumerate(inner.tolist()):
                     if not alive[r, node]:
@@ -198,7 +196,7 @@ class TreeDrafts(Drafts):
         return [growth.prune(shape.nodes) for growth in grown]
 
     def _best_children(self, logits: Floats, branch: int) -> tuple[Ints, Floats]:
-        """The `branch` most probable codes after each slot `[slots, vocabulary]` and their log-probabilities."""
+        """The `branch` most probable codes after each slot `[slots, vocab_size]` and their log-probabilities."""
         if not self.sampling.filtered:
             return best_codes(logits, branch, self.sampling.temperature)
         with np.errstate(divide="ignore"):

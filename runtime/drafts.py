@@ -84,8 +84,8 @@ class Request:
     draft_rng: np.random.Generator  # proposes children
     accept_rng: np.random.Generator  # decides on them
     residual_rng: np.random.Generator  # draws what is left
-    codes: list[int] = field(default_factory=list)
-    statistics: RequestStatistics = field(default_factory=RequestStatistics)
+    codes: list[int] = field(init=False, default_factory=list)
+    statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
 
 @dataclass

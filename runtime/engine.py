@@ -1,8 +1,7 @@
 """What the runtime asks of an engine: run a pass over new nodes, keep keys and values.
 
 An engine runs a decoder graph over *rows* (sequences) of *nodes* (new tokens), reading a cache of what was
-committed before. The runtime decides positions and who sees whom; the engine knows neither trees nor
-prompts. Implementations: ONNX Runtime (`lantern_rt.engines`), a NumPy toy in the tests.
+committed before. Positions and attention masks are the runtime's: the engine knows neither trees nor prompts.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ Floats = NDArray[np.float32]
 class Pass:
     """Input of one pass; exactly one of `tokens` and `embeds` is given.
 
-    tokens: codes, int64 `[rows, nodes]`. embeds: prefix rows, float32 `[rows, nodes, width]`.
-    positions: int64 `[rows, nodes]`. visible: bool `[rows, nodes, span + nodes]`, where span is the
-    engine's `next_past_length` for this cache and number of nodes; past columns come first. Every node sees at
-    least itself. hidden: float32 `[rows, nodes, width]`, for drafters only (they take tokens and hidden
-    states).
+    positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, where past_length is the
+    engine's `next_past_length` for this cache and number of nodes; past columns come first. Every node sees at least
+    itself. tokens: int64 `[rows, nodes]`. embeds: prefix rows, float32 `[rows, nodes, hidden_size]`. hidden: float32
+    `[rows, nodes, hidden_size]`, for drafters only (they take tokens and hidden states).
     """
 
     positions: Ints
@@ -37,21 +35,20 @@ class Pass:
 
 
 class Rows(Protocol):
-    """Numbers `[rows, nodes, width]`, perhaps on a device: indexing the first two axes gives float32 arrays.
+    """Numbers `[rows, nodes, size]`, perhaps on a device: indexing the first two axes gives float32 `[..., size]`.
 
     A NumPy array is one. Read each row at most once, and only those that are needed.
     """
 
     def __getitem__(self, key: Any, /) -> Any:
-        """The rows at `key`, as NumPy would index them, float32 `[..., width]`."""
-        ...
+        """The rows at `key`, as NumPy would index them."""
 
 
 @dataclass(frozen=True)
 class PassOutput:
-    """Output of one pass: logits float32 `[rows, nodes, vocabulary]`, hidden float32 `[rows, nodes, width]`.
+    """Output of one pass: logits float32 `[rows, nodes, vocab_size]`, hidden float32 `[rows, nodes, hidden_size]`.
 
-    `new_kv` are the new keys and values in a form that the same engine's cache can append.
+    new_kv: keys and values in a form that the same engine's cache can append.
     """
 
     logits: Rows
@@ -62,26 +59,21 @@ class PassOutput:
 class Cache(Protocol):
     """Keys and values of committed nodes, with a length of its own for every row.
 
-    Row r's entries fill columns 0 .. lengths[r] - 1, in the order in which they were appended. Columns past
-    that are garbage which no node may see.
+    Row r's entries fill columns 0 .. lengths[r] - 1 in the order of appending; columns past that are garbage.
     """
 
     @property
     def lengths(self) -> Ints:
         """Committed entries per row, int64 `[rows]`."""
-        ...
 
     def append(self, new_kv: Any, accepted_indices: list[Ints]) -> None:
         """Append, for each row r, the nodes `accepted_indices[r]` of a pass's `new_kv`, in that order."""
-        ...
 
     def truncate(self, lengths: Ints) -> None:
         """Forget everything past `lengths[r]` in each row r."""
-        ...
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order."""
-        ...
 
 
 class Engine(Protocol):
@@ -89,16 +81,12 @@ class Engine(Protocol):
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` sequences of at most `capacity` entries each."""
-        ...
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
-        """Columns of the past that a pass over `nodes` new nodes will read.
+        """Columns of the past that a pass over `nodes` new nodes will read: at least the longest row.
 
-        At least the longest row; an engine may round up, so that shapes repeat and sums are formed in the same
-        order whatever else is in the batch.
+        An engine may round up, so that shapes repeat and sums are formed in one order whatever else is in the batch.
         """
-        ...
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Run one pass. Reads the cache, never writes it. Raises nothing a user can cause."""
-        ...
+        """Run one pass; reads the cache, never writes it."""

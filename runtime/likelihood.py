@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .drafts import Model, Prompt, prefix_rows
-from .passes import causal_pass, prefill_pass, stack_padding
+from .passes import MINIMUM_NODES, causal_pass, prefill_pass, stack_padding
 from .sampling import guide, scale, softmax
 
 CHUNK = 64  # tokens scored in one pass
@@ -43,17 +43,13 @@ def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling:
     for start in range(0, len(codes) - 1, CHUNK):
         chunk = codes[start : min(start + CHUNK, len(codes) - 1)]
         count = len(chunk)
-        nodes = np.append(chunk, chunk[-1:]) if count == 1 else chunk  # never one node
-        tokens = np.broadcast_to(nodes, (rows, len(nodes)))
+        tokens = np.broadcast_to(chunk, (rows, max(count, MINIMUM_NODES)))
         output = model.target.run(causal_pass(model.target, cache, tokens, model.positions - 1, padding), cache)
         cache.append(output.new_kv, [np.arange(count)] * rows)
         logits.append(output.logits[:, :count])
-    scored = 0
     nats = entropy = 0.0
-    for part in logits:
+    for part, own in zip(logits, np.split(codes, range(1, len(codes), CHUNK)), strict=True):
         probabilities = softmax(scale(guide(part, sampling.cfg_scale), sampling))  # [tokens, vocab_size]
-        chosen = probabilities[np.arange(len(probabilities)), codes[scored : scored + len(probabilities)]]
-        nats -= float(np.log(np.maximum(chosen, 1e-300)).sum())
+        nats -= float(np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300)).sum())
         entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
-        scored += len(probabilities)
     return Likelihood(nats / len(codes), entropy / len(codes))

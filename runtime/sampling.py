@@ -1,7 +1,6 @@
-"""From logits to distributions: guidance, temperature, top-k, top-p, and one draw.
+"""From logits to distributions: guidance, temperature, top-k, top-p, and draws.
 
-Works on one node's logits at a time, since only nodes on the walked path are ever looked at. Does not
-know trees, engines or requests.
+One node's logits at a time, since only nodes on the walked path are ever looked at.
 """
 
 from __future__ import annotations
@@ -11,32 +10,33 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError
 from ..methods import Sampling
+from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
 BLOCK = 64  # codes looked at together when the most probable ones are sought
 
 
-def scale(logits: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float32]:
+def scale(logits: Floats, sampling: Sampling) -> Floats:
     """Logits over the temperature; as they are when greedy."""
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def guide(logits: NDArray[np.float32], cfg_scale: float) -> NDArray[np.float32]:
+def guide(logits: Floats, cfg_scale: float) -> Floats:
     """Mix conditional and unconditional logits `[2, ...]` into `[...]`; `[1, ...]` passes through."""
+    mixed: Floats = logits[0]
     if len(logits) == 1:
-        only: NDArray[np.float32] = logits[0]
-        return only
-    cond, uncond = logits
-    mixed: NDArray[np.float32] = cond - uncond
+        return mixed
+    uncond = logits[1]
+    mixed = mixed - uncond
     mixed *= np.float32(cfg_scale)
     mixed += uncond
     return mixed
 
 
-def softmax(logits: NDArray[np.float32]) -> Probabilities:
+def softmax(logits: Floats) -> Probabilities:
     """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64.
 
-    EngineError if the logits hold NaN or infinity: damaged weights must not pass for a picture.
+    Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
     """
     weights = logits - _highest(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
@@ -44,12 +44,11 @@ def softmax(logits: NDArray[np.float32]) -> Probabilities:
     return probabilities
 
 
-def best_codes(
-    logits: NDArray[np.float32], count: int, temperature: float = 1.0
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The `count` most probable codes of each row of `[rows, vocabulary]`, best first, and their log-probabilities.
+def best_codes(logits: Floats, count: int, temperature: float = 1.0) -> tuple[Ints, Floats]:
+    """The `count` most probable codes of each row of `[rows, vocab_size]`, best first, and their log-probabilities.
 
-    Both `[rows, count]`; fewer where the vocabulary is smaller. Temperature 0 counts as 1. EngineError as `softmax`.
+    Both `[rows, count]`; fewer where the vocabulary is smaller. Temperature 0 counts as 1.
+    Raises: EngineError: as `softmax`.
     """
     top = _highest(logits)
     divisor = np.float32(temperature or 1.0)
@@ -58,11 +57,11 @@ def best_codes(
     if divisor != 1:
         weights /= divisor
     chosen = weights[np.arange(len(weights))[:, None], codes]
-    scores: NDArray[np.float32] = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
+    scores: Floats = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
     return codes, scores
 
 
-def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+def _largest(values: Floats, count: int) -> Ints:
     """Where the `count` largest of each row `[rows, n]` are, largest first.
 
     Only the `count` blocks with the highest maxima can hold them, which spares a selection among all n.
@@ -78,24 +77,24 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     found = values[row, where]
     first = np.argpartition(found, found.shape[-1] - count, axis=-1)[:, -count:]
     order = np.argsort(-found[row, first], axis=-1, kind="stable")
-    codes: NDArray[np.int64] = where[row, first[row, order]]
+    codes: Ints = where[row, first[row, order]]
     return codes
 
 
-def _highest(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+def _highest(logits: Floats) -> Floats:
     """Maxima along the last axis, kept as an axis of one; EngineError if one is NaN or infinite."""
-    top: NDArray[np.float32] = logits.max(-1, keepdims=True)
+    top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
         raise EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
     return top
 
 
-def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Probabilities:
-    """Distribution `[vocabulary]` of guided logits `[vocabulary]`; sums to 1.
+def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
+    """Distribution `[vocab_size]` of guided logits `[vocab_size]`; sums to 1.
 
     Greedy settings give the plain softmax (the arg-max is what matters). Ties at the top-k threshold are
     all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
-    EngineError if the logits hold NaN or infinity.
+    Raises: EngineError: as `softmax`.
     """
     scaled = scale(logits, sampling)
     if not sampling.filtered:
@@ -116,11 +115,11 @@ def shape_distribution(logits: NDArray[np.float32], sampling: Sampling) -> Proba
 
 
 def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
-    """One code from a distribution `[vocabulary]`; uses exactly one number of the stream."""
+    """One code from a distribution `[vocab_size]`; uses exactly one number of the stream."""
     return _Cumulative(distribution).code_at(rng.random())[0]
 
 
-def draw_without_replacement(distribution: Probabilities, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+def draw_without_replacement(distribution: Probabilities, count: int, rng: np.random.Generator) -> Ints:
     """Up to `count` different codes, in the order of successive draws, fewer if fewer have probability.
 
     Each draw inverts the cumulative distribution with the codes drawn before cut out of it; one number of the
@@ -129,10 +128,9 @@ def draw_without_replacement(distribution: Probabilities, count: int, rng: np.ra
     if count == 1:
         return np.array([draw(distribution, rng)], np.int64)
     cumulative = _Cumulative(distribution)
-    possible = min(count, int(np.count_nonzero(distribution)))
     codes: list[int] = []
     cuts: list[tuple[float, float]] = []  # where each drawn code begins, and its width
-    for _ in range(possible):
+    for _ in range(min(count, int(np.count_nonzero(distribution)))):
         share = rng.random()
         point = share * (cumulative.total - sum(width for _, width in cuts))
         for start, width in sorted(cuts):
