@@ -5,21 +5,21 @@ One walk down a draft tree per request and step. Without a `Relaxation` the targ
 aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a bound: `delta` (LANTERN,
 ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
 
-What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x
-with probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection
-remove x and A from max(p - q, 0): the total variation distance between the step's output and p is then the
-expectation of a'(x) - a(x) over the draft. (Derived here; tests enumerate it.) With q = 1 that is p(A) <=
-delta. With a real q, lambda - 1 bounds it but delta does not, as every token that can be drafted brings an
-aggregation set of its own. Every further sibling adds its own term, weighted by the chance that it is tried, and the
-distance is at most the sum. The published code removes k + 1 neighbours instead of A;
-`residual="neighborhood"` does that, for comparison: it can move the output by more than the bound.
+What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x with
+probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
+from max(p - q, 0): the total variation distance between the step's output and p is then the expectation of a'(x) - a(x)
+over the draft. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q, lambda - 1 bounds
+it but delta does not, as every token that can be drafted brings an aggregation set of its own. Every further sibling
+adds its own term, weighted by the chance that it is tried, and the distance is at most the sum. The published code
+removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: it can move the output by
+more than the bound.
 
 Annealed relaxation (Cool-SD, arXiv 2601.09212) multiplies p / q by omega >= 1, less and less down the path:
-a'(x) = min(1, omega_d (p(x) + p(A)) / q(x)) at depth d. Its residual is the exact one, max(p - q, 0) without x
-and A: what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a token, so
-that no other residual brings the output closer to p. The distance is again the expectation of a' - a, and that
-is sum over x of min(q, omega p) - min(q, p) without neighbours: at most 1 - 1 / omega for a sampled draft, and
-at most (omega - 1) p(x) for a certain one. With lambda too it is at most 1 - 1 / (omega lambda).
+a'(x) = min(1, omega_d (p(x) + p(A)) / q(x)) at depth d. Its residual is the exact one, max(p - q, 0) without x and A:
+what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a token, so that no other
+residual brings the output closer to p. The distance is again the expectation of a' - a, and that is sum over x of
+min(q, omega p) - min(q, p) without neighbours: at most 1 - 1 / omega for a sampled draft, and at most (omega - 1) p(x)
+for a certain one. With lambda too it is at most 1 - 1 / (omega lambda).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from .sampling import Probabilities, draw
 from .tree import DraftTree
 
 Distribution = Callable[[int], Probabilities]
-_NOTHING: NDArray[np.integer] = np.zeros(0, np.int64)
+Codes = NDArray[np.integer]
+_NOTHING: Codes = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Relaxation:
     to accept the first drafted token; anneal: in [0, 1], the share of omega - 1 that each further depth keeps.
     """
 
-    neighbors: NDArray[np.integer] | None = None
+    neighbors: Codes | None = None
     k: int = 0
     delta: float | None = None
     lambda_: float | None = None
@@ -58,7 +59,7 @@ class Relaxation:
     anneal: float = 1.0
 
     @classmethod
-    def of(cls, method: MethodConfig, neighbors: NDArray[np.integer] | None) -> Relaxation | None:
+    def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation | None:
         """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
         if not isinstance(method, Relaxed) or method.exact:
             return None
@@ -74,7 +75,7 @@ class Relaxation:
         """
         return 1.0 + (self.omega - 1.0) * self.anneal**depth
 
-    def aggregation_set(self, p: Probabilities, token: int) -> NDArray[np.integer]:
+    def aggregation_set(self, p: Probabilities, token: int) -> Codes:
         """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
         if self.neighbors is None:
             return _NOTHING
@@ -140,13 +141,15 @@ def walk(
             else:
                 p = residual_distribution(p, q, token, aggregated)
             if q is not None and child != siblings[-1]:
-                q = _without(q, token)
+                q = q.copy()
+                q[token] = 0
+                q = _normalised(q, q)
         if path[-1] == node:  # no child, or none accepted
             return Acceptance(path, draw(p, residual), tvd, tried, p)
 
 
 def residual_distribution(
-    p: Probabilities, q: Probabilities | None, token: int, aggregated: NDArray[np.integer] = _NOTHING
+    p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes = _NOTHING
 ) -> Probabilities:
     """What a refused draft leaves of p: max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
 
@@ -161,9 +164,7 @@ def residual_distribution(
     return _normalised(left, p)
 
 
-def _published_residual(
-    p: Probabilities, q: Probabilities | None, token: int, near: NDArray[np.integer]
-) -> Probabilities:
+def _published_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
     """What LANTERN's code leaves: `near` is removed from p, or else from q."""
     left = p.copy()
     if q is None:
@@ -177,13 +178,6 @@ def _published_residual(
     return _normalised(left, np.ones_like(p))
 
 
-def _without(q: Probabilities, token: int) -> Probabilities:
-    """q for the next sibling, after `token` was refused."""
-    left = q.copy()
-    left[token] = 0
-    return _normalised(left, left)
-
-
 def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
     """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
     total = float(weights.sum())
@@ -195,14 +189,13 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | 
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
     """
-    best: tuple[int, int] = (0, 0)
-    end, tried, best_tvd = 0, 0, 0.0
+    best, end, tried, best_tvd = (0, 0), 0, 0, 0.0
     open_nodes = [(0, 0.0)]
     seen: dict[int, Probabilities] = {}
     while open_nodes:
         node, tvd = open_nodes.pop()
         key = (-int(tree.structure.depths[node]), int(tree.structure.leaf_rank[node]))
-        if node == 0 or key < best:
+        if key < best:
             best, end, best_tvd = key, node, tvd
         if not tree.structure.children[node]:
             continue

@@ -16,18 +16,17 @@ import numpy as np
 from ..methods import Drafted
 from .drafts import Batch, Committed, Drafts, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
-from .passes import committed_mask
+from .passes import MINIMUM_NODES, committed_mask
 from .sampling import Probabilities, best_codes, draw_without_replacement, guide, shape_distribution
 from .tree import DraftTree, DynamicTree, StaticTree
 from .tree_names import named_tree
-
-MINIMUM_SLOTS = 2  # one-slot passes use another matrix kernel and would not reproduce longer ones
 
 
 @dataclass
 class Level:
     """Slots that were run together."""
 
+    sees: Bools  # what each saw of the draft: [requests, slots, drafted]
     hidden: Floats  # [rows, slots, hidden_size]
     logits: list[Floats]  # guided, per request: [slots, vocab_size]
 
@@ -61,7 +60,6 @@ class TreeDrafts(Drafts):
         """Go on with these requests and rows only."""
         self.cache.keep_rows(rows)
         self.prefix_padding = self.prefix_padding[rows]
-        self.prefix = [self.prefix[row] for row in rows] if self.prefix else []
         self.tokens = [self.tokens[slot] for slot in slots]
         self.hidden = [self.hidden[row] for row in rows]
 
@@ -71,9 +69,9 @@ class TreeDrafts(Drafts):
         level = self._commit_slots()
         committed = self.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
-            trees = self._draft_static(self.shape, roots, level, committed, [request.draft_rng for request in active])
+            trees = self._draft_static(self.shape, roots, level, [request.draft_rng for request in active])
         else:
-            trees = self._draft_dynamic(self.shape, roots, level, committed)
+            trees = self._draft_dynamic(self.shape, roots, level)
         self.cache.truncate(committed)
         return trees
 
@@ -86,7 +84,7 @@ class TreeDrafts(Drafts):
             read = [np.concatenate([prefix, tokens]) for prefix, tokens in zip(self.prefix, read, strict=True)]
             self.prefix = []
         counts = [len(ids) for ids in read]
-        slots = max(MINIMUM_SLOTS, *counts)
+        slots = max(MINIMUM_NODES, *counts)
         tokens = np.zeros((rows, slots), np.int64)
         states = np.zeros((rows, slots, self.hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
@@ -103,7 +101,8 @@ class TreeDrafts(Drafts):
         last = np.array(counts) - 1
         hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, hidden_size]
         logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocab_size]
-        return Level(hidden_last, [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)])
+        guided = [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)]
+        return Level(np.zeros((requests, 1, 0), bool), hidden_last, guided)
 
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
@@ -118,24 +117,22 @@ class TreeDrafts(Drafts):
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self.cache)
 
-    def _expand(
-        self, tokens: Ints, parents: Ints, depth: int, base: Ints, above: Bools, level: Level
-    ) -> tuple[Level, Bools]:
-        """Run one level of draft nodes and append its slots; returns the new level and its `above`.
+    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level) -> Level:
+        """Run the draft nodes below `level` and append their slots.
 
-        tokens: `[requests, slots]`. parents: where their parents are in the previous `level`, `[requests, slots]`.
-        base: committed slots, `[rows]`. above: what each previous slot saw of the draft, `[requests, previous, drafted]`.
+        tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`.
         """
         requests, slots = tokens.shape
         rows, _, width = level.hidden.shape
         request = np.arange(rows) % requests
-        padded, drafted = max(MINIMUM_SLOTS, slots), above.shape[2]
+        padded, drafted = max(MINIMUM_NODES, slots), level.sees.shape[2]
+        base = self.cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[request] + self.layout.code_offset
         states = np.zeros((rows, padded, width), np.float32)
         states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[request]]
         sees = np.zeros((requests, slots, drafted + slots), bool)
-        sees[:, :, :drafted] = above[np.arange(requests)[:, None], parents]
+        sees[:, :, :drafted] = level.sees[np.arange(requests)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
         attention_mask, past_length = self._committed_mask(base, padded)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
@@ -145,22 +142,20 @@ class TreeDrafts(Drafts):
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
         logits = [guide(output.logits[r::requests, :slots], self.sampling.cfg_scale) for r in range(requests)]
-        return Level(output.hidden[:, :slots], logits), sees
+        return Level(sees, output.hidden[:, :slots], logits)
 
     def _draft_static(
-        self, shape: StaticTree, roots: Ints, level: Level, base: Ints, rngs: Sequence[np.random.Generator]
+        self, shape: StaticTree, roots: Ints, level: Level, rngs: Sequence[np.random.Generator]
     ) -> list[DraftTree]:
         requests = len(roots)
         tokens = np.zeros((requests, shape.nodes), np.int64)
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
         tokens[:, 0], alive[:, 0] = roots, True
         proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
-        above = np.zeros((requests, 1, 0), bool)
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
-                parents = np.repeat(slots[None], requests, 0)
-                level, above = self._expand(tokens[:, inner], parents, depth, base, above, level)
+                level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
             for r in range(requests):
                 for slot, node in enumerate(inner.tolist()):
                     if not alive[r, node]:
@@ -179,10 +174,8 @@ class TreeDrafts(Drafts):
         # a peaked distribution may run out of codes
         return [t if own.all() else _subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
-    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level, base: Ints) -> list[DraftTree]:
-        requests = len(roots)
+    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
         grown = [_Growth(int(root)) for root in roots]
-        above = np.zeros((requests, 1, 0), bool)
         for depth in range(shape.depth):
             chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
             if depth > 0:
@@ -190,7 +183,7 @@ class TreeDrafts(Drafts):
                 same = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
                 codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
-                level, above = self._expand(codes, parents, depth, base, above, level)
+                level = self._expand(codes, parents, depth, level)
             for growth, nodes, logits in zip(grown, chosen, level.logits, strict=True):
                 growth.add_children(nodes, *self._best_children(logits[: len(nodes)], shape.branch))
         return [growth.prune(shape.nodes) for growth in grown]

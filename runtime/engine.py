@@ -21,10 +21,10 @@ Floats = NDArray[np.float32]
 class Pass:
     """Input of one pass; exactly one of `tokens` and `embeds` is given.
 
-    positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, where past_length is the
-    engine's `next_past_length` for this cache and number of nodes; past columns come first. Every node sees at least
-    itself. tokens: int64 `[rows, nodes]`. embeds: prefix rows, float32 `[rows, nodes, hidden_size]`. hidden: float32
-    `[rows, nodes, hidden_size]`, for drafters only (they take tokens and hidden states).
+    positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, past columns first, as
+    many as the engine's `next_past_length` says; every node sees at least itself. tokens: int64 `[rows, nodes]`.
+    embeds: prefix rows, float32 `[rows, nodes, hidden_size]`. hidden: float32 `[rows, nodes, hidden_size]`, for
+    drafters only (they take tokens and hidden states).
     """
 
     positions: Ints

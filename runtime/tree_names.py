@@ -13,34 +13,22 @@ from .tree import DynamicTree, StaticTree, TreeShape
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-def _grow(*counts: str) -> tuple[tuple[int, ...], ...]:
-    """Paths from child counts: a string a level, with the number of children of each node above (a = 10 .. z = 35)."""
+def _grow(counts: str) -> tuple[tuple[int, ...], ...]:
+    """Paths from child counts: level by level, a digit (a = 10 .. z = 35) for each node of the level above."""
     paths: list[tuple[int, ...]] = []
     level: list[tuple[int, ...]] = [()]
-    for numbers in counts:
-        counts_of_level = [int(number, 36) for number in numbers.split()]
-        level = [(*path, rank) for path, n in zip(level, counts_of_level, strict=True) for rank in range(n)]
+    for digits in counts.split("-"):
+        level = [(*path, rank) for path, digit in zip(level, digits, strict=True) for rank in range(int(digit, 36))]
         paths += level
     return tuple(paths)
 
 
 PUBLISHED = {
-    "naive-57": _grow(
-        "5",
-        "4 3 3 2 1",
-        "4 3 3 2 2 1 0 1 0 0 0 0 0",
-        "4 3 2 1 2 1 0 1 0 0 0 0 0 0 0 0",
-        "3 2 0 0 2 1 0 1 0 0 0 0 0 0",
-    ),
-    "mc-25": _grow("4", "3 2 2 1", "3 2 2 1 0 0 0 0", "3 0 0 0 0 0 0 0", "2 0 0"),
-    "balanced-25": _grow("3", "3 3 2", "3 2 0 2 2 0 0 0", "3 0 0 0 0 0 0 0 0", "2 0 0"),
-    "reverse-25": _grow("3", "2 1 1", "3 2 1 0", "3 2 0 0 0 0", "4 3 0 0 0"),
-    "medusa-63": _grow(
-        "a",
-        "a 5 2 2 1 1 1 1 0 0",
-        "9 4 2 1 1 1 0 0 0 0 3 1 0 0 0 1 0 0 0 0 0 0 0",
-        "4 1 1 0 0 0 0 0 0 1 0 0 0 0 0 0 0 0 0 0 0 0 0",
-    ),
+    "naive-57": _grow("5-43321-4332210100000-4321210100000000-32002101000000"),
+    "mc-25": _grow("4-3221-32210000-30000000-200"),
+    "balanced-25": _grow("3-332-32022000-300000000-200"),
+    "reverse-25": _grow("3-211-3210-320000-43000"),
+    "medusa-63": _grow("a-a522111100-94211100003100010000000-41100000010000000000000"),
 }
 
 
@@ -59,7 +47,7 @@ def named_tree(spec: str) -> TreeShape:
         return DynamicTree(int(match[1]), int(match[2] or 5), int(match[3] or 10))
     if match := re.fullmatch(r"tree((?:-[0-9a-z]{1,512}){1,20})", spec):
         try:
-            return StaticTree(_grow(*(" ".join(level) for level in match[1].split("-")[1:])))
+            return StaticTree(_grow(match[1][1:]))
         except ValueError as error:
             raise TreeError(
                 f"tree {spec!r} does not add up; each level needs one digit (0 .. 9, a .. z) a node of the level above"
