@@ -88,9 +88,9 @@ class Relaxation:
 class Acceptance:
     """Outcome of one walk.
 
-    path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: summed a' - a over
-    the candidates tried (greedy: tokens accepted that are not the arg-max). tried: candidates looked at.
-    remainder: the distribution the bonus was drawn from (greedy: the node's own distribution).
+    path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: summed a' - a over the
+    candidates tried (greedy: tokens accepted that are not the arg-max). tried: candidates looked at. remainder: the
+    distribution the bonus was drawn from (greedy: the node's own).
     """
 
     path: list[int]

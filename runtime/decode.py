@@ -1,8 +1,8 @@
 """The decode loop: draft a tree, verify it in one target pass, accept a path, commit it; repeat.
 
-`decode` is a generator that yields after every step, so progress, streaming and cancelling cost nothing.
-Requests share passes but nothing else: each has its own positions, masks, cache lengths and random
-streams. With guidance every request is two rows, conditional rows first.
+`decode` yields after every step, so progress, streaming and cancelling cost nothing. Requests share passes but nothing
+else: each has its own positions, masks, cache lengths and random streams. With guidance every request is two rows,
+conditional rows first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .tree import DraftTree
 class RequestStep:
     """One request's part of a step: the tokens it committed, and how.
 
-    tree and acceptance are None for the prefill and for `ar`. codes may run past the image's end in the last
-    step; `committed` counts those that belong to it.
+    codes may run past the image's end in the last step; `committed` counts those that belong to it. tree and acceptance
+    are None for the prefill and for `ar`.
     """
 
     request: int
@@ -59,8 +59,7 @@ def decode(
 ) -> Iterator[Step]:
     """Decode one image's tokens for every prompt; yields a `Step` after the prefill and after every pass.
 
-    `rngs` holds one generator per prompt; the same generator state gives the same tokens whatever else is in
-    the batch.
+    rngs: one generator per prompt; its state gives the same tokens whatever else is in the batch.
     """
     requests = [Request(i, *rng.spawn(3)) for i, rng in enumerate(rngs)]
     return _Decoding(Batch(model, sampling, requests, prefix_rows(prompts, sampling)), method).steps()
@@ -95,10 +94,9 @@ class _Decoding:
             parts = self._advance() if self.active else []
 
     def _prefill(self) -> list[RequestStep]:
-        lengths = self.batch.lengths
-        prefix = [row.embeds for row in self.batch.rows]
-        batch = prefill_pass(self.model.target, self.cache, prefix, self.prefix_padding)
-        output = self.clock.run(self.model.target, batch, self.cache)
+        target, lengths = self.model.target, self.batch.lengths
+        batch = prefill_pass(target, self.cache, [row.embeds for row in self.batch.rows], self.prefix_padding)
+        output = self.clock.run(target, batch, self.cache)
         last = output.logits[np.arange(len(lengths)), lengths - 1]  # [rows, vocab_size]
         parts = []
         for slot, request in enumerate(self.active):
@@ -136,8 +134,7 @@ class _Decoding:
         rows, nodes = len(trees) * self.batch.sides, max(MINIMUM_NODES, self.drafts.nodes)
         lengths = self.cache.lengths
         past_length = self.model.target.next_past_length(self.cache, nodes)
-        tokens = np.zeros((rows, nodes), np.int64)
-        depths = np.zeros((rows, nodes), np.int64)
+        tokens, depths = np.zeros((2, rows, nodes), np.int64)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
         attention_mask[:, np.arange(nodes), past_length + np.arange(nodes)] = True

@@ -98,9 +98,8 @@ class TreeDrafts(Drafts):
         output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
         self.committed_masks = {}
-        last = np.array(counts) - 1
-        hidden_last = output.hidden[np.arange(rows), last][:, None]  # [rows, 1, hidden_size]
-        logits = output.logits[np.arange(rows), last][:, None]  # [rows, 1, vocab_size]
+        last = np.arange(rows), np.array(counts) - 1
+        hidden_last, logits = output.hidden[last][:, None], output.logits[last][:, None]  # [rows, 1, ...]
         guided = [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)]
         return Level(np.zeros((requests, 1, 0), bool), hidden_last, guided)
 
@@ -189,7 +188,7 @@ class TreeDrafts(Drafts):
         return [growth.prune(shape.nodes) for growth in grown]
 
     def _best_children(self, logits: Floats, branch: int) -> tuple[Ints, Floats]:
-        """The `branch` most probable codes after each slot `[slots, vocab_size]` and their log-probabilities."""
+        """The most probable codes after each slot and their log-probabilities, both `[slots, branch]`."""
         if not self.sampling.filtered:
             return best_codes(logits, branch, self.sampling.temperature)
         with np.errstate(divide="ignore"):

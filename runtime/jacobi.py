@@ -73,10 +73,9 @@ class Window:
     proposals: list[Probabilities | None] = field(default_factory=list)
 
     def draft(self, committed: Sequence[int], missing: int) -> DraftTree:
-        """The window as a chain below the last committed token.
+        """The window as a chain below the last of the request's committed tokens.
 
-        committed: the request's tokens so far, at least one. missing: tokens the image still needs, at least one;
-        the pass adds a token of its own, so no more than missing - 1 are drafted.
+        missing: tokens the image still needs, from 1; the pass adds one of its own, so at most missing - 1 are drafted.
         """
         length = min(self.size, missing - 1)
         del self.codes[length:], self.proposals[length:]
@@ -90,10 +89,7 @@ class Window:
         return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, proposals)
 
     def advance(self, accepted: int, target: Distribution) -> None:
-        """Move on after a pass that accepted so many drafts and one token more; re-draft what is left.
-
-        target: distribution after each node of the chain; asked for the nodes past the refused one only.
-        """
+        """Re-draft what a pass that accepted so many left over; `target` gives each chain node's distribution."""
         last = len(self.codes)
         codes: list[int] = []
         proposals: list[Probabilities | None] = []

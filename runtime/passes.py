@@ -56,10 +56,7 @@ def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padd
 def causal_pass(
     engine: Engine, cache: Cache, tokens: Ints, last_position: int, prefix_padding: Bools, hidden: Floats | None = None
 ) -> Pass:
-    """A pass over a chain of `tokens [rows, nodes]` after all that the cache holds.
-
-    prefix_padding: bool `[rows, prefix]`. hidden: for drafters, `[rows, nodes, hidden_size]`.
-    """
+    """A pass over a chain of `tokens [rows, nodes]` after all that the cache holds; `hidden` is for drafters."""
     rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)

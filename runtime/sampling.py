@@ -50,10 +50,9 @@ def best_codes(logits: Floats, count: int, temperature: float = 1.0) -> tuple[In
     Both `[rows, count]`; fewer where the vocabulary is smaller. Temperature 0 counts as 1.
     Raises: EngineError: as `softmax`.
     """
-    top = _highest(logits)
+    weights = logits - _highest(logits)
     divisor = np.float32(temperature or 1.0)
     codes = _largest(logits, min(count, logits.shape[-1]))
-    weights = logits - top
     if divisor != 1:
         weights /= divisor
     chosen = weights[np.arange(len(weights))[:, None], codes]
@@ -92,8 +91,8 @@ def _highest(logits: Floats) -> Floats:
 def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
     """Distribution `[vocab_size]` of guided logits `[vocab_size]`; sums to 1.
 
-    Greedy settings give the plain softmax (the arg-max is what matters). Ties at the top-k threshold are
-    all kept; top-p drops what comes after the cumulative sum has passed it and keeps at least one code.
+    Greedy settings give the plain softmax. Ties at the top-k threshold are all kept; top-p drops what comes after the
+    cumulative sum has passed it and keeps at least one code.
     Raises: EngineError: as `softmax`.
     """
     scaled = scale(logits, sampling)
@@ -122,8 +121,7 @@ def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
 def draw_without_replacement(distribution: Probabilities, count: int, rng: np.random.Generator) -> Ints:
     """Up to `count` different codes, in the order of successive draws, fewer if fewer have probability.
 
-    Each draw inverts the cumulative distribution with the codes drawn before cut out of it; one number of the
-    stream per code.
+    Each inverts the cumulative distribution with the codes drawn before cut out of it; one number of the stream each.
     """
     if count == 1:
         return np.array([draw(distribution, rng)], np.int64)

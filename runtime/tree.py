@@ -1,7 +1,6 @@
-"""Draft trees: their shapes before drafting, and the filled tree after it.
+"""Draft trees: their shapes before drafting, and the filled tree after it. Node 0 is the root, the last committed code.
 
-Node 0 is the root, the last committed code. A `StaticTree` fixes the shape in advance; a `DynamicTree`
-(EAGLE-2) only bounds it. A `DraftTree` holds codes.
+A `StaticTree` fixes the shape in advance; a `DynamicTree` (EAGLE-2) only bounds it. A `DraftTree` holds codes.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ class StaticTree:
     def __post_init__(self) -> None:
         if not self.paths:
             raise TreeError("the tree has no paths; give at least one, such as [[0]]")
-        if len(set(self.paths)) != len(self.paths):
-            raise TreeError("the tree lists a path twice; list every node once")
         known = set(self.paths)
+        if len(known) != len(self.paths):
+            raise TreeError("the tree lists a path twice; list every node once")
         for path in self.paths:
             if not path or min(path) < 0:
                 raise TreeError(f"tree path {list(path)} is not a list of child ranks 0, 1, ...")
@@ -63,8 +62,7 @@ class StaticTree:
     @cached_property
     def leaves(self) -> list[int]:
         """Nodes without children, depth first: the published order, which settles greedy ties."""
-        inner = set(self.parents.tolist())
-        return sorted((n for n in range(1, self.nodes) if n not in inner), key=lambda n: self.paths[n - 1])
+        return sorted(set(range(self.nodes)) - set(self.parents.tolist()), key=lambda n: self.paths[n - 1])
 
     @property
     def nodes(self) -> int:
@@ -76,8 +74,7 @@ class StaticTree:
 class DynamicTree:
     """An EAGLE-2 tree: `branch` children each of the `branch` best nodes of a level, `depth` levels deep.
 
-    Of all nodes made, the `nodes` - 1 with the highest probability of their path are kept; with the root
-    these are `nodes`.
+    Of all nodes made, the root and the `nodes` - 1 with the highest probability of their path are kept.
     """
 
     nodes: int = 59
@@ -92,18 +89,14 @@ class DynamicTree:
             raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
 
 
-TreeShape = StaticTree | DynamicTree
-
-
 @dataclass(frozen=True)
 class DraftTree:
     """A filled tree of one request.
 
-    tokens: int64 `[nodes]`. parents: int64 `[nodes]`, -1 for the root; a parent comes before its children.
-    proposals: for each node with sampled children the distribution they were drawn from without
-    replacement, in the children's order; a node without an entry has deterministic children (q = 1).
-    leaf_order: leaves in the order in which siblings are tried and ties between equally long greedy paths
-    are broken; node order by default.
+    tokens: int64 `[nodes]`. parents: int64 `[nodes]`, -1 for the root; a parent comes before its children. proposals:
+    for each node with sampled children the distribution they were drawn from without replacement, in the children's
+    order; a node without an entry has deterministic children (q = 1). leaf_order: leaves in the order in which siblings
+    are tried and ties between equally long greedy paths are broken; node order by default.
     """
 
     tokens: Ints

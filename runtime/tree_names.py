@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import TreeError
-from .tree import DynamicTree, StaticTree, TreeShape
+from .tree import DynamicTree, StaticTree
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -32,7 +32,7 @@ PUBLISHED = {
 }
 
 
-def named_tree(spec: str) -> TreeShape:
+def named_tree(spec: str) -> StaticTree | DynamicTree:
     """The tree that `spec` names.
 
     A published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, a name that `tree_name` gave,
