@@ -127,14 +127,12 @@ class Committed:
 
 
 class Drafts:
-    """A source of drafts: a tree for every active request before a pass, and told what the pass committed after it.
+    """A source of drafts: gives every active request a tree before a pass, is told after it what it committed.
 
-    This one is plain decoding's, and drafts nothing. nodes: of the largest tree, the root included. slots: room a draft
-    takes in a cache.
+    This one, plain decoding's, drafts nothing. nodes: of the largest tree, with the root. slots: a draft's in a cache.
     """
 
-    nodes: int = 1
-    slots: int = 1
+    nodes = slots = 1
 
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
         """Take in what the prefill, or a pass over the last drafts, committed."""

@@ -22,10 +22,8 @@ def committed_mask(lengths: Ints, prefix_padding: Bools, past_length: int) -> Bo
 
 def stack_padding(padding: list[Bools]) -> Bools:
     """Padded columns of rows of different length, bool `[rows, longest]`: past a row's end comes no padding."""
-    stacked = np.zeros((len(padding), max(map(len, padding))), bool)
-    for row, own in enumerate(padding):
-        stacked[row, : len(own)] = own
-    return stacked
+    longest = max(map(len, padding))
+    return np.stack([np.pad(own, (0, longest - len(own))) for own in padding])
 
 
 def prefix_mask(real: Bools, nodes: int) -> Bools:
