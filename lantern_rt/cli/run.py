@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,10 +32,6 @@ lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --tr
 lantern-rt run --prompt "a red cone in the snow" --method sjd --window 8
 lantern-rt run --bundle bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json
 """
-_STATS = (
-    "method", "target_passes", "drafter_passes", "tokens_per_forward_pass", "accepted_lengths", "seconds",
-    "target_seconds", "drafter_seconds", "host_seconds", "realised_tvd",
-)  # fmt: skip
 
 
 def run(
@@ -116,8 +111,8 @@ def run(
             {"codes": codes.tolist(), "seed": image.seed, _kind(image): image.label, "output": str(path)}
             for image, codes, path in zip(request.images, last.codes, outputs, strict=True)
         ]
-        stats = asdict(last.stats)
-        print_json({"images": images, "stats": {name: stats[name] for name in _STATS}})
+        stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
+        print_json({"images": images, "stats": stats})
     else:
         print(*outputs, sep="\n")
 
