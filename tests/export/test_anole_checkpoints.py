@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +11,16 @@ from typing import Any
 import pytest
 import torch
 from llamagen_golden import DATA
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.cli.main import run_program
-from lantern_rt.errors import CheckpointError, LanternError
+from lantern_rt.errors import CheckpointError
 from lantern_rt.export.families.anole import arrange_codes, read_anole, read_chameleon
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.llamagen_vq import read_vqgan
 
 TARGET, VQ, DRAFTER = DATA / "anole/target", DATA / "chameleon-vqgan", DATA / "anole/drafter"
-
-
-def refused(message: str, error: type[LanternError] = CheckpointError) -> Any:
-    return pytest.raises(error, match=f"^{re.escape(message)}$")
 
 
 @pytest.fixture
@@ -148,7 +144,7 @@ def test_export_and_run_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_drafter_of_another_vocabulary_is_named() -> None:
     other = DATA / "lantern-drafter-llamagen"
-    with refused(f"{other}: the drafter has 128 tokens of width 64, the target 176 of 64"):
+    with refused(CheckpointError, f"{other}: the drafter has 128", "the target 176 of 64"):
         read_anole(TARGET, VQ, drafter=other)
 
 
@@ -156,28 +152,27 @@ def test_a_vq_of_another_codebook_is_named(vq: Path) -> None:
     content = torch.load(vq / "vqgan.ckpt", weights_only=True)
     content["state_dict"]["quantize.embedding.weight"] = torch.zeros(64, 16)
     torch.save(content, vq / "vqgan.ckpt")
-    with refused(f"{vq}/vqgan.yaml: n_embed is 128, but the weights have 64"):
+    with refused(CheckpointError, f"{vq}/vqgan.yaml: n_embed is 128", "64"):
         read_anole(TARGET, vq)
     (vq / "vqgan.yaml").unlink()
-    with refused(f"{vq}: has 64 codes, but the transformer has 128; give the VQ tokenizer that belongs to it"):
+    with refused(CheckpointError, f"{vq}: has 64 codes", "128", "give the VQ tokenizer"):
         read_anole(TARGET, vq, grid=8)
 
 
 def test_a_vq_of_another_family_and_a_missing_size_are_named(vq: Path, tmp_path: Path) -> None:
     other = DATA / "llamagen-vq/vq_tiny.pt"
-    message = "has no quantize.embedding.weight with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
-    with refused(f"{other}: {message}"):
+    with refused(CheckpointError, f"{other}: has no quantize.embedding.weight", "no VQGAN"):
         read_anole(TARGET, other)
-    with refused(f"{tmp_path}: expected a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file"):
+    with refused(CheckpointError, f"{tmp_path}: expected a folder with vqgan.ckpt and vqgan.yaml"):
         read_anole(TARGET, tmp_path)
     (vq / "vqgan.yaml").unlink()
-    with refused(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid"):
+    with refused(CheckpointError, f"{vq}: no .yaml", "give --grid"):
         read_anole(TARGET, vq)
     (vq / "vqgan.yaml").write_text("model: [")
-    with pytest.raises(CheckpointError, match=r"vqgan\.yaml: expected YAML, found while parsing"):
+    with refused(CheckpointError, "vqgan.yaml: expected YAML, found"):
         read_vqgan(vq)
     (vq / "vqgan.yaml").write_text("model: {params: {embed_dim: 16}}")
-    with refused(f"{vq}/vqgan.yaml: has no model.params.ddconfig, expected the model's settings there"):
+    with refused(CheckpointError, f"{vq}/vqgan.yaml: has no model.params.ddconfig, expected"):
         read_vqgan(vq)
 
 
@@ -193,18 +188,16 @@ def test_a_tokenizer_that_is_missing_or_of_another_model_is_named(target: Path) 
 
     change(target / "tokenizer.json", add_token)
     with refused(
-        f"{target}/tokenizer.json: token 'far' has id 176, but the model embeds 176 tokens; "
-        "give the model's own tokenizer"
+        CheckpointError, f"{target}/tokenizer.json: token 'far'", "176 tokens", "give the model's own tokenizer"
     ):
         read_anole(target, VQ)
     change(target / "tokenizer.json", swap_tokens)
     with refused(
-        f"{target}/tokenizer.json: token '<racm3:break>' has id 132, but the model's is 133; "
-        "give the model's own tokenizer"
+        CheckpointError, "tokenizer.json: token '<racm3:break>'", "132", "133", "give the model's own tokenizer"
     ):
         read_anole(target, VQ)
     (target / "tokenizer.json").unlink()
-    with refused(f"{target}: has no tokenizer.json; download it into that folder, prompts need it"):
+    with refused(CheckpointError, f"{target}: has no tokenizer.json", "download it into that folder"):
         read_anole(target, VQ)
 
 
@@ -214,54 +207,38 @@ def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target:
         weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
 
     reweigh(target / "model.safetensors", damage)
-    with refused(
-        f"{target}: the weights do not fit the model; missing: model.layers.1.self_attn.q_norm.weight, "
-        "model.norm.weight; unexpected: model.layers.0.self_attn.q_proj.bias"
-    ):
+    names = (
+        "model.layers.1.self_attn.q_norm.weight, model.norm.weight; unexpected: model.layers.0.self_attn.q_proj.bias"
+    )
+    with refused(CheckpointError, f"{target}: the weights do not fit", f"missing: {names}"):
         read_chameleon(target, 8)
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("field", "value", "words"),
     [
-        ("model_type", "llama", "model_type is 'llama', expected 'chameleon'"),
-        (
-            "architectures",
-            ["ChameleonXLLMXForConditionalGeneration"],
-            "found architectures ['ChameleonXLLMXForConditionalGeneration'], expected a "
-            "ChameleonForConditionalGeneration; Lumina-mGPT and its kin are not supported",
-        ),
-        (
-            "mask_image_logits",
-            True,
-            "found mask_image_logits, expected a ChameleonForConditionalGeneration; Lumina-mGPT and its kin are not "
-            "supported",
-        ),
-        ("hidden_size", 32, "hidden_size is 32, but the weights have 64"),
-        (
-            "num_attention_heads",
-            5,
-            "num_attention_heads is 5, expected a number that divides the width 64 into heads of a multiple of 2 "
-            "numbers",
-        ),
-        ("swin_norm", True, "swin_norm is True, expected False"),
-        ("rope_scaling", {"type": "linear"}, "rotary positions are of type 'linear', expected plain ones (default)"),
-        ("max_position_embeddings", 60, "max_position_embeddings is 60, expected more than the 64 codes of an image"),
-        ("vocabulary_map", None, "has no vocabulary_map from names to token ids, expected one that names the codes"),
-        ("vocabulary_map", {"<s>": 0}, "vocabulary_map lacks <reserved08706>, <racm3:break>"),
+        ("model_type", "llama", ("'llama', expected 'chameleon'",)),
+        ("architectures", ["ChameleonXLLMXForConditionalGeneration"], ("ChameleonXLLMX", "expected", "not supported")),
+        ("mask_image_logits", True, ("mask_image_logits, expected", "not supported")),
+        ("hidden_size", 32, ("hidden_size is 32", "64")),
+        ("num_attention_heads", 5, ("num_attention_heads is 5, expected", "divides", "64")),
+        ("swin_norm", True, ("swin_norm is True, expected False",)),
+        ("rope_scaling", {"type": "linear"}, ("'linear', expected",)),
+        ("max_position_embeddings", 60, ("max_position_embeddings is 60, expected more than", "64")),
+        ("vocabulary_map", None, ("vocabulary_map", "expected", "the codes")),
+        ("vocabulary_map", {"<s>": 0}, ("vocabulary_map lacks <reserved08706>, <racm3:break>",)),
         (
             "vocabulary_map",
             {"<s>": 0, "<reserved08706>": 9, "<racm3:break>": 8, "IMGIMGAZ": 4, "IMGIMGCZ": 5},
-            "vocabulary_map names 2 image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... "
-            "with ids in one block",
+            ("vocabulary_map names 2 image tokens", "expected", "one block"),
         ),
     ],
 )
 def test_a_configuration_that_this_decoder_cannot_follow_is_named(
-    target: Path, field: str, value: Any, message: str
+    target: Path, field: str, value: Any, words: tuple[str, ...]
 ) -> None:
     change(target / "config.json", lambda config: config.update({field: value}))
-    with refused(f"{target}/config.json: {message}"):
+    with refused(CheckpointError, f"{target}/config.json: ", *words):
         read_chameleon(target, 8)
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import pytest
 from llamagen_golden import DATA, manifest
+from refusals import refused
 
 from lantern_rt.errors import CheckpointError, EngineError
 from lantern_rt.export.checkpoints.hub import fetch, parse_reference
@@ -241,9 +242,5 @@ def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineError) as caught:
+    with refused(EngineError, "hf:owner/files/vq.pt", "huggingface_hub", "pip install 'lantern-rt[export]'", "by hand"):
         fetch("hf:owner/files/vq.pt")
-    assert str(caught.value) == (
-        "hf:owner/files/vq.pt: fetching needs huggingface_hub; run `pip install 'lantern-rt[export]'`, "
-        "or download vq.pt of owner/files by hand and give its path"
-    )

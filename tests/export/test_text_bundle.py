@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from llamagen_golden import DATA, manifest
+from refusals import refused
 from safetensors.torch import load_file, save_file
 from small_models import save_t5
 
@@ -121,13 +122,6 @@ def test_the_command_line_draws_a_prompt(
 # ---------------------------------------------------------------- wrong pairings
 
 
-def refusal(call: Any, *arguments: Any, **options: Any) -> str:
-    with pytest.raises(LanternError) as caught:
-        call(*arguments, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
     bundle: Path, encoder: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,63 +143,55 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
 def test_a_text_encoder_of_another_width_is_named(tmp_path: Path) -> None:
     save_t5(tmp_path, d_model=48, vocab_size=60)
     shutil.copy(TOKENIZER, tmp_path)
-    assert refusal(read_llamagen, TEXT, VQ, text_encoder=tmp_path) == (
-        f"{tmp_path}: the text encoder has width 48, but the transformer's captions 32; "
-        "LlamaGen's text models take flan-t5-xl (2048)"
-    )
+    with refused(CheckpointError, str(tmp_path), "48", "32", "flan-t5-xl"):
+        read_llamagen(TEXT, VQ, text_encoder=tmp_path)
 
 
 def test_a_text_encoder_for_a_class_model_is_named(tmp_path: Path, encoder: tuple[Path, Any]) -> None:
-    assert refusal(read_llamagen, CLASS, VQ, text_encoder=encoder[0]) == (
-        f"{CLASS}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
-    )
+    with refused(CheckpointError, str(CLASS), "class-conditional", "leave --text-encoder out"):
+        read_llamagen(CLASS, VQ, text_encoder=encoder[0])
 
 
 def test_an_image_tokenizer_with_another_codebook_is_named(tmp_path: Path) -> None:
     weights = torch.load(VQ, weights_only=True)["model"]
     weights["quantize.embedding.weight"] = weights["quantize.embedding.weight"][:64]
     torch.save({"model": weights}, tmp_path / "vq.pt")
-    assert refusal(read_llamagen, TEXT, tmp_path / "vq.pt") == (
-        f"{tmp_path / 'vq.pt'}: has 64 codes, but the transformer has 128; give the VQ tokenizer that belongs to it"
-    )
+    with refused(CheckpointError, f"{tmp_path / 'vq.pt'}: has 64 codes", "128", "give the VQ tokenizer"):
+        read_llamagen(TEXT, tmp_path / "vq.pt")
 
 
 def test_a_drafter_of_another_width_is_named(tmp_path: Path) -> None:
     weights = torch.load(DRAFTER / "pytorch_model.bin", weights_only=True)
     save_file(weights | {"embed_tokens.weight": torch.ones(128, 48)}, tmp_path / "model.safetensors")
     shutil.copy(DRAFTER / "config.json", tmp_path)
-    assert refusal(read_drafter, tmp_path, read_transformer(TEXT).decoder) == (
-        f"{tmp_path}: the drafter has 128 codes of width 48, the target 128 of 64"
-    )
+    with refused(CheckpointError, f"{tmp_path}: the drafter has 128", "48", "the target 128 of 64"):
+        read_drafter(tmp_path, read_transformer(TEXT).decoder)
 
 
 def test_a_text_encoder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     save_t5(tmp_path)
-    assert refusal(read_text_encoder, tmp_path, 32) == (
-        f"{tmp_path}: found no tokenizer.json, expected a text encoder's folder with one; "
-        "save it there with transformers' AutoTokenizer"
-    )
-    with pytest.raises(CheckpointError, match=r"give the folder of flan-t5-xl"):
+    with refused(CheckpointError, f"{tmp_path}: found no tokenizer.json", "save it there"):
+        read_text_encoder(tmp_path, 32)
+    with refused(CheckpointError, "give the folder of flan-t5-xl"):
         read_text_encoder(tmp_path / "absent", 32)
 
 
 def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert refusal(read_text_encoder, encoder[0], 32) == (
-        f"{encoder[0]}: transformers is not installed; run `pip install 'lantern-rt[export]'`"
-    )
+    with refused(LanternError, f"{encoder[0]}: transformers is not installed", "pip install 'lantern-rt[export]'"):
+        read_text_encoder(encoder[0], 32)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     save_t5(tmp_path)  # 50 tokens, the tokenizer has 56
     shutil.copy(TOKENIZER, tmp_path)
-    assert "has id 55, but the model embeds 50 tokens; give the model's own tokenizer" in refusal(
-        read_text_encoder, tmp_path, 32
-    )
+    with refused(CheckpointError, "id 55", "50 tokens", "give the model's own tokenizer"):
+        read_text_encoder(tmp_path, 32)
     save_t5(tmp_path, vocab_size=60)
     fields = json.loads(TOKENIZER.read_text("utf-8")) | {"post_processor": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    assert "does not end a text with token 1, as config.json says" in refusal(read_text_encoder, tmp_path, 32)
+    with refused(CheckpointError, "does not end a text with token 1"):
+        read_text_encoder(tmp_path, 32)
 
 
 def test_bundles_asked_for_what_they_do_not_take_say_what_they_take(
@@ -214,17 +200,11 @@ def test_bundles_asked_for_what_they_do_not_take_say_what_they_take(
     text, classes, embeddings = (
         Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_c2i_bundle, lantern_t2i_bundle)
     )
-    takes = "that is what bundle"
-    for call, message in (
-        (lambda: classes("a cube"), f"found a prompt, expected class ids: {takes} tiny-c2i takes"),
-        (lambda: text(class_ids=3), f"found class ids, expected a prompt: {takes} text takes"),
-        (
-            lambda: embeddings("a cube"),
-            f"found a prompt, expected text embeddings (from Python, `embeddings=`): {takes} tiny-t2i takes; "
-            "export it with --text-encoder to give prompts",
-        ),
-        (lambda: text(), f"found nothing to draw, expected a prompt: {takes} text takes"),
+    for call, words in (
+        (lambda: classes("a cube"), ("found a prompt, expected class ids", "tiny-c2i")),
+        (lambda: text(class_ids=3), ("found class ids, expected a prompt", "text takes")),
+        (lambda: embeddings("a cube"), ("found a prompt, expected text embeddings", "tiny-t2i", "--text-encoder")),
+        (lambda: text(), ("found nothing to draw, expected a prompt", "text takes")),
     ):
-        with pytest.raises(RequestError) as caught:
+        with refused(RequestError, *words):
             call()
-        assert str(caught.value) == message

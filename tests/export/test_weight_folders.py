@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from llamagen_golden import DATA
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.errors import CheckpointError
@@ -56,11 +57,9 @@ def assert_same(one: LlamaGen, two: LlamaGen) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def refusal(path: Path, **options: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        read_transformer(path, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value).replace(str(path), "FOLDER")
+def check_refused(path: Path, *words: str) -> None:
+    with refused(CheckpointError, str(path), *words):
+        read_transformer(path)
 
 
 def edited(goal: Path, edit: Callable[[Weights], object], kind: str = "t2i", **config: Any) -> Path:
@@ -117,12 +116,8 @@ def test_a_drafter_in_shards_reads_as_the_single_file(tmp_path: Path, ending: st
 def test_missing_shards_of_a_drafter_are_listed(tmp_path: Path) -> None:
     folder = sharded(DRAFTER, tmp_path / "shards", "bin")
     (folder / "pytorch_model-00002-of-00003.bin").unlink()
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "pytorch_model.bin.index.json", "pytorch_model-00002-of-00003.bin; download"):
         read_drafter(folder, read_transformer(LANTERN / "t2i").decoder)
-    assert str(caught.value) == (
-        f"{folder}: pytorch_model.bin.index.json tells of 3 files, missing: pytorch_model-00002-of-00003.bin; "
-        "download them into that folder"
-    )
 
 
 @pytest.mark.parametrize("names", [["a.pt", "b.pt"], ["consolidated.00-of-02.pth", "consolidated.01-of-02.pth"]])
@@ -148,10 +143,8 @@ def test_missing_shards_are_listed(tmp_path: Path) -> None:
     folder = sharded(LANTERN / "t2i", tmp_path / "shards")
     for i in (1, 3):
         (folder / f"model-{i:05}-of-00003.safetensors").unlink()
-    assert refusal(folder) == (
-        "FOLDER: model.safetensors.index.json tells of 3 files, missing: model-00001-of-00003.safetensors, "
-        "model-00003-of-00003.safetensors; download them into that folder"
-    )
+    names = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
+    check_refused(folder, "model.safetensors.index.json", "missing", *names, "download them")
 
 
 def test_a_shard_that_is_not_the_one_of_the_index_is_refused(tmp_path: Path) -> None:
@@ -160,10 +153,8 @@ def test_a_shard_that_is_not_the_one_of_the_index_is_refused(tmp_path: Path) -> 
     weights = load_file(shard)
     weights["extra"] = weights.pop("model.layers.1.self_attn.v_proj.weight")
     save_file(weights, shard)
-    assert refusal(folder) == (
-        "FOLDER/model-00002-of-00003.safetensors: does not hold what the index says; "
-        "missing: model.layers.1.self_attn.v_proj.weight; unexpected: extra; download the folder again"
-    )
+    weight = "model.layers.1.self_attn.v_proj.weight"
+    check_refused(folder, "model-00002-of-00003.safetensors", f"missing: {weight}; unexpected: extra", "download")
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "sub/model.safetensors", "..", 3])
@@ -188,7 +179,7 @@ def test_a_weight_in_two_loose_files_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path).startswith("FOLDER: found no weights, expected one of model.safetensors, ")
+    check_refused(tmp_path, "no weights", "model.safetensors")
 
 
 def test_missing_and_unexpected_weights_are_listed_by_the_names_of_the_file(tmp_path: Path) -> None:
@@ -196,15 +187,13 @@ def test_missing_and_unexpected_weights_are_listed_by_the_names_of_the_file(tmp_
         weights["model.layers.1.extra"] = weights.pop("model.layers.1.mlp.up_proj.weight")
         del weights["lm_head.weight"]
 
-    assert refusal(edited(tmp_path / "bad", edit)) == (
-        "FOLDER: the weights do not fit the model; missing: lm_head.weight, model.layers.1.mlp.up_proj.weight; "
-        "unexpected: model.layers.1.extra"
-    )
+    names = "lm_head.weight, model.layers.1.mlp.up_proj.weight"
+    check_refused(edited(tmp_path / "bad", edit), f"missing: {names}; unexpected: model.layers.1.extra")
 
 
 def test_a_missing_projection_is_named(tmp_path: Path) -> None:
     folder = edited(tmp_path / "bad", lambda w: w.pop("model.layers.2.self_attn.k_proj.weight"))
-    assert refusal(folder) == "FOLDER: missing weight model.layers.2.self_attn.k_proj.weight"
+    check_refused(folder, "missing", "model.layers.2.self_attn.k_proj.weight")
 
 
 @pytest.mark.parametrize(
@@ -226,9 +215,9 @@ def test_a_missing_projection_is_named(tmp_path: Path) -> None:
 def test_a_configuration_that_contradicts_the_weights_is_refused_by_the_names_of_the_file(
     tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
-    assert words in refusal(edited(tmp_path / "bad", lambda w: None, **config))
+    check_refused(edited(tmp_path / "bad", lambda w: None, **config), words)
 
 
 def test_lanterns_weights_without_a_configuration_are_refused(tmp_path: Path) -> None:
     shutil.copy(LANTERN / "t2i/model.safetensors", tmp_path)
-    assert refusal(tmp_path) == "FOLDER: LlamaGen in LANTERN's layout, but no config.json beside it; give its folder"
+    check_refused(tmp_path, "no config.json", "give its folder")

@@ -278,6 +278,7 @@ def test_class_ids_agree_with_nothing_and_have_no_features(evaluate: Any, tmp_pa
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
     graph = str(make_agreement(tmp_path / "g.onnx"))
     _, _, err = evaluate("--agreement", graph, bundle=bundle, prompts=False)
-    assert err == "lantern-rt: agreement: bundle tiny takes class ids, not prompts; leave --agreement out\n"
+    assert "bundle tiny takes class ids" in err
+    assert err.endswith("leave --agreement out\n")
     _, _, err = evaluate("--bandwidth", "10", bundle=bundle, prompts=False)
     assert "bandwidth: bundle tiny has no features of its own; give --features" in err
