@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from ..checks import brief
 from ..errors import BundleError, RequestError
 from .captions import clean_caption
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _FILE_LIMIT = 1 << 26  # bytes
 
@@ -59,6 +61,8 @@ class TemplateTokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer that neither cuts nor pads. Raises: BundleError: the file is none."""
+    from tokenizers import Tokenizer
+
     try:
         if (size := path.stat().st_size) > _FILE_LIMIT:
             raise ValueError(f"{size:,} bytes")
