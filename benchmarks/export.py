@@ -19,7 +19,6 @@ import json
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,12 @@ from typing import Any
 from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError, open_bundle
+from lantern_rt.cli.memory import PeakMemory
 from lantern_rt.engines.loader import find_backend
 from lantern_rt.engines.profiles import BuildOptions, profiles
 
 # Bytes a weight as stored.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16-safe": 2.0, "int8-weights": 1.0625, "int4-weights": 0.625}
-
-
-class PeakMemory(threading.Thread):
-    """`with PeakMemory() as peak: ...`, then `peak.bytes`: the most memory that this process held, on Linux."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes, self._done = 0, threading.Event()
-
-    def run(self) -> None:
-        while not self._done.wait(0.01):
-            status = Path("/proc/self/status").read_text("ascii")
-            self.bytes = max(self.bytes, 1024 * int(status.partition("RssAnon:")[2].split()[0]))
-
-    def __enter__(self) -> PeakMemory:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self.join()
 
 
 def main() -> int:
