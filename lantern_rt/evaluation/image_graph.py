@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -34,7 +35,7 @@ class Preprocessing(NamedTuple):
     std: Triple = (1.0, 1.0, 1.0)
 
 
-class ImageGraph:
+class ImageGraph(ABC):
     """An ONNX graph with one float input `[n, 3, height, width]`; `others` are its further inputs.
 
     role: `features` or `agreement`, in messages. batch: how many images it takes at a time. facts: its name, file and
@@ -106,9 +107,9 @@ class ImageGraph:
             found.append(self._rows(values, len(rows))[:given])
         return np.concatenate(found)
 
+    @abstractmethod
     def _rows(self, values: Floats, count: int) -> Floats:
         """What is wanted of an output of `count` images, a row an image. Raises: RequestError: it has no such rows."""
-        raise NotImplementedError
 
     def _pixels(self, image: Image) -> NDArray[Any]:
         size = (self.width or image.width, self.height or image.height)

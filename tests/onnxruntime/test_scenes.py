@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -51,8 +51,8 @@ def batches(pipe: Pipeline) -> Batches:
     return Batches(pipe)
 
 
-def codes_of(pipe: Pipeline, texts: list[str], seeds: list[int], **options: object) -> list[list[int]]:
-    result = pipe(texts, seed=seeds, **dict(**options))  # type: ignore[typeddict-item]
+def codes_of(pipe: Pipeline, texts: list[str], seeds: list[int], **options: Any) -> list[list[int]]:
+    result = pipe(texts, seed=seeds, **options)
     return [codes.tolist() for codes in result.codes]
 
 

@@ -347,21 +347,16 @@ def test_wrong_use_of_tune_is_one_line(
     assert line in capsys.readouterr().err
 
 
+def tune_shortly(bundle: Path, statistics: Path) -> list[str]:
+    options = {"--minutes": 0.01, "--threads": 1, "--acceptance-statistics": statistics}
+    return ["tune", str(bundle), *(str(part) for option in options.items() for part in option)]
+
+
 def test_a_bundle_without_a_drafter_is_tuned_too(
     drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     statistics = tmp_path / "statistics.json"
-    arguments = [
-        "tune",
-        str(drafterless),
-        "--minutes",
-        "0.01",
-        "--threads",
-        "1",
-        "--acceptance-statistics",
-        str(statistics),
-        "--json",
-    ]
+    arguments = [*tune_shortly(drafterless, statistics), "--json"]
     assert run_program([*arguments, "--quality", "strict"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["drafter_ms"] is None
@@ -378,16 +373,7 @@ def test_tuning_greedily_adds_to_the_statistics_of_sampling(
     drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     statistics = tmp_path / "statistics.json"
-    arguments = [
-        "tune",
-        str(drafterless),
-        "--minutes",
-        "0.01",
-        "--threads",
-        "1",
-        "--acceptance-statistics",
-        str(statistics),
-    ]
+    arguments = tune_shortly(drafterless, statistics)
     assert run_program([*arguments, "--quality", "strict"]) == 0
     assert run_program([*arguments, "--quality", "strict", "--temperature", "0"]) == 0
     assert [entry.greedy for entry in read_statistics(statistics).entries] == [True, False]
