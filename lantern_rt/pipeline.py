@@ -155,9 +155,9 @@ class Pipeline:
         """Decode a checked request, step by step."""
         settings, images = request.settings, request.images
         prompts = self._prefixes(images)
-        rngs = [np.random.default_rng(image.seed) for image in images]
+        seeds = [image.seed for image in images]
         codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
-        for step in decode(self._model(settings.method), prompts, rngs, settings.sampling, settings.method):
+        for step in decode(self._model(settings.method), prompts, seeds, settings.sampling, settings.method):
             new_codes, accepted = [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
             for part in step.parts:
                 new_codes[part.request] = part.codes[: part.committed]

@@ -1,25 +1,8 @@
-"""Which drafted tokens are accepted: exactly, or relaxed by the probability of their neighbours in the codebook.
+"""Exact acceptance: a draft is accepted if and only if it is the target's choice.
 
-One walk down a draft tree per request and step. Without a `Relaxation` the target's distribution is left unchanged
-(speculative sampling with siblings). With one, the probability of A is added to that of a drafted token x, where A, its
-aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a bound: `delta` (LANTERN,
-ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
-
-What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x with
-probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
-from max(p - q, 0): the total variation distance between the step's output and p is then the expectation of a'(x) - a(x)
-over the draft. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q, lambda - 1 bounds
-it but delta does not, as every token that can be drafted brings an aggregation set of its own. Every further sibling
-adds its own term, weighted by the chance that it is tried, and the distance is at most the sum. The published code
-removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: it can move the output by
-more than the bound.
-
-Annealed relaxation (Cool-SD, arXiv 2601.09212) multiplies p / q by omega >= 1, less and less down the path:
-a'(x) = min(1, omega_d (p(x) + p(A)) / q(x)) at depth d. Its residual is the exact one, max(p - q, 0) without x and A:
-what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a token, so that no other
-residual brings the output closer to p. The distance is again the expectation of a' - a, and that is sum over x of
-min(q, omega p) - min(q, p) without neighbours: at most 1 - 1 / omega for a sampled draft, and at most (omega - 1) p(x)
-for a certain one. With lambda too it is at most 1 - 1 / (omega lambda).
+The target's choice after a node is a function of its distribution there and of the noise of the position, see
+`noise.py`; so are all choices of plain decoding. Whatever was drafted, a walk therefore ends on the tokens that plain
+decoding gives: a draft decides how many passes it takes, never what comes out.
 """
 
 from __future__ import annotations
@@ -27,188 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..methods import MethodConfig, Relaxed, Residual
-from .sampling import Probabilities, draw
+from .sampling import Probabilities
 from .tree import DraftTree
-
-Distribution = Callable[[int], Probabilities]
-Codes = NDArray[np.integer]
-_NOTHING: Codes = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Relaxation:
-    """How far acceptance may stray.
-
-    neighbors: table of neighbours, nearest first, self excluded, integers `[vocab_size, k]`; None: no aggregation sets.
-    k: how many of them count. delta: bound in (0, 1) on p(A). lambda_: bound > 1 on (p(x) + p(A)) / p(x). Exactly one
-    of the two is set if there are neighbours. residual: what a rejection removes: `aggregated` (x and A) or
-    `neighborhood` (the published code: k + 1 neighbours, from q where there is one). omega: factor >= 1 on the chance
-    to accept the first drafted token; anneal: in [0, 1], the share of omega - 1 that each further depth keeps.
-    """
-
-    neighbors: Codes | None = None
-    k: int = 0
-    delta: float | None = None
-    lambda_: float | None = None
-    residual: Residual = "aggregated"
-    omega: float = 1.0
-    anneal: float = 1.0
-
-    @classmethod
-    def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation | None:
-        """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
-        if not isinstance(method, Relaxed) or method.exact:
-            return None
-        fields = {name: getattr(method, name, None) for name in ("delta", "lambda_", "residual", "omega", "anneal")}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return cls(neighbors if method.neighbors else None, method.neighbors or 0, **given)
-
-    def factor(self, depth: int) -> float:
-        """omega_d for a candidate at `depth`, 0 for the children of the root.
-
-        1 + (omega - 1) anneal^d: the paper lets omega fall with depth; that it falls geometrically towards exact
-        acceptance, never below, is the choice made here.
-        """
-        return 1.0 + (self.omega - 1.0) * self.anneal**depth
-
-    def aggregation_set(self, p: Probabilities, token: int) -> Codes:
-        """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
-        if self.neighbors is None:
-            return _NOTHING
-        near = self.neighbors[token, : self.k]
-        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
-        return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
 
 
 @dataclass(frozen=True)
 class Acceptance:
     """Outcome of one walk.
 
-    path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: summed a' - a over the
-    candidates tried (greedy: tokens accepted that are not the arg-max). tried: candidates looked at. remainder: the
-    distribution the bonus was drawn from (greedy: the node's own).
+    path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: total variation distance that
+    relaxed acceptance gave away, see `relaxation.py`. remainder: the distribution that it drew the bonus from, None
+    where the bonus is the target's choice.
     """
 
     path: list[int]
     bonus: int
-    realised_tvd: float
-    tried: int
-    remainder: Probabilities
+    realised_tvd: float = 0.0
+    remainder: Probabilities | None = None
 
 
-def walk(
-    tree: DraftTree,
-    target: Distribution,
-    relaxation: Relaxation | None,
-    accept: Callable[[], float],
-    residual: np.random.Generator,
-) -> Acceptance:
-    """Walk down from the root, one child at a time; sampling.
-
-    `target(node)` is the target's distribution after `node`; it is asked for visited nodes only. `accept()` is the next
-    uniform number in [0, 1), asked for every candidate, also for one that q says cannot have been drawn.
-    """
-    path, tvd, tried = [0], 0.0, 0
+def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:
+    """Walk down the tree for as long as the target's `choice(node)` is among the children of the node."""
+    path = [0]
     while True:
-        node = path[-1]
-        p = target(node)
-        q = tree.proposals.get(node)
-        siblings = tree.structure.children[node]
-        for child in siblings:
-            token = int(tree.tokens[child])
-            uniform = accept()
-            draft = 1.0 if q is None else float(q[token])
-            if draft <= 0:
-                continue
-            tried += 1
-            aggregated = _NOTHING
-            exact = relaxed = min(1.0, float(p[token]) / draft)
-            if relaxation is not None:
-                aggregated = relaxation.aggregation_set(p, token)
-                factor = relaxation.factor(len(path) - 1)
-                relaxed = min(1.0, factor * float(p[token] + p[aggregated].sum()) / draft)
-            tvd += relaxed - exact
-            if uniform < relaxed:
-                path.append(child)
-                break
-            if relaxation is not None and relaxation.neighbors is not None and relaxation.residual == "neighborhood":
-                near = relaxation.neighbors[token, : relaxation.k + 1] if len(aggregated) else _NOTHING
-                p = _published_residual(p, q, token, near)
-            else:
-                p = residual_distribution(p, q, token, aggregated)
-            if q is not None and child != siblings[-1]:
-                q = q.copy()
-                q[token] = 0
-                q = _normalised(q, q)
-        if path[-1] == node:  # no child, or none accepted
-            return Acceptance(path, draw(p, residual), tvd, tried, p)
-
-
-def residual_distribution(
-    p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes = _NOTHING
-) -> Probabilities:
-    """What a refused draft leaves of p: max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
-
-    q = None says that `token` was certain.
-    """
-    left = p.copy()
-    left[aggregated] = 0
-    if q is not None:
-        left -= q
-        np.maximum(left, 0, out=left)
-    left[token] = 0
-    return _normalised(left, p)
-
-
-def _published_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
-    """What LANTERN's code leaves: `near` is removed from p, or else from q."""
-    left = p.copy()
-    if q is None:
-        left[near] = 0
-        left[token] = 0
-    else:
-        removed = q.copy()
-        removed[near] = 0
-        left -= removed
-        np.maximum(left, 0, out=left)
-    return _normalised(left, np.ones_like(p))
-
-
-def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
-    """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
-    total = float(weights.sum())
-    return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
-
-
-def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:
-    """The longest path whose every token is the arg-max, or is once its aggregation set is added (times omega_d).
-
-    Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
-    """
-    best, end, tried, best_tvd = (0, 0), 0, 0, 0.0
-    open_nodes = [(0, 0.0)]
-    seen: dict[int, Probabilities] = {}
-    while open_nodes:
-        node, tvd = open_nodes.pop()
-        key = (-int(tree.structure.depths[node]), int(tree.structure.leaf_rank[node]))
-        if key < best:
-            best, end, best_tvd = key, node, tvd
-        if not tree.structure.children[node]:
-            continue
-        p = seen[node] = target(node)
-        top = int(p.argmax())
-        for child in tree.structure.children[node]:
-            token = int(tree.tokens[child])
-            tried += 1
-            if token == top:
-                open_nodes.append((child, tvd))
-            elif relaxation is not None:
-                added = float(p[relaxation.aggregation_set(p, token)].sum())
-                if relaxation.factor(int(tree.structure.depths[node])) * (p[token] + added) > p[top]:
-                    open_nodes.append((child, tvd + 1.0))
-    remainder = seen[end] if end in seen else target(end)
-    return Acceptance(tree.path_to(end), int(remainder.argmax()), best_tvd, tried, remainder)
+        token = choice(path[-1])
+        child = next((child for child in tree.structure.children[path[-1]] if tree.tokens[child] == token), None)
+        if child is None:
+            return Acceptance(path, token)
+        path.append(child)

@@ -1,7 +1,7 @@
 """The decode loop: draft a tree, verify it in one target pass, accept a path, commit it; repeat.
 
 `decode` yields after every step, so progress, streaming and cancelling cost nothing. Requests share passes but nothing
-else: each has its own positions, masks, cache lengths and random streams. With guidance every request is two rows,
+else: each has its own positions, masks, cache lengths and random numbers. With guidance every request is two rows,
 conditional rows first.
 """
 
@@ -14,13 +14,14 @@ from functools import partial
 import numpy as np
 
 from ..methods import Drafted, MethodConfig, Sampling, Sjd
-from .acceptance import Acceptance, Relaxation, walk, walk_greedy
+from .acceptance import Acceptance, follow
 from .drafter import TreeDrafts
-from .drafts import Batch, Committed, Drafts, Model, Prompt, Request, prefix_rows
+from .drafts import Answers, Batch, Committed, Drafts, Model, Prompt, Request, prefix_rows
 from .engine import Floats, Ints, Pass, PassOutput
 from .jacobi import WindowDrafts
+from .noise import Noise
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass
-from .sampling import Probabilities, draw, guide, shape_distribution
+from .relaxation import Relaxation, walk, walk_greedy
 from .statistics import Statistics, summarise
 from .tree import DraftTree
 
@@ -53,15 +54,16 @@ class Step:
 def decode(
     model: Model,
     prompts: Sequence[Prompt],
-    rngs: Sequence[np.random.Generator],
+    seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
 ) -> Iterator[Step]:
     """Decode one image's tokens for every prompt; yields a `Step` after the prefill and after every pass.
 
-    rngs: one generator per prompt; its state gives the same tokens whatever else is in the batch.
+    seeds: one per prompt, 0 .. 2^64 - 1. A seed gives the same tokens under every exact method, and under any method
+    whatever else is in the batch.
     """
-    requests = [Request(i, *rng.spawn(3)) for i, rng in enumerate(rngs)]
+    requests = [Request(i, Noise(seed)) for i, seed in enumerate(seeds)]
     return _Decoding(Batch(model, sampling, requests, prefix_rows(prompts, sampling)), method).steps()
 
 
@@ -100,34 +102,40 @@ class _Decoding:
         last = output.logits[np.arange(len(lengths)), lengths - 1]  # [rows, vocab_size]
         parts = []
         for slot, request in enumerate(self.active):
-            distribution = self._shape(last[slot :: len(self.active)])
-            code = int(distribution.argmax()) if self.sampling.greedy else draw(distribution, request.residual_rng)
+            of_request = last[None, slot :: len(self.active)]  # [1, sides, vocab_size]
+            code = Answers(of_request.__getitem__, np.zeros(1, np.int64), request.noise, 0, self.sampling).choice(0)
             request.codes.append(code)
             parts.append(RequestStep(request.index, np.array([code]), 1))
-        self._commit(parts, [np.arange(length) for length in lengths], output)
+        self._commit(parts, [np.arange(length) for length in lengths], output, [])
         return parts
 
     def _advance(self) -> list[RequestStep]:
         trees = self.drafts.draft(self.active)
         output = self._verify(trees)
-        parts, accepted_indices = [], []
+        parts, accepted_indices, answers = [], [], []
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
-            target = partial(self._distribution, output, slot)
-            if self.sampling.greedy:
-                accepted = walk_greedy(tree, target, self.relaxation)
-            else:
-                accepted = walk(tree, target, self.relaxation, request.accept_rng.random, request.residual_rng)
+            logits = partial(self._logits, output, slot)
+            answer = Answers(logits, tree.structure.depths, request.noise, len(request.codes), self.sampling)
+            accepted = self._accept(tree, answer)
             codes = np.append(tree.tokens[accepted.path[1:]], accepted.bonus)
             committed = min(len(codes), self.batch.missing(request))
             request.codes.extend(codes.tolist())
+            request.noise.forget(len(request.codes))
             request.statistics.codes_per_step.append(len(codes))
-            request.statistics.tried += accepted.tried
             request.statistics.realised_tvd += accepted.realised_tvd
             accepted_indices.append(np.array(accepted.path, np.int64))
+            answers.append(answer)
             how = (tree, accepted) if self.drafts.nodes > 1 else ()
             parts.append(RequestStep(request.index, codes, committed, *how))
-        self._commit(parts, accepted_indices * self.batch.sides, output)
+        self._commit(parts, accepted_indices * self.batch.sides, output, answers)
         return parts
+
+    def _accept(self, tree: DraftTree, target: Answers) -> Acceptance:
+        if self.relaxation is None:
+            return follow(tree, target.choice)
+        if self.sampling.greedy:
+            return walk_greedy(tree, target.distribution, self.relaxation)
+        return walk(tree, target.distribution, target.choice, self.relaxation, target.decisions)
 
     def _verify(self, trees: list[DraftTree]) -> PassOutput:
         """One target pass over all trees, padded to the same number of nodes."""
@@ -145,11 +153,12 @@ class _Decoding:
         positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
         return self.clock.run(self.model.target, Pass(positions, attention_mask, tokens), self.cache)
 
-    def _commit(self, parts: list[RequestStep], accepted_indices: list[Ints], output: PassOutput) -> None:
+    def _commit(
+        self, parts: list[RequestStep], accepted_indices: list[Ints], output: PassOutput, answers: list[Answers]
+    ) -> None:
         """Keep keys and values of accepted nodes, tell the source of drafts, and drop finished requests."""
         self.clock.append(self.cache, output.new_kv, accepted_indices)
-        codes = [part.codes for part in parts]
-        self.drafts.commit(self.active, Committed(codes, accepted_indices, output, partial(self._distribution, output)))
+        self.drafts.commit(self.active, Committed([part.codes for part in parts], accepted_indices, output, answers))
         count = len(self.active)
         kept = [slot for slot, request in enumerate(self.active) if self.batch.missing(request) > 0]
         self.active = [self.active[slot] for slot in kept]
@@ -159,9 +168,6 @@ class _Decoding:
             self.prefix_padding = self.prefix_padding[rows]
             self.drafts.keep(kept, rows)
 
-    def _distribution(self, output: PassOutput, slot: int, node: int) -> Probabilities:
-        return self._shape(output.logits[slot :: len(self.active), node])
-
-    def _shape(self, logits: Floats) -> Probabilities:
-        """The distribution behind the logits of a request's rows `[sides, vocab_size]`."""
-        return shape_distribution(guide(logits, self.sampling.cfg_scale), self.sampling)
+    def _logits(self, output: PassOutput, slot: int, node: int) -> Floats:
+        logits: Floats = output.logits[slot :: len(self.active), node]  # [sides, vocab_size]
+        return logits

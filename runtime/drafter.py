@@ -2,8 +2,10 @@
 
 A drafter slot p reads token p + 1 and the hidden state of position p, and predicts the hidden state p + 1.
 Slots of committed tokens stay in the drafter's cache; slots of draft nodes are dropped after each draft.
-Static trees draw children without replacement from the drafter's distribution (its true q is kept), or take the most
-probable ones when decoding greedily; dynamic trees always take the most probable ones.
+Children are the k best of log q + g, with the noise g of their position: what the target chooses if it agrees, and k
+draws without replacement from q, which relaxed acceptance is told. Dynamic trees grow where the sum along a path of the
+logarithm of softmax(log q + g) is highest, which says how likely the target is to agree, given the noise. For relaxed
+acceptance they take the most probable tokens instead, as does greedy decoding.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..methods import Drafted
 from .drafts import Batch, Committed, Drafts, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
 from .passes import MINIMUM_NODES, committed_mask
-from .sampling import Probabilities, best_codes, draw_without_replacement, guide, shape_distribution
+from .sampling import Probabilities, best_codes, guide, shape_logits, softmax
 from .tree import DraftTree, DynamicTree, StaticTree
 from .tree_names import named_tree
 
@@ -38,6 +40,7 @@ class TreeDrafts(Drafts):
         model, self.shape = batch.model, named_tree(method.tree)
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
+        self.relaxed = not method.exact
         self.sampling, self.clock, self.layout = batch.sampling, batch.drafter_clock, model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
         self.nodes = self.slots = self.shape.nodes
@@ -69,9 +72,9 @@ class TreeDrafts(Drafts):
         level = self._commit_slots()
         committed = self.cache.lengths.copy()
         if isinstance(self.shape, StaticTree):
-            trees = self._draft_static(self.shape, roots, level, [request.draft_rng for request in active])
+            trees = self._draft_static(self.shape, active, roots, level)
         else:
-            trees = self._draft_dynamic(self.shape, roots, level)
+            trees = self._draft_dynamic(self.shape, active, roots, level)
         self.cache.truncate(committed)
         return trees
 
@@ -143,10 +146,8 @@ class TreeDrafts(Drafts):
         logits = [guide(output.logits[r::requests, :slots], self.sampling.cfg_scale) for r in range(requests)]
         return Level(sees, output.hidden[:, :slots], logits)
 
-    def _draft_static(
-        self, shape: StaticTree, roots: Ints, level: Level, rngs: Sequence[np.random.Generator]
-    ) -> list[DraftTree]:
-        requests = len(roots)
+    def _draft_static(self, shape: StaticTree, active: Sequence[Request], roots: Ints, level: Level) -> list[DraftTree]:
+        requests, keeps_proposals = len(roots), self.relaxed and not self.sampling.greedy
         tokens = np.zeros((requests, shape.nodes), np.int64)
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
         tokens[:, 0], alive[:, 0] = roots, True
@@ -155,25 +156,27 @@ class TreeDrafts(Drafts):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
-            for r in range(requests):
+            most = max(len(shape.children[node]) for node in inner)
+            for r, request in enumerate(active):
+                weights = shape_logits(level.logits[r], self.sampling)
+                noise = self._noise(request, depth, weights.shape[1])
+                codes, scores = best_codes(weights if noise is None else weights + noise, most)
                 for slot, node in enumerate(inner.tolist()):
                     if not alive[r, node]:
                         continue
-                    logits, children = level.logits[r][slot], shape.children[node]
-                    if self.sampling.greedy:
-                        best, scores = self._best_children(logits[None], len(children))
-                        codes = best[0, np.isfinite(scores[0])]
-                    else:
-                        q = proposals[r][node] = shape_distribution(logits, self.sampling)
-                        codes = draw_without_replacement(q, len(children), rngs[r])
-                    filled = children[: len(codes)]
-                    tokens[r, filled], alive[r, filled] = codes, True
+                    drawn = codes[slot, np.isfinite(scores[slot])]
+                    filled = shape.children[node][: len(drawn)]
+                    tokens[r, filled], alive[r, filled] = drawn[: len(filled)], True
+                    if keeps_proposals:
+                        proposals[r][node] = softmax(weights[slot])
         leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
         # a peaked distribution may run out of codes
         return [t if own.all() else _subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
-    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
+    def _draft_dynamic(
+        self, shape: DynamicTree, active: Sequence[Request], roots: Ints, level: Level
+    ) -> list[DraftTree]:
         grown = [_Growth(int(root)) for root in roots]
         for depth in range(shape.depth):
             chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
@@ -183,18 +186,16 @@ class TreeDrafts(Drafts):
                 codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 level = self._expand(codes, parents, depth, level)
-            for growth, nodes, logits in zip(grown, chosen, level.logits, strict=True):
-                growth.add_children(nodes, *self._best_children(logits[: len(nodes)], shape.branch))
+            for request, growth, nodes, logits in zip(active, grown, chosen, level.logits, strict=True):
+                weights = shape_logits(logits[: len(nodes)], self.sampling)
+                noise = None if self.relaxed else self._noise(request, depth, weights.shape[1])
+                weights = weights if noise is None else weights + noise
+                growth.add_children(nodes, *best_codes(weights, shape.branch))
         return [growth.prune(shape.nodes) for growth in grown]
 
-    def _best_children(self, logits: Floats, branch: int) -> tuple[Ints, Floats]:
-        """The most probable codes after each slot and their log-probabilities, both `[slots, branch]`."""
-        if not self.sampling.filtered:
-            return best_codes(logits, branch, self.sampling.temperature)
-        with np.errstate(divide="ignore"):
-            shaped = np.log(np.stack([shape_distribution(row, self.sampling) for row in logits])).astype(np.float32)
-        codes, _ = best_codes(shaped, branch)
-        return codes, np.take_along_axis(shaped, codes, 1)
+    def _noise(self, request: Request, depth: int, size: int) -> Floats | None:
+        """The noise that children of nodes at `depth` are drawn with."""
+        return None if self.sampling.greedy else request.noise.gumbel(len(request.codes) + depth, size)
 
 
 class _Growth:

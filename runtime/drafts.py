@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from ..methods import Sampling
 from .engine import Bools, Engine, Floats, Ints, PassOutput
+from .noise import Noise
 from .passes import stack_padding
-from .sampling import Probabilities
+from .sampling import Probabilities, choose, guide, shape_distribution
 from .statistics import Clock, RequestStatistics
 from .tree import DraftTree
 
@@ -78,12 +79,10 @@ def prefix_rows(prompts: Sequence[Prompt], sampling: Sampling) -> list[PrefixRow
 
 @dataclass
 class Request:
-    """What one request has so far, and its random streams: neither the batch nor another stream's draws move them."""
+    """What one request has so far, and its random numbers."""
 
     index: int
-    draft_rng: np.random.Generator  # proposes children
-    accept_rng: np.random.Generator  # decides on them
-    residual_rng: np.random.Generator  # draws what is left
+    noise: Noise
     codes: list[int] = field(init=False, default_factory=list)
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
@@ -112,18 +111,55 @@ class Batch:
         return self.model.codes - len(request.codes)
 
 
+@dataclass
+class Answers:
+    """What the target says after the nodes of one request's tree; computed where it is asked for, and kept.
+
+    logits(node): those of the request's rows, `[sides, vocab_size]`. depths: int64 `[nodes]`. position: of the token
+    that follows the root.
+    """
+
+    logits: Callable[[int], Floats]
+    depths: Ints
+    noise: Noise
+    position: int
+    sampling: Sampling
+    _guided: dict[int, Floats] = field(init=False, default_factory=dict)
+
+    def choice(self, node: int) -> int:
+        """The token after `node`, as plain decoding would draw it there."""
+        guided = self.guided(node)
+        position = self.position + int(self.depths[node])
+        noise = None if self.sampling.greedy else self.noise.gumbel(position, len(guided))
+        return choose(guided, noise, self.sampling)
+
+    def distribution(self, node: int) -> Probabilities:
+        """The target's distribution after `node`."""
+        return shape_distribution(self.guided(node), self.sampling)
+
+    def decisions(self, node: int) -> np.random.Generator:
+        """What relaxed acceptance decides with on the children of `node`."""
+        return self.noise.decisions(self.position + int(self.depths[node]))
+
+    def guided(self, node: int) -> Floats:
+        """Guided logits after `node`, `[vocab_size]`."""
+        if node not in self._guided:
+            self._guided[node] = guide(self.logits(node), self.sampling.cfg_scale)
+        return self._guided[node]
+
+
 @dataclass(frozen=True)
 class Committed:
     """What a pass committed of the active requests.
 
     tokens: per request, the root of the next draft last. accepted_indices: per row the nodes whose keys and values were
-    kept. distribution(slot, node): the target's after a node of the slot-th active request.
+    kept. answers: the target's, per request; none after the prefill.
     """
 
     tokens: list[Ints]
     accepted_indices: list[Ints]
     output: PassOutput
-    distribution: Callable[[int, int], Probabilities]
+    answers: list[Answers]
 
 
 class Drafts:

@@ -1,9 +1,11 @@
-"""From logits to distributions: guidance, temperature, top-k, top-p, and draws.
+"""From logits to codes: guidance, temperature, top-k, top-p, and draws.
 
 One node's logits at a time, since only nodes on the walked path are ever looked at.
 """
 
 from __future__ import annotations
+
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ def guide(logits: Floats, cfg_scale: float) -> Floats:
 def softmax(logits: Floats) -> Probabilities:
     """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64.
 
-    Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
+    Raises: EngineError: as `choose`.
     """
     weights = logits - _highest(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
@@ -44,17 +46,31 @@ def softmax(logits: Floats) -> Probabilities:
     return probabilities
 
 
-def best_codes(logits: Floats, count: int, temperature: float = 1.0) -> tuple[Ints, Floats]:
-    """The `count` most probable codes of each row of `[rows, vocab_size]`, best first, and their log-probabilities.
+def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> int:
+    """The code that is drawn from the distribution of guided logits `[vocab_size]` with this Gumbel noise.
 
-    Both `[rows, count]`; fewer where the vocabulary is smaller. Temperature 0 counts as 1.
-    Raises: EngineError: as `softmax`.
+    noise: float32 `[vocab_size]`; None draws the most probable code. Sums are float32: two codes tie, or rounding
+    decides between them, about once in a million draws, which moves a distribution less than the rounding of logits;
+    and whoever has the same logits makes the same sums.
+    Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
     """
-    weights = logits - _highest(logits)
-    divisor = np.float32(temperature or 1.0)
-    codes = _largest(logits, min(count, logits.shape[-1]))
-    if divisor != 1:
-        weights /= divisor
+    values = shape_logits(logits, sampling)
+    if noise is not None:
+        values = values + noise
+    code = int(values.argmax())
+    if not isfinite(values[code]):  # NaN counts as the largest
+        raise _damaged()
+    return code
+
+
+def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
+    """The `count` largest of each row of log-weights `[rows, vocab_size]`, largest first, and their log-probabilities.
+
+    Both `[rows, count]`; fewer where the vocabulary is smaller. Codes that are left out have log-probability -inf.
+    Raises: EngineError: as `choose`.
+    """
+    weights = values - _highest(values)
+    codes = _largest(values, min(count, values.shape[-1]))
     chosen = weights[np.arange(len(weights))[:, None], codes]
     scores: Floats = chosen - np.log(np.exp(weights, out=weights).sum(-1, keepdims=True))
     return codes, scores
@@ -84,86 +100,52 @@ def _highest(logits: Floats) -> Floats:
     """Maxima along the last axis, kept as an axis of one; EngineError if one is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
-        raise EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
+        raise _damaged()
     return top
 
 
-def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
-    """Distribution `[vocab_size]` of guided logits `[vocab_size]`; sums to 1.
+def _damaged() -> EngineError:
+    return EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
 
-    Greedy settings give the plain softmax. Ties at the top-k threshold are all kept; top-p drops what comes after the
-    cumulative sum has passed it and keeps at least one code.
-    Raises: EngineError: as `softmax`.
+
+def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
+    """Guided logits `[..., vocab_size]` over the temperature, -inf where a filter leaves a code out.
+
+    Greedy settings leave them as they are. Filters keep all codes that tie with the last one kept: top-k the k largest,
+    top-p the largest ones up to where their cumulative sum has passed it, at least one.
+    Raises: EngineError: as `choose`, if there are filters.
     """
     scaled = scale(logits, sampling)
     if not sampling.filtered:
-        return softmax(scaled)
-    _highest(logits)
-    keep = np.arange(len(scaled))
+        return scaled
+    _highest(scaled)
+    threshold = np.apply_along_axis(_threshold, -1, scaled, sampling)[..., None]
+    return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
+
+
+def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
+    """The smallest logit that filters keep, of scaled ones `[vocab_size]`."""
+    kept = scaled
     for name in sampling.filter_order.split(", "):
-        if name == "top-k" and 0 < sampling.top_k < len(keep):
-            values = scaled[keep]
-            keep = keep[values >= np.partition(values, -sampling.top_k)[-sampling.top_k]]
+        if name == "top-k" and 0 < sampling.top_k < len(kept):
+            kept = kept[kept >= np.partition(kept, -sampling.top_k)[-sampling.top_k]]
         elif name == "top-p" and sampling.top_p < 1.0:
-            keep = keep[np.argsort(-scaled[keep], kind="stable")]
-            before = np.cumsum(softmax(scaled[keep]))
-            keep = keep[: 1 + int(np.count_nonzero(before <= sampling.top_p))]
-    distribution = np.zeros(len(scaled))
-    distribution[keep] = softmax(scaled[keep])
-    return distribution
+            kept = np.sort(kept)[::-1]
+            kept = kept[: 1 + int(np.count_nonzero(np.cumsum(softmax(kept)) <= sampling.top_p))]
+    lowest: np.float32 = kept.min()
+    return lowest
+
+
+def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
+    """Distribution `[vocab_size]` of guided logits `[vocab_size]`; sums to 1. Greedy settings give the plain softmax.
+
+    Raises: EngineError: as `choose`.
+    """
+    return softmax(shape_logits(logits, sampling))
 
 
 def draw(distribution: Probabilities, rng: np.random.Generator) -> int:
-    """One code from a distribution `[vocab_size]`; uses exactly one number of the stream."""
-    return _Cumulative(distribution).code_at(rng.random())[0]
-
-
-def draw_without_replacement(distribution: Probabilities, count: int, rng: np.random.Generator) -> Ints:
-    """Up to `count` different codes, in the order of successive draws, fewer if fewer have probability.
-
-    Each inverts the cumulative distribution with the codes drawn before cut out of it; one number of the stream each.
-    """
-    if count == 1:
-        return np.array([draw(distribution, rng)], np.int64)
-    cumulative = _Cumulative(distribution)
-    codes: list[int] = []
-    cuts: list[tuple[float, float]] = []  # where each drawn code begins, and its width
-    for _ in range(min(count, int(np.count_nonzero(distribution)))):
-        share = rng.random()
-        point = share * (cumulative.total - sum(width for _, width in cuts))
-        for start, width in sorted(cuts):
-            if point < start:
-                break
-            point += width
-        code, start = cumulative.code_at(point / cumulative.total)
-        if code in codes:  # rounding at the edge of a cut
-            left = distribution.copy()
-            left[codes] = 0
-            code, start = _Cumulative(left).code_at(share)
-        codes.append(code)
-        cuts.append((start, float(distribution[code])))
-    return np.array(codes, np.int64)
-
-
-class _Cumulative:
-    """The cumulative sum of a distribution, formed only where it is looked at."""
-
-    def __init__(self, distribution: Probabilities) -> None:
-        blocks = len(distribution) // BLOCK if len(distribution) % BLOCK == 0 else 1
-        self.blocked = distribution.reshape(blocks, -1)
-        self.ends = self.blocked.sum(1).cumsum()
-        self.total = float(self.ends[-1])
-
-    def code_at(self, share: float) -> tuple[int, float]:
-        """The code at `share` in [0, 1) of the sum, and where it begins; never one of probability 0."""
-        point = share * self.total
-        block = int(self.ends.searchsorted(point, "right"))
-        if block == len(self.ends):  # rounding at the very end
-            block = int(np.flatnonzero(self.blocked.sum(1))[-1])
-        before = float(self.ends[block - 1]) if block else 0.0
-        inside = self.blocked[block].cumsum()
-        place = int(inside.searchsorted(point - before, "right"))
-        if place == len(inside) or self.blocked[block, place] == 0:  # rounding at the block's end
-            place = int(np.flatnonzero(self.blocked[block])[-1])
-        start = before + (float(inside[place - 1]) if place else 0.0)
-        return block * self.blocked.shape[1] + place, start
+    """One code from a distribution `[vocab_size]`, never one of probability 0; uses one number of the stream."""
+    ends = distribution.cumsum()
+    code = int(ends.searchsorted(rng.random() * ends[-1], "right"))
+    return code if code < len(ends) else int(np.flatnonzero(distribution)[-1])  # rounding at the very end

@@ -32,13 +32,12 @@ class Clock:
 
 @dataclass
 class RequestStatistics:
-    """One image: tokens committed by each step (bonus included), candidates tried, and summed realised TVD.
+    """One image: tokens committed by each step (bonus included), and summed realised TVD.
 
     The first token comes from the prefill pass and is no step.
     """
 
     codes_per_step: list[int] = field(default_factory=list)
-    tried: int = 0
     realised_tvd: float = 0.0
 
     @property

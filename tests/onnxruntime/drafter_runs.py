@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_rt.methods import Eagle, Sampling
+from lantern_rt.methods import Lantern, Sampling
 from lantern_rt.runtime.drafter import TreeDrafts
 from lantern_rt.runtime.drafts import Batch, DrafterLayout, Model, PrefixRow, Request
 from lantern_rt.runtime.engine import Engine
+from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.tree import DraftTree
 
 Ids = NDArray[np.int64]
@@ -28,12 +29,12 @@ def open_drafts(
     no_target: Any = None
     model = Model(no_target, engine, codes=100, positions=positions, layout=layout)
     rows = [PrefixRow(np.zeros((len(ids), 1), np.float32), np.ones(len(ids), bool), ids) for ids in prefix]
-    request = Request(0, *np.random.default_rng(0).spawn(3))
-    return TreeDrafts(Batch(model, sampling, [request], rows), Eagle(tree=tree))
+    request = Request(0, Noise(0))
+    return TreeDrafts(Batch(model, sampling, [request], rows), Lantern(tree=tree))
 
 
 def next_draft(drafts: TreeDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
     """The tree after `tokens` were committed, given the rows' hidden states at their positions."""
     drafts.tokens, drafts.hidden = [tokens], hidden
-    (tree,) = drafts.draft([Request(0, *np.random.default_rng(0).spawn(3))])
+    (tree,) = drafts.draft([Request(0, Noise(0))])
     return tree

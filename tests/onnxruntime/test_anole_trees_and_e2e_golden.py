@@ -122,10 +122,9 @@ def test_greedy_generations_follow_the_published_trace_token_for_token_and_step_
     """All prompts in one batch, though they differ in length."""
     loaded, prompts = model
     traces = sorted((trace for trace in TRACES if trace["name"] == name), key=lambda trace: trace["prompt"])
-    rngs = [np.random.default_rng(i) for i in range(len(prompts))]
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
-    for step in decode(loaded, prompts, rngs, GREEDY, published_method(traces[0])):
+    for step in decode(loaded, prompts, range(len(prompts)), GREEDY, published_method(traces[0])):
         for part in step.parts:
             trace, number = traces[part.request], len(lengths[part.request])
             ids[part.request] += (part.codes[: part.committed] + FIRST_CODE).tolist()

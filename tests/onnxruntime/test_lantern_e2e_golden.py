@@ -65,10 +65,9 @@ def run(
     model: Model, prompts: list[Prompt], method: MethodConfig, codes: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The first `codes` ids of every prompt, and accept lengths of the steps that gave them."""
-    rngs = [np.random.default_rng(i) for i in range(len(prompts))]
     ids: list[list[int]] = [[] for _ in prompts]
     lengths: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, rngs, Sampling(cfg_scale=4.0, temperature=0.0), method):
+    for step in decode(model, prompts, range(len(prompts)), Sampling(cfg_scale=4.0, temperature=0.0), method):
         for part in step.parts:
             if len(ids[part.request]) >= codes:
                 continue
@@ -104,12 +103,11 @@ def test_drafted_trees_and_accepted_codes_follow_the_published_trace_step_by_ste
 ) -> None:
     loaded, prompts = models[folder]
     for trace in (trace for trace in TRACES[folder] if trace["name"] == name):
-        rngs = [np.random.default_rng(0)]
         steps = iter(trace["steps"])
         trees = iter(trace.get("tree_tokens", []))
         lengths: list[int] = []
         sampling = Sampling(cfg_scale=4.0, temperature=0.0)
-        for step in decode(loaded, [prompts[trace["prompt"]]], rngs, sampling, published_method(trace)):
+        for step in decode(loaded, [prompts[trace["prompt"]]], [0], sampling, published_method(trace)):
             (part,) = step.parts
             if part.tree is None or part.acceptance is None:
                 continue

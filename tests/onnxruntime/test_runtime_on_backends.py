@@ -59,7 +59,7 @@ def codes_of(
     model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
 ) -> list[list[int]]:
     codes: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, [np.random.default_rng(seed) for seed in seeds], sampling, method):
+    for step in decode(model, prompts, seeds, sampling, method):
         for part in step.parts:
             codes[part.request] += part.codes[: part.committed].tolist()
     return codes

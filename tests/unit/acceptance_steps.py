@@ -12,19 +12,24 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from toy_script import Script
 
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk
+from lantern_rt.runtime import relaxation
+from lantern_rt.runtime.acceptance import Acceptance
+from lantern_rt.runtime.relaxation import Relaxation, walk
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
 TOLERANCE = 1e-9  # conditional chances of draws cancel to about 1e-12 relative
 
 
-def enumerated(tree: DraftTree, target: Any, relaxation: Relaxation | None) -> Iterator[tuple[float, Acceptance]]:
+def enumerated(tree: DraftTree, target: Any, rule: Relaxation | None) -> Iterator[tuple[float, Acceptance]]:
     """Every outcome of `walk` with its probability; the bonus stays a distribution, `remainder`."""
     total = 0.0
     for script in Script(seed=0).runs():
         script.armed = True
-        accepted = walk(tree, target, relaxation, script.random, np.random.default_rng(0))  # type: ignore[arg-type]
+        stream: Any = script
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(relaxation, "draw", lambda distribution, stream: 0)
+            accepted = walk(tree, target, lambda node: 0, rule, dict.fromkeys(range(tree.nodes), stream).__getitem__)
         total += script.weight
         yield script.weight, accepted
     assert total == pytest.approx(1)
@@ -45,13 +50,13 @@ def step_output(
     p: Probabilities,
     drafts: list[tuple[float, tuple[int, ...]]],
     q: Probabilities | None,
-    relaxation: Relaxation | None,
+    rule: Relaxation | None,
 ) -> tuple[Probabilities, float]:
     """Distribution of the first code of a step whose root has the drafted children, and its realised TVD."""
     output, realised = np.zeros_like(p), 0.0
     for weight, codes in drafts:
         tree = DraftTree(np.array([0, *codes]), np.array([-1] + [0] * len(codes)), {} if q is None else {0: q})
-        for chance, accepted in enumerated(tree, lambda node: p, relaxation):
+        for chance, accepted in enumerated(tree, lambda node: p, rule):
             realised += weight * chance * accepted.realised_tvd
             if len(accepted.path) > 1:
                 output[tree.tokens[accepted.path[1]]] += weight * chance

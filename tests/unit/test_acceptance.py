@@ -1,4 +1,4 @@
-"""What one acceptance step gives out, by enumeration: exact, relaxed within its bound, published beyond it.
+"""What one acceptance step gives out: the target's choices; or relaxed, within its bound, published beyond it.
 
 `walk` itself is enumerated, see `acceptance_steps.py`. Nothing here is sampled.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.acceptance import Relaxation, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance, follow
+from lantern_rt.runtime.relaxation import Relaxation, walk, walk_greedy
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
 SIZE = 5
+
+
+class Zeros:
+    """A stream of uniform numbers that are all the smallest."""
+
+    def random(self) -> float:
+        return 0.0
 
 
 @given(distributions(SIZE), distributions(SIZE), st.integers(1, SIZE))
@@ -277,7 +286,8 @@ def test_the_aggregation_set_is_the_longest_nearest_first_run_within_the_bound(
 
 def test_a_code_without_probability_is_refused_even_at_the_smallest_uniform_number() -> None:
     tree = DraftTree(np.array([0, 1]), np.array([-1, 0]))
-    accepted = walk(tree, lambda node: np.array([1.0, 0.0]), None, lambda: 0.0, np.random.default_rng(0))
+    always: Any = Zeros()
+    accepted = walk(tree, lambda node: np.array([1.0, 0.0]), lambda node: 0, None, lambda node: always)
     assert accepted.path == [0]
 
 
@@ -288,10 +298,29 @@ def test_only_visited_nodes_are_asked_for_their_distribution() -> None:
         asked.append(node)
         return np.array([0.0, 0.0, 1.0])
 
-    accepted = walk(tree, target, None, np.random.default_rng(0).random, np.random.default_rng(0))
-    assert accepted.path == [0, 2]
+    accepted = walk(tree, target, lambda node: 7, None, np.random.default_rng)
+    assert (accepted.path, accepted.bonus) == ([0, 2], 2)
     assert asked == [0, 2]
-    assert accepted.tried == 3
+
+
+def test_a_path_that_ends_on_a_leaf_is_followed_by_the_targets_choice() -> None:
+    tree = DraftTree(np.array([0, 1]), np.array([-1, 0]))
+    accepted = walk(tree, lambda node: np.array([0.0, 1.0]), lambda node: 10 + node, None, np.random.default_rng)
+    assert (accepted.path, accepted.bonus) == ([0, 1], 11)
+
+
+# ---------------------------------------------------------------- exact acceptance follows the target's choices
+
+
+def test_a_walk_follows_the_choices_for_as_long_as_they_were_drafted() -> None:
+    tree, asked = DraftTree(np.array([0, 5, 6, 7, 8]), np.array([-1, 0, 0, 2, 3])), []
+
+    def choice(node: int) -> int:
+        asked.append(node)
+        return {0: 6, 2: 7, 3: 9}[node]
+
+    assert follow(tree, choice) == Acceptance([0, 2, 3], 9)
+    assert asked == [0, 2, 3], "only visited nodes are asked"
 
 
 # ---------------------------------------------------------------- greedy

@@ -64,8 +64,7 @@ def steps_of(
     engine: Model, identities: Iterable[int], sampling: Sampling, method: MethodConfig, salt: int = 0
 ) -> list[Step]:
     identities = list(identities)
-    rngs = [np.random.default_rng([i, salt]) for i in identities]
-    return list(decode(engine, prompts(identities), rngs, sampling, method))
+    return list(decode(engine, prompts(identities), [1000 * salt + i for i in identities], sampling, method))
 
 
 def codes_of(steps: list[Step], requests: int) -> list[list[int]]:
@@ -128,7 +127,6 @@ def test_a_steps_codes_are_its_accepted_path_and_the_bonus(method: MethodConfig)
             assert path[0] == 0
             assert all(part.tree.parents[child] == parent for parent, child in itertools.pairwise(path))
             assert part.codes.tolist() == [*part.tree.tokens[path[1:]], part.acceptance.bonus]
-            assert np.isfinite(part.acceptance.remainder).all()
             most = method.window + 1 if isinstance(method, Sjd) else named_tree(method.tree).nodes  # type: ignore[attr-defined]
             assert part.tree.nodes <= most
 
@@ -155,12 +153,14 @@ def test_the_seed_alone_decides_and_other_seeds_give_other_codes(method: MethodC
     assert one != other
 
 
-@pytest.mark.parametrize("tree", ["balanced-25", "medusa-63", "chain-1", "chain-4", "dynamic-8-3-3", "dynamic-59"])
-@pytest.mark.parametrize("cfg_scale", [1.0, 2.5])
-def test_greedy_eagle_equals_greedy_ar(tree: str, cfg_scale: float) -> None:
-    sampling, eagle = Sampling(cfg_scale=cfg_scale, temperature=0), Eagle(tree=tree)
-    plain = codes_of(steps_of(model(vocabulary=12), range(4), sampling, METHODS["ar"]), 4)
-    assert codes_of(steps_of(model(vocabulary=12), range(4), sampling, eagle), 4) == plain
+@pytest.mark.parametrize(
+    "draft", ["balanced-25", "medusa-63", "chain-1", "chain-4", "dynamic-8-3-3", "dynamic-59", 1, 16]
+)
+@every_sampling
+def test_every_exact_method_gives_the_codes_of_ar(draft: str | int, sampling: Sampling) -> None:
+    method = Eagle(tree=draft) if isinstance(draft, str) else Sjd(window=draft)
+    plain = codes_of(steps_of(model(vocabulary=12, codes=30), range(4), sampling, METHODS["ar"]), 4)
+    assert codes_of(steps_of(model(vocabulary=12, codes=30), range(4), sampling, method), 4) == plain
 
 
 @pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
@@ -173,18 +173,12 @@ def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling
     assert all(len(part.codes) == len(shape.levels) + 1 for step in steps[1:] for part in step.parts)
 
 
-def test_a_relaxation_that_lends_nothing_changes_nothing() -> None:
-    tree = "dynamic-8-3-3"
-    exact = steps_of(model(), range(4), Sampling(), Eagle(tree=tree))
-    relaxed = steps_of(model(), range(4), Sampling(), Lantern(tree=tree, neighbors=3, delta=1e-12))
-    assert codes_of(exact, 4) == codes_of(relaxed, 4)
-
-
 def test_relaxed_acceptance_accepts_more_and_says_what_it_gave_away() -> None:
     def statistics(method: MethodConfig) -> Any:
         return steps_of(model(codes=60), range(6), Sampling(), method)[-1].statistics
 
-    exact, relaxed = statistics(METHODS["eagle, dynamic"]), statistics(METHODS["lantern"])
+    exact = statistics(LanternPlusPlus(tree=BUSHY, neighbors=3, lambda_=1 + 1e-12))
+    relaxed = statistics(METHODS["lantern++"])
     assert relaxed.tokens_per_forward_pass > exact.tokens_per_forward_pass
     assert relaxed.realised_tvd > 0
 
@@ -227,8 +221,7 @@ def test_images_of_very_few_codes_are_finished(method: MethodConfig, codes: int)
 def test_prefixes_of_any_length_work(method: MethodConfig, prefix: int) -> None:
     engine = model(prefix=prefix)
     given_prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
-    rngs = [np.random.default_rng(i) for i in range(3)]
-    steps = list(decode(engine, given_prompts, rngs, Sampling(cfg_scale=2.0), method))
+    steps = list(decode(engine, given_prompts, range(3), Sampling(cfg_scale=2.0), method))
     assert [len(row) for row in codes_of(steps, 3)] == [CODES] * 3
 
 
@@ -253,7 +246,7 @@ def test_a_drafter_may_see_padded_prefix_slots_or_not(masks_prefix: bool) -> Non
 
 def test_nothing_runs_before_the_first_step_is_asked_for_and_nothing_after_closing() -> None:
     engine = model()
-    running = decode(engine, prompts(range(2)), [np.random.default_rng(i) for i in range(2)], Sampling(), Ar())
+    running = decode(engine, prompts(range(2)), range(2), Sampling(), Ar())
     assert isinstance(engine.target, ToyTarget)
     assert engine.target.passes == []
     next(running)

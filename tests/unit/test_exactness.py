@@ -1,58 +1,54 @@
-"""Exact methods leave the target's distribution alone: by chi-square over draws, and by enumerating a step."""
+"""Exact methods give the codes of plain decoding, and these have the target's distribution: by chi-square over draws.
+
+Relaxed methods that lend nothing decide by rejection, and have the same distribution.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy.stats import chisquare
-from toy_engine import joint_distribution, make_model, make_prompt, next_distribution
-from toy_script import Script
+from scipy.stats import chi2_contingency, chisquare
+from toy_engine import joint_distribution, make_model, make_prompt
 
-from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime import acceptance, decode
-from lantern_rt.runtime import drafter as drafting
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.runtime import relaxation
+from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.drafts import Model
-from lantern_rt.runtime.jacobi import Window
-from lantern_rt.runtime.sampling import Probabilities, shape_distribution
-from lantern_rt.runtime.tree import DraftTree
+from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.sampling import Probabilities
 
 BUSHY = "tree-3-210-100"
-SLIM = "tree-2-10"
+NOTHING = 1 + 1e-12  # a lambda that lends nothing
+NEAR = np.array([[1, 2], [0, 2], [0, 1]])
 
 
-class OneGenerator:
-    """A request's generator that shares one stream among all requests, so that opening 200,000 is cheap."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-
-    def spawn(self, count: int) -> list[np.random.Generator]:
-        return [self.rng] * count
-
-
-def counted_draws(
-    model: Model, sampling: Sampling, method: MethodConfig, draws: int, seed: int, batch: int = 2000
-) -> NDArray[np.int64]:
-    """How often every sequence of codes came out of `decode`, `[vocabulary] * codes`."""
-    vocabulary = model.target.vocabulary  # type: ignore[attr-defined]
-    counts = np.zeros((vocabulary,) * model.codes, np.int64)
-    prompt, rng = make_prompt(7, padding=1), OneGenerator(seed)
-    for _ in range(draws // batch):
-        codes = np.zeros((batch, model.codes), np.int64)
-        filled = np.zeros(batch, np.int64)
-        for step in decode.decode(model, [prompt] * batch, [rng] * batch, sampling, method):  # type: ignore[list-item]
+def drawn(model: Model, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000) -> NDArray[np.int64]:
+    """The codes of every seed, `[seeds, codes]`."""
+    prompt, found = make_prompt(7, padding=1), np.zeros((len(seeds), model.codes), np.int64)
+    for start in range(0, len(seeds), batch):
+        together = seeds[start : start + batch]
+        codes = found[start : start + batch]
+        filled = np.zeros(len(together), np.int64)
+        for step in decode(model, [prompt] * len(together), together, sampling, method):
             for part in step.parts:
                 have = filled[part.request]
                 codes[part.request, have : have + part.committed] = part.codes[: part.committed]
                 filled[part.request] += part.committed
         assert (filled == model.codes).all()
-        np.add.at(counts, tuple(codes.T), 1)
+    return found
+
+
+def counted(codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often every sequence of codes came, `[vocabulary] * codes`."""
+    counts = np.zeros((3,) * codes.shape[1], np.int64)
+    np.add.at(counts, tuple(codes.T), 1)
     return counts
 
 
@@ -71,74 +67,109 @@ def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
     return float(chisquare(merged_observed, merged_expected).pvalue)
 
 
-@pytest.fixture
-def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember `shape_distribution`'s answers: it is a pure function, asked the same few questions all along."""
-    answers: dict[tuple[bytes, Sampling], Probabilities] = {}
-
-    def remember(logits: NDArray[np.float32], sampling: Sampling) -> Probabilities:
-        key = (logits.tobytes(), sampling)
-        if key not in answers:
-            answers[key] = shape_distribution(logits, sampling)
-        return answers[key]
-
-    monkeypatch.setattr(decode, "shape_distribution", remember)
-    monkeypatch.setattr(drafting, "shape_distribution", remember)
-
-
-CASES = {
-    "balanced-25": (Eagle(tree="balanced-25"), Sampling()),
-    "chain-3, guided, temperature 0.7": (Eagle(tree="chain-3"), Sampling(cfg_scale=2.0, temperature=0.7)),
-    "bushy, temperature 1.3, top-k 2": (Eagle(tree=BUSHY), Sampling(temperature=1.3, top_k=2)),
-    "dynamic-10-3-3": (Eagle(tree="dynamic-10-3-3"), Sampling()),
-    "dynamic-6-2-3, guided, temperature 1.4, top-p 0.9": (
-        Eagle(tree="dynamic-6-2-3"),
-        Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
-    ),
-    "dynamic-8-3-2, temperature 1.6, top-k 2": (Eagle(tree="dynamic-8-3-2"), Sampling(temperature=1.6, top_k=2)),
-    "sjd, window 3": (Sjd(window=3), Sampling()),
-    "sjd, guided, top-p 0.9": (Sjd(window=3), Sampling(cfg_scale=1.5, top_p=0.9)),
-    "sjd, window 2, temperature 0.7": (Sjd(window=2), Sampling(temperature=0.7)),
+SAMPLINGS = {
+    "plain": Sampling(),
+    "guided, temperature 0.7": Sampling(cfg_scale=2.0, temperature=0.7),
+    "temperature 1.3, top-k 2": Sampling(temperature=1.3, top_k=2),
+    "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
 }
+METHODS: dict[str, MethodConfig] = {
+    "ar": Ar(),
+    "balanced-25": Eagle(tree="balanced-25"),
+    "chain-3": Eagle(tree="chain-3"),
+    "dynamic-10-3-3": Eagle(tree="dynamic-10-3-3"),
+    "sjd, window 3": Sjd(window=3),
+    "by rejection, static tree": LanternPlusPlus(tree=BUSHY, neighbors=2, lambda_=NOTHING),
+    "by rejection, dynamic tree": Lantern(tree="dynamic-8-3-2", neighbors=2, delta=1e-12),
+    "by rejection, window 2": Sjd(window=2, neighbors=2, lambda_=NOTHING),
+}
+CASES = [*itertools.product(METHODS, ["plain", "guided, temperature 1.4, top-p 0.9"])]
+CASES += [
+    *itertools.product(["ar", "by rejection, static tree"], ["guided, temperature 0.7", "temperature 1.3, top-k 2"])
+]
 
 
-def codes_needed(method: MethodConfig) -> int:
-    """A window needs a few passes to show what it does."""
-    return 5 if isinstance(method, Sjd) else 3
+def toy(codes: int = 4) -> Model:
+    return make_model(vocabulary=3, codes=codes, round_span=4, columns=2, neighbors=NEAR)
 
 
-@pytest.mark.usefixtures("remembered")
-@pytest.mark.parametrize("case", CASES)
-def test_draws_have_the_exact_joint_distribution_quick(case: str) -> None:
-    method, sampling = CASES[case]
-    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4, columns=2)
-    counts = counted_draws(model, sampling, method, draws=1_000, seed=11, batch=1_000)
-    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
+def p_value_of(method: str, sampling: str, seeds: range) -> float:
+    codes = drawn(toy(), SAMPLINGS[sampling], METHODS[method], seeds)
+    return p_value(counted(codes), joint_distribution(toy(), make_prompt(7, padding=1), SAMPLINGS[sampling]))
+
+
+@pytest.mark.parametrize(("method", "sampling"), CASES)
+def test_draws_have_the_exact_joint_distribution_quick(method: str, sampling: str) -> None:
+    assert p_value_of(method, sampling, range(2_000)) > 0.001
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("remembered")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("method", "sampling"), CASES)
 def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
-    case: str, record_property: Callable[[str, object], None]
+    method: str, sampling: str, record_property: Callable[[str, object], None]
 ) -> None:
-    method, sampling = CASES[case]
-    model = make_model(vocabulary=3, codes=codes_needed(method), round_span=4, columns=2)
-    counts = counted_draws(model, sampling, method, draws=200_000, seed=12)
-    p = p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling))
+    p = p_value_of(method, sampling, range(10**6, 10**6 + 200_000))
     record_property("p_value", p)
-    print(f"{case}: p = {p:.4f} at {counts.sum()} draws, {np.count_nonzero(counts)} sequences seen")
+    print(f"{method}, {sampling}: p = {p:.4f}")
     assert p > 0.001
 
 
-@pytest.mark.usefixtures("remembered")
-def test_plain_draws_have_the_exact_joint_distribution() -> None:
-    model, sampling = make_model(vocabulary=3, codes=3), Sampling(temperature=0.9)
-    counts = counted_draws(model, sampling, Ar(), draws=4_000, seed=13)
-    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) > 0.001
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    table=st.integers(0, 1000),
+    agreement=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.6]),
+    cfg_scale=st.sampled_from([1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5]),
+    top_p=st.sampled_from([1.0, 0.8, 0.3]),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_every_exact_method_gives_the_codes_of_ar(
+    seed: int, table: int, agreement: float, temperature: float, cfg_scale: float, top_k: int, top_p: float
+) -> None:
+    sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    model, prompts = make_model(9, 25, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
+    seeds = [seed, (seed + 1) % 2**64, seed // 2]
+
+    def codes(method: MethodConfig) -> list[list[int]]:
+        found: list[list[int]] = [[], [], []]
+        for step in decode(model, prompts, seeds, sampling, method):
+            for part in step.parts:
+                found[part.request] += part.codes[: part.committed].tolist()
+        return found
+
+    plain = codes(Ar())
+    for method in (*(Eagle(tree=name) for name in ("chain-2", BUSHY, "dynamic-8-4-2")), Sjd(window=1), Sjd(window=6)):
+        assert codes(method) == plain
 
 
-@pytest.mark.usefixtures("remembered")
+def test_codes_of_neighbouring_seeds_are_independent() -> None:
+    codes = drawn(toy(), Sampling(), Ar(), range(8_001))[:, 0]
+    table = np.zeros((3, 3))
+    np.add.at(table, (codes[:-1], codes[1:]), 1)
+    assert chi2_contingency(table).pvalue > 0.001
+
+
+def noise_that_forgets_the_position(patch: pytest.MonkeyPatch) -> None:
+    right = Noise.gumbel
+    patch.setattr(Noise, "gumbel", lambda noise, position, size: right(noise, 0, size))
+
+
+def noise_that_forgets_the_seed(patch: pytest.MonkeyPatch) -> None:
+    right = Noise.gumbel
+    patch.setattr(Noise, "gumbel", lambda noise, position, size: right(Noise(noise.seed // 2), position, size))
+
+
+@pytest.mark.parametrize("slip", [noise_that_forgets_the_position, noise_that_forgets_the_seed])
+def test_the_tests_catch_noise_that_comes_twice(slip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip(monkeypatch)
+    joint = p_value_of("ar", "plain", range(4_000))
+    codes = drawn(toy(), Sampling(), Ar(), range(4_001))[:, 0]
+    table = np.zeros((3, 3))
+    np.add.at(table, (codes[:-1], codes[1:]), 1)
+    assert min(joint, chi2_contingency(table).pvalue) < 1e-6
+
+
 @pytest.mark.parametrize("forgotten", ["to take q away", "to remove a refused code"])
 def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(p: Probabilities, q: Probabilities | None, code: int, *rest: object) -> Probabilities:
@@ -147,86 +178,15 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
             left[code] = 0
         return left / max(left.sum(), 1e-300)
 
-    monkeypatch.setattr(acceptance, "residual_distribution", wrong)
-    model, sampling = make_model(vocabulary=3, codes=3), Sampling()
-    counts = counted_draws(model, sampling, Eagle(tree=BUSHY), draws=2_000, seed=14)
-    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
+    monkeypatch.setattr(relaxation, "residual_distribution", wrong)
+    assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6
 
 
-@pytest.mark.usefixtures("remembered")
-def test_the_chi_square_test_catches_drafts_dropped_for_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a child counts must not depend on what was drawn: here children of little probability are taken back."""
-    right = drafting.TreeDrafts._draft_static
-
-    def wrong(drafter: drafting.TreeDrafts, *rest: Any) -> list[DraftTree]:
-        kept = []
-        for tree in right(drafter, *rest):
-            dropped = tree.nodes == 2 and tree.proposals[0][tree.tokens[1]] < 0.4
-            kept.append(DraftTree(tree.tokens[:1], tree.parents[:1]) if dropped else tree)
-        return kept
-
-    monkeypatch.setattr(drafting.TreeDrafts, "_draft_static", wrong)
-    model, sampling = make_model(vocabulary=3, codes=3), Sampling()
-    counts = counted_draws(model, sampling, Eagle(tree="chain-1"), draws=2_000, seed=15)
-    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
-
-
-@pytest.mark.usefixtures("remembered")
-def test_the_chi_square_test_catches_a_window_that_forgets_what_it_drew_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Window, "_couple", lambda window, code, q, p: code)
-    model, sampling = make_model(vocabulary=3, codes=5, columns=2), Sampling()
-    counts = counted_draws(model, sampling, Sjd(window=3), draws=4_000, seed=16)
-    assert p_value(counts, joint_distribution(model, make_prompt(7, padding=1), sampling)) < 1e-6
-
-
-# ---------------------------------------------------------------- one step of `decode`, by enumeration
-
-
-@pytest.mark.usefixtures("remembered")
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("tree", "sampling"),
-    [
-        ("dynamic-6-3-2", Sampling()),
-        ("dynamic-10-3-3", Sampling(cfg_scale=2.0, temperature=0.8)),
-        ("dynamic-9-4-2", Sampling(temperature=1.4, top_k=2)),
-        (SLIM, Sampling()),
-        (SLIM, Sampling(cfg_scale=3.0, temperature=1.5, top_p=0.7)),
-        (SLIM, Sampling(cfg_scale=0.5, top_k=2)),
-        ("chain-3", Sampling(cfg_scale=1.7, temperature=1.1)),
-    ],
-)
-def test_the_next_codes_of_one_step_are_exactly_distributed(
-    tree: str, sampling: Sampling, step: int, monkeypatch: pytest.MonkeyPatch
+def test_the_chi_square_test_catches_decisions_that_share_the_noise_of_the_draft(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, prompt = make_model(vocabulary=3, codes=12, round_span=4, seed=3), make_prompt(3, padding=1)
-    method = Eagle(tree=tree)
-    ahead = 4  # look at so many codes: what one step may commit at most
-    following = cache(lambda before, codes: continuation(model, before, codes, ahead, sampling))
-    found = np.zeros((3,) * ahead)
-    total = 0.0
-    for script in Script(seed=5).runs():
-        monkeypatch.setattr(decode, "draw", script.draw)
-        monkeypatch.setattr(acceptance, "draw", script.draw)
-        monkeypatch.setattr(drafting, "draw_without_replacement", script.draw_without_replacement)
-        steps = decode.decode(model, [prompt], [script], sampling, method)  # type: ignore[list-item]
-        before = tuple(code for _ in range(step) for code in next(steps).parts[0].codes.tolist())
-        script.armed = True
-        codes = tuple(next(steps).parts[0].codes[:ahead].tolist())
-        total += script.weight
-        found[codes] += script.weight * following(before, codes)
-    assert total == pytest.approx(1)
-    np.testing.assert_allclose(found, following(before, ()), atol=1e-6)
+    def shared(noise: Noise, position: int) -> np.random.Generator:
+        return np.random.Generator(noise._stream(position, 0))
 
-
-def continuation(
-    model: Model, before: tuple[int, ...], codes: tuple[int, ...], ahead: int, sampling: Sampling
-) -> NDArray[np.float64]:
-    """Exact joint distribution of the codes that follow `before` and `codes`, up to `ahead` codes in all."""
-    prompt, missing = make_prompt(3, padding=1), ahead - len(codes)
-    joint = np.ones((3,) * missing)
-    for length in range(missing):
-        for more in itertools.product(range(3), repeat=length):
-            following = next_distribution(model, prompt, [*before, *codes, *more], sampling)
-            joint[more] *= following.reshape((3,) + (1,) * (missing - length - 1))
-    return joint
+    monkeypatch.setattr(Noise, "decisions", shared)
+    assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6

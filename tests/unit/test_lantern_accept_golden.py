@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance
+from lantern_rt.runtime.relaxation import Relaxation, walk, walk_greedy
 from lantern_rt.runtime.sampling import Probabilities, shape_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 
@@ -19,6 +20,16 @@ DATA = Path(__file__).parent.parent / "data"
 GOLDEN = dict(np.load(DATA / "lantern-accept" / "golden.npz"))
 CASES = json.loads((DATA / "lantern-accept" / "cases.json").read_text(encoding="utf-8"))
 STATIC = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
+
+
+class Recorded:
+    """The recorded uniform numbers, and one that was not recorded, for what is drawn where none was accepted."""
+
+    def __init__(self, numbers: list[float]) -> None:
+        self.left = [*numbers, 0.5]
+
+    def random(self) -> float:
+        return self.left.pop(0)
 
 
 def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32], list[list[int]]]:
@@ -67,9 +78,10 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
     relaxation = relaxation_of(case, residual)
     if case["mode"] == "greedy":
         return walk_greedy(tree, target, relaxation), tree, leaves, 0
-    numbers = list(case["uniforms"])
-    accepted = walk(tree, target, relaxation, lambda: numbers.pop(0), np.random.default_rng(0))
-    return accepted, tree, leaves, len(numbers)
+    numbers: Any = Recorded(case["uniforms"])
+    accepted = walk(tree, target, lambda node: 0, relaxation, lambda node: numbers)
+    ended_on_a_leaf = not tree.structure.children[accepted.path[-1]]
+    return accepted, tree, leaves, len(numbers.left) - ended_on_a_leaf
 
 
 def label(number: int) -> str:

@@ -96,7 +96,7 @@ def test_many_images_and_lengths_fit_in_the_picture() -> None:
     trace = Trace(8, 8)
     codes = np.arange(30)
     chain = DraftTree(codes, np.arange(30) - 1)
-    acceptance = Acceptance(list(range(30)), 7, 0.0, 29, np.ones(1))
+    acceptance = Acceptance(list(range(30)), 7)
     trace.add(Step([RequestStep(i, codes, 30, chain, acceptance) for i in range(20)], 600, 1280))
     picture = trace.picture()
     assert picture.width > 8 * 8 * 16

@@ -62,8 +62,8 @@ def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> 
 
 def codes_of(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
     codes: list[list[int]] = [[] for _ in prompts]
-    rngs = [np.random.default_rng(len(p.cond.embeds)) for p in prompts]
-    for step in decode(model(**engines), prompts, rngs, sampling, method):
+    seeds = [len(p.cond.embeds) for p in prompts]
+    for step in decode(model(**engines), prompts, seeds, sampling, method):
         for part in step.parts:
             codes[part.request] += part.codes[: part.committed].tolist()
     return codes

@@ -17,8 +17,8 @@ from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
 from lantern_rt.runtime.sampling import (
     best_codes,
+    choose,
     draw,
-    draw_without_replacement,
     guide,
     shape_distribution,
     softmax,
@@ -121,12 +121,43 @@ def test_draws_follow_the_distribution() -> None:
     assert chisquare(counts[kept], 10_000 * distribution[kept]).pvalue > 0.001
 
 
+def gumbel(rng: np.random.Generator, size: tuple[int, ...]) -> np.ndarray:
+    return rng.gumbel(size=size).astype(np.float32)
+
+
+def test_choices_follow_the_distribution_filters_included() -> None:
+    logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
+    for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
+        noise = gumbel(np.random.default_rng(1), (10_000, 5))
+        counts = np.bincount([choose(logits, one, sampling) for one in noise], minlength=5)
+        expected = naive_distribution(logits.astype(np.float64), sampling)
+        kept = expected > 1e-6
+        assert counts[~kept].sum() == 0
+        assert chisquare(counts[kept], 10_000 * expected[kept] / expected[kept].sum()).pvalue > 0.001
+
+
+def test_without_noise_the_most_probable_code_is_chosen() -> None:
+    assert choose(np.array([0, 2, 1], np.float32), None, Sampling(temperature=0, top_k=1)) == 1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_choice_among_logits_that_are_not_finite_is_an_error(bad: float, sampling: Sampling) -> None:
+    noise = None if sampling.greedy else np.zeros(3, np.float32)
+    with pytest.raises(EngineError, match="NaN or infinite"):
+        choose(np.array([0, bad, 1], np.float32), noise, sampling)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_draws_without_replacement_come_in_the_order_of_successive_draws(count: int) -> None:
-    distribution, rng, draws = np.array([0.45, 0.0, 0.3, 0.15, 0.1]), np.random.default_rng(count), 10_000
+def test_the_best_codes_with_noise_are_successive_draws_without_replacement(count: int) -> None:
+    distribution, draws = np.array([0.45, 0.0, 0.3, 0.15, 0.1]), 10_000
+    with np.errstate(divide="ignore"):
+        weights = np.log(distribution).astype(np.float32)
+    codes, scores = best_codes(weights + gumbel(np.random.default_rng(count), (draws, 5)), count)
+    assert np.isfinite(scores).all()
     seen = dict.fromkeys(itertools.permutations([0, 2, 3, 4], count), 0)
-    for _ in range(draws):
-        seen[tuple(draw_without_replacement(distribution, count, rng).tolist())] += 1
+    for drawn in codes.tolist():
+        seen[tuple(drawn)] += 1
     expected = []
     for order in seen:
         chance, left = 1.0, 1.0
@@ -137,20 +168,11 @@ def test_draws_without_replacement_come_in_the_order_of_successive_draws(count: 
     assert chisquare(list(seen.values()), expected).pvalue > 0.001
 
 
-def test_draws_without_replacement_stop_when_the_codes_run_out() -> None:
-    rng = np.random.default_rng(0)
-    assert sorted(draw_without_replacement(np.array([0, 0.5, 0, 0.5]), 4, rng).tolist()) == [1, 3]
-    assert draw_without_replacement(np.array([0.0, 1.0]), 3, rng).tolist() == [1]
-
-
-def test_drawing_every_code_without_replacement_uses_one_number_each_and_no_code_twice() -> None:
-    distribution = np.array([0.97, 0.01, 0.0, 0.01, 0.01])
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        assert sorted(draw_without_replacement(distribution, 9, rng)) == [0, 1, 3, 4]
-        again = np.random.default_rng(seed)
-        again.random(4)
-        assert rng.random() == again.random()
+def test_codes_that_are_left_out_have_no_log_probability() -> None:
+    weights = np.array([[0, -np.inf, 1]], np.float32)
+    codes, scores = best_codes(weights, 3)
+    assert codes.tolist() == [[2, 0, 1]]
+    assert np.isneginf(scores[0, 2])
 
 
 @pytest.mark.parametrize("vocabulary", [64, 4096, 16384])  # one block, and many
@@ -171,16 +193,12 @@ def test_draws_from_a_large_vocabulary_are_those_of_the_plain_cumulative_sum(voc
         np.float32, st.tuples(st.integers(1, 3), st.sampled_from([7, 256, 1024])), elements=st.floats(-9, 9, width=16)
     ),
     count=st.integers(1, 9),
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
 )
-def test_the_best_codes_are_those_of_a_full_sort_with_their_log_probabilities(
-    logits: np.ndarray, count: int, temperature: float
-) -> None:
-    codes, scores = best_codes(logits, count, temperature)
+def test_the_best_codes_are_those_of_a_full_sort_with_their_log_probabilities(logits: np.ndarray, count: int) -> None:
+    codes, scores = best_codes(logits, count)
     kept = min(count, logits.shape[1])
     assert codes.shape == scores.shape == (len(logits), kept)
     for row, chosen, score in zip(logits, codes, scores, strict=True):
         assert len(set(chosen.tolist())) == kept
         np.testing.assert_array_equal(row[chosen], np.sort(row)[::-1][:kept])
-        wanted = np.log(softmax(row / np.float32(temperature or 1)))[chosen]
-        np.testing.assert_allclose(score, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(score, np.log(softmax(row))[chosen], rtol=1e-5, atol=1e-5)

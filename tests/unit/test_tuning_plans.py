@@ -34,8 +34,8 @@ def test_rates_predict_how_many_tokens_another_tree_gives() -> None:
     counts = AcceptanceCounts()
 
     def parts(seeds: range, tree: str) -> list[RequestStep]:
-        prompts, rngs = [make_prompt(i) for i in seeds], [np.random.default_rng(i) for i in seeds]
-        return [part for step in decode(model, prompts, rngs, sampling, Eagle(tree=tree)) for part in step.parts]
+        prompts = [make_prompt(i) for i in seeds]
+        return [part for step in decode(model, prompts, seeds, sampling, Eagle(tree=tree)) for part in step.parts]
 
     for part in parts(range(40), tree_name(PROBE_PATHS)):
         counts.add(part)

@@ -25,6 +25,7 @@ class Script:
         while True:
             self.rng, self.armed = np.random.default_rng(self.seed), False
             self.weight, self.made, self.options = 1.0, 0, []  # type: ignore[var-annotated]
+            self.numbers: dict[int, tuple[float, float]] = {}
             yield self
             plan = [*self.plan, *[0] * (self.made - len(self.plan))]
             while plan and plan[-1] + 1 == self.options[len(plan) - 1]:
@@ -45,10 +46,19 @@ class Script:
         self.weight *= share[number]
         return int(possible[number])
 
-    # what stands in for generators and draws
+    def below(self, position: int, threshold: float) -> bool:
+        """Whether the uniform number of a position lies below a threshold; each answer narrows the number down."""
+        low, high = self.numbers.get(position, (0.0, 1.0))
+        middle = min(max(threshold, low), high)
+        first = self.choose(np.array([middle - low, high - middle])) == 0
+        self.numbers[position] = (low, middle) if first else (middle, high)
+        return first
 
-    def spawn(self, count: int) -> list[Script]:
-        return [self] * count
+    def at(self, position: int) -> Numbers:
+        """A stream whose every number is that of a position."""
+        return Numbers(self, position)
+
+    # what stands in for generators and draws
 
     def random(self) -> Coin:
         return Coin(self)
@@ -56,21 +66,28 @@ class Script:
     def draw(self, distribution: Probabilities, rng: object) -> int:
         return self.choose(distribution)
 
-    def draw_without_replacement(self, distribution: Probabilities, count: int, rng: object) -> NDArray[np.int64]:
-        left, drawn = distribution.copy(), []
-        for _ in range(min(count, np.count_nonzero(distribution))):
-            drawn.append(self.choose(left))
-            left[drawn[-1]] = 0
-        return np.array(drawn, np.int64)
-
 
 @dataclass(frozen=True)
 class Coin:
     """A uniform number that has not been drawn yet: comparing it chooses on which side it lies."""
 
     script: Script
+    position: int | None = None  # whose number it is; None: its own
 
     def __le__(self, threshold: float) -> bool:
+        if self.position is not None:
+            return self.script.below(self.position, threshold)
         return self.script.choose(np.array([threshold, 1 - threshold])) == 0
 
     __lt__ = __le__
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Gives the number of one position over and over."""
+
+    script: Script
+    position: int
+
+    def random(self) -> Coin:
+        return Coin(self.script, self.position)
