@@ -64,7 +64,9 @@ def measure(
     print_table(passes, {"graph": "", "nodes": "d", "ms": ".2f", "relative": ".2f", "bound_share": ".0%"})
     rows = compare(pipeline, methods, images)
     request = subjects(pipeline).request(0, 1)
-    costs = with_overhead(costs, lambda method: pipeline.stream(**request, method=method))
+    costs = with_overhead(costs, lambda method: pipeline.stream(**request, method=method), seconds / 4)
+    if not costs.steady:
+        print("  this host is too busy: costs of passes and steps vary too much")
     print(
         f"  outside the engines {1e3 * costs.step:.2f} ms a step, {1e3 * costs.level:.2f} ms a drafter pass; projected:"
     )

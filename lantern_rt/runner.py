@@ -6,8 +6,9 @@ moment of the host hits all of them alike. Likelihoods are computed outside the 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from .methods import parse_method
 from .pipeline import Pipeline
 from .requests import SAMPLING, Settings, resolve_settings
 from .results import Ints
-from .runtime.decode import RequestStep
 from .runtime.likelihood import Likelihood
 from .runtime.statistics import Statistics
 
@@ -140,14 +140,16 @@ def run(
     contender: Contender,
     request: Mapping[str, Any],
     paint: bool = True,
-    watch: Callable[[RequestStep], None] | None = None,
+    deadline: float = math.inf,
 ) -> Run:
-    """Run one method on one request; `watch` sees every request's part of every step."""
+    """Run one method on one request.
+
+    Raises: TimeoutError: it was not done by `deadline`, of `time.monotonic`.
+    """
     began = time.perf_counter()
     for step in pipeline.stream(**request, **contender.options):
-        if watch is not None:
-            for part in step.step.parts:
-                watch(part)
+        if step.stats is None and time.monotonic() > deadline:
+            raise TimeoutError
     images = [step.image(i) for i in range(len(step.codes))] if paint else []
     seconds = time.perf_counter() - began
     assert step.stats is not None
@@ -166,11 +168,18 @@ def take_turns(
     requests: Iterable[Mapping[str, Any]],
     paint: bool = True,
     score: bool = True,
+    deadline: float = math.inf,
 ) -> Iterator[list[Run]]:
-    """A turn per request: the runs of all methods, in the contenders' order, whichever went first."""
+    """A turn per request: the runs of all methods, in the contenders' order, whichever went first.
+
+    The turn that is not done by `deadline`, of `time.monotonic`, is dropped, and is the last.
+    """
     count = len(contenders)
     for turn, request in enumerate(requests):
         order = [(turn + i) % count for i in range(count)]
-        found = {i: run(pipeline, contenders[i], request, paint) for i in order}
+        try:
+            found = {i: run(pipeline, contenders[i], request, paint, deadline) for i in order}
+        except TimeoutError:
+            return
         runs = [found[i] for i in range(count)]
         yield [scored(pipeline, one, request) for one in runs] if score else runs

@@ -3,6 +3,8 @@ host was tuned to, or changes it."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,14 @@ def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
+
+
+@pytest.fixture
+def even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that nothing disturbs: every look at a clock finds it 0.05 ms later."""
+    ticks = itertools.count()
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: 5e-5 * next(ticks))
 
 
 @pytest.fixture(scope="session")

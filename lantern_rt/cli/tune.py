@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..bundle.files import open_bundle
 from ..bundle.manifest import Manifest
 from ..checks import require_library, whole
 from ..errors import LanternError, RequestError
@@ -17,6 +18,8 @@ from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_output, check_png, write_output
 from ..planning.acceptance_statistics import AcceptanceStatistics, MethodStatistics, merge, read_statistics, weights_of
 from ..planning.costs import HostCosts
+from ..planning.intervals import median_interval
+from ..planning.store import forget_tuning
 from ..planning.tree_search import speed_by_nodes
 from ..requests import resolve_settings
 from ..runner import subjects_of
@@ -40,7 +43,7 @@ _FOUND = {
 }
 _COMPARED = {
     "compared with ar": "{method}",
-    "speed-up (median)": "{speed_up:.2f}",
+    "speed-up (median)": "{speed_up:.2f} ({low:.2f}-{high:.2f})",
     "tokens a pass": "{tokens_per_forward_pass:.2f}",
     "TVD a token": "{tvd_per_token:.3f}",
 }
@@ -48,7 +51,7 @@ _COMPARED = {
 
 def tune(
     bundle: BundleName,
-    minutes: Annotated[float, typer.Option(help="How long to measure, about.")] = 5,
+    minutes: Annotated[float, typer.Option(help="How long to measure.")] = 5,
     quality: Annotated[
         str, typer.Option(help="What may be given away: strict (nothing), balanced, fast, or TVD=x per token.")
     ] = "balanced",
@@ -64,10 +67,18 @@ def tune(
     plot: Annotated[
         Path | None, typer.Option(help="Draw costs of passes and expected speed by size of a draft, a .png file.")
     ] = None,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Forget what was measured here for the bundle; measures nothing.")
+    ] = False,
     json: Json = False,
     force: Force = False,
 ) -> None:
     """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
+    if reset:
+        if any(option is not None for option in (prompts, temperature, acceptance_statistics, plot)):
+            raise RequestError("reset: measures nothing; leave out what measuring takes")
+        _reset(bundle, json)
+        return
     if not 0 < minutes <= _MOST_MINUTES:
         raise RequestError(f"minutes: found {minutes:g}, expected a number above 0, up to {_MOST_MINUTES:g}")
     whole("images", images, 1, 1, 64)
@@ -80,7 +91,7 @@ def tune(
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
     found = Measurement(running.load(opened), subjects, images, settings, say)
-    choice, finalists, path = measure(found, minutes)
+    choice, doubt, finalists, path = measure(found, minutes)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
         written = AcceptanceStatistics(format=2, weights=weights_of(opened.manifest), entries=entries)
@@ -92,7 +103,8 @@ def tune(
     if json:
         report = {
             "situation": found.situation.model_dump(),
-            "choice": choice.model_dump(),
+            "choice": choice and choice.model_dump(),
+            "doubt": doubt or None,
             "target_ms": passes["target"],
             "drafter_ms": passes.get("drafter"),
             **outside,
@@ -109,9 +121,21 @@ def tune(
     times = "  ".join(f"{ms:.2f}" for ms in outside.values())
     print(f"outside the engines, ms of a step, a drafter pass and a token of a window: {times}")
     print_table(_FOUND, [{**dict(one), "name": describe(one.method), "gives": _gives(one)} for one in found.entries])
-    print_table(_COMPARED, [dict(finalist.choice) for finalist in finalists])
+    low_high = [dict(zip(("low", "high"), median_interval(one.speed_ups), strict=True)) for one in finalists]
+    print_table(_COMPARED, [{**dict(one.choice), **more} for one, more in zip(finalists, low_high, strict=True)])
+    if choice is None:
+        print(f"nothing chosen: {doubt}")
+        return
     won = "nothing was faster than ar" if isinstance(choice.method, Ar) else f"speed-up {choice.speed_up:.2f}"
     print(f"chosen: {choice.method} ({won}), kept in {path}")
+
+
+def _reset(bundle: str, json: bool) -> None:
+    path = forget_tuning(open_bundle(bundle, verify=False).digest)
+    if json:
+        print_json({"removed": path and str(path)})
+    else:
+        print(f"removed {path}" if path else f"nothing was measured here for {bundle}")
 
 
 def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatistics, ...]:

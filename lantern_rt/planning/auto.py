@@ -117,7 +117,10 @@ class Chooser:
         return replace(settings, method=checked.method, choice=reason)
 
     def _costs(self, rows: int, situation: Situation, settings: Settings, decode: Decode) -> HostCosts:
-        """What steps cost here for requests like this one; measured once per host, threads and number of rows."""
+        """What steps cost here for requests like this one; measured once per host, threads and number of rows.
+
+        Unsteady costs are kept by this process alone: others may find the host quieter.
+        """
         key = f"{situation.backend}, {situation.threads} threads, {rows} rows"
         with self._probing:
             tuning = read_tuning(self.bundle.digest)
@@ -125,9 +128,10 @@ class Chooser:
             if costs is None:
                 target, drafter = self.engines.target, self.engines.drafter
                 costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS / 2)
-                costs = with_overhead(costs, lambda method: decode(replace(settings, method=method)))
-                with suppress(OutputError):  # where nothing can be kept, every process probes for itself
-                    write_tuning(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
+                costs = with_overhead(costs, lambda method: decode(replace(settings, method=method)), PROBE_SECONDS / 2)
+                if costs.steady:
+                    with suppress(OutputError):  # where nothing can be kept, every process probes for itself
+                        write_tuning(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
             self._probed[rows] = costs
             return costs
 
@@ -151,6 +155,9 @@ def known_statistics(
 
 def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, quality: str) -> tuple[Choice, str]:
     """The best plan by statistics and this host's costs; plain decoding unless it promises a clear gain."""
+    if not costs.steady:
+        why = "auto: ar, as this host is too busy to measure; `lantern-rt tune` measures it for longer"
+        return Choice(method=Ar()), why
     budget = budget_of(Auto(quality=quality))
     plans = [(best_plan(entry, costs), entry) for entry in entries if budget.allows(entry.method, entry)]
     plan, entry = max(plans, key=lambda planned: planned[0].rate, default=(None, None))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
 import time
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -18,9 +18,10 @@ from ..bundle.manifest import Manifest
 from ..methods import Ar, Eagle, MethodConfig, Sjd
 from ..runtime.engine import Engine, Pass
 from ..runtime.passes import causal_pass
+from .intervals import BELIEVED, FEWEST, spread, time_in_rounds
 
 NODES = (2, 4, 8, 16, 32, 64)  # a pass never has fewer than two nodes
-STEPS = 8  # steps timed by a probe; the first ones, whose past is short, are left out
+FIRST_STEPS = 3  # left out: the prefill, and passes whose shapes are new
 PROBE_WINDOW, PROBE_CHAIN = 7, 4
 
 PassCost = Annotated[dict[int, float], Field(min_length=1)]  # seconds of one pass by its nodes, ascending
@@ -41,7 +42,8 @@ class HostCosts:
     """All a step costs: engine passes, and the work outside them.
 
     drafter: None where there is none. step: seconds outside the engines of a step that drafts nothing. level: further
-    seconds for every drafter pass of a step. redraft: further seconds for every token of a window.
+    seconds for every drafter pass of a step. redraft: further seconds for every token of a window. steady: whether all
+    of it can be believed; a host that is busy gives anything.
     """
 
     target: PassCost
@@ -49,6 +51,7 @@ class HostCosts:
     step: float = 0.0
     level: float = 0.0
     redraft: float = 0.0
+    steady: bool = True
 
     @property
     def plain_seconds(self) -> float:
@@ -66,19 +69,55 @@ class HostCosts:
         return self.step + pass_seconds(self.target, window + 1) + window * self.redraft
 
 
-def measure_costs(manifest: Manifest, target: Engine, drafter: Engine | None, rows: int, seconds: float) -> HostCosts:
-    """Costs of passes at a past of half an image; nothing around them yet. Takes about `seconds`."""
-    of_target = _pass_cost(target, manifest, rows, None, seconds / 2)
-    if drafter is None:
-        return HostCosts(of_target, None)
-    return HostCosts(of_target, _pass_cost(drafter, manifest, rows, manifest.target.hidden_size, seconds / 2))
+def measure_costs(
+    manifest: Manifest, target: Engine, drafter: Engine | None, rows: int, seconds: float, deadline: float = math.inf
+) -> HostCosts:
+    """Costs of passes over 2, 4, 8, ... nodes at a past of half an image; nothing around them yet.
+
+    Takes about `seconds`: there are as many sizes as can be repeated in that time, smallest first, at least two. Past
+    `deadline`, of `time.monotonic`, there is at most the first pass of each engine.
+    """
+    makers = [_pass_maker(target, manifest, rows, None)]
+    if drafter is not None:
+        makers.append(_pass_maker(drafter, manifest, rows, manifest.target.hidden_size))
+    began, jobs, firsts = time.perf_counter(), list[Callable[[], None]](), list[float]()
+    for nodes in NODES:
+        for make in makers:
+            jobs.append(make(nodes))
+            start = time.perf_counter()
+            jobs[-1]()  # takes memory for a new shape, so that it counts only where there is nothing better
+            firsts.append(time.perf_counter() - start)
+        spent = time.perf_counter() - began
+        if (nodes > NODES[0] and (FEWEST + 1) * spent > seconds) or time.monotonic() > deadline:
+            break
+    times = time_in_rounds(jobs, seconds - spent, deadline)
+    known = [own or [first] for own, first in zip(times, firsts, strict=True)]
+    costs = [rising_medians(dict(zip(NODES, known[i :: len(makers)], strict=False))) for i in range(len(makers))]
+    steady = all(spread(own) <= BELIEVED for own in times)
+    return HostCosts(costs[0], costs[1] if drafter is not None else None, steady=steady)
 
 
-def _pass_cost(engine: Engine, manifest: Manifest, rows: int, hidden_size: int | None, budget: float) -> PassCost:
-    """Time passes over 2, 4, 8, ... nodes; stops growing when `budget` seconds are spent.
+def rising_medians(times: Mapping[int, Sequence[float]]) -> PassCost:
+    """Medians by nodes, which never fall: sizes that contradict each other share the median of all their times.
 
-    hidden_size: of drafters, None for targets. The cache takes in two nodes of every pass, as a step's does. The median
-    of repeats; the smallest sizes come first, so that a short budget still gives a curve.
+    So one disturbed size lifts no other, as a running maximum would. It is isotonic regression by absolute errors.
+    """
+    blocks: list[tuple[list[int], list[float]]] = []
+    for nodes, own in times.items():
+        sizes, pooled = [nodes], list(own)
+        while blocks and statistics.median(blocks[-1][1]) > statistics.median(pooled):
+            smaller, earlier = blocks.pop()
+            sizes, pooled = smaller + sizes, earlier + pooled
+        blocks.append((sizes, pooled))
+    return {nodes: statistics.median(pooled) for sizes, pooled in blocks for nodes in sizes}
+
+
+def _pass_maker(
+    engine: Engine, manifest: Manifest, rows: int, hidden_size: int | None
+) -> Callable[[int], Callable[[], None]]:
+    """Gives, for a number of nodes, a pass over a chain of them that can be run again and again.
+
+    hidden_size: of drafters, None for targets. The cache takes in two nodes of every pass, as a step's does.
     """
     rng = np.random.default_rng(0)
     past = manifest.condition.prefix + manifest.codes_per_image // 2
@@ -90,44 +129,41 @@ def _pass_cost(engine: Engine, manifest: Manifest, rows: int, hidden_size: int |
         tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
         return causal_pass(engine, cache, tokens, manifest.target.max_positions - 1, padding, hidden)
 
-    for start in range(0, past, 64):  # fill the past with what the graph itself computes
-        nodes = min(64, past - start)
-        cache.append(engine.run(chain(nodes), cache).new_kv, [np.arange(nodes)] * rows)
-    began = time.perf_counter()
-    cost: dict[int, float] = {}
-    for nodes in NODES:
-        batch = chain(nodes)
-        times: list[float] = []
-        while len(times) < 9:
-            start_of_pass = time.perf_counter()
-            cache.append(engine.run(batch, cache).new_kv, [np.arange(2)] * rows)
-            times.append(time.perf_counter() - start_of_pass)
-            cache.truncate(np.full(rows, past))
-            if len(times) >= 3 and time.perf_counter() - began > budget * (len(cost) + 1) / len(NODES):
-                break
-        cost[nodes] = statistics.median(times[1:])
-        if len(cost) >= 2 and time.perf_counter() - began > budget:
-            break
-    return cost
+    def run(batch: Pass) -> None:
+        cache.append(engine.run(batch, cache).new_kv, [np.arange(2)] * rows)
+        cache.truncate(np.full(rows, past))
+
+    new_kv = engine.run(chain(min(NODES[-1], past)), cache).new_kv
+    for start in range(0, past, NODES[-1]):  # a past that the graph itself computed, the same again and again
+        cache.append(new_kv, [np.arange(min(NODES[-1], past - start))] * rows)
+    return lambda nodes: partial(run, chain(nodes))
 
 
-def with_overhead(costs: HostCosts, decode: Callable[[MethodConfig], Iterator[object]]) -> HostCosts:
+def with_overhead(
+    costs: HostCosts,
+    decode: Callable[[MethodConfig], Iterator[object]],
+    seconds: float,
+    deadline: float = math.inf,
+) -> HostCosts:
     """The costs with what a step, a token of a window and a drafter pass take outside the engines.
 
-    decode: one request, step by step, with a method.
+    decode: one request, step by step, with a method. Takes about `seconds`; past `deadline` nothing is added.
     """
-    costs = replace(costs, step=max(0.0, _seconds_per_step(decode(Ar())) - pass_seconds(costs.target, 2)))
-    of_window = _seconds_per_step(decode(Sjd(window=PROBE_WINDOW))) - costs.window_seconds(PROBE_WINDOW)
-    of_chain = 0.0
+    methods: list[MethodConfig] = [Ar(), Sjd(window=PROBE_WINDOW)]
     if costs.drafter is not None:
-        expected = costs.tree_seconds(PROBE_CHAIN + 1, [1] * PROBE_CHAIN)
-        of_chain = _seconds_per_step(decode(Eagle(tree=f"chain-{PROBE_CHAIN}"))) - expected
-    return replace(costs, level=max(0.0, of_chain / PROBE_CHAIN), redraft=max(0.0, of_window / PROBE_WINDOW))
+        methods.append(Eagle(tree=f"chain-{PROBE_CHAIN}"))
+    steps = [partial(next, _endless(decode, method)) for method in methods]
+    times = time_in_rounds(steps, seconds, deadline, FIRST_STEPS)
+    if not all(times):
+        return replace(costs, steady=False)
+    plain, window, *chain = map(statistics.median, times)
+    costs = replace(costs, step=max(0.0, plain - pass_seconds(costs.target, 2)))
+    redraft = max(0.0, window - costs.window_seconds(PROBE_WINDOW)) / PROBE_WINDOW
+    level = max(0.0, chain[0] - costs.tree_seconds(PROBE_CHAIN + 1, [1] * PROBE_CHAIN)) / PROBE_CHAIN if chain else 0.0
+    steady = costs.steady and all(spread(own) <= BELIEVED for own in times)
+    return replace(costs, level=level, redraft=redraft, steady=steady)
 
 
-def _seconds_per_step(steps: Iterator[object]) -> float:
-    """Seconds of one step, over `STEPS` steps after the first three; the decode is left where it stands."""
-    deque(itertools.islice(steps, 3), maxlen=0)
-    began = time.perf_counter()
-    taken = sum(1 for _ in itertools.islice(steps, STEPS))
-    return (time.perf_counter() - began) / max(1, taken)
+def _endless(decode: Callable[[MethodConfig], Iterator[object]], method: MethodConfig) -> Iterator[object]:
+    while True:
+        yield from decode(method)

@@ -101,5 +101,17 @@ def write_tuning(tuning: Tuning) -> Path:
     return path
 
 
+def forget_tuning(digest: str) -> Path | None:
+    """Remove what is stored of a bundle: the file, None if there was none; OutputError if it cannot be removed."""
+    path = _path(digest)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be removed ({error.strerror}); remove it yourself") from error
+    return path
+
+
 def _path(digest: str) -> Path:
     return cache_folder() / "tuning" / f"{digest[:32]}.json"

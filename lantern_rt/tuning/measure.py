@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,20 +14,23 @@ from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sjd
 from ..pipeline import Pipeline
 from ..planning.acceptance_statistics import MethodStatistics, Quality, bundle_statistics, drafting_aside
 from ..planning.auto import budget_of, known_statistics
-from ..planning.costs import measure_costs
+from ..planning.costs import measure_costs, with_overhead
 from ..planning.store import read_tuning
 from ..requests import Settings
-from ..runner import Contender, Run, Subjects, run, scored
+from ..results import Ints
+from ..runner import Contender, Run, Subjects
 from ..runtime.decode import RequestStep
 from ..runtime.likelihood import Likelihood
 from ..runtime.tree_names import tree_name
 from .acceptance_counts import PROBE_DEPTH, PROBE_PATHS, AcceptanceCounts
 
 Say = Callable[[str], None]
+Watch = Callable[[RequestStep], None]
 # Windows of sjd. A pass has one node more: these are sizes at which passes are timed, and two between them.
 WINDOWS = (3, 5, 7, 11, 15, 31)
 EXACT_SHARES = 3  # time for what is exact, against that for one relaxation
 RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
+LEAST_PASSES = 32  # of what is exact, if that is less than an image: fewer say little of tokens per pass
 
 
 def exact_methods(manifest: Manifest) -> list[MethodConfig]:
@@ -51,12 +54,27 @@ def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
     return rungs
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The images of one call, or as much of them as there was time for.
+
+    codes: per image. tokens: that steps gave an image, the prefill left out; none for `ar`. host_seconds: outside the
+    engines, a target pass; None if the call was cut off. likelihoods: per image, if they were computed.
+    """
+
+    codes: list[Ints]
+    tokens: list[int]
+    tvd_per_token: float
+    host_seconds: float | None
+    likelihoods: list[Likelihood] = field(default_factory=list)
+
+
 @dataclass
 class Measurement:
     """What passes cost, and what methods within the budget give: decoding `images` subjects together.
 
     settings: sampling, and method `auto` with its quality. entries: methods within the budget. untried: those there was
-    no time for. costs: with the work outside the engines.
+    no time for. costs: with the work outside the engines. deadline: of `run`, an instant of `time.monotonic`.
     """
 
     pipeline: Pipeline
@@ -82,17 +100,21 @@ class Measurement:
         return Contender(str(method), {"method": method, "temperature": self.settings.sampling.temperature})
 
     def run(self, seconds: float) -> None:
-        """Measure for about `seconds`: passes, what is exact in any case, then relaxations, from careful to bold."""
+        """Measure for `seconds`: passes, what is exact, then relaxations, from careful to bold.
+
+        A pass that is under way then is waited for, and the likelihoods of what was drawn.
+        """
+        self.deadline = time.monotonic() + seconds
         manifest = self.pipeline.bundle.manifest
         self.say("measuring passes")
         rows = self.images * (2 if self.settings.sampling.guided else 1)
-        self.costs = measure_costs(manifest, *self.pipeline.decoders(), rows, seconds / 7)
-        self.deadline = time.monotonic() + seconds * 6 / 7
+        self.costs = measure_costs(manifest, *self.pipeline.decoders(), rows, seconds / 9, self.deadline)
+        self.costs = with_overhead(self.costs, self._steps, seconds / 18, self.deadline)
         exact, climbing = exact_methods(manifest), [] if self.budget.exact else ladders(manifest)
         self.shares = 2 + EXACT_SHARES * len(exact) + sum(map(len, climbing))  # still to be given away
         self.say("decoding plainly, for comparison")
         self.plain = self._draw(Ar(), self._seconds(2))
-        self.costs = replace(self.costs, step=_host_per_pass(self.plain))
+        self.costs = replace(self.costs, step=_host_per_pass(self.plain, self.costs.step))
         for method in exact:
             self._try(method)
         while climbing:
@@ -115,29 +137,43 @@ class Measurement:
         return seconds
 
     def _try(self, method: MethodConfig) -> bool:
-        """Measure a method and keep it if it is within the budget; whether it is."""
+        """Measure a method and keep it if it is within the budget; whether there was time, and it is."""
         self.say(f"trying {describe(method)}")
         seconds = self._seconds(EXACT_SHARES if method.exact else 1)
         found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
+        if found is None:
+            self.untried.append(method)
+            return False
         if allowed := self.budget.allows(method, found, self.known.get(method, found)):
             self.entries.append(found)
         return allowed
 
-    def _tree(self, method: MethodConfig, seconds: float) -> MethodStatistics:
-        counts = AcceptanceCounts()
-        runs = self._draw(method.model_copy(update={"tree": tree_name(PROBE_PATHS)}), seconds, counts.add)
-        self.costs = replace(self.costs, level=max(0.0, _host_per_pass(runs) - self.costs.step) / PROBE_DEPTH)
+    def _tree(self, method: MethodConfig, seconds: float) -> MethodStatistics | None:
+        """What was found of a method with a drafter; None without time."""
+        counts, costs = AcceptanceCounts(), self.costs
+        named = method.model_copy(update={"tree": tree_name(PROBE_PATHS)})
+        drawn = self._draw(named, seconds, counts.add)
+        if not drawn:
+            return None
+        host = _host_per_pass(drawn, costs.step + PROBE_DEPTH * costs.level)
+        self.costs = replace(costs, level=max(0.0, host - costs.step) / PROBE_DEPTH)
         rates = [[round(rate, 4) for rate in row] for row in counts.rates().tolist()]
-        return self._entry(method, mean_tvd(runs), likelihoods(runs), acceptance_rates=rates)
+        return self._entry(method, mean_tvd(drawn), likelihoods(drawn), acceptance_rates=rates)
 
-    def _window(self, method: Sjd, seconds: float) -> MethodStatistics:
-        """Windows on the same prompts; the quality is the worst one's. Relaxed only those that suit this host."""
-        each = seconds / len(self.windows)
+    def _window(self, method: Sjd, seconds: float) -> MethodStatistics | None:
+        """Windows on the same prompts; the quality is the worst one's. Relaxed only those that suit this host.
+
+        None without time for all of them.
+        """
+        each, costs = seconds / len(self.windows), self.costs
         drawn = {window: self._draw(method.model_copy(update={"window": window}), each) for window in self.windows}
-        tokens = {window: _tokens_per_step(runs) for window, runs in drawn.items()}
+        if not all(drawn.values()):
+            return None
+        tokens = {window: statistics.mean(n for one in runs for n in one.tokens) for window, runs in drawn.items()}
         if method.exact:
-            redraft = [(_host_per_pass(runs) - self.costs.step) / window for window, runs in drawn.items()]
-            self.costs = replace(self.costs, redraft=max(0.0, statistics.median(redraft)))
+            hosts = {w: _host_per_pass(runs, costs.step + w * costs.redraft) for w, runs in drawn.items()}
+            redraft = statistics.median((host - costs.step) / window for window, host in hosts.items())
+            self.costs = replace(costs, redraft=max(0.0, redraft))
             by_rate = sorted(WINDOWS, key=lambda window: -tokens[window] / self.costs.window_seconds(window))
             self.windows = sorted(by_rate[:RELAXED_WINDOWS])
         scores = [
@@ -157,37 +193,67 @@ class Measurement:
         found = {"method": method, "greedy": self.situation.greedy, "images": len(scores)}
         return MethodStatistics.model_validate({**found, **fields, **gives})
 
-    def _draw(
-        self, method: MethodConfig, seconds: float, watch: Callable[[RequestStep], None] | None = None
-    ) -> list[Run]:
-        """Decode batches until `seconds` have passed, at least one."""
-        began, runs = time.monotonic(), list[Run]()
-        while not runs or time.monotonic() - began <= seconds:
-            request = self.subjects.request(len(runs), self.images)
-            one = run(self.pipeline, self.contender(method), request, paint=False, watch=watch)
-            runs.append(scored(self.pipeline, one, request))
-        return runs
+    def _draw(self, method: MethodConfig, seconds: float, watch: Watch | None = None) -> list[Drawn]:
+        """Decode batches until `seconds` have passed, the last one cut off; `watch` sees every part of every step.
+
+        The first batch takes what it needs, `LEAST_PASSES`, or all of it where likelihoods are compared: those of a few
+        codes say too little. Empty if there was no time for it.
+        """
+        compared = not method.exact or (isinstance(method, Ar) and not self.budget.exact)
+        least, drawn = math.inf if compared else LEAST_PASSES, list[Drawn]()
+        end = time.monotonic() + seconds
+        while time.monotonic() < (end if drawn else self.deadline):
+            request = self.subjects.request(len(drawn), self.images)
+            one = self._decode(method, request, end, 0 if drawn else least, watch)
+            if one is None:
+                break
+            if one.host_seconds is not None or not drawn:
+                plain = self.contender(Ar()).options
+                one = replace(one, likelihoods=self.pipeline.likelihoods(one.codes, **request, **plain))
+            drawn.append(one)
+        return drawn
+
+    def _decode(
+        self, method: MethodConfig, request: Mapping[str, Any], end: float, least: float, watch: Watch | None
+    ) -> Drawn | None:
+        """One call, cut off at the instant `end` after at least so many passes, and at the deadline in any case.
+
+        None: that came too soon.
+        """
+        tokens, tvd = list[int](), 0.0
+        for passes, step in enumerate(self.pipeline.stream(**request, **self.contender(method).options)):
+            for part in step.step.parts:
+                if watch is not None:
+                    watch(part)
+                if part.acceptance is not None:
+                    tokens.append(len(part.codes))
+                    tvd += part.acceptance.realised_tvd
+            now = time.monotonic()
+            if step.stats is None and (now > self.deadline or (now > end and passes >= least)):
+                if passes < least:
+                    return None
+                break
+        host = None if step.stats is None else step.stats.host_seconds / step.stats.target_passes
+        return Drawn(step.codes, tokens, tvd / sum(map(len, step.codes)), host)
+
+    def _steps(self, method: MethodConfig) -> Iterator[object]:
+        """The first subjects, step by step."""
+        return self.pipeline.stream(**self.subjects.request(0, self.images), **self.contender(method).options)
 
 
-def likelihoods(runs: Sequence[Run]) -> list[Likelihood]:
+def likelihoods(runs: Sequence[Run | Drawn]) -> list[Likelihood]:
     """Image by image."""
     return [score for one in runs for score in one.likelihoods]
 
 
-def mean_tvd(runs: Sequence[Run]) -> float:
+def mean_tvd(runs: Sequence[Run | Drawn]) -> float:
     """Total variation given away per token."""
-    return statistics.mean(one.tvd_per_token for one in runs)
+    return statistics.fmean((one.tvd_per_token for one in runs), [sum(map(len, one.codes)) for one in runs])
 
 
-def _host_per_pass(runs: Sequence[Run]) -> float:
-    """Seconds outside the engines, a target pass."""
-    return sum(one.statistics.host_seconds for one in runs) / sum(one.statistics.target_passes for one in runs)
-
-
-def _tokens_per_step(runs: Sequence[Run]) -> float:
-    """Tokens that a pass commits for an image, the prefill left out."""
-    steps = [n for one in runs for image in one.statistics.per_image for n in image.codes_per_step]
-    return sum(steps) / len(steps)
+def _host_per_pass(drawn: Sequence[Drawn], otherwise: float) -> float:
+    """Seconds outside the engines, a target pass: the median of finished calls; `otherwise` where none is."""
+    return statistics.median([one.host_seconds for one in drawn if one.host_seconds is not None] or [otherwise])
 
 
 def describe(method: MethodConfig) -> str:

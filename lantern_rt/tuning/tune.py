@@ -1,14 +1,15 @@
 """`lantern-rt tune`: measure this host and this model, and choose how to decode.
 
 Costs of passes, then what every method within the budget gives, then the best tree or window for each, then the most
-promising ones against plain decoding, in turns with the same prompts and seeds. What wins is stored; plain decoding
-wins where nothing is faster.
+promising ones against plain decoding, in turns with the same prompts and seeds. What surely wins is stored; plain
+decoding wins where nothing is faster, and nothing does where the host was too busy to say.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -18,41 +19,68 @@ from typing import Any, NamedTuple
 from ..methods import Ar, MethodConfig
 from ..planning.acceptance_statistics import MethodStatistics, Quality, drafting_aside, merge
 from ..planning.auto import Budget
-from ..planning.costs import HostCosts
+from ..planning.costs import HostCosts, pass_seconds
+from ..planning.intervals import BELIEVED, FEWEST, WANTED, median_interval, spread
 from ..planning.store import Choice, read_tuning, write_tuning
 from ..planning.tree_search import Plan, best_plan
 from ..runner import Run, take_turns
+from ..runtime.likelihood import CHUNK
 from .measure import Measurement, likelihood_ratio, likelihoods, mean_tvd
 
 FINALISTS = 4
-FEWEST_TURNS = 3
+TURNS = 8  # that there should be time for: of so many, one may be disturbed
 MARGIN = 1.02  # a finalist must beat plain decoding by this much, or plain decoding is chosen
 
 
 class Finalist(NamedTuple):
     """A method with its tree or window: the statistics it was planned by, and what was found comparing.
 
-    report: what was expected of it, and what was found run by run and image by image, ready for JSON.
+    speed_ups: of whole images over plain decoding, turn by turn. step_costs: seconds of a step over those of a plain
+    one, turn by turn; they are the host's and hardly depend on the picture. report: what was expected of it, and what
+    was found run by run and image by image, ready for JSON.
     """
 
     entry: MethodStatistics
     choice: Choice
     images: int
+    speed_ups: list[float]
+    step_costs: list[float]
     report: dict[str, Any]
 
+    @property
+    def surely_faster(self) -> bool:
+        """Whether it beats plain decoding wherever the median speed-up may lie, on a host that was steady."""
+        return spread(self.step_costs) <= BELIEVED and median_interval(self.speed_ups)[0] > MARGIN
 
-def tune(measured: Measurement, minutes: float) -> tuple[Choice, list[Finalist], Path]:
-    """Measure for about `minutes`, choose and store: the choice, what was compared, and where the choice is kept."""
-    began, seconds, digest = time.monotonic(), 60 * minutes, measured.pipeline.bundle.digest
+    @property
+    def doubtful(self) -> bool:
+        """Whether it may well be faster, but that is not sure."""
+        unclear = spread(self.step_costs) > BELIEVED or self.choice.speed_up > MARGIN
+        return unclear and not self.surely_faster and median_interval(self.speed_ups)[1] > MARGIN
+
+
+class Tuned(NamedTuple):
+    """choice: None where measuring left doubts, which `doubt` says. path: where what was found is kept."""
+
+    choice: Choice | None
+    doubt: str
+    finalists: list[Finalist]
+    path: Path
+
+
+def tune(measured: Measurement, minutes: float) -> Tuned:
+    """Measure for `minutes`, and a pass more at most; choose, and store what is sure."""
+    seconds = 60 * minutes
+    deadline, digest = time.monotonic() + seconds, measured.pipeline.bundle.digest
     measured.run(0.7 * seconds)
     plans = choose_finalists(measured.entries, measured.costs)
-    finalists = compare(measured, plans, max(0.2 * seconds, seconds - (time.monotonic() - began)))
-    choice, tuning = choose(finalists, measured.budget, measured.known), read_tuning(digest)
-    choices, statistics = (
-        {**tuning.choices, str(measured.situation): choice},
-        merge(measured.entries, tuning.statistics),
-    )
-    return choice, finalists, write_tuning(tuning.model_copy(update={"choices": choices, "statistics": statistics}))
+    finalists = compare(measured, plans, deadline)
+    choice = choose(finalists, measured.budget, measured.known)
+    doubt = doubts(measured, plans, finalists) if isinstance(choice.method, Ar) else ""
+    tuning = read_tuning(digest)
+    choices = {} if doubt else {str(measured.situation): choice}
+    found = {"choices": {**tuning.choices, **choices}, "statistics": merge(measured.entries, tuning.statistics)}
+    return Tuned(None if doubt else choice, doubt, finalists, write_tuning(tuning.model_copy(update=found)))
 
 
 def choose_finalists(entries: Sequence[MethodStatistics], costs: HostCosts) -> list[tuple[MethodStatistics, Plan]]:
@@ -62,28 +90,41 @@ def choose_finalists(entries: Sequence[MethodStatistics], costs: HostCosts) -> l
     return sorted(drafting, key=lambda planned: -planned[1].rate)[:FINALISTS]
 
 
-def compare(measured: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]], seconds: float) -> list[Finalist]:
-    """Run every plan and plain decoding in turns for about `seconds`."""
+def compare(measured: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]], deadline: float) -> list[Finalist]:
+    """Run plans and plain decoding in turns until their speed-ups are known, or to the instant `deadline`.
+
+    Only as many plans, the best ones first, as there is time for `TURNS`; none if not a single turn was done in time.
+    """
+    codes, costs = measured.pipeline.bundle.manifest.codes_per_image, measured.costs
+    scoring = (1 + math.ceil(codes / CHUNK)) * pass_seconds(costs.target, CHUNK)  # of a method's turn, about
+    drawing = itertools.accumulate(codes / plan.rate for _, plan in plans)
+    a_turn = (deadline - time.monotonic()) / TURNS - codes * costs.plain_seconds - scoring
+    affordable = sum(spent + scoring * number <= a_turn for number, spent in enumerate(drawing, 1))
+    plans = plans[: max(1, affordable)]
     if not plans:
         return []
-    began = time.monotonic()
     methods = (entry.method.model_copy(update=plan.drafting) for entry, plan in plans)
     contenders = [measured.contender(method) for method in (Ar(), *methods)]
     requests = (measured.subjects.request(turn, measured.images) for turn in itertools.count())
+    finalists: list[Finalist] = []
     turns: list[list[Run]] = []
-    for runs in take_turns(measured.pipeline, contenders, requests, paint=False):
+    end = deadline - scoring * len(contenders)
+    for runs in take_turns(measured.pipeline, contenders, requests, paint=False, deadline=end):
         turns.append(runs)
         measured.say(f"compared {len(plans)} methods with plain decoding, turn {len(turns)}")
-        if len(turns) >= FEWEST_TURNS and time.monotonic() - began > seconds:
+        plain, *others = map(list, zip(*turns, strict=True))
+        finalists = [_finalist(*planned, one, plain) for planned, one in zip(plans, others, strict=True)]
+        if time.monotonic() > end or all(spread(one.speed_ups) <= WANTED for one in finalists):
             break
-    plain, *others = map(list, zip(*turns, strict=True))
-    return [_finalist(*planned, runs, plain) for planned, runs in zip(plans, others, strict=True)]
+    return finalists
 
 
 def _finalist(entry: MethodStatistics, plan: Plan, runs: list[Run], plain: list[Run]) -> Finalist:
     method = entry.method.model_copy(update=plan.drafting)
     stats, scores = [one.statistics for one in runs], likelihoods(runs)
-    speed_ups = [ar.statistics.seconds / one.seconds for ar, one in zip(plain, stats, strict=True)]
+    pairs = [(one, ar.statistics) for one, ar in zip(stats, plain, strict=True)]
+    speed_ups = [ar.seconds / one.seconds for one, ar in pairs]
+    step_costs = [one.seconds / one.target_passes / (ar.seconds / ar.target_passes) for one, ar in pairs]
     choice = Choice(
         method=method,
         speed_up=statistics.median(speed_ups),
@@ -102,15 +143,25 @@ def _finalist(entry: MethodStatistics, plan: Plan, runs: list[Run], plain: list[
         "nll_per_token": [score.nats for score in scores],
         "entropy_per_token": [score.entropy for score in scores],
     }
-    return Finalist(entry, choice, len(scores), report)
+    return Finalist(entry, choice, len(scores), speed_ups, step_costs, report)
 
 
 def choose(finalists: Sequence[Finalist], budget: Budget, known: Mapping[MethodConfig, Quality]) -> Choice:
-    """The fastest finalist that keeps to the budget by whatever is known best, if it beats plain decoding."""
+    """The fastest finalist that keeps to the budget by whatever is known best, if it surely beats plain decoding."""
     for finalist in sorted(finalists, key=lambda finalist: -finalist.choice.speed_up):
         choice, entry = finalist.choice, finalist.entry
         here = Quality(images=finalist.images, tvd_per_token=choice.tvd_per_token, nll_ratio=choice.nll_ratio)
         before = known.get(drafting_aside(entry.method), entry)
-        if choice.speed_up > MARGIN and budget.allows(entry.method, here, entry, before):
+        if finalist.surely_faster and budget.allows(entry.method, here, entry, before):
             return choice
     return Choice(method=Ar(), date=datetime.date.today().isoformat())
+
+
+def doubts(measured: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]], finalists: Sequence[Finalist]) -> str:
+    """Why it cannot be said that nothing is faster than plain decoding; empty where it can."""
+    turns, remedy = len(finalists[0].speed_ups) if finalists else 0, "run nothing else, or give more --minutes"
+    if any(method.exact for method in measured.untried) or (plans and turns < FEWEST):
+        return f"there was time to compare {turns} times, expected {FEWEST} or more; {remedy}"
+    if not measured.costs.steady or any(finalist.doubtful for finalist in finalists):
+        return f"this host is too busy to measure in this time; {remedy}"
+    return ""

@@ -37,6 +37,7 @@ def test_all_commands_pass_on_what_decodes(
     assert err.splitlines()[-1].startswith(f"lantern-rt: {expected}")
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_tuning_engines_stores_what_they_then_decode_with(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bundle: Path, tmp_path: Path
 ) -> None:

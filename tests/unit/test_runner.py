@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +104,24 @@ def test_a_run_is_what_the_pipeline_gives(pipeline: Pipeline) -> None:
     assert scored(pipeline, one, request).likelihoods == pipeline.likelihoods(result.codes, **request, temperature=0.9)
 
 
-def test_only_what_is_asked_for_is_done_and_every_step_can_be_watched(pipeline: Pipeline) -> None:
-    steps: list[int] = []
+def test_only_what_is_asked_for_is_done(pipeline: Pipeline) -> None:
     plain, request = Contender("ar", {"method": "ar"}), Subjects("prompts", PROMPTS).request(0, 2)
-    one = run(pipeline, plain, request, paint=False, watch=lambda part: steps.append(part.request))
-    assert one.images == []
-    assert sorted(steps) == [0] * 36 + [1] * 36
+    assert run(pipeline, plain, request, paint=False).images == []
     ((unscored,),) = take_turns(pipeline, [plain], [request], score=False)
     assert (len(unscored.images), unscored.likelihoods) == (2, [])
+
+
+def test_a_turn_that_is_not_done_in_time_is_dropped_with_those_after_it(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contenders = parse_contenders("sjd", {}, pipeline.bundle)
+    looks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(looks))
+    requests = [Subjects("prompts", PROMPTS).request(i, 1) for i in range(9)]
+    turns = list(take_turns(pipeline, contenders, requests, paint=False, score=False, deadline=100))
+    assert 0 < len(turns) < 3  # 35 looks of each `ar`: one after every pass but the last
+    assert all(len(one.codes[0]) == 36 for turn in turns for one in turn)
+    assert next(looks) == 102  # the first one past the deadline was the last
 
 
 # ---------------------------------------------------------------- method strings

@@ -223,6 +223,7 @@ def test_a_stored_method_that_adds_no_neighbours_stays_without_them(folder: Path
     assert pipe("red sphere", method="auto").settings.method == stored
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     weights = weights_of(pipe.bundle.manifest)
@@ -255,6 +256,7 @@ def test_auto_is_the_default_once_something_is_known_and_nothing_else_is_asked(f
     assert method(temperature=0.5) == Sjd(window=3)
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_a_bundle_that_brings_statistics_is_decoded_by_them_without_being_asked(tmp_path: Path) -> None:
     folder, role = make_tiny_bundle(tmp_path / "tiny"), "acceptance_statistics"
     weights = weights_of(Pipeline.from_bundle(folder, threads=1).bundle.manifest)
@@ -289,6 +291,7 @@ def written(statistics: Path) -> list[str]:
     return ["--acceptance-statistics", str(statistics)]
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_tune_measures_chooses_and_stores(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("red sphere\n\ngreen cube on sand\n")
@@ -352,6 +355,7 @@ def tune_shortly(bundle: Path, statistics: Path) -> list[str]:
     return ["tune", str(bundle), *(str(part) for option in options.items() for part in option)]
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_a_bundle_without_a_drafter_is_tuned_too(
     drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,6 +373,7 @@ def test_a_bundle_without_a_drafter_is_tuned_too(
     assert "a short probe" in four.choice
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_tuning_greedily_adds_to_the_statistics_of_sampling(
     drafterless: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,7 +132,7 @@ def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> N
     def finalist(speed_up: float, tvd: float, nll_ratio: float, **relaxation: Any) -> Finalist:
         method = Sjd(window=7, **relaxation)
         choice = Choice(method=method, speed_up=speed_up, tvd_per_token=tvd, nll_ratio=nll_ratio)
-        return Finalist(statistics_of(Sjd(**relaxation), images=2), choice, 3, {})
+        return Finalist(statistics_of(Sjd(**relaxation), images=2), choice, 3, [speed_up] * 5, [1.0] * 5, {})
 
     balanced, loose = budget_of(Auto()), budget_of(Auto(quality="TVD=0.1"))
     exact = finalist(1.5, 0.0, 1.3)

@@ -1,0 +1,60 @@
+"""How well repeated timings agree on a host that does other things too: medians, where they lie, rounds until known.
+
+Means believe every disturbance. A median does not, and its interval by order statistics assumes nothing about how
+disturbances come.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+FEWEST = 5  # values that say anything: the least and the greatest of five enclose the median in 94 of 100 cases
+WANTED = 0.03  # spread at which measuring ends before its time
+BELIEVED = 0.1  # spread up to which a median counts: less than the gain that a prediction must promise
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Two of the values that enclose the median of all such values in about 90 of 100 cases; (0, inf) if too few.
+
+    The k-th least and the k-th greatest miss it where fewer than k values lie on one side of it, as of so many coins.
+    """
+    count = len(values)
+    if count < FEWEST:
+        return 0.0, math.inf
+    ordered, k = sorted(values), round((count - 1.645 * math.sqrt(count)) / 2)
+    return ordered[k - 1], ordered[-k]
+
+
+def spread(values: Sequence[float]) -> float:
+    """How far the interval of the median reaches from it, as a share of it; infinite for too few values."""
+    if len(values) < FEWEST:
+        return math.inf
+    middle, (low, high) = statistics.median(values), median_interval(values)
+    return max(high - middle, middle - low) / middle
+
+
+def time_in_rounds(
+    jobs: Sequence[Callable[[], object]], seconds: float, deadline: float = math.inf, untimed: int = 0
+) -> list[list[float]]:
+    """Seconds of every run of each job, in rounds over all of them: what disturbs the host hits all alike.
+
+    Rounds go on for `seconds`, at least `FEWEST`; from half of the time on they end when every median is known as well
+    as is wanted, so that no passing disturbance is all that was seen. No run begins past `deadline`, of
+    `time.monotonic`. The first `untimed` rounds do not count.
+    """
+    times: list[list[float]] = [[] for _ in jobs]
+    began = time.perf_counter()
+    while True:
+        for job, own in zip(jobs, times, strict=True):
+            if time.monotonic() > deadline:
+                return [each[untimed:] for each in times]
+            start = time.perf_counter()
+            job()
+            own.append(time.perf_counter() - start)
+        counted, spent = [own[untimed:] for own in times], time.perf_counter() - began
+        wanted = spent > seconds / 2 and all(spread(own) <= WANTED for own in counted)
+        if len(counted[0]) >= FEWEST and (wanted or spent > seconds):
+            return counted
