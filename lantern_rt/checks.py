@@ -28,7 +28,7 @@ def explain(error: ValidationError) -> tuple[str, str]:
         return field, "found nothing, expected a value"
     if first["type"] == "extra_forbidden":
         return field, "unknown, expected it left out"
-    expected = first["msg"].removeprefix("Value error, ")
+    expected = "JSON" if first["type"] == "json_invalid" else first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         found = "" if isinstance(first["input"], dict) else f"found {short(first['input'])}, "
         return field, found + expected

@@ -30,6 +30,7 @@ lantern-rt run --prompt "a green cone on snow" --num-images 4 --output cones/ --
 lantern-rt run --prompt "a blue torus at night" --method lantern --delta 0.3 --neighbors 100
 lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --trace cube.npz
 lantern-rt run --prompt "a red cone in the snow" --method sjd --window 8
+lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
 lantern-rt run --bundle bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json
 """
 
@@ -42,16 +43,27 @@ def run(
         list[int] | None,
         typer.Option(metavar="ID", help="Class to draw, for class-conditional bundles; may be given several times."),
     ] = None,
-    bundle: Annotated[str, typer.Option(help="Bundle folder, or the name of an embedded bundle.")] = "scenes",
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="PNG",
+            help="A PNG of lantern-rt to draw again, as recorded in it: prompt, seed, settings.",
+        ),
+    ] = None,
+    bundle: Annotated[
+        str | None,
+        typer.Option(help="Bundle folder, or the name of an embedded bundle. [default: scenes, or the picture's]"),
+    ] = None,
     output: Annotated[
         str | None,
         typer.Option(
             help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
-            "[default: a name made of prompt and seed, in the current folder]"
+            "[default: a name made of prompt and seed, or PNG-again, in the current folder]"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Image i of a prompt is drawn with seed + i.")] = 0,
-    num_images: Annotated[int, typer.Option(help="Images per prompt.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Image i of a prompt is drawn with seed + i. [default: 0]")] = None,
+    num_images: Annotated[int | None, typer.Option(help="Images per prompt. [default: 1]")] = None,
     method: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(METHODS)}. [default: auto if it knows enough, or the bundle's]"),
@@ -75,23 +87,31 @@ def run(
     from ..output.trace import Trace
     from ..planning.auto import with_default_method
     from ..requests import bundle_tokenizer, check_request
+    from .again import Again
 
-    prompts, class_ids = prompt or None, class_id or None
-    if prompts is None and class_ids is None:
-        raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
     whole("scale", scale, 1, 1, 16)
-    opened = running.open_bundle(bundle)
-    manifest, tokenizer = opened.manifest, bundle_tokenizer(opened)
-    options = with_default_method(opened, {"method": method, **parameters, **sampling})
-    asked = {"class_ids": class_ids, "seed": seed, "num_images": num_images, **options}
-    request = check_request(manifest, tokenizer, prompts, **asked)
-    outputs = plan_outputs(output, [_stem(image) for image in request.images], force)
+    options = {"seed": seed, "num_images": num_images, "method": method, **parameters, **sampling}
+    given = {"prompts": prompt or None, "class_ids": class_id or None, **options}
+    asked = {name: value for name, value in given.items() if value is not None}
+    if source is None:
+        if not (prompt or class_id):
+            raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
+        opened = running.open_bundle("scenes" if bundle is None else bundle)
+        asked = with_default_method(opened, asked)
+        request = check_request(opened.manifest, bundle_tokenizer(opened), **asked)
+        stems = [_stem(image) for image in request.images]
+    else:
+        again = Again.read(source, asked)
+        opened = running.open_bundle(again.embedded_bundle() if bundle is None else bundle)
+        asked, request = again.asked(), again.check(opened)
+        stems = [f"{source.stem}-again"]
+    outputs = plan_outputs(output, stems, force)
     picture = None if trace is None else _check_trace(trace, outputs, force)
 
     pipeline = running.load(opened)
     began = time.perf_counter()
-    traced = None if trace is None else Trace(manifest.grid_rows, manifest.grid_columns)
-    last = _decode(pipeline.stream(prompts, **asked), traced)
+    traced = None if trace is None else Trace(opened.manifest.grid_rows, opened.manifest.grid_columns)
+    last = _decode(pipeline.stream(**asked), traced)
     assert last.stats is not None
     for i, path in enumerate(outputs):
         image = enlarge(last.image(i), scale)

@@ -1,0 +1,77 @@
+"""What a PNG records of its making, read again: as hostile as any file, so limits come first and pixels stay packed."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Any
+
+from PIL.PngImagePlugin import PngImageFile
+from pydantic import Field, Json, ValidationError, model_validator
+
+from ..checks import brief, explain, short
+from ..errors import RequestError
+from ..methods import Config, MethodName
+
+HEAD_LIMIT = 1 << 16  # bytes of a file that are read; texts stand before the pixels
+TEXT_LIMIT = 1 << 14  # characters of a text, unpacked
+PIXELS_LIMIT = 1 << 28  # 1,024 x 1,024, enlarged 16 times
+CURE = "give a PNG that `lantern-rt run` wrote"
+
+
+class Recipe(Config):
+    """What draws a picture again: a field for each text chunk that its PNG must have, and its prompt or class id.
+
+    settings: by the names that users give, as in `Settings.as_dict`. What a bundle makes of them is not checked here.
+    """
+
+    prompt: str | None = None
+    class_id: int | None = None
+    seed: int
+    method: MethodName
+    settings: Json[dict[str, Any]]
+    bundle: str
+    bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+    @model_validator(mode="after")
+    def _draws_without_choosing_or_reading_files(self) -> Recipe:
+        method, tree = self.settings.get("method"), self.settings.get("tree", "")
+        if self.method == "auto":
+            raise ValueError("method: found auto, expected the one that it chose")
+        if method != self.method:
+            raise ValueError(f"settings.method: found {short(method)}, expected {self.method} as text chunk method")
+        if not isinstance(tree, str) or not re.fullmatch(r"[a-z0-9-]*", tree):
+            raise ValueError(f"settings.tree: found {short(tree)}, expected the name of a tree")
+        return self
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a PNG. Raises: RequestError: it is no PNG, is too large, or records no recipe."""
+    texts = {name: text for name, text in _read_texts(path).items() if name in Recipe.model_fields}
+    if long := next((name for name, text in texts.items() if len(text) > TEXT_LIMIT), None):
+        found = f"found {len(texts[long]):,} characters, expected at most {TEXT_LIMIT:,}"
+        raise RequestError(f"{path}: text chunk {long}: {found}; {CURE}")
+    try:
+        return Recipe.model_validate_strings(texts)
+    except ValidationError as error:
+        field, problem = explain(error)
+        raise RequestError(f"{path}: {f'text chunk {field}: ' if field else ''}{problem}; {CURE}") from error
+
+
+def _read_texts(path: Path) -> dict[str, str]:
+    """All text chunks before the pixels. What Pillow unpacks of the few bytes it is given, it limits to 64 MiB."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_LIMIT)
+        with warnings.catch_warnings(action="ignore"):  # of animations
+            image = PngImageFile(BytesIO(head))
+    except (OSError, ValueError, SyntaxError, zlib.error) as error:
+        wanted = f"a PNG with at most {HEAD_LIMIT:,} bytes before its pixels"
+        raise RequestError(f"{path}: cannot be read as {wanted} ({brief(error)}); {CURE}") from error
+    if image.width * image.height > PIXELS_LIMIT:
+        found = f"found {image.width:,} x {image.height:,} pixels, expected at most {PIXELS_LIMIT:,}"
+        raise RequestError(f"{path}: {found}; {CURE}")
+    return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}
