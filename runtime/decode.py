@@ -7,7 +7,7 @@ conditional rows first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,33 +57,46 @@ def decode(
     seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
-) -> Iterator[Step]:
+    others: Sequence[MethodConfig] = (),
+) -> Generator[Step, MethodConfig | None, None]:
     """Decode one image's tokens for every prompt; yields a `Step` after the prefill and after every pass.
+
+    `send` the generator one of `others`, or the method again, to go on with it: exact methods give the same tokens.
 
     seeds: one per prompt, 0 .. 2^64 - 1. A seed gives the same tokens under every exact method, and under any method
     whatever else is in the batch.
     """
     requests = [Request(i, Noise(seed)) for i, seed in enumerate(seeds)]
-    return _Decoding(Batch(model, sampling, requests, prefix_rows(prompts, sampling)), method).steps()
+    return _Decoding(Batch(model, sampling, requests, prefix_rows(prompts, sampling)), [method, *others]).steps()
 
 
 class _Decoding:
     """State of one running decode."""
 
-    def __init__(self, batch: Batch, method: MethodConfig) -> None:
-        self.batch, self.method = batch, method
+    def __init__(self, batch: Batch, methods: Sequence[MethodConfig]) -> None:
+        assert len(methods) == 1 or all(method.exact for method in methods)
+        self.batch = batch
         self.model, self.sampling, self.clock = batch.model, batch.sampling, batch.target_clock
-        self.relaxation = Relaxation.of(method, batch.model.neighbors)
-        self.drafts = Drafts()
-        if isinstance(method, Drafted):
-            self.drafts = TreeDrafts(batch, method)
-        elif isinstance(method, Sjd):
-            self.drafts = WindowDrafts(batch, method)
+        self.relaxation = Relaxation.of(methods[0], batch.model.neighbors)
+        self.sources = [Drafts()]
+        if trees := [method for method in methods if isinstance(method, Drafted)]:
+            self.sources.append(TreeDrafts(batch, trees))
+        if windows := [method for method in methods if isinstance(method, Sjd)]:
+            self.sources.append(WindowDrafts(batch, windows))
+        self.use(methods[0])
         self.active = list(batch.requests)
         self.prefix_padding = batch.prefix_padding
-        self.cache = self.model.target.new_cache(len(batch.rows), batch.capacity(self.drafts.slots))
+        self.cache = self.model.target.new_cache(
+            len(batch.rows), batch.capacity(max(one.slots for one in self.sources))
+        )
 
-    def steps(self) -> Iterator[Step]:
+    def use(self, method: MethodConfig) -> None:
+        """Go on with this method."""
+        kind = TreeDrafts if isinstance(method, Drafted) else WindowDrafts if isinstance(method, Sjd) else Drafts
+        self.method, self.drafts = method, next(source for source in self.sources if type(source) is kind)
+        self.drafts.use(method)
+
+    def steps(self) -> Generator[Step, MethodConfig | None, None]:
         """The prefill, then steps until every request has its tokens."""
         codes, requests = self.model.codes, self.batch.requests
         parts, statistics = self._prefill(), None
@@ -92,7 +105,9 @@ class _Decoding:
             if not self.active:
                 records = [request.statistics for request in requests]
                 statistics = summarise(self.method.method, codes, self.clock, self.batch.drafter_clock, records)
-            yield Step(parts, done, codes * len(requests), statistics)
+            following = yield Step(parts, done, codes * len(requests), statistics)
+            if following is not None:
+                self.use(following)
             parts = self._advance() if self.active else []
 
     def _prefill(self) -> list[RequestStep]:
@@ -158,7 +173,9 @@ class _Decoding:
     ) -> None:
         """Keep keys and values of accepted nodes, tell the source of drafts, and drop finished requests."""
         self.clock.append(self.cache, output.new_kv, accepted_indices)
-        self.drafts.commit(self.active, Committed([part.codes for part in parts], accepted_indices, output, answers))
+        committed = Committed([part.codes for part in parts], accepted_indices, output, answers)
+        for source in self.sources:
+            source.commit(self.active, committed)
         count = len(self.active)
         kept = [slot for slot, request in enumerate(self.active) if self.batch.missing(request) > 0]
         self.active = [self.active[slot] for slot in kept]
@@ -166,7 +183,8 @@ class _Decoding:
             rows = np.array([side * count + slot for side in range(self.batch.sides) for slot in kept], np.int64)
             self.cache.keep_rows(rows)
             self.prefix_padding = self.prefix_padding[rows]
-            self.drafts.keep(kept, rows)
+            for source in self.sources:
+                source.keep(kept, rows)
 
     def _logits(self, output: PassOutput, slot: int, node: int) -> Floats:
         logits: Floats = output.logits[slot :: len(self.active), node]  # [sides, vocab_size]

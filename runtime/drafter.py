@@ -15,13 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..methods import Drafted
+from ..methods import Drafted, MethodConfig
 from .drafts import Batch, Committed, Drafts, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
 from .passes import MINIMUM_NODES, committed_mask
 from .sampling import Probabilities, best_codes, guide, shape_logits, softmax
 from .tree import DraftTree, DynamicTree, StaticTree
 from .tree_names import named_tree
+
+
+def _slots(shape: StaticTree | DynamicTree) -> int:
+    """Cache slots that drafting takes; pruned nodes are drafted too."""
+    return max(shape.nodes, shape.depth * shape.branch) if isinstance(shape, DynamicTree) else shape.nodes
 
 
 @dataclass
@@ -36,28 +41,38 @@ class Level:
 class TreeDrafts(Drafts):
     """Drafts for a batch; rows are all conditional ones, then, with guidance, all unconditional ones."""
 
-    def __init__(self, batch: Batch, method: Drafted) -> None:
-        model, self.shape = batch.model, named_tree(method.tree)
+    def __init__(self, batch: Batch, methods: Sequence[Drafted]) -> None:
+        model, self.shapes = batch.model, {method.tree: named_tree(method.tree) for method in methods}
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
-        self.relaxed = not method.exact
+        self.relaxed = not methods[0].exact
         self.sampling, self.clock, self.layout = batch.sampling, batch.drafter_clock, model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
-        self.nodes = self.slots = self.shape.nodes
-        if isinstance(self.shape, DynamicTree):  # pruned nodes are drafted too
-            self.slots = max(self.nodes, self.shape.depth * self.shape.branch)
         padding = batch.prefix_padding if model.layout.masks_prefix else np.zeros_like(batch.prefix_padding)
         self.prefix_padding = padding[:, :-1]
         self.prefix = [row.drafter_tokens(model.layout) for row in batch.rows]  # until it is committed
+        self.slots = max(map(_slots, self.shapes.values()))
         self.cache: Cache = self.engine.new_cache(len(batch.rows), batch.capacity(self.slots))
         self.committed_masks: dict[int, Bools] = {}  # by past length, for as long as the same slots are committed
-        self.tokens: list[Ints] = []  # per request: those that followed the newly committed positions, the root last
-        self.hidden: list[Floats] = []  # per row: the target's hidden states at those positions
+        # not run yet: per request the tokens after committed positions, the root last; per row the hidden states there
+        self.tokens: list[Ints] = []
+        self.hidden: list[Floats] = []
+        self.use(methods[0])
+
+    def use(self, method: MethodConfig) -> None:
+        """Draft the method's tree."""
+        assert isinstance(method, Drafted)
+        self.shape = self.shapes[method.tree]
+        self.nodes = self.shape.nodes
 
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
-        self.tokens, hidden = committed.tokens, committed.output.hidden
-        self.hidden = [hidden[row, accepted] for row, accepted in enumerate(committed.accepted_indices)]
+        hidden = [committed.output.hidden[row, nodes] for row, nodes in enumerate(committed.accepted_indices)]
+        if self.tokens:
+            self.tokens = [np.concatenate(pair) for pair in zip(self.tokens, committed.tokens, strict=True)]
+            self.hidden = [np.concatenate(pair) for pair in zip(self.hidden, hidden, strict=True)]
+        else:
+            self.tokens, self.hidden = committed.tokens, hidden
 
     def keep(self, slots: Sequence[int], rows: Ints) -> None:
         """Go on with these requests and rows only."""
@@ -100,7 +115,7 @@ class TreeDrafts(Drafts):
             attention_mask[row, :, past_length : past_length + prefix] &= seen
         output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
-        self.committed_masks = {}
+        self.committed_masks, self.tokens, self.hidden = {}, [], []
         last = np.arange(rows), np.array(counts) - 1
         hidden_last, logits = output.hidden[last][:, None], output.logits[last][:, None]  # [rows, 1, ...]
         guided = [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)]

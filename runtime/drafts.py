@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Sampling
+from ..methods import MethodConfig, Sampling
 from .engine import Bools, Engine, Floats, Ints, PassOutput
 from .noise import Noise
 from .passes import stack_padding
@@ -163,15 +163,19 @@ class Committed:
 
 
 class Drafts:
-    """A source of drafts: gives every active request a tree before a pass, is told after it what it committed.
+    """A source of drafts: gives every active request a tree before a pass, is told after every pass what it committed.
 
-    This one, plain decoding's, drafts nothing. nodes: of the largest tree, with the root. slots: a draft's in a cache.
+    This one, plain decoding's, drafts nothing. nodes: of the largest tree, with the root, that the method in use gives.
+    slots: of a cache, that the largest draft of any of the source's methods takes.
     """
 
     nodes = slots = 1
 
+    def use(self, method: MethodConfig) -> None:
+        """Draft as this method says, one of those that the source was made for."""
+
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
-        """Take in what the prefill, or a pass over the last drafts, committed."""
+        """Take in what the prefill, or a pass over drafts of this or another source, committed."""
 
     def draft(self, active: Sequence[Request]) -> list[DraftTree]:
         """A tree for every active request, below its last token."""

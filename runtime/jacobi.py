@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..methods import Sjd
+from ..methods import MethodConfig, Sjd
 from .drafts import Answers, Batch, Committed, Drafts, Request
 from .sampling import Probabilities
 from .tree import DraftTree
@@ -34,20 +34,32 @@ from .tree import DraftTree
 class WindowDrafts(Drafts):
     """A window for every request of a batch."""
 
-    def __init__(self, batch: Batch, method: Sjd) -> None:
-        self.batch = batch
-        self.nodes = self.slots = method.window + 1  # the last committed token, and the window
-        proposing = not method.exact and not batch.sampling.greedy
-        self.windows = [Window(method.window, batch.model.columns, proposing) for _ in batch.requests]
+    def __init__(self, batch: Batch, methods: Sequence[Sjd]) -> None:
+        self.batch, self.drafted = batch, False
+        self.slots = 1 + max(method.window for method in methods)
+        proposing = not methods[0].exact and not batch.sampling.greedy
+        self.windows = [Window(methods[0].window, batch.model.columns, proposing) for _ in batch.requests]
+
+    def use(self, method: MethodConfig) -> None:
+        """Draft windows of the method's size."""
+        assert isinstance(method, Sjd)
+        self.nodes = method.window + 1  # the last committed token, and the window
+        for window in self.windows:
+            window.size = method.window
 
     def commit(self, active: Sequence[Request], committed: Committed) -> None:
-        """Re-draft what a pass left undecided."""
-        for slot, (request, answers) in enumerate(zip(active, committed.answers, strict=False)):  # prefill: no answers
-            if self.batch.missing(request) > 0:
-                self.windows[request.index].advance(len(committed.accepted_indices[slot]) - 1, answers)
+        """Re-draft what a pass over the windows left undecided; after another pass they are empty."""
+        for slot, request in enumerate(active):
+            window = self.windows[request.index]
+            if not self.drafted:
+                window.clear()
+            elif self.batch.missing(request) > 0:
+                window.advance(len(committed.accepted_indices[slot]) - 1, committed.answers[slot])
+        self.drafted = False
 
     def draft(self, active: Sequence[Request]) -> list[DraftTree]:
         """Every request's window as a chain."""
+        self.drafted = True
         return [self.windows[one.index].draft(one.codes, self.batch.missing(one)) for one in active]
 
 
@@ -79,6 +91,10 @@ class Window:
         proposals = {node: q for node, q in enumerate(self.proposals) if q is not None}
         tokens = np.array([committed[-1], *self.codes], np.int64)
         return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, proposals)
+
+    def clear(self) -> None:
+        """Forget all drafts."""
+        self.codes, self.proposals = [], []
 
     def advance(self, accepted: int, target: Answers) -> None:
         """Re-draft what a pass that accepted so many left over."""

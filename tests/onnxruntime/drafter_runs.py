@@ -30,7 +30,7 @@ def open_drafts(
     model = Model(no_target, engine, codes=100, positions=positions, layout=layout)
     rows = [PrefixRow(np.zeros((len(ids), 1), np.float32), np.ones(len(ids), bool), ids) for ids in prefix]
     request = Request(0, Noise(0))
-    return TreeDrafts(Batch(model, sampling, [request], rows), Lantern(tree=tree))
+    return TreeDrafts(Batch(model, sampling, [request], rows), [Lantern(tree=tree)])
 
 
 def next_draft(drafts: TreeDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
