@@ -48,6 +48,8 @@ class Engines:
         parts = ("onnxruntime", provider) if folder is None else (folder.manifest.backend, folder.manifest.provider)
         self.backend = "-".join(part for part in parts if part)
         self.threads = thread_count(threads)
+        built = folder.manifest.graphs["target"].profiles if folder is not None else ()
+        self.most_nodes = max((profile.nodes[2] for profile in built), default=1 << 20)  # in a pass over drafts
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: Function | None = None

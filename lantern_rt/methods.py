@@ -210,7 +210,7 @@ class Auto(MethodConfig):
 
     method: Literal["auto"] = "auto"
     quality: Annotated[str, AfterValidator(_quality)] = Field(
-        default="balanced", description="What may be given away: strict (nothing), balanced, fast or TVD=x."
+        default="strict", description="What may be given away: strict (nothing), balanced, fast or TVD=x."
     )
 
 

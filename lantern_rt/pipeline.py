@@ -7,9 +7,10 @@ and codes through the image decoder, one at a time: neither memory nor a single 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,9 @@ from .errors import BundleError, RequestError
 from .methods import Auto, MethodConfig, Relaxed
 from .output.images import blank, grey_out, to_image
 from .planning.auto import Chooser, with_default_method
+from .planning.race import Race
 from .planning.store import Situation
-from .requests import Embeddings, ImageRequest, Request, bundle_tokenizer, check_request
+from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Result, StreamStep
 from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
@@ -132,7 +134,7 @@ class Pipeline:
         checked = self._check(prompts, **request)
         if len(codes) != len(checked.images):
             raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
-        model, prefixes = self._model(checked.settings.method), self._prefixes(checked.images)
+        model, prefixes = self._model([checked.settings.method]), self._prefixes(checked.images)
         return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
@@ -144,7 +146,7 @@ class Pipeline:
         return self._chooser.situation(images, temperature, quality)
 
     def _check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
-        request = with_default_method(self.bundle, request)
+        request = with_default_method(request)
         checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
         if not isinstance(checked.settings.method, Auto):
             return checked
@@ -152,12 +154,37 @@ class Pipeline:
         return Request(images, self._chooser.choose(len(images), auto, lambda one: self.decode(Request(images, one))))
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Decode a checked request, step by step."""
+        """Decode a checked request, step by step; settings of method `auto` mean what a race finds."""
         settings, images = request.settings, request.images
-        prompts = self._prefixes(images)
-        seeds = [image.seed for image in images]
+        if not isinstance(settings.method, Auto):
+            yield from self._decode(images, settings, None)
+            return
+        race = self._chooser.race(len(images), settings)
+        try:
+            yield from self._decode(images, settings, race)
+        finally:
+            self._chooser.give_back(len(images), settings, race)
+
+    def _decode(
+        self, images: Sequence[ImageRequest], settings: Settings, race: Race | None
+    ) -> Generator[StreamStep, None, None]:
+        prompts, seeds = self._prefixes(images), [image.seed for image in images]
+        methods: list[MethodConfig] = [settings.method] if race is None else [*race.methods]
         codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
-        for step in decode(self._model(settings.method), prompts, seeds, settings.sampling, settings.method):
+        first, others = (settings.method, []) if race is None else (race.method, methods)
+        running = decode(self._model(methods), prompts, seeds, settings.sampling, first, others)
+        following: MethodConfig | None = None
+        done = False
+        while not done:
+            began = time.perf_counter()
+            step = running.send(following)
+            done = step.statistics is not None
+            if race is not None:
+                settings = replace(settings, method=race.method, choice=race.describe())
+                if following is not None:
+                    tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
+                    race.record(tokens, time.perf_counter() - began)
+                following = race.method
             new_codes, accepted = [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
             for part in step.parts:
                 new_codes[part.request] = part.codes[: part.committed]
@@ -182,17 +209,18 @@ class Pipeline:
             prompts += [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
         return prompts
 
-    def _model(self, method: MethodConfig) -> Model:
+    def _model(self, methods: Sequence[MethodConfig]) -> Model:
         manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
         layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
+        neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
         return Model(
             self._engines.target,
-            self._engines.drafter if method.needs_drafter else None,
+            self._engines.drafter if any(method.needs_drafter for method in methods) else None,
             manifest.codes_per_image,
             manifest.target.max_positions,
             DrafterLayout(**layout),
             manifest.grid_columns,
-            self.bundle.neighbors().indices if isinstance(method, Relaxed) and method.neighbors else None,
+            self.bundle.neighbors().indices if neighbors else None,
         )
 
     def _draw(self, codes: Ints) -> Image:

@@ -10,11 +10,13 @@ The numbers are specified in docs/sampling.md and belong to the format `FORMAT`:
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
 from .engine import Floats
 
-FORMAT = "philox4x64-gumbel-1"
+FORMAT: Literal["philox4x64-gumbel-1"] = "philox4x64-gumbel-1"
 _GUMBEL, _DECISIONS = 0, 1  # uses
 
 

@@ -97,7 +97,7 @@ def run(
         if not (prompt or class_id):
             raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
         opened = running.open_bundle("scenes" if bundle is None else bundle)
-        asked = with_default_method(opened, asked)
+        asked = with_default_method(asked)
         request = check_request(opened.manifest, bundle_tokenizer(opened), **asked)
         stems = [_stem(image) for image in request.images]
     else:

@@ -1,11 +1,13 @@
-"""Method `auto`: the choice that `tune` stored for this host, or one made from acceptance statistics and a probe.
+"""Method `auto`: the choice stored for this host, or one that is made while drawing, or from a probe of the host.
 
-Statistics depend on the model, not on the host; with them a two-second probe of this host's passes is enough to plan a
-tree or a window. Without statistics and without a stored choice, decoding is plain: nothing is known to be faster.
+Where nothing may be given away, exact methods race on the picture itself, see `race.py`. Relaxed methods change the
+picture and so cannot: they are planned from acceptance statistics, which depend on the model and not on the host, and a
+two-second probe of this host's passes. Without statistics of them `auto` is exact.
 """
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -19,6 +21,7 @@ from ..methods import PARAMETERS, Ar, Auto, MethodConfig
 from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
+from .race import Race
 from .store import Choice, Situation, Tuning, read_tuning, write_tuning
 from .tree_search import best_plan
 
@@ -30,20 +33,11 @@ PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain 
 Decode = Callable[[Settings], Iterator[object]]
 
 
-def with_default_method(bundle: Bundle, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a request, with method `auto` where it is the default.
-
-    It is where a caller names no method nor anything that only some methods take, and something is known of the bundle:
-    it brings acceptance statistics, or `tune` has measured it here. `quality` alone asks for `auto` too.
-    """
+def with_default_method(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a request, with method `auto` if it names none, nor anything that only some methods take."""
     given = {name.rstrip("_") for name, value in options.items() if value is not None}
-    if given & {"method", *PARAMETERS} - {"quality"}:
-        return dict(options)
-    known = "quality" in given or "acceptance_statistics" in bundle.manifest.files
-    if not known:
-        tuning = read_tuning(bundle.digest)
-        known = bool(tuning.choices or tuning.statistics)
-    return {**options, "method": "auto"} if known else dict(options)
+    own = given & {"method", *PARAMETERS} - {"quality"}
+    return dict(options) if own else {**options, "method": "auto"}
 
 
 class Budget(NamedTuple):
@@ -83,6 +77,7 @@ class Chooser:
         self.bundle, self.engines = bundle, engines
         self._brought = bundle_statistics(bundle)
         self._probing = threading.Lock()
+        self._races: dict[Situation, Race] = {}
         self._probed: dict[int, HostCosts] = {}
         self._predicted: dict[tuple[Situation, int], tuple[Choice, str]] = {}
 
@@ -93,28 +88,52 @@ class Chooser:
         return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
 
     def choose(self, images: int, settings: Settings, decode: Decode) -> Settings:
-        """Settings of what suits this host, with the reason in `choice`.
+        """Settings of what suits this host, with the reason in `choice`; those given, where a race is to find it.
 
         settings: those of `auto`, for `images` images together. decode: runs the request with other settings.
         """
         assert isinstance(settings.method, Auto)
         manifest, tuning = self.bundle.manifest, read_tuning(self.bundle.digest)
-        situation = self.situation(images, settings.sampling.temperature, settings.method.quality)
-        known, missing = known_statistics(manifest, self._brought, tuning, situation.greedy)
+        situation = self._situation_of(images, settings)
         if (choice := tuning.choices.get(str(situation))) is not None:
             gain = f"{choice.method}, speed-up {choice.speed_up:.2f} here"
             gain = "ar, as nothing was faster here" if isinstance(choice.method, Ar) else gain
-            reason = f"auto: {gain} when tuned on {choice.date}"
-        elif known:
+            reason = f"auto: {gain} {'when tuned' if choice.found == 'tuned' else 'while drawing'} on {choice.date}"
+        else:
+            known = known_statistics(manifest, self._brought, tuning, situation.greedy)
+            if budget_of(settings.method).exact or not known:
+                return settings
             rows = images * (2 if settings.sampling.guided else 1)
             costs = self._costs(rows, situation, settings, decode)
             if (situation, rows) not in self._predicted:
                 self._predicted[situation, rows] = predicted_choice(known, costs, situation.quality)
             choice, reason = self._predicted[situation, rows]
-        else:
-            choice, reason = Choice(method=Ar()), missing
         checked = resolve_settings(manifest, {"method": choice.method})
         return replace(settings, method=checked.method, choice=reason)
+
+    def race(self, images: int, settings: Settings) -> Race:
+        """The race for requests like this one: where the last one left it, or a new one. Give it back afterwards."""
+        drafter = self.bundle.manifest.drafter is not None
+        race = self._races.pop(self._situation_of(images, settings), None) or Race(drafter, self.engines.most_nodes)
+        race.begin()
+        return race
+
+    def give_back(self, images: int, settings: Settings, race: Race) -> None:
+        """Keep a race for the next image, or its result for good."""
+        situation = self._situation_of(images, settings)
+        self._races[situation] = race
+        if race.decided and (tuning := read_tuning(self.bundle.digest)).choices.get(str(situation)) is None:
+            date = datetime.date.today().isoformat()
+            tokens, speed_up = race.tokens, race.speed_up
+            choice = Choice(
+                method=race.method, speed_up=speed_up, tokens_per_forward_pass=tokens, date=date, found="while drawing"
+            )
+            with suppress(OutputError):  # where nothing can be kept, every process finds out for itself
+                write_tuning(tuning.model_copy(update={"choices": {**tuning.choices, str(situation): choice}}))
+
+    def _situation_of(self, images: int, settings: Settings) -> Situation:
+        assert isinstance(settings.method, Auto)
+        return self.situation(images, settings.sampling.temperature, settings.method.quality)
 
     def _costs(self, rows: int, situation: Situation, settings: Settings, decode: Decode) -> HostCosts:
         """What steps cost here for requests like this one; measured once per host, threads and number of rows.
@@ -138,19 +157,10 @@ class Chooser:
 
 def known_statistics(
     manifest: Manifest, brought: AcceptanceStatistics | None, tuning: Tuning, greedy: bool
-) -> tuple[tuple[MethodStatistics, ...], str]:
-    """Statistics to plan with, measured here or brought by the bundle, whichever is of more images; where there are
-    none, a line that says why."""
+) -> tuple[MethodStatistics, ...]:
+    """Statistics to plan with, measured here or brought by the bundle, whichever is of more images."""
     known = merge(tuning.statistics, brought.fitting(manifest) if brought is not None else ())
-    found = tuple(entry for entry in known if entry.greedy == greedy)
-    statistics = f"the acceptance statistics of bundle {manifest.name}"
-    if known:
-        why = f"{statistics} are not of {'greedy decoding' if greedy else 'sampling'}"
-    elif brought is not None:
-        why = f"{statistics} were measured with other weights"
-    else:
-        why = f"bundle {manifest.name} brings no acceptance statistics"
-    return found, "" if found else f"auto: ar, as {why}; `lantern-rt tune` measures them"
+    return tuple(entry for entry in known if entry.greedy == greedy)
 
 
 def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, quality: str) -> tuple[Choice, str]:

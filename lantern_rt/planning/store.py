@@ -10,12 +10,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..errors import OutputError
 from ..methods import Method
+from ..runtime.noise import FORMAT
 from .acceptance_statistics import MethodStatistics, Record
 from .costs import HostCosts
 
@@ -40,7 +41,8 @@ class Situation(Record):
 class Choice(Record):
     """How to decode, and what was measured or predicted when it was chosen.
 
-    speed_up: images per second over those of `ar`, the median of paired runs. The others are as in `Quality`.
+    speed_up: images per second over those of `ar`, the median of paired runs; tokens per second if it was found while
+    drawing (`race.py`). The others are as in `Quality`.
     """
 
     method: Method
@@ -49,16 +51,19 @@ class Choice(Record):
     tvd_per_token: float = 0.0
     nll_ratio: float = 1.0
     date: str = ""
+    found: Literal["tuned", "while drawing"] = "tuned"
 
 
 class Tuning(Record):
     """All that was measured for one bundle on this host.
 
     choices: by situation as text; another number of images has other costs, so its choice does not count. statistics:
-    what would hold on any other host. probes: costs by backend, threads and rows.
+    what would hold on any other host. probes: costs by backend, threads and rows. noise: the random numbers that drafts
+    were made with; how often they are accepted depends on it.
     """
 
     bundle_digest: str
+    noise: Literal["philox4x64-gumbel-1"] = FORMAT
     choices: Mapping[str, Choice] = Field(default_factory=dict)
     statistics: tuple[MethodStatistics, ...] = ()
     probes: Mapping[str, HostCosts] = Field(default_factory=dict)
@@ -81,7 +86,7 @@ def read_tuning(digest: str) -> Tuning:
     """What is known of a bundle by its digest; nothing where nothing readable is stored."""
     with suppress(OSError, ValueError):
         tuning = Tuning.model_validate_json(_path(digest).read_bytes())
-        if tuning.bundle_digest == digest:
+        if tuning.bundle_digest == digest and "noise" in tuning.model_fields_set:  # older files have none
             return tuning
     return Tuning(bundle_digest=digest)
 

@@ -91,7 +91,7 @@ class Measurement:
         self.budget = budget_of(quality)
         self.situation = self.pipeline.situation(self.images, self.settings.sampling.temperature, quality.quality)
         brought, tuning = bundle_statistics(bundle), read_tuning(bundle.digest)
-        before, _ = known_statistics(bundle.manifest, brought, tuning, self.situation.greedy)
+        before = known_statistics(bundle.manifest, brought, tuning, self.situation.greedy)
         self.known: dict[MethodConfig, Quality] = {drafting_aside(entry.method): entry for entry in before}
         self.windows: Sequence[int] = WINDOWS
 
