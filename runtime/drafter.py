@@ -78,6 +78,7 @@ class TreeDrafts(Drafts):
         """Go on with these requests and rows only."""
         self.cache.keep_rows(rows)
         self.prefix_padding = self.prefix_padding[rows]
+        self.prefix = [self.prefix[row] for row in rows] if self.prefix else []
         self.tokens = [self.tokens[slot] for slot in slots]
         self.hidden = [self.hidden[row] for row in rows]
 

@@ -30,7 +30,7 @@ from .options import BundleName, Force, Json, Prompts, Running
 
 EXAMPLES = """
 lantern-rt tune scenes
-lantern-rt tune scenes --quality strict --minutes 2
+lantern-rt tune scenes --quality balanced --minutes 10
 lantern-rt tune bundles/llamagen-b --images 8 --quality TVD=0.1 --json
 """
 _MOST_MINUTES = 24 * 60.0
@@ -54,7 +54,7 @@ def tune(
     minutes: Annotated[float, typer.Option(help="How long to measure.")] = 5,
     quality: Annotated[
         str, typer.Option(help="What may be given away: strict (nothing), balanced, fast, or TVD=x per token.")
-    ] = "balanced",
+    ] = "strict",
     images: Annotated[int, typer.Option(help="Images decoded together, as in later use.")] = 1,
     *,
     running: Running,
@@ -94,7 +94,7 @@ def tune(
     choice, doubt, finalists, path = measure(found, minutes)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
-        written = AcceptanceStatistics(format=2, weights=weights_of(opened.manifest), entries=entries)
+        written = AcceptanceStatistics(format=3, weights=weights_of(opened.manifest), entries=entries)
         write_output(acceptance_statistics, (written.model_dump_json(indent=1) + "\n").encode(), True)
     if plot is not None:
         write_output(plot, chart_png(_charts(found)), force)

@@ -20,8 +20,12 @@ from ..checks import brief, explain
 from ..errors import BundleError
 from ..methods import Ar, Method, MethodConfig, Sjd
 
-FORMAT = 2
+FORMAT = 3
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class OtherFormatError(BundleError):
+    """Acceptance statistics of another version of lantern-rt."""
 
 
 class Record(BaseModel):
@@ -82,9 +86,12 @@ class MethodStatistics(Quality):
 
 
 class AcceptanceStatistics(Record):
-    """The file of role `acceptance_statistics`. weights: sha256 of the decoders' weights, by role."""
+    """The file of role `acceptance_statistics`; format 2 was measured with other random numbers.
 
-    format: Literal[2]
+    weights: sha256 of the decoders' weights, by role.
+    """
+
+    format: Literal[3]
     weights: dict[str, str]
     entries: tuple[MethodStatistics, ...]
 
@@ -109,9 +116,14 @@ def weights_of(manifest: Manifest) -> dict[str, str]:
 
 
 def bundle_statistics(bundle: Bundle) -> AcceptanceStatistics | None:
-    """The statistics that a bundle brings, None if it has none; errors as `read_statistics` has them."""
+    """The statistics that a bundle brings, None if it has none of this format; errors as `read_statistics` has them."""
     role = "acceptance_statistics"
-    return read_statistics(bundle.path(role)) if role in bundle.manifest.files else None
+    if role not in bundle.manifest.files:
+        return None
+    try:
+        return read_statistics(bundle.path(role))
+    except OtherFormatError:
+        return None
 
 
 def read_statistics(path: Path) -> AcceptanceStatistics:
@@ -123,7 +135,7 @@ def read_statistics(path: Path) -> AcceptanceStatistics:
         data = json.loads(path.read_bytes())
         found = data.get("format") if isinstance(data, dict) else None
         if isinstance(found, int) and found != FORMAT:
-            raise BundleError(
+            raise OtherFormatError(
                 f"{path}: found acceptance statistics of format {found}, expected {FORMAT}; measure them again with "
                 "`lantern-rt tune BUNDLE --acceptance-statistics FILE`, or upgrade lantern-rt"
             )

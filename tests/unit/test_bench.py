@@ -71,7 +71,7 @@ def test_every_row_has_figures_that_add_up(folder: Path, tmp_path: Path, capsys:
     )
     assert rows["sjd"]["tvd_per_token"] == 0 < rows["sjd:lambda=3"]["tvd_per_token"]
     assert rows["sjd"]["share"]["drafter"] == 0 < rows["eagle:tree=chain-3"]["share"]["drafter"]
-    assert rows["auto:quality=strict"]["choice"].startswith("auto: ar, as bundle tiny brings no acceptance statistics")
+    assert "while drawing" in rows["auto:quality=strict"]["choice"]
     assert Image.open(BytesIO(picture.read_bytes())).size == (1600, 500)
 
 
@@ -89,7 +89,7 @@ def test_the_table_has_a_line_for_every_method_and_says_what_auto_chose(
     text = capsys.readouterr().out
     assert [line.split()[0] for line in text.splitlines()[3:6]] == ["ar", "sjd:window=3", "auto:quality=strict"]
     assert "8 turns of 1 image; speeds are medians of turns" in text
-    assert "auto:quality=strict: auto: ar, as bundle tiny brings no acceptance statistics" in text
+    assert "while drawing" in next(line for line in text.splitlines() if line.startswith("auto:quality=strict: auto: "))
 
 
 def test_what_is_not_known_is_a_dash_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,12 +190,12 @@ def test_auto_decodes_plainly_where_the_host_is_too_busy_and_stores_nothing(host
     assert predicted_choice((entry,), CHEAP, "strict")[0].method != Ar()
     assert predicted_choice((entry,), replace(CHEAP, steady=False), "strict")[0].method == Ar()
     pipe, host.cost = Pipeline.from_bundle(folder, threads=1), wild()
-    pipe._chooser._brought = AcceptanceStatistics(format=2, weights=weights_of(pipe.bundle.manifest), entries=(entry,))
+    pipe._chooser._brought = AcceptanceStatistics(format=3, weights=weights_of(pipe.bundle.manifest), entries=(entry,))
     why = "auto: ar, as this host is too busy to measure; `lantern-rt tune` measures it for longer"
-    assert pipe("red sphere", method="auto").settings.choice == why
+    assert pipe("red sphere", quality="fast").settings.choice == why
     assert read_tuning(pipe.bundle.digest).probes == {}
     before = len(host.began)
-    assert pipe("red sphere", method="auto").settings.choice == why
+    assert pipe("red sphere", quality="fast").settings.choice == why
     assert len(host.began) - before < 50  # a process does not probe a busy host again
 
 

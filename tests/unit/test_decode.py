@@ -183,18 +183,6 @@ def test_relaxed_acceptance_accepts_more_and_says_what_it_gave_away() -> None:
     assert relaxed.realised_tvd > 0
 
 
-@given(st.lists(st.sampled_from(range(6)), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
-def test_changing_between_exact_methods_after_any_pass_changes_no_code(order: list[int], sampling: str) -> None:
-    methods = [Ar(), Sjd(window=1), Sjd(window=5), *(Eagle(tree=tree) for tree in ("chain-2", BUSHY, "dynamic-8-3-3"))]
-    running = decode(model(codes=25), prompts(range(3)), range(3), SAMPLINGS[sampling], methods[0], methods[1:])
-    steps, turns = [next(running)], itertools.cycle(order)
-    while steps[-1].statistics is None:
-        steps.append(running.send(methods[next(turns)]))
-    plain = list(decode(model(codes=25), prompts(range(3)), range(3), SAMPLINGS[sampling], Ar()))
-    assert codes_of(steps, 3) == codes_of(plain, 3)
-
-
 # ---------------------------------------------------------------- edges
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
@@ -141,6 +141,26 @@ def test_every_exact_method_gives_the_codes_of_ar(
     plain = codes(Ar())
     for method in (*(Eagle(tree=name) for name in ("chain-2", BUSHY, "dynamic-8-4-2")), Sjd(window=1), Sjd(window=6)):
         assert codes(method) == plain
+
+
+@given(st.lists(st.sampled_from(range(6)), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
+@example([2] * 11 + [4] * 30, "plain")  # one request is done before the first tree
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+def test_changing_between_exact_methods_after_any_pass_changes_no_code(order: list[int], sampling: str) -> None:
+    methods = [Ar(), Sjd(window=1), Sjd(window=5), *(Eagle(tree=tree) for tree in ("chain-2", BUSHY, "dynamic-8-3-3"))]
+    model, prompts = make_model(5, 25, round_span=4), [make_prompt(i, padding=i) for i in range(3)]
+    running = decode(model, prompts, range(3), SAMPLINGS[sampling], methods[0], methods[1:])
+    step, turns = next(running), itertools.cycle(order)
+    codes = [part.codes.tolist() for part in step.parts]
+    while step.statistics is None:
+        step = running.send(methods[next(turns)])
+        for part in step.parts:
+            codes[part.request] += part.codes[: part.committed].tolist()
+    plain: list[list[int]] = [[], [], []]
+    for step in decode(model, prompts, range(3), SAMPLINGS[sampling], Ar()):
+        for part in step.parts:
+            plain[part.request] += part.codes.tolist()
+    assert codes == plain
 
 
 def test_codes_of_neighbouring_seeds_are_independent() -> None:

@@ -54,7 +54,8 @@ def test_a_prompt_gives_one_image_with_its_codes_and_statistics(pipe: Pipeline) 
     assert result.codes[0].shape == (36,)
     assert result.codes[0].dtype == np.int64
     assert (result.seeds, result.prompts) == ([7], ["red sphere on sand"])
-    assert result.stats.method == result.settings.method.method == "lantern"
+    assert result.stats.method == result.settings.method.method
+    assert result.settings.method.exact
     assert result.stats.images == 1
 
 

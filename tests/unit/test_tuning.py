@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
 
 
 def brings(entries: Any, weights: dict[str, str]) -> AcceptanceStatistics:
-    return AcceptanceStatistics(format=2, weights=weights, entries=tuple(entries))
+    return AcceptanceStatistics(format=3, weights=weights, entries=tuple(entries))
 
 
 def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
@@ -149,14 +149,12 @@ def test_statistics_are_those_of_most_images_and_only_of_the_same_weights(folder
     window, tree = statistics_of(Sjd(), 0.5), statistics_of(Eagle(), 0.5)
     brought, nothing = brings((window, tree), weights_of(manifest)), Tuning(bundle_digest="d")
     here = Tuning(bundle_digest="d", statistics=(statistics_of(Sjd(), 0.7),))
-    assert known_statistics(manifest, brought, here, False)[0] == (statistics_of(Sjd(), 0.7), tree)
-    none, why = known_statistics(manifest, brought, nothing, True)
-    assert none == ()
-    assert "are not of greedy decoding; `lantern-rt tune` measures them" in why
+    assert known_statistics(manifest, brought, here, False) == (statistics_of(Sjd(), 0.7), tree)
+    assert known_statistics(manifest, brought, nothing, True) == ()
     other_drafter = brought.model_copy(update={"weights": weights_of(manifest) | {"drafter": "0" * 64}})
     assert other_drafter.fitting(manifest) == (window,)  # which needs no drafter
     stale = brought.model_copy(update={"weights": {"target": "0" * 64}})
-    assert "were measured with other weights" in known_statistics(manifest, stale, nothing, False)[1]
+    assert known_statistics(manifest, stale, nothing, False) == ()
     newer = (statistics_of(Eagle(tree="chain-9"), 0.5, images=9),)
     assert merge(newer, (tree, window)) == (*newer, window)  # another tree is no other method
 
@@ -176,9 +174,9 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
     [
         ("[]", "found no acceptance statistics in it .*make the bundle again"),
         ("{", "found no acceptance statistics in it"),
-        ('{"format": 1}', "of format 1, expected 2; measure them again"),
+        ('{"format": 1}', "of format 1, expected 3; measure them again"),
         ('{"images": 4, "entries": []}', "format found nothing, expected a value"),
-        ('{"format": 3, "weights": {}, "entries": []}', "of format 3, expected 2; measure them again"),
+        ('{"format": 2, "weights": {}, "entries": []}', "of format 2, expected 3; measure them again"),
         ({"windows": []}, "method sjd needs `windows`"),
         ({"acceptance_rates": [[0.5]]}, "method sjd needs `windows`, and nothing else like it"),
         ({"windows": [{"window": 0, "tokens": 2.0}]}, "entries.0.windows.0.window found 0, expected greater"),
@@ -201,13 +199,9 @@ def test_a_damaged_file_of_statistics_is_one_line(tmp_path: Path, change: str | 
 
 def test_auto_takes_the_stored_choice_and_says_why(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
-    plain = pipe("red sphere", method="auto", seed=3)
-    assert plain.settings.method == Ar()
-    assert plain.settings.choice is not None
-    assert "bundle tiny brings no acceptance statistics; `lantern-rt tune` measures them" in plain.settings.choice
     stored = LanternPlusPlus(tree="tree-2-10", neighbors=4, lambda_=2.0)
     write_tuning(stored_choice(pipe.bundle.digest, stored, speed_up=1.7))
-    tuned = pipe("red sphere", method="auto", seed=3)
+    tuned = pipe("red sphere", quality="balanced", seed=3)
     assert tuned.settings.choice is not None
     assert tuned.settings.choice.startswith("auto: lantern++:")
     assert tuned.settings.choice.endswith("speed-up 1.70 here when tuned on 2026-01-02")
@@ -220,7 +214,7 @@ def test_a_stored_method_that_adds_no_neighbours_stays_without_them(folder: Path
     pipe = Pipeline.from_bundle(folder, threads=1)
     stored = LanternPlusPlus(tree="chain-2", neighbors=None, lambda_=None, omega=1.5, anneal=0.5)
     write_tuning(stored_choice(pipe.bundle.digest, stored, speed_up=1.7))
-    assert pipe("red sphere", method="auto").settings.method == stored
+    assert pipe("red sphere", quality="balanced").settings.method == stored
 
 
 @pytest.mark.usefixtures("even_clock")
@@ -228,7 +222,7 @@ def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> N
     pipe = Pipeline.from_bundle(folder, threads=1)
     weights = weights_of(pipe.bundle.manifest)
     pipe._chooser._brought = brings((statistics_of(Eagle(), 0.9),), weights)
-    result = pipe(["red sphere", "a cube"], method="auto")
+    result = pipe(["red sphere", "a cube"], quality="fast")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
     probes = read_tuning(pipe.bundle.digest).probes
@@ -236,37 +230,41 @@ def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> N
     assert all(seconds > 0 for costs in probes.values() for seconds in costs.target.values())
     again = Pipeline.from_bundle(folder, threads=1)  # another process would find the same
     again._chooser._brought = pipe._chooser._brought
-    assert again(["red sphere", "a cube"], method="auto").settings.choice == result.settings.choice
+    assert again(["red sphere", "a cube"], quality="fast").settings.choice == result.settings.choice
     assert read_tuning(pipe.bundle.digest).probes == probes
 
 
-def test_auto_is_the_default_once_something_is_known_and_nothing_else_is_asked(folder: Path) -> None:
+def test_auto_is_the_default_where_nothing_else_is_asked(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
 
     def method(**options: Any) -> MethodConfig:
         return pipe("red sphere", **options).settings.method
 
-    assert method().method == "lantern"  # the bundle's
-    write_tuning(stored_choice(pipe.bundle.digest, Sjd(window=3), speed_up=2.0))
+    assert method().exact
+    tuning = stored_choice(pipe.bundle.digest, Sjd(window=3), speed_up=2.0)
+    strict = {str(SITUATION.model_copy(update={"quality": "strict"})): one for one in tuning.choices.values()}
+    write_tuning(tuning.model_copy(update={"choices": strict}))
     chosen = pipe("red sphere").settings
     assert chosen.method == Sjd(window=3)
     assert chosen.choice == "auto: sjd:window=3, speed-up 2.00 here when tuned on 2026-01-02"
     assert method(method="ar") == Ar()
-    assert method(tree="chain-2").method == "lantern"
+    assert method(tree="chain-2").method == "lantern"  # the bundle's, for parameters without a method
     assert method(temperature=0.5) == Sjd(window=3)
 
 
 @pytest.mark.usefixtures("even_clock")
-def test_a_bundle_that_brings_statistics_is_decoded_by_them_without_being_asked(tmp_path: Path) -> None:
+def test_a_bundle_may_bring_statistics_of_this_format_or_an_older_one(tmp_path: Path) -> None:
     folder, role = make_tiny_bundle(tmp_path / "tiny"), "acceptance_statistics"
     weights = weights_of(Pipeline.from_bundle(folder, threads=1).bundle.manifest)
     entries = (statistics_of(Sjd(), 0.9, windows=(WindowTokens(window=3, tokens=3.9),)),)
     add_file(folder, role, brings(entries, weights).model_dump_json())
-    settings = Pipeline.from_bundle(folder, threads=1)("red sphere").settings
+    settings = Pipeline.from_bundle(folder, threads=1)("red sphere", quality="fast").settings
     assert settings.choice is not None
     assert "by a short probe" in settings.choice or "a short probe of this host promises no gain" in settings.choice
-    add_file(folder, role, '{"format": 9}')
-    with pytest.raises(BundleError, match="of format 9, expected 2"):
+    add_file(folder, role, '{"format": 2}')
+    assert Pipeline.from_bundle(folder, threads=1)._chooser._brought is None
+    add_file(folder, role, '{"format": 3}')
+    with pytest.raises(BundleError, match="found no acceptance statistics in it"):
         Pipeline.from_bundle(folder, threads=1)
 
 
@@ -278,10 +276,11 @@ def add_file(folder: Path, role: str, text: str) -> None:
     (folder / "bundle.json").write_text(json.dumps(manifest))
 
 
-def test_quality_alone_asks_for_auto(folder: Path) -> None:
-    chosen = Pipeline.from_bundle(folder, threads=1)("red sphere", quality="strict").settings
-    assert chosen.choice is not None
-    assert chosen.choice.startswith("auto: ar, as bundle tiny brings no acceptance statistics")
+def test_without_statistics_a_budget_is_not_used(folder: Path) -> None:
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    chosen = pipe("red sphere", quality="balanced")
+    assert chosen.settings.method.exact
+    np.testing.assert_array_equal(chosen.codes[0], pipe("red sphere", method="ar").codes[0])
 
 
 # ---------------------------------------------------------------- the command
@@ -368,7 +367,7 @@ def test_a_bundle_without_a_drafter_is_tuned_too(
     assert [entry.method for entry in read_statistics(statistics).entries] == [Sjd()]
     pipe = Pipeline.from_bundle(drafterless, threads=1)
     assert pipe(class_ids=3, quality="strict").settings.method.method == report["choice"]["method"]["method"]
-    four = pipe(class_ids=[1, 2, 3, 4], quality="strict").settings  # not tuned for four, but the statistics are known
+    four = pipe(class_ids=[1, 2, 3, 4], quality="fast").settings  # not tuned for four, but the statistics are known
     assert four.choice is not None
     assert "a short probe" in four.choice
 

@@ -134,7 +134,7 @@ def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> N
         choice = Choice(method=method, speed_up=speed_up, tvd_per_token=tvd, nll_ratio=nll_ratio)
         return Finalist(statistics_of(Sjd(**relaxation), images=2), choice, 3, [speed_up] * 5, [1.0] * 5, {})
 
-    balanced, loose = budget_of(Auto()), budget_of(Auto(quality="TVD=0.1"))
+    balanced, loose = budget_of(Auto(quality="balanced")), budget_of(Auto(quality="TVD=0.1"))
     exact = finalist(1.5, 0.0, 1.3)
     wasteful, unlikely = finalist(2.0, 0.07, 1.0, omega=2.0), finalist(1.9, 0.05, 1.1, omega=1.5)
     assert choose([wasteful, exact, unlikely], balanced, {}).method == Sjd(window=7)
