@@ -22,6 +22,7 @@ from .jacobi import WindowDrafts
 from .noise import Noise
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass
 from .relaxation import Relaxation, walk, walk_greedy
+from .sampling import choose, guide
 from .statistics import Statistics, summarise
 from .tree import DraftTree
 
@@ -117,8 +118,9 @@ class _Decoding:
         last = output.logits[np.arange(len(lengths)), lengths - 1]  # [rows, vocab_size]
         parts = []
         for slot, request in enumerate(self.active):
-            of_request = last[None, slot :: len(self.active)]  # [1, sides, vocab_size]
-            code = Answers(of_request.__getitem__, np.zeros(1, np.int64), request.noise, 0, self.sampling).choice(0)
+            guided = guide(last[slot :: len(self.active)], self.sampling.cfg_scale)[None]  # [1, vocab_size]
+            noise = None if self.sampling.greedy else request.noise.gumbel(0, 1, guided.shape[1])
+            (code,) = choose(guided, noise, self.sampling).tolist()
             request.codes.append(code)
             parts.append(RequestStep(request.index, np.array([code]), 1))
         self._commit(parts, [np.arange(length) for length in lengths], output, [])
@@ -130,7 +132,7 @@ class _Decoding:
         parts, accepted_indices, answers = [], [], []
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
             logits = partial(self._logits, output, slot)
-            answer = Answers(logits, tree.structure.depths, request.noise, len(request.codes), self.sampling)
+            answer = Answers(logits, tree.structure, request.noise, len(request.codes), self.sampling)
             accepted = self._accept(tree, answer)
             codes = np.append(tree.tokens[accepted.path[1:]], accepted.bonus)
             committed = min(len(codes), self.batch.missing(request))
@@ -186,6 +188,6 @@ class _Decoding:
             for source in self.sources:
                 source.keep(kept, rows)
 
-    def _logits(self, output: PassOutput, slot: int, node: int) -> Floats:
-        logits: Floats = output.logits[slot :: len(self.active), node]  # [sides, vocab_size]
+    def _logits(self, output: PassOutput, slot: int, nodes: slice) -> Floats:
+        logits: Floats = output.logits[slot :: len(self.active), nodes]  # [sides, nodes, vocab_size]
         return logits

@@ -210,8 +210,8 @@ class TreeDrafts(Drafts):
         return [growth.prune(shape.nodes) for growth in grown]
 
     def _noise(self, request: Request, depth: int, size: int) -> Floats | None:
-        """The noise that children of nodes at `depth` are drawn with."""
-        return None if self.sampling.greedy else request.noise.gumbel(len(request.codes) + depth, size)
+        """The noise that children of nodes at `depth` are drawn with, `[1, size]`."""
+        return None if self.sampling.greedy else request.noise.gumbel(len(request.codes) + depth, 1, size)
 
 
 class _Growth:

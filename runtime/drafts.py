@@ -14,7 +14,7 @@ from .noise import Noise
 from .passes import stack_padding
 from .sampling import Probabilities, choose, guide, shape_distribution
 from .statistics import Clock, RequestStatistics
-from .tree import DraftTree
+from .tree import DraftTree, TreeStructure
 
 
 @dataclass(frozen=True)
@@ -113,39 +113,43 @@ class Batch:
 
 @dataclass
 class Answers:
-    """What the target says after the nodes of one request's tree; computed where it is asked for, and kept.
+    """What the target says after the nodes of one request's tree; computed where it is asked for, of chains at once.
 
-    logits(node): those of the request's rows, `[sides, vocab_size]`. depths: int64 `[nodes]`. position: of the token
-    that follows the root.
+    logits(nodes): those of the request's rows, `[sides, nodes, vocab_size]`. structure: the tree's. position: of the
+    token that follows the root.
     """
 
-    logits: Callable[[int], Floats]
-    depths: Ints
+    logits: Callable[[slice], Floats]
+    structure: TreeStructure
     noise: Noise
     position: int
     sampling: Sampling
-    _guided: dict[int, Floats] = field(init=False, default_factory=dict)
+    _choices: dict[int, int] = field(init=False, default_factory=dict)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
-        guided = self.guided(node)
-        position = self.position + int(self.depths[node])
-        noise = None if self.sampling.greedy else self.noise.gumbel(position, len(guided))
-        return choose(guided, noise, self.sampling)
+        if node not in self._choices:
+            first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
+            guided = self._guided(slice(first, first + nodes))
+            noise = None
+            if not self.sampling.greedy:
+                noise = self.noise.gumbel(self._position(first), nodes, guided.shape[1])
+            self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
+        return self._choices[node]
 
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`."""
-        return shape_distribution(self.guided(node), self.sampling)
+        return shape_distribution(self._guided(slice(node, node + 1))[0], self.sampling)
 
     def decisions(self, node: int) -> np.random.Generator:
         """What relaxed acceptance decides with on the children of `node`."""
-        return self.noise.decisions(self.position + int(self.depths[node]))
+        return self.noise.decisions(self._position(node))
 
-    def guided(self, node: int) -> Floats:
-        """Guided logits after `node`, `[vocab_size]`."""
-        if node not in self._guided:
-            self._guided[node] = guide(self.logits(node), self.sampling.cfg_scale)
-        return self._guided[node]
+    def _position(self, node: int) -> int:
+        return self.position + int(self.structure.depths[node])
+
+    def _guided(self, nodes: slice) -> Floats:
+        return guide(self.logits(nodes), self.sampling.cfg_scale)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ One node's logits at a time, since only nodes on the walked path are ever looked
 
 from __future__ import annotations
 
-from math import isfinite
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -46,10 +44,10 @@ def softmax(logits: Floats) -> Probabilities:
     return probabilities
 
 
-def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> int:
-    """The code that is drawn from the distribution of guided logits `[vocab_size]` with this Gumbel noise.
+def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
+    """The codes `[nodes]` drawn from the distributions of guided logits `[nodes, vocab_size]` with this Gumbel noise.
 
-    noise: float32 `[vocab_size]`; None draws the most probable code. Sums are float32: two codes tie, or rounding
+    noise: float32 `[nodes, vocab_size]`; None draws the most probable codes. Sums are float32: two codes tie, or rounding
     decides between them, about once in a million draws, which moves a distribution less than the rounding of logits;
     and whoever has the same logits makes the same sums.
     Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
@@ -57,10 +55,10 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> int:
     values = shape_logits(logits, sampling)
     if noise is not None:
         values = values + noise
-    code = int(values.argmax())
-    if not isfinite(values[code]):  # NaN counts as the largest
+    codes: Ints = values.argmax(-1)
+    if not np.isfinite(values[np.arange(len(codes)), codes]).all():  # NaN counts as the largest
         raise _damaged()
-    return code
+    return codes
 
 
 def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:

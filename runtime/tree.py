@@ -128,13 +128,15 @@ class TreeStructure:
 
     depths: int64 `[nodes]`. children: of every node, in the order of their first leaves if a leaf order is given, else
     in node order. ancestors: whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`.
-    leaf_rank: for every node the rank of the first leaf below it, int64 `[nodes]`.
+    leaf_rank: for every node the rank of the first leaf below it, int64 `[nodes]`. chain: whether every node is the
+    parent of the next.
     """
 
     depths: Ints
     children: list[list[int]]
     ancestors: Bools
     leaf_rank: Ints
+    chain: bool
 
 
 @lru_cache(maxsize=64)
@@ -158,4 +160,5 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
     if leaf_order is not None:
         for siblings in children:
             siblings.sort(key=rank.__getitem__)
-    return TreeStructure(np.array(depths, np.int64), children, ancestors, np.array(rank, np.int64))
+    chain = depths == list(range(len(depths)))
+    return TreeStructure(np.array(depths, np.int64), children, ancestors, np.array(rank, np.int64), chain)
