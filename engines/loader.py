@@ -35,25 +35,33 @@ class Engines:
     """Everything a bundle can run, from its own graphs or from an engine folder built of it; for several threads.
 
     The drafter and the VQ decoder are loaded when first asked for: decoding without a drafter never pays for one.
+    expand_weights: the target's int8 or int4 weights become float32 when loaded; with provider `cpu`.
 
-    Raises: EngineError if the folder's engines are of another bundle, version or host, or altered; checked before
-    anything is loaded.
+    Raises, before anything is loaded: EngineError if the folder's engines are of another bundle, version or host, or
+    altered; RequestError if there are no weights to expand.
     """
 
     def __init__(
-        self, bundle: Bundle, threads: int | None = None, provider: str = "cpu", folder: EngineFolder | None = None
+        self,
+        bundle: Bundle,
+        threads: int | None = None,
+        provider: str = "cpu",
+        folder: EngineFolder | None = None,
+        expand_weights: bool = False,
     ) -> None:
         self._bundle = bundle
-        # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
+        # what measured times hold for, such as `onnxruntime-cpu`, `onnxruntime-cpu-expanded` or `tensorrt-rtx`
         parts = ("onnxruntime", provider) if folder is None else (folder.manifest.backend, folder.manifest.provider)
-        self.backend = "-".join(part for part in parts if part)
+        self.backend = "-".join(part for part in (*parts, "expanded" if expand_weights else None) if part)
         self.threads = thread_count(threads)
         built = folder.manifest.graphs["target"].profiles if folder is not None else ()
         self.most_nodes = max((profile.nodes[2] for profile in built), default=1 << 20)  # in a pass over drafts
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: Function | None = None
-        self._graphs = _open_graphs(bundle, self.threads, provider, folder)
+        if expand_weights:
+            _check_expandable(bundle, provider, folder)
+        self._graphs = _open_graphs(bundle, self.threads, provider, folder, expand_weights)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings())
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
 
@@ -87,9 +95,25 @@ class Engines:
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
 
 
-def _open_graphs(bundle: Bundle, threads: int, provider: str, folder: EngineFolder | None) -> OrtGraphs:
+def _check_expandable(bundle: Bundle, provider: str, folder: EngineFolder | None) -> None:
+    """Raises: RequestError unless the target's weights are integers that ONNX Runtime would keep on a CPU."""
+    precision = bundle.manifest.target.precision
+    if folder is not None:
+        found, expected = f"the engines {folder.folder}", "a bundle's own graphs"
+    elif provider != "cpu":
+        found, expected = f"provider {provider}", "provider cpu"
+    elif precision not in ("int8-weights", "int4-weights"):
+        found, expected = f"a target with {precision} weights", "int8-weights or int4-weights"
+    else:
+        return
+    raise RequestError(f"expand_weights: found {found}, expected {expected}; leave it out")
+
+
+def _open_graphs(
+    bundle: Bundle, threads: int, provider: str, folder: EngineFolder | None, expand_weights: bool
+) -> OrtGraphs:
     if folder is None:
-        return OrtGraphs(bundle, None, threads, provider)
+        return OrtGraphs(bundle, None, threads, provider, expand_weights)
     backend, built_by = find_backend(folder.manifest.backend), folder.manifest.builder_version
     folder.check_bundle(bundle)
     if (version := backend.version()) != built_by:

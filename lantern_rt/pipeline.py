@@ -54,12 +54,15 @@ class Pipeline:
         verify: bool = True,
         provider: str = "cpu",
         engines: str | Path | EngineFolder | None = None,
+        expand_weights: bool = False,
     ) -> Pipeline:
         """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
 
         threads: for the engines, by default one per physical core. verify: compare every file's hash first.
         provider: what ONNX Runtime runs the graphs on, `cpu`, `cuda`, `openvino`, `coreml` or `directml`.
         engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
+        expand_weights: turn the target's int8 or int4 weights to float32 when loading, on a CPU: as exact, large and
+        fast as float32 weights.
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines
@@ -72,7 +75,7 @@ class Pipeline:
             )
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        return cls(opened, Engines(opened, threads, provider, folder))
+        return cls(opened, Engines(opened, threads, provider, folder, expand_weights))
 
     def __call__(
         self,

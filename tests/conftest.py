@@ -70,7 +70,19 @@ def t2i_half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", "float16")
 
 
-def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None, compute: str = "float32") -> Path:
+@pytest.fixture(scope="session")
+def t2i_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text-conditional LlamaGen with its EAGLE drafter, weights stored as int8."""
+    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", precision="int8-weights")
+
+
+def _export(
+    factory: pytest.TempPathFactory,
+    target: str,
+    drafter: str | None,
+    compute: str = "float32",
+    precision: str | None = None,
+) -> Path:
     for needed in ("torch", "onnx", "onnxruntime", "safetensors"):
         pytest.importorskip(needed)
     import torch
@@ -88,7 +100,8 @@ def _export(factory: pytest.TempPathFactory, target: str, drafter: str | None, c
         drafter=None if drafter is None else DATA / drafter,
         config=(DATA / target).with_name("config.json") if official else None,
     )
-    return export_model(model, factory.mktemp("bundles") / name, precisions=read_precisions(compute=compute))
+    precisions = read_precisions(precision, compute=compute)
+    return export_model(model, factory.mktemp("bundles") / name, precisions=precisions)
 
 
 @pytest.fixture(scope="session")

@@ -19,15 +19,22 @@ from .session import GraphSession, save_optimised
 
 
 class OrtGraphs:
-    """A bundle's graphs in ONNX Runtime; those that an engine folder has are loaded from there."""
+    """A bundle's graphs in ONNX Runtime; those that an engine folder has are loaded from there.
 
-    def __init__(self, bundle: Bundle, folder: EngineFolder | None, threads: int, provider: str) -> None:
+    expand_weights: the target's, if integers, become float32. A drafter's are left: it decides about speed only.
+    """
+
+    def __init__(
+        self, bundle: Bundle, folder: EngineFolder | None, threads: int, provider: str, expand_weights: bool = False
+    ) -> None:
         self._bundle, self._folder, self._threads, self._provider = bundle, folder, threads, provider
+        self._expand_weights = expand_weights
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""
         engine, (path, optimised) = OrtDeviceEngine if self._provider == "cuda" else OrtEngine, self._locate(role)
-        return engine(path, spec, code_embeddings, self._threads, self._provider, optimised)
+        expand_weights = self._expand_weights and role == "target"
+        return engine(path, spec, code_embeddings, self._threads, self._provider, optimised, expand_weights)
 
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph (condition, image decoder), checked to have these inputs and outputs."""

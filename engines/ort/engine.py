@@ -38,10 +38,11 @@ class OrtEngine:
         threads: int | None = None,
         provider: str = "cpu",
         optimised: bool = False,
+        expand_weights: bool = False,
     ) -> None:
         self.spec = spec
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._graph = GraphSession(path, inputs, outputs, threads, provider, optimised)
+        self._graph = GraphSession(path, inputs, outputs, threads, provider, optimised, expand_weights)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = kv_dtype(path, self._graph.dtypes)
         self._table = code_embeddings

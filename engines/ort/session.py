@@ -22,6 +22,8 @@ _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 class GraphSession:
     """A loaded graph, `optimised` if `save_optimised` wrote it. `run` may be called from several threads at once.
 
+    expand_weights: integer weights become float32, and their products those of float32.
+
     Raises: EngineError if the provider does not take the graph, BundleError if the file is damaged or another graph
     than expected.
     """
@@ -34,9 +36,10 @@ class GraphSession:
         threads: int | None = None,
         provider: str = "cpu",
         optimised: bool = False,
+        expand_weights: bool = False,
     ) -> None:
         self.path, self.provider = path, provider
-        self.session = load_session(path, thread_count(threads), provider, optimised)
+        self.session = load_session(path, thread_count(threads), provider, optimised, expand_weights)
         self.dtypes: DTypes = {
             **_check(path, "input", self.session.get_inputs(), inputs),
             **_check(path, "output", self.session.get_outputs(), outputs),
@@ -65,7 +68,12 @@ def save_optimised(path: Path, provider: str, goal: Path) -> list[Path]:
 
 
 def load_session(
-    source: Path | bytes, threads: int, provider: str, optimised: bool = False, save_to: Path | None = None
+    source: Path | bytes,
+    threads: int,
+    provider: str,
+    optimised: bool = False,
+    expand_weights: bool = False,
+    save_to: Path | None = None,
 ) -> Any:
     """A session of a file, or of a helper graph given as bytes. Raises: EngineError, BundleError."""
     runtime = import_onnxruntime()
@@ -74,6 +82,8 @@ def load_session(
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != "cpu")))
+    if expand_weights:  # DequantizeLinear is then computed once, not fused into products that round what they multiply
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
     if save_to is not None:
         options.optimized_model_filepath, initializers = str(save_to), "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{initializers}file_name", f"{save_to.name}.data")

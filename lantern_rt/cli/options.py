@@ -34,6 +34,10 @@ class Running:
         Path | None, typer.Option(help="Folder made by build-engine from this bundle, to run instead of its graphs.")
     ] = None
     provider: ProviderName = "cpu"
+    expand_weights: Annotated[
+        bool,
+        typer.Option("--expand-weights", help="Turn the target's int8 or int4 weights to float32 when loading (CPU)."),
+    ] = False
 
     def open_bundle(self, name: str) -> Bundle:
         """The bundle, without hashing the graphs that engines stand in for."""
@@ -49,7 +53,9 @@ class Running:
         """The bundle's graphs, or the engines in their place, ready to decode."""
         from ..pipeline import Pipeline
 
-        return Pipeline.from_bundle(bundle, self.threads, provider=self.provider, engines=self.engines)
+        return Pipeline.from_bundle(
+            bundle, self.threads, provider=self.provider, engines=self.engines, expand_weights=self.expand_weights
+        )
 
 
 Shaping = Annotated[dict[str, Any], Sampling]  # guidance, temperature and filters

@@ -138,6 +138,14 @@ def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path:
         assert second[role].sha256 == first[role].sha256, role
 
 
+def test_a_bundle_of_integer_weights_is_smaller_and_says_so(tmp_path: Path) -> None:
+    restore_work("scenes", tmp_path / "work")
+    write_scenes_bundle(tmp_path / "work", tmp_path / "int8", False, lambda _: None, precision="int8-weights")
+    embedded, rounded = open_bundle("scenes").manifest, open_bundle(tmp_path / "int8").manifest
+    assert rounded.target.precision == "int8-weights"
+    assert rounded.files["target.data"].bytes < 0.6 * embedded.files["target.data"].bytes
+
+
 def test_muon_updates_have_singular_values_near_one() -> None:
     torch.manual_seed(2)
     for shape, dtype in (((3, 64, 96), torch.float32), ((2, 96, 64), torch.float32), ((3, 64, 96), torch.bfloat16)):

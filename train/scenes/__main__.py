@@ -96,11 +96,14 @@ def bundle(
     work: Work = DEFAULT_WORK,
     force: Annotated[bool, typer.Option("--force", help="Replace the bundle that is there.")] = False,
     compute: Annotated[str, typer.Option(help="What it computes in: float32, or float16 for GPUs.")] = "float32",
+    precision: Annotated[
+        str | None, typer.Option(help="Round weights further, such as int8-weights. [default: float16, without loss]")
+    ] = None,
 ) -> None:
     """Write the bundle."""
     from .bundle import write_scenes_bundle
 
-    write_scenes_bundle(work, output, force, lambda line: print(line, flush=True), compute)
+    write_scenes_bundle(work, output, force, lambda line: print(line, flush=True), compute, precision)
 
 
 @app.command()

@@ -90,11 +90,17 @@ class PictureEncoder(nn.Module):
 
 
 def write_scenes_bundle(
-    work: Path, output: Path, force: bool, progress: Callable[[str], None], compute: str = "float32"
+    work: Path,
+    output: Path,
+    force: bool,
+    progress: Callable[[str], None],
+    compute: str = "float32",
+    precision: str | None = None,
 ) -> Path:
     """Write the bundle of a work folder's checkpoints, and `acceptance_statistics.json` where there is one.
 
-    compute: what target and drafter compute in, float32 or float16.
+    compute: what target and drafter compute in, float32 or float16. precision: what their weights are rounded to, by
+    default no further than to the float16 that they fit.
     `lantern-rt tune scenes --acceptance-statistics work/scenes/acceptance_statistics.json` measures these, with a
     bundle written before.
     """
@@ -164,7 +170,7 @@ def write_scenes_bundle(
         sources=[(role, work / f"{role}.pt") for role in ("vq", "target", "drafter")],
         licence="Apache-2.0",
     )
-    precisions = replace(read_precisions(compute=compute), lossless=True)
+    precisions = replace(read_precisions(precision, compute=compute), lossless=precision is None)
     return export_model(model, output, precisions=precisions, force=force, progress=progress)
 
 
