@@ -47,9 +47,9 @@ def softmax(logits: Floats) -> Probabilities:
 def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     """The codes `[nodes]` drawn from the distributions of guided logits `[nodes, vocab_size]` with this Gumbel noise.
 
-    noise: float32 `[nodes, vocab_size]`; None draws the most probable codes. Sums are float32: two codes tie, or rounding
-    decides between them, about once in a million draws, which moves a distribution less than the rounding of logits;
-    and whoever has the same logits makes the same sums.
+    noise: float32 `[nodes, vocab_size]`; None draws the most probable codes. Sums are float32: rounding decides between
+    two codes about once in a million draws, which moves a distribution less than the rounding of logits does; and
+    whoever has the same logits makes the same sums.
     Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
     """
     values = shape_logits(logits, sampling)

@@ -15,6 +15,7 @@ from ..checks import whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
+from ..runtime.noise import FORMAT
 from .console import print_json, progress, say
 from .options import Force, Json, Running, Shaping
 
@@ -175,6 +176,7 @@ def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str,
         _kind(image): str(image.label),
         "seed": str(image.seed),
         "method": settings.method.method,
+        "noise": FORMAT,
         "settings": dumps(settings.as_dict()),
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,

@@ -7,7 +7,7 @@ import warnings
 import zlib
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
@@ -32,6 +32,7 @@ class Recipe(Config):
     class_id: int | None = None
     seed: int
     method: MethodName
+    noise: Literal["philox4x64-gumbel-1"]
     settings: Json[dict[str, Any]]
     bundle: str
     bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

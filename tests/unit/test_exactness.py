@@ -172,12 +172,12 @@ def test_codes_of_neighbouring_seeds_are_independent() -> None:
 
 def noise_that_forgets_the_position(patch: pytest.MonkeyPatch) -> None:
     right = Noise.gumbel
-    patch.setattr(Noise, "gumbel", lambda noise, position, size: right(noise, 0, size))
+    patch.setattr(Noise, "gumbel", lambda noise, first, count, size: right(noise, 0, count, size))
 
 
 def noise_that_forgets_the_seed(patch: pytest.MonkeyPatch) -> None:
     right = Noise.gumbel
-    patch.setattr(Noise, "gumbel", lambda noise, position, size: right(Noise(noise.seed // 2), position, size))
+    patch.setattr(Noise, "gumbel", lambda noise, *what: right(Noise(noise.seed // 2), *what))
 
 
 @pytest.mark.parametrize("slip", [noise_that_forgets_the_position, noise_that_forgets_the_seed])

@@ -16,6 +16,9 @@ from lantern_rt.runtime import decode, relaxation
 from lantern_rt.runtime.drafts import Answers, Model
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.sampling import shape_distribution
+from lantern_rt.runtime.tree import DraftTree, StaticTree
+from lantern_rt.runtime.tree_names import named_tree
 
 VOCABULARY, CODES = 2, 5
 BOTH = np.array([[1], [0]])  # the neighbour of either code
@@ -29,9 +32,13 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
     """
 
     def choice(answers: Answers, node: int) -> int:
-        position = answers.position + int(answers.depths[node])
+        position = answers.position + int(answers.structure.depths[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
+    def first(logits: NDArray[np.float32], noise: object, sampling: Sampling) -> NDArray[np.int64]:
+        return np.array([script.below(0, float(shape_distribution(logits[0], sampling)[1]))], np.int64)
+
+    patch.setattr(decode, "choose", first)
     patch.setattr(Answers, "choice", choice)
     patch.setattr(Answers, "decisions", lambda answers, node: script)
     patch.setattr(relaxation, "draw", script.draw)
@@ -135,7 +142,7 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any) -> Any:
         answers = choice.__self__
-        positions = answers.position + answers.depths
+        positions = answers.position + answers.structure.depths
         return right(tree, target, choice, rule, lambda node: decisions(node).at(int(positions[node])))
 
     patch.setattr(decode, "walk", wrong)
@@ -218,9 +225,12 @@ def test_nothing_is_drafted_past_the_end_of_the_image() -> None:
 
 
 def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None:
-    window, logits = window_of(), 40 * np.eye(9, dtype=np.float32)[:, None]  # after node n comes n
+    window, logits = window_of(), 40 * np.eye(9, dtype=np.float32)[None]  # after node n comes n
     window.draft([1], 20)
-    target = Answers(logits.__getitem__, np.arange(5), Noise(0), 1, Sampling())
+    chain = named_tree("chain-4")
+    assert isinstance(chain, StaticTree)
+    structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
+    target = Answers(lambda nodes: logits[:, nodes], structure, Noise(0), 1, Sampling())
     window.advance(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)

@@ -11,10 +11,10 @@ from scipy.stats import chi2_contingency, kstest
 from lantern_rt.runtime.noise import FORMAT, Noise
 
 VECTORS = [  # docs/sampling.md: seed, position, the first four 32-bit numbers, the noise made of them
-    (0, 0, [149215387, 49592932, 2628306354, 1037445899], [-1.211884, -1.495452, 0.711099, -0.351137]),
-    (0, 1, [4162560622, 909929812, 1038135326, 925762249], [3.463705, -0.439436, -0.350669, -0.428258]),
-    (1, 0, [1969390303, 1303814779, 3133017647, 3645176323], [0.248820, -0.175758, 1.153764, 1.807650]),
-    (2**63 - 1, 255, [256856906, 768598949, 434228745, 3560579991], [-1.035559, -0.542690, -0.829262, 1.673867]),
+    (0, 0, [149215387, 4152464477, 2882710362, 161177097], [-1.211884, 3.389014, 0.919513, -1.188665]),
+    (0, 1, [49592932, 1090160368, 1200139746, 2902407428], [-1.495452, -0.315627, -0.242951, 0.93674]),
+    (1, 0, [1969390303, 3523876871, 1212587396, 1966945340], [0.24882, 1.620083, -0.234825, 0.247229]),
+    (2**63 - 1, 255, [1764656498, 1154652547, 1436462862, 3914595258], [0.117109, -0.272805, -0.090992, 2.378042]),
 ]
 
 
@@ -26,15 +26,23 @@ def test_the_format_has_a_name_that_pictures_carry() -> None:
 def test_the_numbers_are_those_of_the_specification(
     seed: int, position: int, words: list[int], gumbel: list[float]
 ) -> None:
-    block = philox(seed, position)
-    assert [block[0] & 0xFFFFFFFF, block[0] >> 32, block[1] & 0xFFFFFFFF, block[1] >> 32] == words
-    np.testing.assert_allclose(Noise(seed).gumbel(position, 4), gumbel, atol=1e-6)
+    assert words_of(seed, position, 4) == words
+    np.testing.assert_allclose(Noise(seed).gumbel(position, 1, 4), [gumbel], atol=1e-6)
     np.testing.assert_allclose(gumbel, -np.log(-np.log((np.array(words) + 0.5) / 2**32)), atol=1e-6)
 
 
-def philox(seed: int, position: int) -> list[int]:
-    """The first block of Philox4x64-10 (Salmon et al. 2011) with key (seed, 0) and counter (1, position, 0, 0)."""
-    counter, key, mask = [1, position, 0, 0], [seed, 0], 2**64 - 1
+def words_of(seed: int, position: int, count: int) -> list[int]:
+    """The first numbers of a position: every sixteenth of its group's stream, eight to a block."""
+    numbers = [16 * code + position % 16 for code in range(count)]
+    blocks = [philox([1 + number // 8, position // 16, 0, 0], [seed, 0]) for number in numbers]
+    return [
+        block[number % 8 // 2] >> 32 * (number % 2) & 0xFFFFFFFF for block, number in zip(blocks, numbers, strict=True)
+    ]
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """One block of Philox4x64-10 (Salmon et al. 2011)."""
+    mask = 2**64 - 1
     for _ in range(10):
         first, second = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
         counter = [
@@ -48,43 +56,45 @@ def philox(seed: int, position: int) -> list[int]:
 
 
 def test_noise_of_a_whole_vocabulary_never_changes() -> None:
-    digest = hashlib.sha256(np.round(Noise(2026).gumbel(255, 16384), 3).tobytes()).hexdigest()
-    assert digest[:16] == "1366ef2594904479"
+    digest = hashlib.sha256(np.round(Noise(2026).gumbel(255, 1, 16384), 3).tobytes()).hexdigest()
+    assert digest[:16] == "a78c2a90f7792d94"
 
 
-def test_more_codes_leave_the_noise_of_the_first_ones_as_it_is() -> None:
+def test_more_codes_and_more_positions_leave_the_noise_as_it_is() -> None:
     few, many = Noise(5), Noise(5)
-    np.testing.assert_array_equal(many.gumbel(3, 1024)[:7], few.gumbel(3, 7))
-    np.testing.assert_array_equal(few.gumbel(3, 1024), many.gumbel(3, 1024))
+    np.testing.assert_array_equal(many.gumbel(3, 1, 1024)[:, :7], few.gumbel(3, 1, 7))
+    np.testing.assert_array_equal(few.gumbel(3, 1, 1024), many.gumbel(3, 1, 1024))
+    together = Noise(5).gumbel(3, 40, 9)  # four groups
+    np.testing.assert_array_equal(together, np.concatenate([Noise(5).gumbel(3 + i, 1, 9) for i in range(40)]))
 
 
 def test_what_is_forgotten_comes_back_the_same() -> None:
     noise = Noise(1)
-    before = [noise.gumbel(position, 9) for position in range(4)]
-    noise.forget(3)
-    for position in (0, 3):
-        np.testing.assert_array_equal(noise.gumbel(position, 9), before[position])
+    before = noise.gumbel(0, 40, 9)
+    noise.forget(35)
+    assert list(noise._kept) == [2]
+    np.testing.assert_array_equal(noise.gumbel(0, 40, 9), before)
 
 
 def test_noise_is_finite_and_gumbel_distributed() -> None:
-    values = np.concatenate([Noise(seed).gumbel(0, 4096) for seed in range(50)])
+    values = np.concatenate([Noise(seed).gumbel(0, 16, 256).ravel() for seed in range(50)])
     assert np.isfinite(values).all()
     assert kstest(values.astype(np.float64), lambda x: np.exp(-np.exp(-x))).pvalue > 0.001
 
 
 def test_the_largest_seed_has_noise_of_its_own() -> None:
-    assert not np.array_equal(Noise(2**64 - 1).gumbel(0, 8), Noise(0).gumbel(0, 8))
+    assert not np.array_equal(Noise(2**64 - 1).gumbel(0, 1, 8), Noise(0).gumbel(0, 1, 8))
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (lambda n: Noise(n).gumbel(0, 4), lambda n: Noise(n).gumbel(1, 4)),
-        (lambda n: Noise(n).gumbel(0, 4), lambda n: Noise(n + 1).gumbel(0, 4)),
-        (lambda n: Noise(n).gumbel(1, 4), lambda n: Noise(n + 1).gumbel(0, 4)),
-        (lambda n: Noise(7).gumbel(n, 4), lambda n: Noise(7).gumbel(n + 1, 4)),
-        (lambda n: Noise(n).gumbel(0, 4), lambda n: Noise(n).decisions(0).random(4)),
-        (lambda n: Noise(n).gumbel(0, 4), lambda n: np.roll(Noise(n).gumbel(0, 4), 1)),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).gumbel(1, 1, 4)[0]),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
+        (lambda n: Noise(n).gumbel(1, 1, 4)[0], lambda n: Noise(n + 1).gumbel(0, 1, 4)[0]),
+        (lambda n: Noise(7).gumbel(n, 1, 4)[0], lambda n: Noise(7).gumbel(n + 1, 1, 4)[0]),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: Noise(n).decisions(0).random(4)),
+        (lambda n: Noise(n).gumbel(0, 1, 4)[0], lambda n: np.roll(Noise(n).gumbel(0, 1, 4)[0], 1)),
     ],
     ids=["positions", "seeds", "seed and position", "positions of one seed", "decisions", "codes"],
 )

@@ -27,6 +27,7 @@ from lantern_rt.methods import PARAMETERS
 from lantern_rt.output.images import png_bytes
 from lantern_rt.output.recipe import HEAD_LIMIT, TEXT_LIMIT, read_recipe
 from lantern_rt.requests import SAMPLING
+from lantern_rt.runtime.noise import FORMAT
 
 SETTINGS: dict[str, Any] = {
     "method": "lantern", "cfg_scale": 2.0, "temperature": 1.0, "top_k": 24, "top_p": 1.0,
@@ -63,7 +64,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def texts(bundle: Bundle, /, **other: Any) -> dict[str, str]:
     """What a picture records, but for some other chunks; None leaves one out, and `settings` may be an object."""
-    own = {"prompt": "red cube", "seed": "5", "method": "lantern", "settings": SETTINGS}
+    own = {"prompt": "red cube", "seed": "5", "method": "lantern", "noise": FORMAT, "settings": SETTINGS}
     found = own | {"bundle": "tiny", "bundle_digest": bundle.digest} | other
     named = {name: text for name, text in found.items() if text is not None}
     return {name: text if isinstance(text, str) else json.dumps(text) for name, text in named.items()}

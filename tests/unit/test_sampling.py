@@ -129,7 +129,7 @@ def test_choices_follow_the_distribution_filters_included() -> None:
     logits = np.log(np.array([0.5, 1e-30, 0.3, 0.15, 0.05], np.float32))
     for sampling in (Sampling(), Sampling(temperature=1.7, top_k=3), Sampling(top_p=0.6)):
         noise = gumbel(np.random.default_rng(1), (10_000, 5))
-        counts = np.bincount([choose(logits, one, sampling) for one in noise], minlength=5)
+        counts = np.bincount(choose(np.tile(logits, (10_000, 1)), noise, sampling), minlength=5)
         expected = naive_distribution(logits.astype(np.float64), sampling)
         kept = expected > 1e-6
         assert counts[~kept].sum() == 0
@@ -137,15 +137,15 @@ def test_choices_follow_the_distribution_filters_included() -> None:
 
 
 def test_without_noise_the_most_probable_code_is_chosen() -> None:
-    assert choose(np.array([0, 2, 1], np.float32), None, Sampling(temperature=0, top_k=1)) == 1
+    assert choose(np.array([[0, 2, 1]], np.float32), None, Sampling(temperature=0, top_k=1)).tolist() == [1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=1), Sampling(top_p=0.5), Sampling(temperature=0)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_choice_among_logits_that_are_not_finite_is_an_error(bad: float, sampling: Sampling) -> None:
-    noise = None if sampling.greedy else np.zeros(3, np.float32)
+    noise = None if sampling.greedy else np.zeros((1, 3), np.float32)
     with pytest.raises(EngineError, match="NaN or infinite"):
-        choose(np.array([0, bad, 1], np.float32), noise, sampling)
+        choose(np.array([[0, bad, 1]], np.float32), noise, sampling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
