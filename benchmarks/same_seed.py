@@ -1,0 +1,41 @@
+"""The picture of docs/sampling.md: the same prompts and seeds under five methods, a row each.
+
+python benchmarks/same_seed.py docs/sampling/same_seed.png
+"""
+
+from __future__ import annotations
+
+import sys
+
+from PIL import Image, ImageDraw, ImageFont
+
+from lantern_rt import Pipeline
+
+METHODS = ("ar", "eagle:tree=dynamic-16", "sjd:window=7", "lantern++", "sjd:lambda=2")
+PROMPTS = (
+    "a large red sphere left of a small blue cube on grass at sunset",
+    "a green cone on snow",
+    "a yellow torus on sand at night",
+    "a purple cylinder on water",
+)
+SEED, MARGIN = 3, 22
+
+
+def main(path: str) -> None:
+    """Draw all, and write one PNG."""
+    pipeline = Pipeline.from_bundle("scenes")
+    rows = [(method, pipeline(PROMPTS, seed=SEED, method=method)) for method in METHODS]
+    width, height = rows[0][1].images[0].size
+    sheet = Image.new("RGB", (width * len(PROMPTS), (height + MARGIN) * len(rows)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    for line, (method, result) in enumerate(rows):
+        top = line * (height + MARGIN)
+        tokens = f"{method}: {result.stats.tokens_per_forward_pass:.2f} tokens per forward pass"
+        draw.text((4, top + 4), tokens, "black", font)
+        for column, image in enumerate(result.images):
+            sheet.paste(image, (column * width, top + MARGIN))
+    sheet.quantize(256, dither=Image.Dither.FLOYDSTEINBERG).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
