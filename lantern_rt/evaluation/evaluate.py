@@ -150,7 +150,7 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
     nats = by_prompt(likelihoods, seeds)
 
     def ratio(chosen: Ints) -> Floats:
-        means = nats[:, chosen].mean(1)
+        means = np.maximum(nats[:, chosen].mean(1), np.finfo(np.float32).eps)  # 0 where the target is certain
         return np.asarray(means / means[0])
 
     passes = [[length / image.target_passes for image in row] for row in counts]

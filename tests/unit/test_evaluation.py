@@ -81,6 +81,14 @@ def test_figures_of_images_are_those_of_the_pipeline(folder: Path) -> None:
     assert figures["excess_nll"] == pytest.approx(np.mean([score.nats - score.entropy for score in scores]))
 
 
+def test_a_target_that_is_certain_has_a_likelihood_ratio_of_1(evaluate: Any) -> None:
+    code, out, _ = evaluate("--methods", "sjd", "--temperature", "0.001", "--count", "2", "--json")
+    assert code == 0
+    figures = json.loads(out)["methods"][1]["figures"]
+    assert figures["nll"]["value"] < 1e-6
+    assert [figures["nll_ratio"][key] for key in ("value", "low", "high")] == [1, 1, 1]
+
+
 def test_prompt_agreement_is_asked_of_every_image_and_the_prompt_it_was_drawn_from(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
