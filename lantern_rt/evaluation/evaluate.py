@@ -2,6 +2,9 @@
 
 A second plain set, with other seeds, is the reference of all that compares sets of images; plain decoding itself is
 compared with it too, and what comes out is the floor: no method can be told from plain decoding below it.
+
+A seed has one exact image, which every exact method draws, but for rounding. How near others come to it is
+compared image by image.
 """
 
 from __future__ import annotations
@@ -117,7 +120,7 @@ def evaluate(
         "images_per_method": images.count,
         "features": source,
         "agreement": None if agreement is None else agreement.facts,
-        "notes": _notes(images, source, reference[0].settings.sampling.greedy),
+        "notes": _notes(images, source, runs[contenders[0].label], reference),
         "methods": [
             {
                 "method": label,
@@ -145,28 +148,39 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
     """Figures of single images, by the runs of every method."""
     scores = [[score for run in runs for score in run.likelihoods] for runs in methods]
     counts = [[image for run in runs for image in run.statistics.per_image] for runs in methods]
-    length = len(methods[0][0].codes[0])
+    codes = np.stack([_codes(runs) for runs in methods])
+    same, length = codes == codes[0], codes.shape[2]
     likelihoods = [[score.nats for score in row] for row in scores]
     nats = by_prompt(likelihoods, seeds)
 
     def ratio(chosen: Ints) -> Floats:
-        means = nats[:, chosen].mean(1)
+        means = np.maximum(nats[:, chosen].mean(1), np.finfo(np.float32).eps)  # 0 where the target is certain
         return np.asarray(means / means[0])
 
     passes = [[length / image.target_passes for image in row] for row in counts]
     return {
         "tokens_per_forward_pass": estimate_mean(passes, seeds),
         "tvd": estimate_mean([[image.realised_tvd / length for image in row] for row in counts], seeds),
+        "same_tokens": estimate_mean(list(same.mean(2)), seeds),
+        "same_start": estimate_mean(list(np.logical_and.accumulate(same, 2).mean(2)), seeds),
         "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], seeds),
         "nll": estimate_mean(likelihoods, seeds),
         "nll_ratio": estimate(ratio, nats.shape[1]),
     }
 
 
+def _codes(runs: Sequence[Run]) -> Ints:
+    """Codes `[images, cells]` of all images."""
+    return np.array([row for run in runs for row in run.codes])
+
+
 def feature_figures(
     sets: Sequence[Floats], reference: Floats, seeds: int, bandwidth: float, show: Show
 ) -> dict[str, Figure]:
-    """Figures of `sets`, features `[prompts x seeds, width]` of every method, against those of the reference."""
+    """Figures of `sets`, features `[prompts x seeds, width]` of every method, against those of the reference.
+
+    `distance_to_exact` is missing where plain images do not depend on the seed: it counts in distances between seeds.
+    """
     prompts = len(reference) // seeds
     of_prompts = np.arange(len(reference)).reshape(prompts, seeds)
     resamples, evaluated = _RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES, count()
@@ -179,10 +193,17 @@ def feature_figures(
     def over_pairs(tables: Sequence[Floats]) -> Figure:
         return estimate(lambda chosen: [mean_over_pairs(table, chosen) for table in tables], prompts)
 
+    gaps = by_prompt([np.linalg.norm(own - sets[0], axis=1) for own in sets], seeds)
+    units = np.array([distances(sets[0][images], reference[images]).mean() for images in of_prompts])
+
+    def to_exact(chosen: Ints) -> Floats:
+        return np.asarray(gaps[:, chosen].mean(1) / (units[chosen].mean() or units.mean()))
+
     precision, recall = zip(*(precision_recall(own, reference) for own in sets), strict=True)
     apart = [distances(own, own) for own in sets]
     within = [[mean_over_pairs(table, images) for images in of_prompts] for table in apart]
     return {
+        **({"distance_to_exact": estimate(to_exact, prompts)} if units.any() else {}),
         "frechet": estimate(frechet, prompts, resamples, moved=True),
         "kernel": over_pairs([kernel_terms(own, reference, seeds, bandwidth) for own in sets]),
         "precision": estimate_mean(precision, seeds),
@@ -192,15 +213,17 @@ def feature_figures(
     }
 
 
-def _notes(images: Images, features: dict[str, Any] | None, greedy: bool) -> list[str]:
-    """What limits the figures."""
+def _notes(
+    images: Images, features: dict[str, Any] | None, plain: Sequence[Run], reference: Sequence[Run]
+) -> list[str]:
+    """What limits the figures. plain: runs of plain decoding, reference: those with other seeds."""
     notes = []
     if (prompts := len(images.subjects.items)) < ENOUGH_PROMPTS:
         notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
     if features is None:
         notes.append(
-            "No features: the bundle has no vq_encoder and --features was not given, so Frechet distance, kernel "
-            "distance, precision, recall and diversity are missing."
+            "No features: the bundle has no vq_encoder and --features was not given, so distances of images, "
+            "precision, recall and diversity are missing."
         )
     else:
         if images.count < (needed := IMAGES_PER_FEATURE * features["num_features"]):
@@ -211,6 +234,12 @@ def _notes(images: Images, features: dict[str, Any] | None, greedy: bool) -> lis
         notes.append(f"Distances between {features['name']} say nothing about those of another feature extractor.")
         if images.count <= NEAREST:
             notes.append(f"Precision and recall need more than {NEAREST} images.")
-    if greedy:
-        notes.append("Temperature 0: plain images do not depend on the seed, so ar is at distance 0 from itself.")
+    if reference[0].settings.sampling.greedy:
+        notes.append(
+            "Temperature 0: plain images do not depend on the seed, so ar is at distance 0 from itself, and distances "
+            "to its image of a seed have no measure."
+        )
+    else:
+        shared = (_codes(plain) == _codes(reference)).mean()
+        notes.append(f"Images of ar with other seeds share {shared:.0%} of the tokens: only what shares more is near.")
     return notes

@@ -29,16 +29,20 @@ DISTANCE = "less is better"
 COLUMNS = {
     "tokens_per_forward_pass": Column("tokens per forward pass", 2, "more is faster"),
     "tvd": Column("TVD per token", 4, "0 is exact"),
+    "same_tokens": Column("share of tokens as in ar's image", 3, "1: the same image"),
+    "same_start": Column("share of the image before another token", 3, "1: the same image"),
     "excess_nll": Column("excess NLL, nats per token", 4, "as ar's"),
     "nll": Column("NLL, nats per token", 3, "as ar's"),
     "nll_ratio": Column("NLL against ar", 4, "as ar's"),
     "agreement": Column("prompt agreement", 4, "more is better"),
+    "distance_to_exact": Column("distance to ar's image of the seed", 3, "0: the same image, 1: another seed's"),
     "frechet": Column("Frechet distance", 4, DISTANCE),
     "kernel": Column("kernel distance", 3, DISTANCE),
     "precision": Column("precision", 3, "as ar's"),
     "recall": Column("recall", 3, "as ar's"),
     "diversity": Column("diversity", 3, "as ar's"),
 }
+AGAINST_AR = ("same_tokens", "same_start", "nll_ratio", "distance_to_exact")  # need no difference beside them
 
 
 def text_report(found: Mapping[str, Any]) -> str:
@@ -61,7 +65,7 @@ def _shown(method: Mapping[str, Any], name: str) -> tuple[str, str]:
         "{} ({} .. {})".format(*(f"{one[key]:{sign}.{decimals}f}" for key in ("value", "low", "high")))
         for one, sign in ((figure, ""), (figure["difference_to_ar"], "+"))
     )
-    return value, "" if method["method"] == "ar" or name == "nll_ratio" else f"against ar {difference}"
+    return value, "" if method["method"] == "ar" or name in AGAINST_AR else f"against ar {difference}"
 
 
 def html_report(
@@ -94,7 +98,7 @@ def _meaning(found: Mapping[str, Any]) -> str:
     words = (
         f"{len(found['prompts'])} prompts, {found['seeds_per_prompt']} seeds each, {found['images_per_method']} images "
         "a method. Beside every figure stands its 95 % bootstrap interval, under it the difference to ar: paired, the "
-        "same prompts resampled together. "
+        "same prompts resampled together. Exact methods draw ar's images, but for rounding. "
     )
     if agreement := found["agreement"]:
         words += f"Prompt agreement is what {agreement['name']} says of an image and its prompt. "

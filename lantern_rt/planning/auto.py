@@ -57,7 +57,7 @@ class Budget(NamedTuple):
     def allows(self, method: MethodConfig, *found: Quality) -> bool:
         """Whether a method stays within the budget, by what was found of the most images.
 
-        What is exact always does: its likelihood differs from plain decoding's by chance only.
+        What is exact always does: it draws plain decoding's codes, but for rounding.
         """
         best = max(found, key=lambda one: one.images)
         within = best.tvd_per_token <= self.tvd_per_token and abs(best.nll_ratio - 1) <= self.nll_change

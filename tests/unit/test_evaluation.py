@@ -81,6 +81,57 @@ def test_figures_of_images_are_those_of_the_pipeline(folder: Path) -> None:
     assert figures["excess_nll"] == pytest.approx(np.mean([score.nats - score.entropy for score in scores]))
 
 
+def test_exact_methods_have_the_figures_of_plain_decoding_and_relaxed_ones_are_less_near(evaluate: Any) -> None:
+    exact = ("eagle", "eagle:tree=chain-2", "sjd:window=3", "sjd:window=8")
+    relaxed = ("lantern++:lambda=4", "sjd:omega=3")
+    code, out, _ = evaluate("--methods", ",".join([*exact, *relaxed]), "--seeds", "2", "--json")
+    assert code == 0
+    figures = {one["method"]: one["figures"] for one in json.loads(out)["methods"]}
+    values = {label: {name: one["value"] for name, one in own.items()} for label, own in figures.items()}
+    for label in exact:
+        differences = [one["difference_to_ar"] for one in figures[label].values()][1:]  # but for the passes
+        assert differences == [{"value": 0, "low": 0, "high": 0}] * (len(COLUMNS) - 2)  # no prompt agreement
+        assert (values[label]["same_tokens"], values[label]["same_start"]) == (1, 1)
+        assert (values[label]["distance_to_exact"], values[label]["nll_ratio"]) == (0, 1)
+    for label in relaxed:
+        assert 0 < values[label]["same_start"] < values[label]["same_tokens"] < 1
+        assert 0 < values[label]["distance_to_exact"] < 2
+
+
+def test_nearness_is_counted_image_by_image_against_the_same_seed(folder: Path) -> None:
+    pipeline = Pipeline.from_bundle(folder, threads=1)
+    images = Images(Subjects("prompts", PROMPTS[:2]), 2, 7, 3)
+    found, _ = evaluate_methods(pipeline, images, parse_contenders("lantern++:lambda=4", {}, pipeline.bundle), quiet)
+    figures = {name: figure["value"] for name, figure in found["methods"][1]["figures"].items()}
+    plain, relaxed = (
+        pipeline(PROMPTS[:2], seed=[7, 9], num_images=2, method=method, **options).codes
+        for method, options in (("ar", {}), ("lantern++", {"lambda_": 4}))
+    )
+    same = [(own == other).tolist() for own, other in zip(relaxed, plain, strict=True)]
+    assert figures["same_tokens"] == pytest.approx(np.mean(same))
+    assert figures["same_start"] == pytest.approx(np.mean([[*one, False].index(False) / len(one) for one in same]))
+    others = pipeline(PROMPTS[:2], seed=[11, 13], num_images=2, method="ar").codes
+    shared = f"{np.mean([own == other for own, other in zip(plain, others, strict=True)]):.0%}"
+    assert any(f"other seeds share {shared} of the tokens" in note for note in found["notes"])
+
+
+def test_at_temperature_0_there_is_no_other_seed_to_measure_distances_by(evaluate: Any) -> None:
+    code, out, _ = evaluate("--methods", "sjd,lantern++:lambda=4", "--temperature", "0", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert not any("distance_to_exact" in one["figures"] for one in report["methods"])
+    assert [one["figures"]["same_tokens"]["value"] for one in report["methods"][:2]] == [1, 1]
+    assert any("distances to its image of a seed have no measure" in note for note in report["notes"])
+
+
+def test_a_target_that_is_certain_has_a_likelihood_ratio_of_1(evaluate: Any) -> None:
+    code, out, _ = evaluate("--methods", "sjd", "--temperature", "0.001", "--count", "2", "--json")
+    assert code == 0
+    figures = json.loads(out)["methods"][1]["figures"]
+    assert figures["nll"]["value"] < 1e-6
+    assert [figures["nll_ratio"][key] for key in ("value", "low", "high")] == [1, 1, 1]
+
+
 def test_prompt_agreement_is_asked_of_every_image_and_the_prompt_it_was_drawn_from(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +242,8 @@ def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any,
     assert code == 0
     report = json.loads(out)
     assert report["prompts"] == ["class 0", "class 3", "class 6"]
-    assert list(report["methods"][1]["figures"]) == ["tokens_per_forward_pass", "tvd", "excess_nll", "nll", "nll_ratio"]
+    figures = ["tokens_per_forward_pass", "tvd", "same_tokens", "same_start", "excess_nll", "nll", "nll_ratio"]
+    assert list(report["methods"][1]["figures"]) == figures
     assert any("no vq_encoder" in note for note in report["notes"])
 
 

@@ -182,6 +182,25 @@ def test_the_same_distribution_is_within_the_floor_and_another_is_not() -> None:
     assert all(one["low"] <= one["value"] <= one["high"] for figure in figures.values() for one in figure)
 
 
+def test_distances_to_exact_images_are_in_distances_of_two_seeds() -> None:
+    rng = np.random.default_rng(12)
+    prompts = np.repeat(10 * rng.normal(size=(60, 4)), 2, 0)  # two seeds each
+    exact, others, reference = (prompts + rng.normal(size=(120, 4)) for _ in range(3))
+    nudged = exact + np.array([0.5, 0, 0, 0])
+    same, near, far = feature_figures([exact, nudged, others], reference, 2, 2.0, quiet)["distance_to_exact"]
+    assert (same["value"], same["low"], same["high"]) == (0, 0, 0)
+    between = [np.linalg.norm(exact[i] - reference[i // 2 * 2 + k]) for i in range(120) for k in range(2)]
+    assert near["value"] == pytest.approx(0.5 / np.mean(between))
+    assert near["low"] < near["value"] < near["high"] < far["low"] < 1 < far["high"]
+
+
+def test_prompts_whose_images_are_all_alike_have_a_distance_to_exact_images_as_long_as_others_differ() -> None:
+    exact, reference, nudged = np.zeros((2, 1)), np.array([[0.0], [2.0]]), np.array([[0.0], [1.0]])
+    (_, near) = feature_figures([exact, nudged], reference, 1, 1.0, quiet)["distance_to_exact"]
+    assert (near["value"], near["low"], near["high"]) == (0.5, 0, 0.5)  # a resample may be the first prompt alone
+    assert "distance_to_exact" not in feature_figures([exact, nudged], exact, 1, 1.0, quiet)
+
+
 def test_without_scipy_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[eval\]'"):

@@ -61,7 +61,7 @@ def quality(images: int, tvd: float, ratio: float) -> Quality:
 def test_a_budget_bounds_total_variation_and_likelihood_to_both_sides() -> None:
     strict, balanced = budget("strict"), budget("balanced")
     exact, relaxed = Sjd(), Sjd(omega=1.5)
-    assert strict.allows(exact, quality(4, 0.0, 1.1))  # by chance: its distribution is the target's
+    assert strict.allows(exact, quality(4, 0.0, 1.1))  # exact by construction, whatever was measured
     assert not strict.allows(relaxed, quality(4, 0.0, 1.0))
     assert balanced.allows(relaxed, quality(4, 0.05, 1.015))
     assert balanced.allows(relaxed, quality(4, 0.05, 0.985))
