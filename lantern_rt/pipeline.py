@@ -192,7 +192,7 @@ class Pipeline:
             for part in step.parts:
                 new_codes[part.request] = part.codes[: part.committed]
                 accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
-            codes = [np.append(old, new) for old, new in zip(codes, new_codes, strict=True)]
+            codes = [np.concatenate(pair) for pair in zip(codes, new_codes, strict=True)]
             yield StreamStep(
                 new_codes, codes, accepted, step, settings, self._draw, step.done, step.total, step.statistics
             )

@@ -134,7 +134,7 @@ class _Decoding:
             logits = partial(self._logits, output, slot)
             answer = Answers(logits, tree.structure, request.noise, len(request.codes), self.sampling)
             accepted = self._accept(tree, answer)
-            codes = np.append(tree.tokens[accepted.path[1:]], accepted.bonus)
+            codes = np.array([*tree.tokens[accepted.path[1:]].tolist(), accepted.bonus])
             committed = min(len(codes), self.batch.missing(request))
             request.codes.extend(codes.tolist())
             request.noise.forget(len(request.codes))
@@ -162,11 +162,11 @@ class _Decoding:
         tokens, depths = np.zeros((2, rows, nodes), np.int64)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
-        attention_mask[:, np.arange(nodes), past_length + np.arange(nodes)] = True
-        for row in range(rows):
-            tree = trees[row % len(trees)]
-            tokens[row, : tree.nodes], depths[row, : tree.nodes] = tree.tokens, tree.structure.depths
-            attention_mask[row, : tree.nodes, past_length : past_length + tree.nodes] = tree.structure.ancestors
+        attention_mask[:, :, past_length:] = np.eye(nodes, dtype=bool)
+        for slot, tree in enumerate(trees):
+            own, count = slice(slot, None, len(trees)), tree.nodes
+            tokens[own, :count], depths[own, :count] = tree.tokens, tree.structure.depths
+            attention_mask[own, :count, past_length : past_length + count] = tree.structure.ancestors
         positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
         return self.clock.run(self.model.target, Pass(positions, attention_mask, tokens), self.cache)
 

@@ -18,7 +18,8 @@ from .engine import Floats
 
 FORMAT: Literal["philox4x64-gumbel-1"] = "philox4x64-gumbel-1"
 _GUMBEL, _DECISIONS = 0, 1  # uses
-GROUP = 16  # positions whose noise is made together, which costs half as much
+GROUP = 16  # positions whose noise is made together, which costs a third
+CHUNK = 512  # codes at a time, which stay in a processor's cache
 
 
 class Noise:
@@ -53,14 +54,17 @@ class Noise:
     def _group(self, group: int, size: int) -> Floats:
         kept = self._kept.get(group)
         if kept is None or kept.shape[1] < size:
-            words = self._stream(group, _GUMBEL).random_raw(size * GROUP // 2)
-            uniform = words.astype("<u8").view("<u4").astype(np.float64)
-            uniform += 0.5
-            uniform *= 2.0**-32
-            for _ in range(2):
-                np.log(uniform, out=uniform)
-                np.negative(uniform, out=uniform)
-            kept = self._kept[group] = np.ascontiguousarray(uniform.astype(np.float32).reshape(size, GROUP).T)
+            stream = self._stream(group, _GUMBEL)
+            kept = self._kept[group] = np.empty((GROUP, size), np.float32)
+            for start in range(0, size, CHUNK):
+                codes = min(CHUNK, size - start)
+                uniform = stream.random_raw(codes * GROUP // 2).astype("<u8").view("<u4").astype(np.float64)
+                uniform += 0.5
+                uniform *= 2.0**-32
+                for _ in range(2):
+                    np.log(uniform, out=uniform)
+                    np.negative(uniform, out=uniform)
+                kept[:, start : start + codes] = uniform.reshape(codes, GROUP).T
         return kept[:, :size]
 
     def _stream(self, index: int, use: int) -> np.random.Philox:

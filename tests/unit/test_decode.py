@@ -257,7 +257,7 @@ def test_nothing_runs_before_the_first_step_is_asked_for_and_nothing_after_closi
 
 
 def test_finished_requests_leave_the_batch() -> None:
-    engine = model(agreement=0.8)
+    engine = model(agreement=0.5, codes=20)
     steps_of(engine, range(6), Sampling(cfg_scale=2.0), METHODS["eagle, dynamic"])
     assert isinstance(engine.target, ToyTarget)
     rows = [rows for rows, _ in engine.target.passes]
