@@ -8,6 +8,7 @@ two-second probe of this host's passes. Without statistics of them `auto` is exa
 from __future__ import annotations
 
 import datetime
+import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from ..methods import PARAMETERS, Ar, Auto, MethodConfig
 from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
-from .race import Race
+from .race import Race, Timed
 from .store import Choice, Situation, Tuning, read_tuning, write_tuning
 from .tree_search import best_plan
 
@@ -77,7 +78,7 @@ class Chooser:
         self.bundle, self.engines = bundle, engines
         self._brought = bundle_statistics(bundle)
         self._probing = threading.Lock()
-        self._races: dict[Situation, Race] = {}
+        self._races: dict[Situation, tuple[Timed, ...]] = {}
         self._probed: dict[int, HostCosts] = {}
         self._predicted: dict[tuple[Situation, int], tuple[Choice, str]] = {}
 
@@ -112,24 +113,30 @@ class Chooser:
         return replace(settings, method=checked.method, choice=reason)
 
     def race(self, images: int, settings: Settings) -> Race:
-        """The race for requests like this one: where the last one left it, or a new one. Give it back afterwards."""
-        drafter = self.bundle.manifest.drafter is not None
-        race = self._races.pop(self._situation_of(images, settings), None) or Race(drafter, self.engines.most_nodes)
-        race.begin()
-        return race
+        """The race for requests like this one, as the last one left it. Give it back after the images."""
+        situation = self._situation_of(images, settings)
+        before = self._races.get(situation) or read_tuning(self.bundle.digest).races.get(str(situation), ())
+        return Race(self.bundle.manifest.drafter is not None, self.engines.most_nodes, before)
 
     def give_back(self, images: int, settings: Settings, race: Race) -> None:
-        """Keep a race for the next image, or its result for good."""
+        """Keep what a race has found, for good once it is decided."""
         situation = self._situation_of(images, settings)
-        self._races[situation] = race
-        if race.decided and (tuning := read_tuning(self.bundle.digest)).choices.get(str(situation)) is None:
-            date = datetime.date.today().isoformat()
-            tokens, speed_up = race.tokens, race.speed_up
+        self._races[situation] = tuple(race.timed.values())
+        tuning, key = read_tuning(self.bundle.digest), str(situation)
+        races = {name: timed for name, timed in tuning.races.items() if name != key}
+        if race.decided:
             choice = Choice(
-                method=race.method, speed_up=speed_up, tokens_per_forward_pass=tokens, date=date, found="while drawing"
+                method=race.method,
+                speed_up=race.speed_up,
+                tokens_per_forward_pass=statistics.mean(race.timed[race.method].tokens),
+                date=datetime.date.today().isoformat(),
+                found="while drawing",
             )
-            with suppress(OutputError):  # where nothing can be kept, every process finds out for itself
-                write_tuning(tuning.model_copy(update={"choices": {**tuning.choices, str(situation): choice}}))
+            tuning = tuning.model_copy(update={"choices": {key: choice, **tuning.choices}, "races": races})
+        else:
+            tuning = tuning.model_copy(update={"races": {**races, key: self._races[situation]}})
+        with suppress(OutputError):  # where nothing can be kept, every process finds out for itself
+            write_tuning(tuning)
 
     def _situation_of(self, images: int, settings: Settings) -> Situation:
         assert isinstance(settings.method, Auto)

@@ -1,118 +1,124 @@
-"""What is fastest, found while an image is drawn: exact methods take turns, as they all give the same codes.
+"""What is fastest, found while images are drawn: exact methods take turns, as they all give the same codes.
 
-Nothing is spent on measuring: every pass belongs to the picture. Each method has a few passes in a row; larger windows
+Nothing is spent on measuring: every pass belongs to a picture. Each method has a few passes in a row; larger windows
 and trees have theirs only while they gain on smaller ones, and what is far behind gives up its turn. Those near the
-front run a second time, later, so that no passing disturbance of the host decides. The best one draws the rest, and
-every later image of the kind.
+front then run in turns, so that no passing disturbance of the host decides, until each has been seen often enough. The
+best one draws the rest, and all later images of the kind. Whose turn it is follows from what was timed alone, so a race
+can be laid aside after any image.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import Field
 
 from ..methods import Ar, Eagle, Sjd
 from ..runtime.tree_names import named_tree
+from .acceptance_statistics import Record
 
-Exact = Ar | Eagle | Sjd
-
-UNTIMED, TIMED = 2, 6  # passes of a turn; windows fill in the first ones
-HOPELESS = 1.5  # a turn ends after two timed passes if even this much more would not do
-NEAR = 0.8  # of the best rate: runs again
+UNTIMED, TIMED = 2, 8  # passes of a turn; windows fill in the first ones
+ENOUGH = 48  # timed passes of each method near the front
+HOPELESS = 1.5  # a turn ends after three timed passes if even this much more would not do
+SPREAD = 0.7  # tokens of a pass vary by half their mean, and seconds, too
 MARGIN = 1.05  # plain decoding is left for this much only
 
 WINDOWS = (3, 7, 15, 31)
 TREES = ("chain-3", "dynamic-8-4-2", "dynamic-16-6-4", "dynamic-32-6-6")
 
+Exact = Ar | Eagle | Sjd
+Positive = Annotated[float, Field(gt=0)]
 
-@dataclass
-class Runner:
-    """A method, and its timed passes: tokens that an image got, and seconds."""
 
-    method: Exact
-    tokens: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+class Timed(Record):
+    """A method's timed passes: tokens that an image got from each, and seconds."""
+
+    method: Annotated[Exact, Field(discriminator="method")]
+    tokens: tuple[Positive, ...] = ()
+    seconds: tuple[Positive, ...] = ()
 
     @property
     def rate(self) -> float:
-        """Tokens of an image per second; 0 if nothing was timed."""
-        return statistics.mean(self.tokens) / statistics.median(self.seconds) if self.tokens else 0.0
+        """Tokens of an image per second; 0 if nothing was timed.
+
+        Of the seconds the lower quartile counts: what else a host does only adds to them.
+        """
+        return statistics.mean(self.tokens) / sorted(self.seconds)[len(self.seconds) // 4] if self.tokens else 0.0
+
+    @property
+    def at_best(self) -> float:
+        """The rate and one standard error."""
+        return self.rate * (1 + SPREAD / math.sqrt(max(1, len(self.tokens))))
+
+    @property
+    def at_worst(self) -> float:
+        """The rate less one standard error."""
+        return self.rate * (1 - SPREAD / math.sqrt(max(1, len(self.tokens))))
 
 
 class Race:
-    """Between plain decoding, windows, and trees if there is a drafter; of at most `most_nodes` nodes a pass."""
+    """Between plain decoding, windows, and trees if there is a drafter; of at most `most_nodes` nodes a pass.
 
-    def __init__(self, drafter: bool, most_nodes: int) -> None:
+    before: what an earlier race found.
+    """
+
+    def __init__(self, drafter: bool, most_nodes: int, before: Sequence[Timed] = ()) -> None:
         windows: list[Exact] = [Sjd(window=window) for window in WINDOWS if window < most_nodes]
         trees: list[Exact] = [Eagle(tree=tree) for tree in TREES if drafter and named_tree(tree).nodes <= most_nodes]
-        self.plain, self.ladders = Runner(Ar()), [[Runner(one) for one in ladder] for ladder in (windows, trees)]
-        self._turns, self._passes = self._order(), 0
-        self.running = next(self._turns)
-        self.decided = False
-
-    @property
-    def methods(self) -> list[Exact]:
-        """All that may run, plain decoding first."""
-        return [one.method for one in self._runners()]
-
-    @property
-    def method(self) -> Exact:
-        """What the next pass should be made with."""
-        return self.running.method
+        self.ladders, self.methods = (windows, trees), [Ar(), *windows, *trees]
+        known = {one.method: one for one in before if len(one.tokens) == len(one.seconds)}
+        self.timed: dict[Exact, Timed] = {one: known.get(one, Timed(method=one)) for one in self.methods}
+        self._passes = 0
+        self.method, self.decided = self._next()
 
     @property
     def speed_up(self) -> float:
         """Of the method that runs, over plain decoding."""
-        return self.running.rate / self.plain.rate if self.plain.rate else 1.0
-
-    @property
-    def tokens(self) -> float:
-        """Tokens per forward pass of the method that runs."""
-        return statistics.mean(self.running.tokens) if self.running.tokens else 1.0
+        plain = self.timed[Ar()].rate
+        return self.timed[self.method].rate / plain if plain else 1.0
 
     def describe(self) -> str:
         """One line that says what runs and why."""
         if not self.decided:
             return f"auto: {self.method} at last, still finding out while drawing what is fastest here"
-        if self.running is self.plain:
+        if isinstance(self.method, Ar):
             return "auto: ar, as nothing was faster here while drawing"
         return f"auto: {self.method}, speed-up {self.speed_up:.2f} here while drawing"
 
-    def begin(self) -> None:
-        """A new image: its first passes with a method count as untimed again."""
-        self._passes = 0
-
     def record(self, tokens: float, seconds: float) -> None:
-        """A pass of the running method: tokens that it gave an image on average, and what it took."""
+        """A pass of `method`: tokens that it gave an image on average, and what it took."""
         if self.decided:
             return
         self._passes += 1
         if self._passes > UNTIMED:
-            self.running.tokens.append(tokens)
-            self.running.seconds.append(seconds)
-        hopeless = self._passes >= UNTIMED + 2 and self.running.rate * HOPELESS < self._best().rate
+            old = self.timed[self.method]
+            timed = {"tokens": (*old.tokens, tokens), "seconds": (*old.seconds, seconds)}
+            self.timed[self.method] = old.model_copy(update=timed)
+        hopeless = self._passes >= UNTIMED + 3 and self._hopeless(self.timed[self.method])
         if hopeless or self._passes >= UNTIMED + TIMED:
-            self.running, self._passes = next(self._turns), 0
+            self._passes = 0
+            self.method, self.decided = self._next()
 
-    def _order(self) -> Iterator[Runner]:
-        """Who runs, turn by turn; at last the winner."""
-        yield self.plain
+    def _next(self) -> tuple[Exact, bool]:
+        """Whose turn it is; and whether that is for good."""
+        timed, plain = self.timed, self.timed[Ar()]
+        if not plain.tokens:
+            return plain.method, len(timed) == 1
         for ladder in self.ladders:
-            before = 0.0
-            for runner in ladder:
-                yield runner
-                if runner.rate <= before:
-                    break
-                before = runner.rate
-        near = [one for one in self._runners() if one.rate >= NEAR * self._best().rate]
-        yield from near if len(near) > 1 else ()
-        best = self._best()
-        self.decided = True
-        yield best if best.rate > MARGIN * self.plain.rate else self.plain
+            climbed = [timed[method] for method in ladder if timed[method].tokens]
+            gains = all(above.at_best >= below.at_worst for below, above in pairwise(climbed[-2:]))
+            if len(climbed) < len(ladder) and gains and not any(map(self._hopeless, climbed[-1:])):
+                return ladder[len(climbed)], False
+        best = max(timed.values(), key=lambda one: one.rate)
+        near = [one for one in timed.values() if one.at_best >= best.at_worst]
+        least = min(near, key=lambda one: len(one.tokens))
+        if len(near) > 1 and len(least.tokens) < ENOUGH:
+            return least.method, False
+        return (best if best.rate > MARGIN * plain.rate else plain).method, True
 
-    def _best(self) -> Runner:
-        return max(self._runners(), key=lambda one: one.rate)
-
-    def _runners(self) -> list[Runner]:
-        return [self.plain, *(one for ladder in self.ladders for one in ladder)]
+    def _hopeless(self, timed: Timed) -> bool:
+        return timed.rate * HOPELESS < max(one.rate for one in self.timed.values())

@@ -19,6 +19,7 @@ from ..methods import Method
 from ..runtime.noise import FORMAT
 from .acceptance_statistics import MethodStatistics, Record
 from .costs import HostCosts
+from .race import Timed
 
 
 class Situation(Record):
@@ -58,7 +59,8 @@ class Tuning(Record):
     """All that was measured for one bundle on this host.
 
     choices: by situation as text; another number of images has other costs, so its choice does not count. statistics:
-    what would hold on any other host. probes: costs by backend, threads and rows. noise: the random numbers that drafts
+    what would hold on any other host. probes: costs by backend, threads and rows. races: those that are not decided, by
+    situation as text. noise: the random numbers that drafts
     were made with; how often they are accepted depends on it.
     """
 
@@ -67,6 +69,7 @@ class Tuning(Record):
     choices: Mapping[str, Choice] = Field(default_factory=dict)
     statistics: tuple[MethodStatistics, ...] = ()
     probes: Mapping[str, HostCosts] = Field(default_factory=dict)
+    races: Mapping[str, tuple[Timed, ...]] = Field(default_factory=dict)
 
 
 def cache_folder() -> Path:
