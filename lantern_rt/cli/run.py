@@ -15,7 +15,6 @@ from ..checks import whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
-from ..runtime.noise import FORMAT
 from .console import print_json, progress, say
 from .options import Force, Json, Running, Shaping
 
@@ -171,6 +170,8 @@ def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None) -> St
 
 def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
     """Text chunks of a PNG: enough to make it again."""
+    from ..runtime.noise import FORMAT
+
     return {
         "Software": f"lantern-rt {__version__}",
         _kind(image): str(image.label),

@@ -205,8 +205,12 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
 def test_the_chi_square_test_catches_decisions_that_share_the_noise_of_the_draft(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def shared(noise: Noise, position: int) -> np.random.Generator:
-        return np.random.Generator(noise._stream(position, 0))
+    class Shared:
+        def __init__(self, noise: Noise, position: int) -> None:
+            self.numbers = iter(np.exp(-np.exp(-noise.gumbel(position, 1, 3)[0])).tolist() * 3)
 
-    monkeypatch.setattr(Noise, "decisions", shared)
+        def random(self) -> float:
+            return next(self.numbers)
+
+    monkeypatch.setattr(Noise, "decisions", lambda noise, position: Shared(noise, position))
     assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6

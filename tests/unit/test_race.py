@@ -15,6 +15,11 @@ from lantern_rt.planning.store import read_tuning
 from lantern_rt.runtime.tree_names import named_tree
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
+
+
 class Host:
     """What passes give and cost: `tokens` and `seconds` by nodes."""
 
