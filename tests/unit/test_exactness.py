@@ -83,10 +83,8 @@ METHODS: dict[str, MethodConfig] = {
     "by rejection, dynamic tree": Lantern(tree="dynamic-8-3-2", neighbors=2, delta=1e-12),
     "by rejection, window 2": Sjd(window=2, neighbors=2, lambda_=NOTHING),
 }
-CASES = [*itertools.product(METHODS, ["plain", "guided, temperature 1.4, top-p 0.9"])]
-CASES += [
-    *itertools.product(["ar", "by rejection, static tree"], ["guided, temperature 0.7", "temperature 1.3, top-k 2"])
-]
+CASES = [*itertools.product(METHODS, ["plain"]), *itertools.product(["ar"], [*SAMPLINGS][1:])]
+CASES += [("by rejection, static tree", "guided, temperature 1.4, top-p 0.9")]
 
 
 def toy(codes: int = 4) -> Model:
