@@ -2,7 +2,7 @@
 
 Where nothing may be given away, exact methods race on the picture itself, see `race.py`. Relaxed methods change the
 picture and so cannot: they are planned from acceptance statistics, which depend on the model and not on the host, and a
-two-second probe of this host's passes. Without statistics of them `auto` is exact.
+two-second probe of this host's passes. Where that does not promise a gain by one, exact methods race.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Chooser:
         self._probing = threading.Lock()
         self._races: dict[Situation, tuple[Timed, ...]] = {}
         self._probed: dict[int, HostCosts] = {}
-        self._predicted: dict[tuple[Situation, int], tuple[Choice, str]] = {}
+        self._predicted: dict[tuple[Situation, int], tuple[Choice, str] | None] = {}
 
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
         """What a choice depends on besides the bundle; temperature None: the bundle's."""
@@ -108,7 +108,10 @@ class Chooser:
             costs = self._costs(rows, situation, settings, decode)
             if (situation, rows) not in self._predicted:
                 self._predicted[situation, rows] = predicted_choice(known, costs, situation.quality)
-            choice, reason = self._predicted[situation, rows]
+            found = self._predicted[situation, rows]
+            if found is None or found[0].method.exact:
+                return settings
+            choice, reason = found
         checked = resolve_settings(manifest, {"method": choice.method})
         return replace(settings, method=checked.method, choice=reason)
 
@@ -170,17 +173,13 @@ def known_statistics(
     return tuple(entry for entry in known if entry.greedy == greedy)
 
 
-def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, quality: str) -> tuple[Choice, str]:
-    """The best plan by statistics and this host's costs; plain decoding unless it promises a clear gain."""
-    if not costs.steady:
-        why = "auto: ar, as this host is too busy to measure; `lantern-rt tune` measures it for longer"
-        return Choice(method=Ar()), why
+def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, quality: str) -> tuple[Choice, str] | None:
+    """The best plan by statistics and this host's costs, and why; None unless it promises a clear gain."""
     budget = budget_of(Auto(quality=quality))
     plans = [(best_plan(entry, costs), entry) for entry in entries if budget.allows(entry.method, entry)]
     plan, entry = max(plans, key=lambda planned: planned[0].rate, default=(None, None))
-    if plan is None or entry is None or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
-        why = "auto: ar, as a short probe of this host promises no gain; `lantern-rt tune` measures it"
-        return Choice(method=Ar()), why
+    if plan is None or entry is None or not costs.steady or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
+        return None
     choice = Choice(
         method=entry.method.model_copy(update=plan.drafting),
         speed_up=plan.rate * costs.plain_seconds,

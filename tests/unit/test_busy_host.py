@@ -185,17 +185,16 @@ def test_work_outside_the_engines_is_the_median_of_steps(host: Host) -> None:
 # ---------------------------------------------------------------- auto
 
 
-def test_auto_decodes_plainly_where_the_host_is_too_busy_and_stores_nothing(host: Host, folder: Path) -> None:
+def test_auto_predicts_nothing_where_the_host_is_too_busy_and_stores_no_probe(host: Host, folder: Path) -> None:
     entry = statistics_of(Eagle(), 0.9)
-    assert predicted_choice((entry,), CHEAP, "strict")[0].method != Ar()
-    assert predicted_choice((entry,), replace(CHEAP, steady=False), "strict")[0].method == Ar()
+    assert predicted_choice((entry,), CHEAP, "strict") is not None
+    assert predicted_choice((entry,), replace(CHEAP, steady=False), "strict") is None
     pipe, host.cost = Pipeline.from_bundle(folder, threads=1), wild()
     pipe._chooser._brought = AcceptanceStatistics(format=3, weights=weights_of(pipe.bundle.manifest), entries=(entry,))
-    why = "auto: ar, as this host is too busy to measure; `lantern-rt tune` measures it for longer"
-    assert pipe("red sphere", quality="fast").settings.choice == why
+    assert pipe("red sphere", quality="fast").settings.method.exact
     assert read_tuning(pipe.bundle.digest).probes == {}
     before = len(host.began)
-    assert pipe("red sphere", quality="fast").settings.choice == why
+    assert "while drawing" in str(pipe("red sphere", quality="fast").settings.choice)
     assert len(host.began) - before < 50  # a process does not probe a busy host again
 
 

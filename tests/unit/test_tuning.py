@@ -126,19 +126,25 @@ def brings(entries: Any, weights: dict[str, str]) -> AcceptanceStatistics:
 def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
     exact = statistics_of(Eagle(), 0.5)
     bold = statistics_of(LanternPlusPlus(lambda_=5.0), 0.9, tvd_per_token=0.3)
-    choice, why = predicted_choice((exact, bold), CHEAP, "balanced")
+    found = predicted_choice((exact, bold), CHEAP, "balanced")
+    assert found is not None
+    choice, why = found
     assert isinstance(choice.method, Eagle)
     assert why.startswith(f"auto: eagle:tree={choice.method.tree}, speed-up {choice.speed_up:.2f} by a short probe")
     loose = "TVD=0.4"
-    assert predicted_choice((exact, bold), CHEAP, loose)[0].method.parameters()["lambda"] == 5.0
-    assert predicted_choice((exact, bold), DEAR, loose)[0].method == Ar()
-    assert predicted_choice((), CHEAP, loose)[0].method == Ar()
+    bolder = predicted_choice((exact, bold), CHEAP, loose)
+    assert bolder is not None
+    assert bolder[0].method.parameters()["lambda"] == 5.0
+    assert predicted_choice((exact, bold), DEAR, loose) is None
+    assert predicted_choice((), CHEAP, loose) is None
 
 
 def test_a_prediction_may_be_a_window_also_without_a_drafter() -> None:
     costs = HostCosts({2: 1.0, 4: 1.1, 8: 1.2}, None)
     entries = (statistics_of(Eagle(), 0.9), statistics_of(Sjd(), 0.8))
-    choice, why = predicted_choice(entries, costs, "strict")
+    found = predicted_choice(entries, costs, "strict")
+    assert found is not None
+    choice, why = found
     assert choice.method == Sjd(window=7)
     assert choice.speed_up == pytest.approx(2.6 / 1.2)
     assert why.startswith("auto: sjd:window=7, speed-up 2.17 by a short probe")
@@ -221,7 +227,8 @@ def test_a_stored_method_that_adds_no_neighbours_stays_without_them(folder: Path
 def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     weights = weights_of(pipe.bundle.manifest)
-    pipe._chooser._brought = brings((statistics_of(Eagle(), 0.9),), weights)
+    bold = statistics_of(LanternPlusPlus(neighbors=4, lambda_=1.5), 0.9, tvd_per_token=0.02)
+    pipe._chooser._brought = brings((bold,), weights)
     result = pipe(["red sphere", "a cube"], quality="fast")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
@@ -256,11 +263,12 @@ def test_auto_is_the_default_where_nothing_else_is_asked(folder: Path) -> None:
 def test_a_bundle_may_bring_statistics_of_this_format_or_an_older_one(tmp_path: Path) -> None:
     folder, role = make_tiny_bundle(tmp_path / "tiny"), "acceptance_statistics"
     weights = weights_of(Pipeline.from_bundle(folder, threads=1).bundle.manifest)
-    entries = (statistics_of(Sjd(), 0.9, windows=(WindowTokens(window=3, tokens=3.9),)),)
+    bold = Sjd(omega=1.5, anneal=0.5)
+    entries = (statistics_of(bold, 0.9, tvd_per_token=0.02, windows=(WindowTokens(window=3, tokens=3.9),)),)
     add_file(folder, role, brings(entries, weights).model_dump_json())
     settings = Pipeline.from_bundle(folder, threads=1)("red sphere", quality="fast").settings
-    assert settings.choice is not None
-    assert "by a short probe" in settings.choice or "a short probe of this host promises no gain" in settings.choice
+    assert settings.method == bold.model_copy(update={"window": 3})
+    assert "by a short probe" in str(settings.choice)
     add_file(folder, role, '{"format": 2}')
     assert Pipeline.from_bundle(folder, threads=1)._chooser._brought is None
     add_file(folder, role, '{"format": 3}')
@@ -367,9 +375,8 @@ def test_a_bundle_without_a_drafter_is_tuned_too(
     assert [entry.method for entry in read_statistics(statistics).entries] == [Sjd()]
     pipe = Pipeline.from_bundle(drafterless, threads=1)
     assert pipe(class_ids=3, quality="strict").settings.method.method == report["choice"]["method"]["method"]
-    four = pipe(class_ids=[1, 2, 3, 4], quality="fast").settings  # not tuned for four, but the statistics are known
-    assert four.choice is not None
-    assert "a short probe" in four.choice
+    four = pipe(class_ids=[1, 2, 3, 4], quality="fast").settings  # not tuned for four, and no relaxed method is known
+    assert "while drawing" in str(four.choice)
 
 
 @pytest.mark.usefixtures("even_clock")
