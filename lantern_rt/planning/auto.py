@@ -103,17 +103,25 @@ class Chooser:
         else:
             known = known_statistics(manifest, self._brought, tuning, situation.greedy)
             if budget_of(settings.method).exact or not known:
-                return settings
+                return self._exact(settings)
             rows = images * (2 if settings.sampling.guided else 1)
             costs = self._costs(rows, situation, settings, decode)
             if (situation, rows) not in self._predicted:
                 self._predicted[situation, rows] = predicted_choice(known, costs, situation.quality)
             found = self._predicted[situation, rows]
             if found is None or found[0].method.exact:
-                return settings
+                return self._exact(settings)
             choice, reason = found
         checked = resolve_settings(manifest, {"method": choice.method})
         return replace(settings, method=checked.method, choice=reason)
+
+    def _exact(self, settings: Settings) -> Settings:
+        """Those given, for a race; plain decoding where only that draws its pictures."""
+        rounded = self.bundle.manifest.target.precision in ("int8-weights", "int4-weights")
+        if not rounded or self.engines.backend.endswith("expanded"):
+            return settings
+        why = "as with integer weights other methods draw other pictures; name one, or give --expand-weights"
+        return replace(settings, method=Ar(), choice=f"auto: ar, {why}")
 
     def race(self, images: int, settings: Settings) -> Race:
         """The race for requests like this one, as the last one left it. Give it back after the images."""

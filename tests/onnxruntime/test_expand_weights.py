@@ -13,6 +13,7 @@ from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
+from lantern_rt.methods import Ar
 from lantern_rt.runtime.passes import causal_pass
 
 ROWS, NODES = 8, 17
@@ -46,6 +47,16 @@ def test_greedy_speculation_gives_the_codes_of_plain_decoding(t2i_int8_bundle: P
     )
     for codes in others:
         np.testing.assert_array_equal(codes, plain)
+
+
+def test_auto_decodes_plainly_unless_integers_are_expanded(t2i_int8_bundle: Path) -> None:
+    plain, raced = (
+        Pipeline.from_bundle(t2i_int8_bundle, expand_weights=expand)(embeddings=CAPTIONS).settings
+        for expand in (False, True)
+    )
+    assert plain.method == Ar()
+    assert str(plain.choice).startswith("auto: ar, as with integer weights other methods draw other pictures")
+    assert "while drawing" in str(raced.choice)
 
 
 def test_what_was_measured_without_expansion_does_not_count_with_it(t2i_int8_bundle: Path) -> None:
