@@ -117,10 +117,14 @@ class Chooser:
 
     def _exact(self, settings: Settings) -> Settings:
         """Those given, for a race; plain decoding where only that draws its pictures."""
-        rounded = self.bundle.manifest.target.precision in ("int8-weights", "int4-weights")
-        if not rounded or self.engines.backend.endswith("expanded"):
+        target = self.bundle.manifest.target
+        integers = target.precision in ("int8-weights", "int4-weights") and not self.engines.backend.endswith(
+            "expanded"
+        )
+        if not integers and target.dtype == "float32":
             return settings
-        why = "as with integer weights other methods draw other pictures; name one, or give --expand-weights"
+        cure = ", or give --expand-weights" if integers else ""
+        why = f"as at this precision other methods draw other pictures; name one, or run `lantern-rt tune`{cure}"
         return replace(settings, method=Ar(), choice=f"auto: ar, {why}")
 
     def race(self, images: int, settings: Settings) -> Race:

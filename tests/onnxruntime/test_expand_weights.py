@@ -55,7 +55,7 @@ def test_auto_decodes_plainly_unless_integers_are_expanded(t2i_int8_bundle: Path
         for expand in (False, True)
     )
     assert plain.method == Ar()
-    assert str(plain.choice).startswith("auto: ar, as with integer weights other methods draw other pictures")
+    assert str(plain.choice).startswith("auto: ar, as at this precision other methods draw other pictures")
     assert "while drawing" in str(raced.choice)
 
 
