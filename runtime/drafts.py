@@ -125,6 +125,8 @@ class Answers:
     position: int
     sampling: Sampling
     _choices: dict[int, int] = field(init=False, default_factory=dict)
+    _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
+    _chain: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
@@ -139,7 +141,11 @@ class Answers:
 
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`."""
-        return shape_distribution(self._guided(slice(node, node + 1))[0], self.sampling)
+        if node not in self._distributions:
+            first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
+            found = shape_distribution(self._guided(slice(first, first + nodes)), self.sampling)
+            self._distributions.update(enumerate(found, first))
+        return self._distributions[node]
 
     def decisions(self, node: int) -> np.random.Generator:
         """What relaxed acceptance decides with on the children of `node`."""
@@ -149,7 +155,11 @@ class Answers:
         return self.position + int(self.structure.depths[node])
 
     def _guided(self, nodes: slice) -> Floats:
-        return guide(self.logits(nodes), self.sampling.cfg_scale)
+        if not self.structure.chain:
+            return guide(self.logits(nodes), self.sampling.cfg_scale)
+        if self._chain is None:
+            self._chain = guide(self.logits(slice(0, len(self.structure.depths))), self.sampling.cfg_scale)
+        return self._chain[nodes]
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
 
 
 def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
-    """Distribution `[vocab_size]` of guided logits `[vocab_size]`; sums to 1. Greedy settings give the plain softmax.
+    """Distributions of guided logits, both `[..., vocab_size]`; they sum to 1. Greedy settings give the plain softmax.
 
     Raises: EngineError: as `choose`.
     """
