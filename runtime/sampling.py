@@ -1,7 +1,4 @@
-"""From logits to codes: guidance, temperature, top-k, top-p, and draws.
-
-One node's logits at a time, since only nodes on the walked path are ever looked at.
-"""
+"""From logits to codes: guidance, temperature, top-k, top-p, and draws."""
 
 from __future__ import annotations
 

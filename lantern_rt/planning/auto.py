@@ -8,7 +8,6 @@ two-second probe of this host's passes. Where that does not promise a gain by on
 from __future__ import annotations
 
 import datetime
-import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -143,7 +142,7 @@ class Chooser:
             choice = Choice(
                 method=race.method,
                 speed_up=race.speed_up,
-                tokens_per_forward_pass=statistics.mean(race.timed[race.method].tokens),
+                tokens_per_forward_pass=race.tokens,
                 date=datetime.date.today().isoformat(),
                 found="while drawing",
             )

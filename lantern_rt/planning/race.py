@@ -81,6 +81,11 @@ class Race:
         plain = self.timed[Ar()].rate
         return self.timed[self.method].rate / plain if plain else 1.0
 
+    @property
+    def tokens(self) -> float:
+        """Per pass of the method that runs; 1 where it has no rival and was never timed."""
+        return statistics.mean(self.timed[self.method].tokens or (1.0,))
+
     def describe(self) -> str:
         """One line that says what runs and why."""
         if not self.decided:

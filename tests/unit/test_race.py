@@ -94,6 +94,14 @@ def test_a_race_is_among_what_the_engines_and_the_bundle_can_do() -> None:
     assert Race(True, 1).decided
 
 
+def test_where_only_plain_decoding_can_run_it_is_kept_untimed(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
+    pipe._engines.most_nodes = 1
+    assert pipe("red sphere").settings.method == Ar()
+    (choice,) = read_tuning(pipe.bundle.digest).choices.values()
+    assert (choice.method, choice.tokens_per_forward_pass) == (Ar(), 1.0)
+
+
 def test_images_drawn_during_a_race_are_those_of_ar_and_its_result_is_kept(tmp_path: Path) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
     digest = pipe.bundle.digest
