@@ -224,6 +224,7 @@ class Pipeline:
             DrafterLayout(**layout),
             manifest.grid_columns,
             self.bundle.neighbors().indices if neighbors else None,
+            self._engines.rounding,
         )
 
     def _draw(self, codes: Ints) -> Image:

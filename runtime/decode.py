@@ -8,7 +8,7 @@ conditional rows first.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,8 +22,8 @@ from .jacobi import WindowDrafts
 from .noise import Noise
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass
 from .relaxation import Relaxation, walk, walk_greedy
-from .sampling import choose, guide
 from .statistics import Statistics, summarise
+from .ties import settled_logits, slack
 from .tree import DraftTree
 
 
@@ -79,6 +79,7 @@ class _Decoding:
         self.batch = batch
         self.model, self.sampling, self.clock = batch.model, batch.sampling, batch.target_clock
         self.relaxation = Relaxation.of(methods[0], batch.model.neighbors)
+        self.slack = slack(self.model, self.sampling) if methods[0].exact else 0.0
         self.sources = [Drafts()]
         if trees := [method for method in methods if isinstance(method, Drafted)]:
             self.sources.append(TreeDrafts(batch, trees))
@@ -115,12 +116,10 @@ class _Decoding:
         target, lengths = self.model.target, self.batch.lengths
         batch = prefill_pass(target, self.cache, [row.embeds for row in self.batch.rows], self.prefix_padding)
         output = self.clock.run(target, batch, self.cache)
-        last = output.logits[np.arange(len(lengths)), lengths - 1]  # [rows, vocab_size]
-        parts = []
+        last = output.logits[np.arange(len(lengths)), lengths - 1][:, None]  # [rows, 1, vocab_size]
+        parts, nothing = [], DraftTree(np.zeros(1, np.int64), np.array([-1], np.int64))
         for slot, request in enumerate(self.active):
-            guided = guide(last[slot :: len(self.active)], self.sampling.cfg_scale)[None]  # [1, vocab_size]
-            noise = None if self.sampling.greedy else request.noise.gumbel(0, 1, guided.shape[1])
-            (code,) = choose(guided, noise, self.sampling).tolist()
+            code = self._answers(slot, nothing, replace(output, logits=last)).choice(0)
             request.codes.append(code)
             parts.append(RequestStep(request.index, np.array([code]), 1))
         self._commit(parts, [np.arange(length) for length in lengths], output, [])
@@ -131,8 +130,7 @@ class _Decoding:
         output = self._verify(trees)
         parts, accepted_indices, answers = [], [], []
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
-            logits = partial(self._logits, output, slot)
-            answer = Answers(logits, tree.structure, request.noise, len(request.codes), self.sampling)
+            answer = self._answers(slot, tree, output)
             accepted = self._accept(tree, answer)
             codes = np.array([*tree.tokens[accepted.path[1:]].tolist(), accepted.bonus])
             committed = min(len(codes), self.batch.missing(request))
@@ -153,6 +151,21 @@ class _Decoding:
         if self.sampling.greedy:
             return walk_greedy(tree, target.distribution, self.relaxation)
         return walk(tree, target.distribution, target.choice, self.relaxation, target.decisions)
+
+    def _answers(self, slot: int, tree: DraftTree, output: PassOutput) -> Answers:
+        """What a pass says of an active request's tree."""
+        request, logits = self.active[slot], partial(self._logits, output, slot)
+        position = len(request.codes)
+        settle = partial(self._settle, request, tree, position) if self.slack else None
+        return Answers(logits, tree.structure, request.noise, position, self.sampling, self.slack, settle)
+
+    def _settle(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
+        """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
+        tokens = np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
+        rows, calls = self.batch.rows[request.index :: len(self.batch.requests)], self.clock.calls
+        logits = settled_logits(self.model, rows, tokens, self.sampling, self.clock)
+        request.statistics.settling_passes += self.clock.calls - calls
+        return logits
 
     def _verify(self, trees: list[DraftTree]) -> PassOutput:
         """One target pass over all trees, padded to the same number of nodes."""

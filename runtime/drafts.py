@@ -12,7 +12,7 @@ from ..methods import MethodConfig, Sampling
 from .engine import Bools, Engine, Floats, Ints, PassOutput
 from .noise import Noise
 from .passes import stack_padding
-from .sampling import Probabilities, choose, guide, shape_distribution
+from .sampling import Probabilities, choose, choose_clearly, guide, shape_distribution
 from .statistics import Clock, RequestStatistics
 from .tree import DraftTree, TreeStructure
 
@@ -32,7 +32,8 @@ class Model:
     """Engines and sizes.
 
     codes: tokens per image. positions: rows of the rotary table. columns: of the token grid. neighbors: the bundle's
-    table `[vocab_size, k]`, None where no method needs it.
+    table `[vocab_size, k]`, None where no method needs it. rounding: how far the difference of two of the target's
+    logits may depend on the pass, in nats; 0 leaves ties to whichever pass meets them, see `ties.py`.
     """
 
     target: Engine
@@ -42,6 +43,7 @@ class Model:
     layout: DrafterLayout = DrafterLayout()
     columns: int = 1
     neighbors: NDArray[np.integer] | None = None
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Answers:
     """What the target says after the nodes of one request's tree; computed where it is asked for, of chains at once.
 
     logits(nodes): those of the request's rows, `[sides, nodes, vocab_size]`. structure: the tree's. position: of the
-    token that follows the root.
+    token that follows the root. slack: how far rounding may move differences of logits, and settle(node): guided logits
+    `[1, vocab_size]` after a node by another computation, asked where the slack could turn a choice.
     """
 
     logits: Callable[[slice], Floats]
@@ -124,19 +127,35 @@ class Answers:
     noise: Noise
     position: int
     sampling: Sampling
+    slack: float = 0.0
+    settle: Callable[[int], Floats] | None = None
     _choices: dict[int, int] = field(init=False, default_factory=dict)
+    _ties: set[int] = field(init=False, default_factory=set)
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
     _chain: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
+        code = self.guess(node)
+        if node in self._ties and self.settle is not None:
+            self._ties.remove(node)
+            settled = self.settle(node)
+            (code,) = choose(settled, self._gumbel(node, settled), self.sampling).tolist()
+            self._choices[node] = code
+        return code
+
+    def guess(self, node: int) -> int:
+        """The choice, or in a tie perhaps another token: good enough for a draft."""
         if node not in self._choices:
             first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
             guided = self._guided(slice(first, first + nodes))
-            noise = None
-            if not self.sampling.greedy:
-                noise = self.noise.gumbel(self._position(first), nodes, guided.shape[1])
-            self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
+            noise = self._gumbel(first, guided)
+            if self.settle is None:
+                codes = choose(guided, noise, self.sampling)
+            else:
+                codes, clear = choose_clearly(guided, noise, self.sampling, self.slack)
+                self._ties.update((first + np.flatnonzero(~clear)).tolist())
+            self._choices.update(enumerate(codes.tolist(), first))
         return self._choices[node]
 
     def distribution(self, node: int) -> Probabilities:
@@ -150,6 +169,10 @@ class Answers:
     def decisions(self, node: int) -> np.random.Generator:
         """What relaxed acceptance decides with on the children of `node`."""
         return self.noise.decisions(self._position(node))
+
+    def _gumbel(self, first: int, logits: Floats) -> Floats | None:
+        """Noise for `logits [nodes, vocab_size]` after a chain from node `first`; none when greedy."""
+        return None if self.sampling.greedy else self.noise.gumbel(self._position(first), *logits.shape)
 
     def _position(self, node: int) -> int:
         return self.position + int(self.structure.depths[node])

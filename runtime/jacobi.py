@@ -99,5 +99,5 @@ class Window:
     def advance(self, accepted: int, target: Answers) -> None:
         """Re-draft what a pass that accepted so many left over."""
         undecided = range(accepted + 1, len(self.codes) + 1)
-        self.codes = [target.choice(node) for node in undecided]
+        self.codes = [target.guess(node) for node in undecided]
         self.proposals = [target.distribution(node) if self.proposing else None for node in undecided]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError
 from ..methods import Sampling
-from .engine import Floats, Ints
+from .engine import Bools, Floats, Ints
 
 Probabilities = NDArray[np.float64]
 BLOCK = 64  # codes looked at together when the most probable ones are sought
@@ -58,6 +58,30 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
         raise _damaged()
     codes: Ints = values.argmax(-1)
     return codes
+
+
+def choose_clearly(logits: Floats, noise: Floats | None, sampling: Sampling, slack: float) -> tuple[Ints, Bools]:
+    """As `choose`, and whether the choice stays if differences of logits over the temperature move by up to `slack`.
+
+    Both `[nodes]`. Where it might not stay, the code may be another one than `choose` gives.
+    Raises: EngineError: as `choose`.
+    """
+    scaled = scale(logits, sampling)
+    values, least = scaled, None
+    if sampling.filtered:
+        _highest(scaled)
+        most, least = (np.apply_along_axis(_threshold, -1, scaled, sampling, one) for one in (slack, -slack))
+        values = np.where(scaled >= most[..., None], scaled, np.float32(-np.inf))
+    values = values + (np.float32(0) if noise is None else noise)
+    codes, nodes = values.argmax(-1), np.arange(len(values))
+    best = values[nodes, codes]
+    if not np.isfinite(best).all():  # NaN counts as the largest
+        raise _damaged()
+    values[nodes, codes] = -np.inf
+    clear: Bools = best - values.max(-1) > slack
+    if least is not None:
+        clear &= scaled[nodes, codes] >= least
+    return codes, clear
 
 
 def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
@@ -120,16 +144,23 @@ def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
     return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
-def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
-    """The smallest logit that filters keep, of scaled ones `[vocab_size]`."""
-    kept = scaled
+def _threshold(scaled: Floats, sampling: Sampling, slack: float = 0.0) -> np.float32:
+    """The smallest logit that filters keep, of scaled ones `[vocab_size]`.
+
+    slack: filters keep what they might keep if differences of logits moved by so much; below 0, what they keep anyway.
+    """
+    kept, more = scaled, int(slack < 0)  # what stays anyway is clear of the first one left out
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(kept):
-            kept = kept[kept >= np.partition(kept, -sampling.top_k)[-sampling.top_k]]
-        elif name == "top-p" and sampling.top_p < 1.0:
+            last = np.partition(kept, -sampling.top_k - more)[-sampling.top_k - more]
+        elif name == "top-p" and sampling.top_p < 1.0 and len(kept):
             kept = np.sort(kept)[::-1]
-            kept = kept[: 1 + int(np.count_nonzero(np.cumsum(softmax(kept)) <= sampling.top_p))]
-    lowest: np.float32 = kept.min()
+            place = int(np.count_nonzero(np.cumsum(softmax(kept)) <= sampling.top_p + slack)) + more
+            last = kept[place] if place < len(kept) else np.float32(-np.inf)
+        else:
+            continue
+        kept = kept[kept > last - np.float32(slack)] if more else kept[kept >= last - np.float32(slack)]
+    lowest: np.float32 = kept.min(initial=np.float32(np.inf))
     return lowest
 
 

@@ -32,29 +32,31 @@ class Clock:
 
 @dataclass
 class RequestStatistics:
-    """One image: tokens committed by each step (bonus included), and summed realised TVD.
+    """One image: tokens committed by each step (bonus included), passes that settled ties, and summed realised TVD.
 
     The first token comes from the prefill pass and is no step.
     """
 
     codes_per_step: list[int] = field(default_factory=list)
+    settling_passes: int = 0
     realised_tvd: float = 0.0
 
     @property
     def target_passes(self) -> int:
-        """Target passes this image took part in, the prefill included."""
-        return 1 + len(self.codes_per_step)
+        """Target passes this image took part in, the prefill and those that settled ties included."""
+        return 1 + len(self.codes_per_step) + self.settling_passes
 
 
 @dataclass(frozen=True)
 class Statistics:
     """A whole decode.
 
-    target_passes, drafter_passes: engine calls, each over the whole batch. tokens_per_forward_pass: tokens of an image
-    over the target passes it took part in (prefill included), averaged over images. accepted_lengths: how many steps
-    accepted 0, 1, 2, ... drafted tokens, the bonus not counted. seconds: wall time; target_seconds and drafter_seconds:
-    inside the engines, in passes and appending to their caches; host_seconds: the rest. realised_tvd: mean over images
-    of the summed total variation distance that relaxed acceptance gave away.
+    target_passes, drafter_passes: engine calls, each over the whole batch, or one request where it settles a tie.
+    tokens_per_forward_pass: tokens of an image over the target passes it took part in (the prefill and those for ties
+    included), averaged over images. accepted_lengths: how many steps accepted 0, 1, 2, ... drafted tokens, the bonus not
+    counted. seconds: wall time; target_seconds and drafter_seconds: inside the engines, in passes and appending to their
+    caches; host_seconds: the rest. realised_tvd: mean over images of the summed total variation distance that relaxed
+    acceptance gave away.
     """
 
     method: str

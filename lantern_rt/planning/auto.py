@@ -116,11 +116,8 @@ class Chooser:
 
     def _exact(self, settings: Settings) -> Settings:
         """Those given, for a race; plain decoding where only that draws its pictures."""
-        target = self.bundle.manifest.target
-        integers = target.precision in ("int8-weights", "int4-weights") and not self.engines.backend.endswith(
-            "expanded"
-        )
-        if not integers and target.dtype == "float32":
+        integers = self.engines.integers
+        if not integers and self.bundle.manifest.target.dtype == "float32":
             return settings
         cure = ", or give --expand-weights" if integers else ""
         why = f"as at this precision other methods draw other pictures; name one, or run `lantern-rt tune`{cure}"

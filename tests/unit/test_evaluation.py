@@ -212,7 +212,7 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
         assert words < one["figures"]["agreement"]["value"] < words + 1
         difference = one["figures"]["agreement"]["value"] - plain["figures"]["agreement"]["value"]
         assert one["figures"]["agreement"]["difference_to_ar"]["value"] == pytest.approx(difference)
-    assert plain["figures"]["tokens_per_forward_pass"]["value"] == 1
+    assert plain["figures"]["tokens_per_forward_pass"]["value"] == pytest.approx(1, abs=0.03)  # ties cost passes
     assert plain["figures"]["tvd"]["value"] == jacobi["figures"]["tvd"]["value"] == 0
     assert relaxed["figures"]["tvd"]["value"] > 0
     assert relaxed["settings"]["lambda"] == 4

@@ -16,7 +16,6 @@ from lantern_rt.runtime import decode, relaxation
 from lantern_rt.runtime.drafts import Answers, Model
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.sampling import shape_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
 
@@ -35,11 +34,8 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
         position = answers.position + int(answers.structure.depths[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
-    def first(logits: NDArray[np.float32], noise: object, sampling: Sampling) -> NDArray[np.int64]:
-        return np.array([script.below(0, float(shape_distribution(logits[0], sampling)[1]))], np.int64)
-
-    patch.setattr(decode, "choose", first)
-    patch.setattr(Answers, "choice", choice)
+    for name in ("choice", "guess"):
+        patch.setattr(Answers, name, choice)
     patch.setattr(Answers, "decisions", lambda answers, node: script)
     patch.setattr(relaxation, "draw", script.draw)
 

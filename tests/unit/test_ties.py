@@ -1,0 +1,131 @@
+"""Ties: a target that rounds differently in every pass gives the same tokens; what is not clear is computed anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from toy_engine import ToyTarget, make_model, make_prompt, scramble
+
+from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafts import Model
+from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.sampling import choose, choose_clearly
+from lantern_rt.runtime.statistics import Statistics
+
+METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), Sjd(window=2), Sjd(window=5)]
+SAMPLINGS = [
+    Sampling(cfg_scale=2.0, temperature=0.8),
+    Sampling(top_k=3),
+    Sampling(cfg_scale=1.5, top_k=4, top_p=0.7),
+    Sampling(temperature=0),
+]
+WOBBLE = 0.05
+
+
+class WobblyTarget(ToyTarget):
+    """Logits move with the shape of a pass and the place in it: from one to another, two move apart by up to WOBBLE."""
+
+    def run(self, batch: Pass, cache: Any) -> PassOutput:
+        output = super().run(batch, cache)
+        rows, nodes = batch.positions.shape
+        places = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
+        moved = scramble(places, rows, nodes, cache.lengths[:, None, None]) >> np.uint64(40)
+        moves = WOBBLE / 2 * (moved.astype(np.float64) / 2**24 - 0.5)
+        return replace(output, logits=(output.logits + moves).astype(np.float32))
+
+
+def wobbly(rounding: float) -> Model:
+    model = make_model(vocabulary=5, codes=12)
+    assert isinstance(model.target, ToyTarget)
+    return replace(model, target=WobblyTarget(**vars(model.target)), rounding=rounding)
+
+
+def drawn(
+    model: Model, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
+) -> tuple[list[list[int]], list[Statistics]]:
+    codes: list[list[int]] = [[] for _ in range(images)]
+    found = []
+    for start in range(0, images, batch):
+        some = range(start, min(images, start + batch))
+        for step in decode(model, [make_prompt(i, padding=i % 3) for i in some], list(some), sampling, method):
+            for part in step.parts:
+                codes[start + part.request] += part.codes[: part.committed].tolist()
+        assert step.statistics is not None
+        found.append(step.statistics)
+    return codes, found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_rounding_moves_no_token_under_any_method_in_any_batch(sampling: Sampling) -> None:
+    expected, _ = drawn(wobbly(WOBBLE), sampling, Ar(), 1)
+    assert drawn(wobbly(WOBBLE), sampling, Ar(), 5)[0] == expected
+    for method in METHODS:
+        for batch in (1, 4):
+            assert drawn(wobbly(WOBBLE), sampling, method, batch)[0] == expected
+    unsettled = [drawn(wobbly(0.0), sampling, method, 4)[0] for method in [Ar(), *METHODS]]
+    assert any(one != expected for one in unsettled)  # or this test would show nothing
+
+
+def test_passes_that_settle_ties_are_counted() -> None:
+    model = wobbly(WOBBLE)
+    assert isinstance(model.target, ToyTarget)
+    _, found = drawn(model, SAMPLINGS[0], Ar(), 24)
+    images = found[0].per_image
+    settling = sum(one.settling_passes for one in images)
+    assert settling > 0
+    assert found[0].target_passes == len(model.target.passes) == 12 + settling
+    assert {one.target_passes - one.settling_passes for one in images} == {12}
+    assert found[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / one.target_passes for one in images]))
+    assert not any(one.settling_passes for one in drawn(wobbly(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, Sampling, float, int]:
+    size, seed = draw(st.integers(2, 40)), draw(st.integers(0, 2**32 - 1))
+    sampling = Sampling(
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0, 1.3])),
+        top_k=draw(st.integers(0, size + 1)),
+        top_p=draw(st.sampled_from([0.2, 0.5, 0.8, 0.95, 1.0])),
+        filter_order=draw(st.sampled_from(["top-k, top-p", "top-p, top-k"])),
+    )
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(3, size)).astype(np.float32)
+    logits = np.round(logits, draw(st.integers(0, 3)))  # with ties
+    noise = None if sampling.greedy else rng.gumbel(size=(3, size)).astype(np.float32)
+    return logits, noise, sampling, draw(st.sampled_from([1e-3, 0.02, 0.1, 0.5])), seed
+
+
+@given(cases())
+def test_a_clear_choice_stays_however_logits_move_within_the_slack(
+    case: tuple[NDArray[np.float32], NDArray[np.float32] | None, Sampling, float, int],
+) -> None:
+    logits, noise, sampling, slack, seed = case
+    codes, clear = choose_clearly(logits, noise, sampling, slack)
+    reach = 0.49 * slack * (sampling.temperature or 1.0)  # two logits move apart by less than the slack
+    rng = np.random.default_rng(seed + 1)
+    for _ in range(20):
+        moves = reach * (rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape))
+        moved = choose((logits + moves).astype(np.float32), noise, sampling)
+        np.testing.assert_array_equal(moved[clear], codes[clear])
+
+
+def test_most_choices_are_clear_and_ties_are_not() -> None:
+    rng = np.random.default_rng(0)
+    logits, noise = rng.normal(size=(500, 64)).astype(np.float32), rng.gumbel(size=(500, 64)).astype(np.float32)
+    for sampling in (Sampling(), Sampling(top_k=20), Sampling(top_p=0.9), Sampling(top_k=30, top_p=0.9)):
+        codes, clear = choose_clearly(logits, noise, sampling, 1e-3)
+        assert clear.mean() > 0.95
+        np.testing.assert_array_equal(codes[clear], choose(logits, noise, sampling)[clear])
+    equal = np.zeros((1, 8), np.float32)
+    assert not choose_clearly(equal, None, Sampling(temperature=0), 1e-6)[1].any()
+    boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # which of two is the second of top-k 2?
+    loud = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
+    assert not choose_clearly(boundary, loud, Sampling(top_k=2), 1e-4)[1].any()
+    assert choose_clearly(boundary, loud, Sampling(top_k=3), 1e-4)[1].all()
