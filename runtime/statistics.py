@@ -52,11 +52,11 @@ class Statistics:
     """A whole decode.
 
     target_passes, drafter_passes: engine calls, each over the whole batch, or one request where it settles a tie.
-    tokens_per_forward_pass: tokens of an image over the target passes it took part in (the prefill and those for ties
-    included), averaged over images. accepted_lengths: how many steps accepted 0, 1, 2, ... drafted tokens, the bonus not
-    counted. seconds: wall time; target_seconds and drafter_seconds: inside the engines, in passes and appending to their
-    caches; host_seconds: the rest. realised_tvd: mean over images of the summed total variation distance that relaxed
-    acceptance gave away.
+    tokens_per_forward_pass: tokens of an image over the target passes it took part in (the prefill and those for
+    ties included), averaged over images. accepted_lengths: how many steps accepted 0, 1, 2, ... drafted tokens, the
+    bonus not counted. seconds: wall time; target_seconds and drafter_seconds: inside the engines, in passes and
+    appending to their caches; host_seconds: the rest. realised_tvd: mean over images of the summed total variation
+    distance that relaxed acceptance gave away.
     """
 
     method: str
