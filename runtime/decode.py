@@ -97,6 +97,7 @@ class _Decoding:
         kind = TreeDrafts if isinstance(method, Drafted) else WindowDrafts if isinstance(method, Sjd) else Drafts
         self.method, self.drafts = method, next(source for source in self.sources if type(source) is kind)
         self.drafts.use(method)
+        self.themselves = np.eye(max(MINIMUM_NODES, self.drafts.nodes), dtype=bool)  # what every node sees at least
 
     def steps(self) -> Generator[Step, MethodConfig | None, None]:
         """The prefill, then steps until every request has its tokens."""
@@ -132,7 +133,7 @@ class _Decoding:
         for slot, (request, tree) in enumerate(zip(self.active, trees, strict=True)):
             answer = self._answers(slot, tree, output)
             accepted = self._accept(tree, answer)
-            codes = np.array([*tree.tokens[accepted.path[1:]].tolist(), accepted.bonus])
+            codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
             committed = min(len(codes), self.batch.missing(request))
             request.codes.extend(codes.tolist())
             request.noise.forget(len(request.codes))
@@ -169,13 +170,13 @@ class _Decoding:
 
     def _verify(self, trees: list[DraftTree]) -> PassOutput:
         """One target pass over all trees, padded to the same number of nodes."""
-        rows, nodes = len(trees) * self.batch.sides, max(MINIMUM_NODES, self.drafts.nodes)
+        rows, nodes = len(trees) * self.batch.sides, len(self.themselves)
         lengths = self.cache.lengths
         past_length = self.model.target.next_past_length(self.cache, nodes)
         tokens, depths = np.zeros((2, rows, nodes), np.int64)
         attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
-        attention_mask[:, :, past_length:] = np.eye(nodes, dtype=bool)
+        attention_mask[:, :, past_length:] = self.themselves
         for slot, tree in enumerate(trees):
             own, count = slice(slot, None, len(trees)), tree.nodes
             tokens[own, :count], depths[own, :count] = tree.tokens, tree.structure.depths

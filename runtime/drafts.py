@@ -12,7 +12,7 @@ from ..methods import MethodConfig, Sampling
 from .engine import Bools, Engine, Floats, Ints, PassOutput
 from .noise import Noise
 from .passes import stack_padding
-from .sampling import Probabilities, choose, choose_clearly, guide, shape_distribution
+from .sampling import Probabilities, choose, guide, is_clear, shape_distribution
 from .statistics import Clock, RequestStatistics
 from .tree import DraftTree, TreeStructure
 
@@ -130,17 +130,21 @@ class Answers:
     slack: float = 0.0
     settle: Callable[[int], Floats] | None = None
     _choices: dict[int, int] = field(init=False, default_factory=dict)
-    _ties: set[int] = field(init=False, default_factory=set)
+    _seen: dict[int, tuple[Floats, Floats | None]] = field(init=False, default_factory=dict)  # logits, noise
+    _settled: set[int] = field(init=False, default_factory=set)
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
     _chain: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
         code = self.guess(node)
-        if node in self._ties and self.settle is not None:
-            self._ties.remove(node)
-            settled = self.settle(node)
-            (code,) = choose(settled, self._gumbel(node, settled), self.sampling).tolist()
+        if self.settle is None or node in self._settled:
+            return code
+        self._settled.add(node)
+        logits, noise = self._seen[node]
+        if not is_clear(logits, noise, code, self.sampling, self.slack):
+            logits = self.settle(node)
+            (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
             self._choices[node] = code
         return code
 
@@ -150,12 +154,9 @@ class Answers:
             first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
             guided = self._guided(slice(first, first + nodes))
             noise = self._gumbel(first, guided)
-            if self.settle is None:
-                codes = choose(guided, noise, self.sampling)
-            else:
-                codes, clear = choose_clearly(guided, noise, self.sampling, self.slack)
-                self._ties.update((first + np.flatnonzero(~clear)).tolist())
-            self._choices.update(enumerate(codes.tolist(), first))
+            self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
+            for i in range(nodes):
+                self._seen[first + i] = guided[i], None if noise is None else noise[i]
         return self._choices[node]
 
     def distribution(self, node: int) -> Probabilities:
