@@ -15,7 +15,7 @@ NODES = 64  # of a pass; more would not be faster, and engines are built for so 
 
 
 def sequence_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock) -> Iterator[Floats]:
-    """Logits `[rows, nodes, vocab_size]` after the rows' prefixes, one node, then after the `tokens [count]`, in parts."""
+    """Logits `[rows, nodes, vocab_size]` after the rows' prefixes, one node, then after `tokens [count]`, in parts."""
     target, sides, lengths = model.target, len(rows), np.array([len(row.embeds) for row in rows])
     padding = stack_padding([~row.real for row in rows])  # [rows, longest]
     cache = target.new_cache(sides, int(lengths.max()) + len(tokens) + MINIMUM_NODES)
