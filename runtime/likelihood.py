@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import Sampling
-from .drafts import Model, Prompt, prefix_rows
+from .drafts import Model, Prompt
 from .sampling import guide, scale, softmax
 from .sequences import sequence_logits
 from .statistics import Clock
@@ -32,7 +32,7 @@ class Likelihood:
 def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> Likelihood:
     """How probable one image's `codes [cells]` are, given its prompt and the tokens before."""
     nats, entropy, start = 0.0, 0.0, 0
-    for logits in sequence_logits(model, prefix_rows([prompt], sampling), codes[:-1], Clock()):
+    for logits in sequence_logits(model, prompt.rows(sampling), codes[:-1], Clock()):
         own = codes[start : start + logits.shape[1]]
         start += len(own)
         probabilities = softmax(scale(guide(logits, sampling.cfg_scale), sampling))  # [tokens, vocab_size]
