@@ -13,8 +13,7 @@ needs are imported when first asked for.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
 
 from .errors import (
     BundleError,
@@ -27,15 +26,16 @@ from .errors import (
     TreeError,
 )
 
+TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would find unguarded, as that of `pathlib`
 if TYPE_CHECKING:
     from .bundle.files import open_bundle
     from .pipeline import Pipeline
     from .results import Result
     from .runtime.statistics import Statistics
 
-_SOURCE = Path(__file__).resolve().parent.parent
-if (_SOURCE / "pyproject.toml").is_file():  # a checkout: the sibling folders are this package's subpackages
-    __path__.append(str(_SOURCE))
+_SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout: siblings are this package's subpackages
+    __path__.append(_SOURCE)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -62,7 +62,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name's module when the name is first used."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

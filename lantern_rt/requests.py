@@ -261,6 +261,8 @@ def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: 
         raise RequestError(f"prompt: found {short(prompt)}, expected text or a list of texts")
     if not prompt.strip():
         raise RequestError("prompt: found an empty one, expected a few words")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
+        raise RequestError(f"prompt: found {short(prompt)}, which is no text in UTF-8; type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(f"prompt: found {len(prompt):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
     layout, prefix = condition.layout, condition.prefix

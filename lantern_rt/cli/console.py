@@ -53,7 +53,9 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], t
         table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(template, row) for template in columns.values()))
-    console.print(table, highlight=False)
+    with console.capture() as text:  # it would answer a closed pipe by itself
+        console.print(table, highlight=False)
+    print(text.get(), end="")
 
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,9 +74,21 @@ class Tuning(Record):
 
 
 def cache_folder() -> Path:
-    """Where this user's measurements lie; `LANTERN_RT_CACHE` overrules the system's custom."""
+    """Where this user's measurements lie; `LANTERN_RT_CACHE` overrules the system's custom.
+
+    Raises: OutputError: the user has no home folder.
+    """
     if own := os.environ.get("LANTERN_RT_CACHE"):
         return Path(own)
+    try:
+        return _usual_folder()
+    except RuntimeError as error:
+        raise OutputError(
+            "the cache of measurements: found no home folder; set LANTERN_RT_CACHE to a folder"
+        ) from error
+
+
+def _usual_folder() -> Path:
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -87,7 +100,7 @@ def cache_folder() -> Path:
 
 def read_tuning(digest: str) -> Tuning:
     """What is known of a bundle by its digest; nothing where nothing readable is stored."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, OutputError):
         tuning = Tuning.model_validate_json(_path(digest).read_bytes())
         if tuning.bundle_digest == digest and "noise" in tuning.model_fields_set:  # older files have none
             return tuning
@@ -97,12 +110,14 @@ def read_tuning(digest: str) -> Tuning:
 def write_tuning(tuning: Tuning) -> Path:
     """Store and return the file; OutputError if it cannot be written."""
     path = _path(tuning.bundle_digest)
+    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(tuning.model_dump_json(indent=2) + "\n", "utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
         raise OutputError(
             f"{path}: cannot be written ({error.strerror}); set LANTERN_RT_CACHE to a folder that can"
         ) from error
