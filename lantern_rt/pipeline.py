@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,12 +23,13 @@ from .errors import BundleError, RequestError
 from .methods import Auto, MethodConfig, Relaxed
 from .output.images import blank, grey_out, to_image
 from .planning.auto import Chooser, with_default_method
-from .planning.race import Race
+from .planning.memory import images_together, split
 from .planning.store import Situation
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Result, StreamStep
-from .runtime.decode import decode
+from .runtime.decode import Step, decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
+from .runtime.statistics import Statistics, combine
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -151,51 +152,69 @@ class Pipeline:
     def _check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
         request = with_default_method(request)
         checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
-        if not isinstance(checked.settings.method, Auto):
-            return checked
-        images, auto = checked.images, checked.settings
-        return Request(images, self._chooser.choose(len(images), auto, lambda one: self.decode(Request(images, one))))
+        images, settings = checked.images, checked.settings
+        together = images_together(self.bundle.manifest, settings, self._engines.most_rows)
+        if isinstance(settings.method, Auto):
+            first = next(split(len(images), together))
+            first_images = images[first]
+            settings = self._chooser.choose(
+                len(first_images), settings, lambda one: self.decode(Request(first_images, one, together))
+            )
+        return Request(images, settings, together)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Decode a checked request, step by step; settings of method `auto` mean what a race finds."""
-        settings, images = request.settings, request.images
-        if not isinstance(settings.method, Auto):
-            yield from self._decode(images, settings, None)
-            return
-        race = self._chooser.race(len(images), settings)
-        try:
-            yield from self._decode(images, settings, race)
-        finally:
-            self._chooser.give_back(len(images), settings, race)
+        """Decode a checked request, step by step, batch by batch; settings of method `auto` mean what a race finds."""
+        images, cells = request.images, self.bundle.manifest.codes_per_image
+        codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
+        finished: list[Statistics] = []
+        largest = len(images[next(split(len(images), request.together))])
+        for batch in split(len(images), request.together):
+            for step, settings in self._decode(images[batch], request.settings, largest):
+                if step.statistics is not None:
+                    finished.append(step.statistics)
+                first, last = batch.start, batch.stop == len(images)
+                parts = [replace(part, request=first + part.request) for part in step.parts]
+                done, total = first * cells + step.done, cells * len(images)
+                stats = combine(finished) if last and step.statistics is not None else None
+                step = Step(parts, done, total, stats)
+                new_codes, accepted = [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
+                for part in parts:
+                    new_codes[part.request] = part.codes[: part.committed]
+                    accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
+                codes = [np.concatenate(pair) for pair in zip(codes, new_codes, strict=True)]
+                yield StreamStep(new_codes, codes, accepted, step, settings, self._draw, done, total, stats)
 
     def _decode(
-        self, images: Sequence[ImageRequest], settings: Settings, race: Race | None
-    ) -> Generator[StreamStep, None, None]:
-        prompts, seeds = self._prefixes(images), [image.seed for image in images]
-        methods: list[MethodConfig] = [settings.method] if race is None else [*race.methods]
-        codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
-        first, others = (settings.method, []) if race is None else (race.method, methods)
-        running = decode(self._model(methods), prompts, seeds, settings.sampling, first, others)
-        following: MethodConfig | None = None
-        done = False
-        while not done:
-            began = time.perf_counter()
-            step = running.send(following)
-            done = step.statistics is not None
-            if race is not None:
+        self, images: Sequence[ImageRequest], settings: Settings, largest: int
+    ) -> Iterator[tuple[Step, Settings]]:
+        """Steps of one batch, of at most `largest` images, and what each was decoded with."""
+        if not isinstance(settings.method, Auto):
+            for step in self._running(images, settings, [settings.method]):
+                yield step, settings
+            return
+        asked, race = settings, self._chooser.race(largest, settings)
+        try:
+            running, done = self._running(images, settings, [race.method, *race.methods]), False
+            following: MethodConfig | None = None
+            while not done:
+                began = time.perf_counter()
+                step = running.send(following)
+                done = step.statistics is not None
                 settings = replace(settings, method=race.method, choice=race.describe())
                 if following is not None:
                     tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
                     race.record(tokens, time.perf_counter() - began)
                 following = race.method
-            new_codes, accepted = [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
-            for part in step.parts:
-                new_codes[part.request] = part.codes[: part.committed]
-                accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
-            codes = [np.concatenate(pair) for pair in zip(codes, new_codes, strict=True)]
-            yield StreamStep(
-                new_codes, codes, accepted, step, settings, self._draw, step.done, step.total, step.statistics
-            )
+                yield step, settings
+        finally:
+            self._chooser.give_back(largest, asked, race)
+
+    def _running(
+        self, images: Sequence[ImageRequest], settings: Settings, methods: Sequence[MethodConfig]
+    ) -> Generator[Step, MethodConfig | None, None]:
+        """The runtime's decode of a batch with the first of the methods, ready for the others."""
+        prompts, seeds = self._prefixes(images), [image.seed for image in images]
+        return decode(self._model(methods), prompts, seeds, settings.sampling, methods[0], methods[1:])
 
     def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
         """Prefix rows of every image; those of one prompt are computed once."""

@@ -68,10 +68,14 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: what each image is made from, prompt by prompt, and the settings of all."""
+    """A checked request: what each image is made from, prompt by prompt, and the settings of all.
+
+    together: how many are decoded at a time, at most; it changes none of them.
+    """
 
     images: list[ImageRequest]
     settings: Settings
+    together: int = 64
 
 
 def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:

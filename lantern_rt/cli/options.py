@@ -17,6 +17,7 @@ from ..methods import PARAMETERS, Sampling
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
     from ..pipeline import Pipeline
+    from ..requests import Settings
 
 BundleName = Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")]
 Prompts = Annotated[Path | None, typer.Option(help="Text file, one prompt a line. [default: the bundle's]")]
@@ -49,10 +50,18 @@ class Running:
 
         return open_bundle(name, unread=open_engine_folder(self.engines).replaced())
 
-    def load(self, bundle: Bundle) -> Pipeline:
-        """The bundle's graphs, or the engines in their place, ready to decode."""
-        from ..pipeline import Pipeline
+    def load(self, bundle: Bundle, settings: Settings | None = None) -> Pipeline:
+        """The bundle's graphs, or the engines in their place, ready to decode.
 
+        settings: what is to be decoded with; None where that is several things.
+        Raises: RequestError: there is too little memory; counted where the bundle's own graphs run on the CPU.
+        """
+        from ..pipeline import Pipeline
+        from ..planning.memory import check_memory
+        from ..requests import resolve_settings
+
+        if self.provider == "cpu" and self.engines is None:
+            check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), self.expand_weights)
         return Pipeline.from_bundle(
             bundle, self.threads, provider=self.provider, engines=self.engines, expand_weights=self.expand_weights
         )

@@ -108,7 +108,7 @@ def run(
     outputs = plan_outputs(output, stems, force)
     picture = None if trace is None else _check_trace(trace, outputs, force)
 
-    pipeline = running.load(opened)
+    pipeline = running.load(opened, request.settings)
     began = time.perf_counter()
     traced = None if trace is None else Trace(opened.manifest.grid_rows, opened.manifest.grid_columns)
     last = _decode(pipeline.stream(**asked), traced)

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..bundle.onnx_scan import NotOnnx, float_weights
 from ..engines.host import read_bandwidth
-from ..errors import BundleError
+from ..engines.memory import weight_bytes
 from ..pipeline import Pipeline
 from ..runner import Contender, Run, Subjects, take_turns
 from .measure import Say, likelihoods, mean_tvd
@@ -96,22 +94,8 @@ def memory_bound(pipeline: Pipeline) -> float | None:
     situation = pipeline.situation(1, None, "")
     if situation.backend != "onnxruntime-cpu":
         return None
-    size = target_bytes(pipeline.bundle)
+    size = weight_bytes(pipeline.bundle, "target")
     return size / read_bandwidth(size, situation.threads)
-
-
-def target_bytes(bundle: Bundle) -> int:
-    """Bytes of the target's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
-
-    Floats are loaded as float32, however they are stored; block-wise integers stay what they are.
-    """
-    manifest, path = bundle.manifest, bundle.path("target")
-    if manifest.target.precision in ("int8-weights", "int4-weights"):
-        return sum(entry.bytes for role, entry in manifest.files.items() if role in ("target", "target.data"))
-    try:
-        return 4 * float_weights(path)
-    except (NotOnnx, ValueError, OSError) as error:
-        raise BundleError(f"{path}: expected an ONNX graph, found {error}") from error
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:
