@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
-from ..errors import LanternError, OutputError
+from ..errors import LanternError, OutputError, printable
 
 TYPE_CHECKING = False  # as in the package itself
 if TYPE_CHECKING:
@@ -102,5 +102,5 @@ def _run_command(arguments: Sequence[str]) -> int:
 def _fail(message: str, code: int = FAILED) -> int:
     with suppress(OutputError, OSError):
         sys.stdout.flush()
-    print(f"lantern-rt: {' '.join(message.split())}", file=sys.stderr)
+    print(f"lantern-rt: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
