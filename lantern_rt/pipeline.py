@@ -88,9 +88,9 @@ class Pipeline:
         return cls(opened, loaded)
 
     def close(self) -> None:
-        """Let go of the engines and their memory; no request is taken after that, and a second call does nothing.
+        """Let go of the engines and their memory; after that every request is a `RequestError`.
 
-        Streams that run end with a `RequestError` once they need what is gone: an image, another engine.
+        Streams that have begun go on, but draw no images. A second call does nothing.
         """
         self._loaded = None
 
@@ -210,11 +210,12 @@ class Pipeline:
         if not isinstance(settings.method, Auto):
             yield from self._decode(images, settings, None)
             return
-        race = self._chooser.race(len(images), settings)
+        chooser = self._chooser  # also when the pipeline is closed meanwhile
+        race = chooser.race(len(images), settings)
         try:
             yield from self._decode(images, settings, race)
         finally:
-            self._chooser.give_back(len(images), settings, race)
+            chooser.give_back(len(images), settings, race)
 
     def _decode(
         self, images: Sequence[ImageRequest], settings: Settings, race: Race | None

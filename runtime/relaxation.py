@@ -23,9 +23,9 @@ min(q, omega p) - min(q, p) without neighbours.
 
 With omega, lambda, or both, a >= a' / (omega lambda) for every token, so a' - a <= c a' with
 c = 1 - 1 / (omega lambda). That holds for each sibling, and the chances that one or another is accepted add up to at
-most 1: a *code* moves by at most c, however many siblings it has. With delta and omega a certain candidate gives at most
-b = delta + 1 - 1 / omega away, and k of them 1 - (1 - b)^k. A *step* that relaxes d codes, each by at most b given the
-codes before it, moves their joint distribution by at most 1 - (1 - b)^d: couple them code by code.
+most 1: a *code* moves by at most c, however many siblings it has. With delta and omega a certain candidate gives at
+most b = delta + 1 - 1 / omega away, and k of them 1 - (1 - b)^k. A *step* that relaxes d codes, each by at most b given
+the codes before it, moves their joint distribution by at most 1 - (1 - b)^d: couple them code by code.
 """
 
 from __future__ import annotations

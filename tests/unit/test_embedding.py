@@ -102,8 +102,9 @@ def test_options_are_all_that_a_call_takes() -> None:
 
 def test_a_closed_pipeline_says_so_and_may_be_closed_again(folder: Path) -> None:
     with Pipeline.from_bundle(folder, threads=1) as pipe:
-        stream = pipe.stream("red cube", method="ar")
+        stream, racing = pipe.stream("red cube", method="ar"), pipe.stream("red cube")
         next(stream)
+        next(racing)
     pipe.close()
     with refused(RequestError, CLOSED):
         pipe("red cube", method="ar")
@@ -111,6 +112,7 @@ def test_a_closed_pipeline_says_so_and_may_be_closed_again(folder: Path) -> None
         pipe.warm_up()
     *_, last = stream
     assert last.done == last.total, "what was running has its engine until it ends"
+    racing.close()
     with refused(RequestError, CLOSED):
         last.image(0)
 
