@@ -93,9 +93,7 @@ def get(url: str) -> tuple[int, bytes]:
             return error.code, error.read()
 
 
-def test_the_service_answers_several_at_once_each_with_its_picture(
-    address: str, pipe: Pipeline
-) -> None:
+def test_the_service_answers_several_at_once_each_with_its_picture(address: str, pipe: Pipeline) -> None:
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda seed: get(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
     for seed, (status, body) in enumerate(answers):
