@@ -6,7 +6,8 @@
     result = pipe("a red sphere on sand", seed=1)
     result.images[0].save("sphere.png")
 
-The names in `__all__` are the public ones. Importing the package loads little; the pipeline and what it
+The names in `__all__` are the public ones; docs/reference.md lists them. What happens is logged to `lantern_rt` of
+Python's `logging`, to which no handler is added. Importing the package loads little; the pipeline and what it
 needs are imported when first asked for.
 """
 
@@ -29,8 +30,9 @@ from .errors import (
 TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would find unguarded, as that of `pathlib`
 if TYPE_CHECKING:
     from .bundle.files import open_bundle
+    from .methods import Options
     from .pipeline import Pipeline
-    from .results import Result
+    from .results import Result, StreamStep
     from .runtime.statistics import Statistics
 
 _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -43,21 +45,25 @@ __all__ = [
     "CheckpointError",
     "EngineError",
     "LanternError",
+    "Options",
     "OutputError",
     "ParityError",
     "Pipeline",
     "RequestError",
     "Result",
     "Statistics",
+    "StreamStep",
     "TreeError",
     "__version__",
     "open_bundle",
 ]
 
 _LAZY = {
+    "Options": ".methods",
     "Pipeline": ".pipeline",
     "Result": ".results",
     "Statistics": ".runtime.statistics",
+    "StreamStep": ".results",
     "open_bundle": ".bundle.files",
 }
 

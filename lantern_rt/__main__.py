@@ -12,7 +12,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        print("lantern-rt: interrupted", file=sys.stderr)
+        sys.stderr.write("lantern-rt: interrupted\n")
         sys.exit(130)
 
 

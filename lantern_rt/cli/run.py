@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import __version__
 from ..checks import whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
@@ -19,9 +17,8 @@ from .console import print_json, print_text, progress, say
 from .options import Force, Json, Running, Shaping
 
 if TYPE_CHECKING:
-    from ..bundle.files import Bundle
     from ..output.trace import Trace
-    from ..requests import ImageRequest, Settings
+    from ..requests import ImageRequest
     from ..results import StreamStep
 
 EXAMPLES = """
@@ -115,7 +112,7 @@ def run(
     assert last.stats is not None
     for i, path in enumerate(outputs):
         image = enlarge(last.image(i), scale)
-        write_output(path, png_bytes(image, _texts(opened, last.settings, request.images[i])), force)
+        write_output(path, png_bytes(image, image.info), force)
     if trace and picture and traced:
         write_output(trace, traced.npz_bytes(), force)
         write_output(picture, png_bytes(traced.picture(), {}), force)
@@ -166,19 +163,3 @@ def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None) -> St
                 trace.add(step.step)
             show("codes", step.done, step.total)
     return step
-
-
-def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
-    """Text chunks of a PNG: enough to make it again."""
-    from ..runtime.noise import FORMAT
-
-    return {
-        "Software": f"lantern-rt {__version__}",
-        _kind(image): str(image.label),
-        "seed": str(image.seed),
-        "method": settings.method.method,
-        "noise": FORMAT,
-        "settings": dumps(settings.as_dict()),
-        "bundle": bundle.manifest.name,
-        "bundle_digest": bundle.digest,
-    }
