@@ -225,7 +225,11 @@ def check_request(
     kind = condition.kind
     written = kind if kind in ("text", "tokens") else "words"
     given = {written: prompts, "class": class_ids, "embeddings": embeddings}
-    takes = {written: "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
+    takes = {
+        written: "a prompt",
+        "class": "class ids",
+        "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
+    }
     wanted = f"expected {takes[kind]}: that is what bundle {manifest.name} takes"
     for name, value in given.items():
         if value is not None and name != kind:

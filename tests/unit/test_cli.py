@@ -166,7 +166,7 @@ def test_every_parameter_of_every_method_is_an_option() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "give --prompt, or --class-id"),
+        ([], "give a prompt, or --class-id"),
         (["--prompt", ""], "prompt: found an empty one"),
         (["--prompt", "red " * 2500], "10,000 characters"),
         (["--prompt", "a purple cube"], "'purple'"),
@@ -180,7 +180,7 @@ def test_every_parameter_of_every_method_is_an_option() -> None:
         (["--prompt", "red", "--tree", "oak"], "no tree is called 'oak'"),
         (["--prompt", "red", "--method", "ar", "--tree", "mc-25"], "tree: method ar does not take it; leave tree out"),
         (["--prompt", "red", "--seed", "-1"], "seed: found -1"),
-        (["--prompt", "red", "--num-images", "0"], "num_images: found 0"),
+        (["--prompt", "red", "--num-images", "0"], "--num-images: found 0"),
         (["--prompt", "red", "--threads", "0"], "threads: found 0"),
         (["--prompt", "red", "--scale", "0"], "scale: found 0"),
         (["--prompt", "red", "--scale", "99"], "scale: found 99"),

@@ -135,7 +135,7 @@ def test_a_user_without_a_home_folder_draws_and_is_told_what_is_not_kept(
 def test_bytes_that_are_no_text_are_refused_as_a_prompt(folder: Path) -> None:
     code, out, err = shell("lantern-rt run --bundle BUNDLE --prompt $'red \\xff cube'", folder)
     assert (code, out) == (2, "")
-    assert err == "lantern-rt: prompt: found 'red \\udcff cube', which is no text in UTF-8; type it again\n"
+    assert err == "lantern-rt: --prompt: found 'red \\udcff cube', which is no text in UTF-8; type it again\n"
     with pytest.raises(RequestError, match="no text in UTF-8"):
         Pipeline.from_bundle(folder, threads=1)(["red", "\ud83d"])
 
