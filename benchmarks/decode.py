@@ -110,7 +110,7 @@ def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[s
     """Methods against plain decoding; outside_engines: a share of decoding, without text and pictures."""
     manifest = pipeline.bundle.manifest
     contenders = parse_contenders(methods or usual_methods(manifest, (), sweep=False), {}, pipeline.bundle)
-    found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda line: None)
+    found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda *_: None)
     rows = []
     plain, bound = found[0], memory_bound(pipeline)
     for runs in found:

@@ -16,7 +16,7 @@ from ..output.files import check_png, write_output
 from ..runner import parse_contenders, subjects_of
 from ..tuning.bench import bench as compare
 from ..tuning.bench import figures, memory_bound, usual_methods
-from .console import print_json, print_table, print_text, say
+from .console import print_json, print_table, print_text, progress
 from .options import BundleName, Embeddings, Force, Json, Prompts, Running
 
 EXAMPLES = """
@@ -80,7 +80,8 @@ def bench(
     contenders = parse_contenders(named, {"temperature": 0.0} if greedy else {}, opened)
     subjects = subjects_of(opened, prompts, embeddings=embeddings)
     pipeline = running.load(opened)
-    runs = compare(pipeline, contenders, subjects, batch, images, say)
+    with progress() as show:
+        runs = compare(pipeline, contenders, subjects, batch, images, show)
     bound = memory_bound(pipeline)
     rows = [figures(of_method, runs[0], bound) for of_method in runs]
     situation = pipeline.situation(batch, 0.0 if greedy else None, "")

@@ -67,12 +67,15 @@ class Running:
     def open_bundle(self, name: str) -> Bundle:
         """The bundle, without hashing the graphs that engines stand in for."""
         from ..bundle.files import open_bundle
+        from .console import progress
 
-        if self.engines is None:
-            return open_bundle(name)
-        from ..engines.engine_folder import open_engine_folder
+        with progress(lines=False) as show:
+            show("checking the bundle's files")
+            if self.engines is None:
+                return open_bundle(name)
+            from ..engines.engine_folder import open_engine_folder
 
-        return open_bundle(name, unread=open_engine_folder(self.engines).replaced())
+            return open_bundle(name, unread=open_engine_folder(self.engines).replaced())
 
     def load(self, bundle: Bundle, settings: Settings | None = None) -> Pipeline:
         """The bundle's graphs, or the engines in their place, ready to decode.
@@ -83,12 +86,15 @@ class Running:
         from ..pipeline import Pipeline
         from ..planning.memory import check_memory
         from ..requests import resolve_settings
+        from .console import progress
 
         if self.provider == "cpu" and self.engines is None:
             check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), self.expand_weights)
-        return Pipeline.from_bundle(
-            bundle, self.threads, provider=self.provider, engines=self.engines, expand_weights=self.expand_weights
-        )
+        with progress(lines=False) as show:
+            show("loading graphs")
+            return Pipeline.from_bundle(
+                bundle, self.threads, provider=self.provider, engines=self.engines, expand_weights=self.expand_weights
+            )
 
 
 Shaping = Annotated[dict[str, Any], SAMPLING, Sampling]  # guidance, temperature and filters

@@ -14,7 +14,7 @@ from ..checks import short, whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
-from .console import print_json, print_text, progress, say
+from .console import Show, print_json, print_text, progress, say
 from .options import METHOD, OUTPUT, SUBJECTS, Embeddings, Force, Json, Running, Shaping
 
 if TYPE_CHECKING:
@@ -148,11 +148,15 @@ def run(
     pipeline = running.load(opened, request.settings)
     began = time.perf_counter()
     traced = None if trace is None else Trace(opened.manifest.grid_rows, opened.manifest.grid_columns)
-    last = _decode(pipeline.stream(**asked), traced)
-    assert last.stats is not None
-    for i, path in enumerate(outputs):
-        image = enlarge(last.image(i), scale)
-        write_output(path, png_bytes(image, image.info), force)
+    with progress(lines=False) as show:
+        show("preparing")
+        last = _decode(pipeline.stream(**asked), traced, show)
+        assert last.stats is not None
+        for i, path in enumerate(outputs):
+            show("images", i, len(outputs))
+            image = enlarge(last.image(i), scale)
+            write_output(path, png_bytes(image, image.info), force)
+        show("images", len(outputs), len(outputs))
     if trace and picture and traced:
         write_output(trace, traced.npz_bytes(), force)
         write_output(picture, png_bytes(traced.picture(), {}), force)
@@ -199,9 +203,10 @@ def _is_bundle(word: str) -> bool:
 
 def _labels(request: Request, num_images: int) -> list[tuple[str, str | int]]:
     """What each image is drawn from: kind, and prompt, class id, or number in the file of embeddings."""
-    kinds = {str: "prompt", int: "class_id"}
     return [
-        ("embedding", i // num_images) if image.label is None else (kinds[type(image.label)], image.label)
+        ("embedding", i // num_images)
+        if image.label is None
+        else ("prompt" if isinstance(image.label, str) else "class_id", image.label)
         for i, image in enumerate(request.images)
     ]
 
@@ -224,11 +229,10 @@ def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
     return picture
 
 
-def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None) -> StreamStep:
+def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None, show: Show) -> StreamStep:
     """Run all steps, showing progress; the last one."""
-    with progress(lines=False) as show:
-        for step in steps:
-            if trace is not None:
-                trace.add(step.step)
-            show("codes", step.done, step.total)
+    for step in steps:
+        if trace is not None:
+            trace.add(step.step)
+        show("codes", step.done, step.total)
     return step

@@ -25,7 +25,7 @@ from ..requests import resolve_settings
 from ..runner import subjects_of
 from ..tuning.measure import Measurement, describe
 from ..tuning.tune import tune as measure
-from .console import print_json, print_table, print_text, say
+from .console import print_json, print_table, print_text, progress
 from .options import BundleName, Embeddings, Force, Json, Prompts, Running
 
 EXAMPLES = """
@@ -91,8 +91,10 @@ def tune(
     if plot is not None:
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
-    found = Measurement(running.load(opened), subjects, images, settings, say)
-    choice, doubt, finalists, path = measure(found, minutes)
+    pipeline = running.load(opened, settings)
+    with progress(seconds=60 * minutes) as show:
+        found = Measurement(pipeline, subjects, images, settings, show)
+        choice, doubt, finalists, path = measure(found, minutes)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
         written = AcceptanceStatistics(format=3, weights=weights_of(opened.manifest), entries=entries)

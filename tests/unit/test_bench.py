@@ -184,4 +184,4 @@ def test_without_matplotlib_a_chart_is_refused_before_the_work(
     for command in ("bench", "tune"):
         assert run_program([command, str(plain), "--plot", str(tmp_path / "speed.png")]) == 2
         err = capsys.readouterr().err
-        assert err == "lantern-rt: plot: matplotlib is not installed; run `pip install 'lantern-rt[plot]'`\n"
+        assert err == "lantern-rt: --plot: matplotlib is not installed; run `pip install 'lantern-rt[plot]'`\n"

@@ -110,7 +110,10 @@ def test_other_commands_name_their_options_too(program: Any, folder: Path) -> No
         (("bench", folder, "--images", "0"), "--images: found 0"),
         (("bench", folder, "--methods", "ar", "--sweep"), "--methods: says what to run"),
         (("tune", folder, "--minutes", "0"), "--minutes: found 0"),
-        (("eval", folder, "--prompts", "prompts.txt", "--feature-size", "9"), "--feature-size: says how images are prepared"),
+        (
+            ("eval", folder, "--prompts", "prompts.txt", "--feature-size", "9"),
+            "--feature-size: says how images are prepared",
+        ),
     ):
         code, _, err = program(*command)
         assert (code, err.partition(reason)[0]) == (2, "lantern-rt: "), err
