@@ -141,6 +141,19 @@ def cpu_quota() -> float | None:
     return min((quota for folder in _cgroups() if (quota := _quota(folder)) is not None), default=None)
 
 
+def available_memory() -> int:
+    """Bytes that this process may still take: what is free, or what its control groups leave of their limits."""
+    import psutil
+
+    free = [int(psutil.virtual_memory().available)]
+    for folder in _cgroups():
+        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            found = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
+            free.append(int(limit) - int(used) + int(found.get("inactive_file", 0)))  # files that can be read again
+    return max(0, min(free))
+
+
 def _installed_runtimes() -> dict[str, str]:
     """Installed ONNX Runtime distributions and their versions."""
     found = {}

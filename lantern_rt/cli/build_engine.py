@@ -12,7 +12,7 @@ from ..bundle.files import Bundle, open_bundle
 from ..engines.build import build_engines, estimate, plan_build
 from ..engines.profiles import BuildOptions, Profile
 from ..errors import RequestError
-from .console import Facts, print_facts, print_json, progress, say
+from .console import Facts, print_facts, print_json, print_text, progress, say
 from .options import BundleName, Force, Json, ProviderName
 
 EXAMPLES = r"""
@@ -48,7 +48,9 @@ def build_engine(
     """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
     capabilities = tuple(compute_capability or ())
     options = BuildOptions(backend, provider, max_rows, max_nodes, max_past, optimization_level, capabilities)
-    opened = open_bundle(bundle)
+    with progress(lines=False) as show:
+        show("checking the bundle's files")
+        opened = open_bundle(bundle)
     if backend != "onnxruntime" and opened.manifest.target.dtype == "float32":
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
             "half the memory")  # fmt: skip
@@ -64,7 +66,7 @@ def build_engine(
         return
     for role, graph in manifest.graphs.items():
         say(f"{role}: {graph.seconds:.1f} s, {_mib(sum(file.bytes for file in graph.files))}")
-    print(output)
+    print_text(output)
 
 
 def _print_plan(bundle: Bundle, options: BuildOptions, as_json: bool) -> None:

@@ -25,8 +25,8 @@ from ..requests import resolve_settings
 from ..runner import subjects_of
 from ..tuning.measure import Measurement, describe
 from ..tuning.tune import tune as measure
-from .console import print_json, print_table, say
-from .options import BundleName, Force, Json, Prompts, Running
+from .console import print_json, print_table, print_text, progress
+from .options import BundleName, Embeddings, Force, Json, Prompts, Running
 
 EXAMPLES = """
 lantern-rt tune scenes
@@ -59,6 +59,7 @@ def tune(
     *,
     running: Running,
     prompts: Prompts = None,
+    embeddings: Embeddings = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
     acceptance_statistics: Annotated[
         Path | None,
@@ -75,7 +76,7 @@ def tune(
 ) -> None:
     """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
     if reset:
-        if any(option is not None for option in (prompts, temperature, acceptance_statistics, plot)):
+        if any(option is not None for option in (prompts, embeddings, temperature, acceptance_statistics, plot)):
             raise RequestError("reset: measures nothing; leave out what measuring takes")
         _reset(bundle, json)
         return
@@ -85,13 +86,15 @@ def tune(
     opened = running.open_bundle(bundle)
     asked = {"method": "auto", "quality": quality, "temperature": temperature}
     settings = resolve_settings(opened.manifest, asked)
-    subjects = subjects_of(opened, prompts)
+    subjects = subjects_of(opened, prompts, embeddings=embeddings)
     earlier = () if acceptance_statistics is None else _earlier(acceptance_statistics, opened.manifest, force)
     if plot is not None:
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
-    found = Measurement(running.load(opened), subjects, images, settings, say)
-    choice, doubt, finalists, path = measure(found, minutes)
+    pipeline = running.load(opened, settings)
+    with progress(seconds=60 * minutes) as show:
+        found = Measurement(pipeline, subjects, images, settings, show)
+        choice, doubt, finalists, path = measure(found, minutes)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
         written = AcceptanceStatistics(format=3, weights=weights_of(opened.manifest), entries=entries)
@@ -115,19 +118,19 @@ def tune(
         }
         print_json(report)
         return
-    print(found.situation)
+    print_text(found.situation)
     for name, cost in passes.items():
-        print(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
+        print_text(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
     times = "  ".join(f"{ms:.2f}" for ms in outside.values())
-    print(f"outside the engines, ms of a step, a drafter pass and a token of a window: {times}")
+    print_text(f"outside the engines, ms of a step, a drafter pass and a token of a window: {times}")
     print_table(_FOUND, [{**dict(one), "name": describe(one.method), "gives": _gives(one)} for one in found.entries])
     low_high = [dict(zip(("low", "high"), median_interval(one.speed_ups), strict=True)) for one in finalists]
     print_table(_COMPARED, [{**dict(one.choice), **more} for one, more in zip(finalists, low_high, strict=True)])
     if choice is None:
-        print(f"nothing chosen: {doubt}")
+        print_text(f"nothing chosen: {doubt}")
         return
     won = "nothing was faster than ar" if isinstance(choice.method, Ar) else f"speed-up {choice.speed_up:.2f}"
-    print(f"chosen: {choice.method} ({won}), kept in {path}")
+    print_text(f"chosen: {choice.method} ({won}), kept in {path}")
 
 
 def _reset(bundle: str, json: bool) -> None:
@@ -135,7 +138,7 @@ def _reset(bundle: str, json: bool) -> None:
     if json:
         print_json({"removed": path and str(path)})
     else:
-        print(f"removed {path}" if path else f"nothing was measured here for {bundle}")
+        print_text(f"removed {path}" if path else f"nothing was measured here for {bundle}")
 
 
 def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatistics, ...]:

@@ -8,21 +8,21 @@ two-second probe of this host's passes. Where that does not promise a gain by on
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..errors import OutputError
+from ..errors import LanternError, OutputError
 from ..methods import PARAMETERS, Ar, Auto, MethodConfig
 from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
 from .race import Race, Timed
-from .store import Choice, Situation, Tuning, read_tuning, write_tuning
+from .store import Choice, Situation, Tuning, ignore_choice, read_tuning, write_tuning
 from .tree_search import best_plan
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 2.0
 PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain decoding
 Decode = Callable[[Settings], Iterator[object]]
+
+_log = logging.getLogger(__name__)
 
 
 def with_default_method(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class Chooser:
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
         self.bundle, self.engines = bundle, engines
         self._brought = bundle_statistics(bundle)
-        self._probing = threading.Lock()
+        self._probing, self._told = threading.Lock(), False
         self._races: dict[Situation, tuple[Timed, ...]] = {}
         self._probed: dict[int, HostCosts] = {}
         self._predicted: dict[tuple[Situation, int], tuple[Choice, str] | None] = {}
@@ -111,7 +113,11 @@ class Chooser:
             if found is None or found[0].method.exact:
                 return self._exact(settings)
             choice, reason = found
-        checked = resolve_settings(manifest, {"method": choice.method})
+        try:
+            checked = resolve_settings(manifest, {"method": choice.method})
+        except LanternError as error:
+            ignore_choice(self.bundle.digest, situation, error)
+            return self._exact(settings)
         return replace(settings, method=checked.method, choice=reason)
 
     def _exact(self, settings: Settings) -> Settings:
@@ -146,8 +152,16 @@ class Chooser:
             tuning = tuning.model_copy(update={"choices": {key: choice, **tuning.choices}, "races": races})
         else:
             tuning = tuning.model_copy(update={"races": {**races, key: self._races[situation]}})
-        with suppress(OutputError):  # where nothing can be kept, every process finds out for itself
+        self._keep(tuning)
+
+    def _keep(self, tuning: Tuning) -> None:
+        """Store it; where that fails, every process has to find out for itself, which is said once."""
+        try:
             write_tuning(tuning)
+        except OutputError as error:
+            if not self._told:
+                _log.warning("what was measured is not kept: %s", error)
+            self._told = True
 
     def _situation_of(self, images: int, settings: Settings) -> Situation:
         assert isinstance(settings.method, Auto)
@@ -167,8 +181,7 @@ class Chooser:
                 costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS / 2)
                 costs = with_overhead(costs, lambda method: decode(replace(settings, method=method)), PROBE_SECONDS / 2)
                 if costs.steady:
-                    with suppress(OutputError):  # where nothing can be kept, every process probes for itself
-                        write_tuning(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
+                    self._keep(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
             self._probed[rows] = costs
             return costs
 
