@@ -26,13 +26,13 @@ from .methods import Auto, MethodConfig, Options, Relaxed
 from .output.images import blank, grey_out, recorded, to_image
 from .planning.auto import Chooser, with_default_method
 from .planning.costs import measure_costs
-from .planning.memory import images_together, split
+from .planning.memory import images_together
+from .planning.race import Race
 from .planning.store import Situation
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Result, StreamStep, record
-from .runtime.decode import Step, decode
+from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
-from .runtime.statistics import Statistics, combine
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
@@ -204,35 +204,50 @@ class Pipeline:
         images, settings = checked.images, checked.settings
         together = images_together(self.bundle.manifest, settings, self._engines.most_rows)
         if isinstance(settings.method, Auto):
-            first = next(split(len(images), together))
-            probed = images[first]
+            probed = images[:together]
             settings = self._chooser.choose(len(probed), settings, lambda one: self.decode(Request(probed, one)))
         return Request(images, settings, together)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Decode a checked request, step by step, batch by batch; settings of method `auto` mean what a race finds."""
-        images, cells, draw = request.images, self.bundle.manifest.codes_per_image, partial(self._draw, request.images)
+        """Decode a checked request, step by step; settings of method `auto` mean what a race finds."""
+        images, asked, together = request.images, request.settings, min(len(request.images), request.together)
         engines, chooser = self._open()  # also when the pipeline is closed meanwhile
-        codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
-        finished: list[Statistics] = []
-        largest = len(images[next(split(len(images), request.together))])
-        for batch in split(len(images), request.together):
-            for step, settings in self._decode(engines, chooser, images[batch], request.settings, largest):
-                if step.statistics is not None:
-                    finished.append(step.statistics)
-                first, last = batch.start, batch.stop == len(images)
-                parts = [replace(part, request=first + part.request) for part in step.parts]
-                done, total = first * cells + step.done, cells * len(images)
-                stats = combine(finished) if last and step.statistics is not None else None
-                step = Step(parts, done, total, stats)
-                codes, new_codes, accepted = [*codes], [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
-                for part in parts:
-                    new_codes[part.request] = part.codes[: part.committed]
-                    codes[part.request] = np.concatenate([codes[part.request], new_codes[part.request]])
-                    accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
-                drawn = partial(draw, settings)
-                yield StreamStep(new_codes, codes, accepted, step, settings, drawn, done, total, stats)
-        assert stats is not None
+        if not isinstance(asked.method, Auto):
+            yield from self._decode(engines, images, asked, together, None)
+            return
+        race = chooser.race(together, asked)
+        try:
+            yield from self._decode(engines, images, asked, together, race)
+        finally:
+            chooser.give_back(together, asked, race)
+
+    def _decode(
+        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int, race: Race | None
+    ) -> Generator[StreamStep, None, None]:
+        methods: list[MethodConfig] = [settings.method] if race is None else [race.method, *race.methods]
+        model, prompts, seeds = self._model(engines, methods), self._prefixes(engines, images), [i.seed for i in images]
+        running = decode(model, prompts, seeds, settings.sampling, methods[0], methods[1:], together)
+        drawn = np.empty((len(images), model.codes), np.int64)
+        codes, stats = [row[:0] for row in drawn], None
+        following: MethodConfig | None = None
+        while stats is None:
+            began = time.perf_counter()
+            step = running.send(following)
+            stats = step.statistics
+            if race is not None:
+                settings = replace(settings, method=race.method, choice=race.describe())
+                if all(len(codes[part.request]) for part in step.parts):  # not a prefill
+                    tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
+                    race.record(tokens, time.perf_counter() - began)
+                following = race.method
+            codes, new_codes, accepted = [*codes], [drawn[0, :0]] * len(images), [0] * len(images)
+            for part in step.parts:
+                i, start, end = part.request, len(codes[part.request]), len(codes[part.request]) + part.committed
+                drawn[i, start:end] = part.codes[: part.committed]
+                codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]
+                accepted[i] = len(part.acceptance.path) - 1 if part.acceptance else 0
+            draw = partial(self._draw, images, settings)
+            yield StreamStep(new_codes, codes, accepted, step, settings, draw, step.done, step.total, stats)
         _LOG.info(
             "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f%s",
             stats.method,
@@ -242,41 +257,8 @@ class Pipeline:
             f" ({settings.choice})" if settings.choice else "",
         )
 
-    def _decode(
-        self, engines: Engines, chooser: Chooser, images: Sequence[ImageRequest], settings: Settings, largest: int
-    ) -> Iterator[tuple[Step, Settings]]:
-        """Steps of one batch, of at most `largest` images, and what each was decoded with."""
-        if not isinstance(settings.method, Auto):
-            for step in self._running(engines, images, settings, [settings.method]):
-                yield step, settings
-            return
-        asked, race = settings, chooser.race(largest, settings)
-        try:
-            running, done = self._running(engines, images, settings, [race.method, *race.methods]), False
-            following: MethodConfig | None = None
-            while not done:
-                began = time.perf_counter()
-                step = running.send(following)
-                done = step.statistics is not None
-                settings = replace(settings, method=race.method, choice=race.describe())
-                if following is not None:
-                    tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
-                    race.record(tokens, time.perf_counter() - began)
-                following = race.method
-                yield step, settings
-        finally:
-            chooser.give_back(largest, asked, race)
-
-    def _running(
-        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, methods: Sequence[MethodConfig]
-    ) -> Generator[Step, MethodConfig | None, None]:
-        """The runtime's decode of a batch with the first of the methods, ready for the others."""
-        prompts, seeds = self._prefixes(engines, images), [image.seed for image in images]
-        return decode(self._model(engines, methods), prompts, seeds, settings.sampling, methods[0], methods[1:])
-
-    def _prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> list[Prompt]:
-        """Prefix rows of every image; those of one prompt are computed once."""
-        prompts: list[Prompt] = []
+    def _prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
+        """Prefix rows of every image in turn; those of one prompt are computed once."""
         for _, same in groupby(images, lambda one: id(one.inputs)):
             image, *others = same
             cond, uncond = engines.condition(image.inputs)
@@ -286,8 +268,7 @@ class Pipeline:
                     "its weights are damaged, export the bundle again"
                 )
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
-            prompts += [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
-        return prompts
+            yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
 
     def _model(self, engines: Engines, methods: Sequence[MethodConfig]) -> Model:
         manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}

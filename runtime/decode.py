@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ..methods import MethodConfig, Sampling
 from .drafts import Model, Prompt, Request
 from .scheduler import RequestStep, Scheduler
-from .statistics import Statistics, summarise
+from .statistics import RequestStatistics, Statistics, summarise
 
 
 @dataclass(frozen=True)
@@ -26,34 +27,37 @@ class Step:
 
 def decode(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     seeds: Sequence[int],
     sampling: Sampling,
     method: MethodConfig,
     others: Sequence[MethodConfig] = (),
+    together: int = 1 << 16,
 ) -> Generator[Step, MethodConfig | None, None]:
-    """Decode one image's tokens for every prompt; yields a `Step` after the prefill and after every pass.
+    """Decode one image's tokens for every prompt; yields a `Step` after every prefill and every pass.
 
     `send` the generator one of `others`, or the method again, to go on with it: exact methods give the same tokens.
 
-    seeds: one per prompt, 0 .. 2^64 - 1. A seed gives the same tokens under every exact method, and under any method
-    whatever else is in the batch.
+    prompts: taken when there is room for another. seeds: one per prompt, 0 .. 2^64 - 1. A seed gives the same tokens
+    under every exact method, and under any method whatever else is in the batch. together: most images that share
+    passes; as one is done, the next begins.
     """
-    scheduler, methods = Scheduler(model), (method, *others)
-    requests = [
-        Request(i, model.codes, prompt.rows(sampling), sampling, methods, seed)
-        for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
-    ]
-    for request in requests:
-        scheduler.submit(request)
+    scheduler, methods, records = Scheduler(model), (method, *others), list[RequestStatistics]()
+    waiting, done = iter(enumerate(zip(prompts, seeds, strict=True))), 0
     statistics = None
     while statistics is None:
+        for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):
+            request = Request(i, model.codes, prompt.rows(sampling), sampling, methods, seed)
+            request.use(method)
+            scheduler.submit(request)
+            records.append(request.statistics)
         parts = scheduler.step()
-        done = sum(request.length - request.missing for request in requests)
-        if not scheduler.busy:
-            clocks, records = (scheduler.target_clock, scheduler.drafter_clock), [one.statistics for one in requests]
-            statistics = summarise(requests[0].method.method, model.codes, *clocks, records)
-        following = yield Step(parts, done, model.codes * len(requests), statistics)
-        if following is not None:
-            for request in requests:
-                request.use(following)
+        done += sum(part.committed for part in parts)
+        if not scheduler.busy and len(records) == len(seeds):
+            clocks = scheduler.target_clock, scheduler.drafter_clock
+            statistics = summarise(method.method, model.codes, *clocks, records)
+        following = yield Step(parts, done, model.codes * len(seeds), statistics)
+        if following is not None and following is not method:
+            method = following
+            for request in scheduler.active:
+                request.use(method)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 from .engine import Cache, Engine, Ints, Pass, PassOutput
@@ -94,30 +92,4 @@ def summarise(
         host_seconds=seconds - (target.seconds + drafter.seconds),
         realised_tvd=sum(r.realised_tvd for r in requests) / len(requests),
         per_image=requests,
-    )
-
-
-def combine(batches: Sequence[Statistics]) -> Statistics:
-    """Statistics of batches that were decoded one after the other; the method is the last one's."""
-    images = sum(one.images for one in batches)
-
-    def total(name: str) -> Any:
-        return sum(getattr(one, name) for one in batches)
-
-    def mean(name: str) -> Any:
-        return sum(getattr(one, name) * one.images for one in batches) / images
-
-    return Statistics(
-        method=batches[-1].method,
-        images=images,
-        target_passes=total("target_passes"),
-        drafter_passes=total("drafter_passes"),
-        tokens_per_forward_pass=mean("tokens_per_forward_pass"),
-        accepted_lengths=[*map(sum, zip_longest(*(one.accepted_lengths for one in batches), fillvalue=0))],
-        seconds=total("seconds"),
-        target_seconds=total("target_seconds"),
-        drafter_seconds=total("drafter_seconds"),
-        host_seconds=total("host_seconds"),
-        realised_tvd=mean("realised_tvd"),
-        per_image=[image for one in batches for image in one.per_image],
     )

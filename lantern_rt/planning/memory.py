@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..engines.host import available_memory
@@ -28,15 +26,6 @@ def images_together(manifest: Manifest, settings: Settings, most_rows: int) -> i
     budget = min(BATCH_BYTES, available_memory() // 2)
     rows = most_rows // (2 if settings.sampling.guided else 1)
     return max(1, min(TOGETHER, rows, budget // sum(image_bytes(manifest, settings).values())))
-
-
-def split(images: int, together: int) -> Iterator[slice]:
-    """Batches of at most so many images, as even as they can be, the larger ones first."""
-    count = -(-images // together)
-    small, larger = divmod(images, count)
-    start = 0
-    for number in range(count):
-        yield slice(start, start := start + small + (number < larger))
 
 
 def image_bytes(manifest: Manifest, settings: Settings) -> dict[str, int]:

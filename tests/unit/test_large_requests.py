@@ -16,7 +16,7 @@ from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.output.trace import Trace
 from lantern_rt.planning import memory
-from lantern_rt.planning.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together, split
+from lantern_rt.planning.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
 from lantern_rt.requests import Settings, resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "sjd:window=5", "auto")
@@ -85,7 +85,7 @@ def test_images_are_the_same_however_a_request_is_split(
         assert parts.stats.target_passes > whole.stats.target_passes
 
 
-def test_a_stream_of_batches_grows_to_all_images_and_has_statistics_once(
+def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
     pipe: Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room_for(monkeypatch, folder, 2)
@@ -105,12 +105,7 @@ def test_a_stream_of_batches_grows_to_all_images_and_has_statistics_once(
     )
 
 
-def test_batches_are_even_and_bounded_in_number_and_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for images in (1, 5, 64, 65, 100, 1024):
-        batches = [*split(images, 64)]
-        assert [i for batch in batches for i in range(batch.start, batch.stop)] == [*range(images)]
-        assert max(len(range(1024)[batch]) for batch in batches) - min(len(range(1024)[b]) for b in batches) <= 1
-        assert len(batches) == -(-images // 64)
+def test_images_together_are_bounded_in_number_and_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, asked = open_bundle(folder).manifest, settings(folder)
     one = sum(image_bytes(manifest, asked).values())
     monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
