@@ -31,7 +31,7 @@ import lantern_rt.engines.loader, lantern_rt.engines.ort.session
 bundle, engines, threads = sys.argv[1], sys.argv[2] or None, int(sys.argv[3])
 start = time.perf_counter()
 pipe = Pipeline.from_bundle(bundle, threads=threads, engines=engines)
-pipe._engines.load_all()
+pipe.engines.load_all()
 loaded = time.perf_counter() - start
 what = {"class_ids": 0} if pipe.bundle.manifest.condition.kind == "class" else {"prompts": "a red sphere on sand"}
 pipe(method="ar", **what)  # warm

@@ -7,6 +7,7 @@ LanternError
 |-- EngineError
 |-- OutputError
 `-- RequestError
+    |-- BusyError
     `-- TreeError
 """
 
@@ -59,6 +60,14 @@ class OutputError(LanternError):
 
 class RequestError(LanternError):
     """A prompt or parameter is out of range, or contradicts another."""
+
+
+class BusyError(RequestError):
+    """A service has no room for another request. seconds: about when to try again."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class TreeError(RequestError):

@@ -30,7 +30,7 @@ from .planning.memory import images_together
 from .planning.race import Race
 from .planning.store import Situation
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
-from .results import Ints, Result, StreamStep, record
+from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 
@@ -106,18 +106,20 @@ class Pipeline:
 
         Raises: BundleError, EngineError: a graph or table is damaged. RequestError: the pipeline was closed.
         """
-        self._engines.load_all()
+        self.engines.load_all()
         if self.bundle.manifest.neighbors:
             self.bundle.neighbors()
         measure_costs(self.bundle.manifest, *self.decoders(), rows=2, seconds=0.0)
         _LOG.info("warmed up bundle %s", self.bundle.manifest.name)
 
     @property
-    def _engines(self) -> Engines:
+    def engines(self) -> Engines:
+        """What runs the bundle's graphs. Raises: RequestError: the pipeline was closed."""
         return self._open()[0]
 
     @property
-    def _chooser(self) -> Chooser:
+    def chooser(self) -> Chooser:
+        """What chooses methods. Raises: RequestError: the pipeline was closed."""
         return self._open()[1]
 
     def _open(self) -> tuple[Engines, Chooser]:
@@ -146,13 +148,11 @@ class Pipeline:
         Raises: RequestError: names the parameter at fault, and the prompt where there are several, what was found and
         what to do. EngineError: the graphs cannot be run, or give NaN.
         """
-        subjects = {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
-        request = self._check(prompts, **subjects, **options)
+        given: dict[str, Any] = {"class_ids": class_ids, "embeddings": embeddings}
+        given |= {"seed": seed, "num_images": num_images, **options}
+        request = self.check(prompts, **given)
         (last,) = deque(self.decode(request), maxlen=1)
-        assert last.stats is not None
-        images = [last.image(i) for i in range(len(last.codes))]
-        seeds, labels = [image.seed for image in request.images], [image.label for image in request.images]
-        return Result(images, last.codes, seeds, labels, last.stats, last.settings)
+        return result_of(request.images, [last.image(i) for i in range(len(last.codes))], last)
 
     def stream(
         self,
@@ -171,8 +171,9 @@ class Pipeline:
 
         Raises: RequestError: as a call does, and before the first step.
         """
-        subjects = {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
-        return self.decode(self._check(prompts, **subjects, **options))
+        given: dict[str, Any] = {"class_ids": class_ids, "embeddings": embeddings}
+        given |= {"seed": seed, "num_images": num_images, **options}
+        return self.decode(self.check(prompts, **given))
 
     def likelihoods(
         self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **request: Any
@@ -183,29 +184,33 @@ class Pipeline:
         """
         from .runtime.likelihood import likelihood
 
-        checked = self._check(prompts, **request)
+        checked = self.check(prompts, **request)
         if len(codes) != len(checked.images):
             raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
-        engines = self._engines
-        model, prefixes = self._model(engines, [checked.settings.method]), self._prefixes(engines, checked.images)
+        engines = self.engines
+        model, prefixes = self.model(engines, [checked.settings.method]), self.prefixes(engines, checked.images)
         return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
         """The engines of target and drafter, for measuring passes."""
-        return self._engines.target, self._engines.drafter
+        return self.engines.target, self.engines.drafter
 
     def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
         """What a choice of `auto` depends on besides the bundle; temperature None: the bundle's."""
-        return self._chooser.situation(images, temperature, quality)
+        return self.chooser.situation(images, temperature, quality)
 
-    def _check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
+    def check(self, prompts: str | Sequence[str] | None = None, *, racing: bool = False, **request: Any) -> Request:
+        """A checked request, its method settled unless a race is to find it; takes what a call takes.
+
+        racing: a race is to find it wherever nothing may be given away, tuned or not, as the load is yet unknown.
+        """
         request = with_default_method(request)
         checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
         images, settings = checked.images, checked.settings
-        together = images_together(self.bundle.manifest, settings, self._engines.most_rows)
+        together = images_together(self.bundle.manifest, settings, self.engines.most_rows)
         if isinstance(settings.method, Auto):
             probed = images[:together]
-            settings = self._chooser.choose(len(probed), settings, lambda one: self.decode(Request(probed, one)))
+            settings = self.chooser.choose(len(probed), settings, lambda one: self.decode(Request(probed, one)), racing)
         return Request(images, settings, together)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
@@ -225,10 +230,9 @@ class Pipeline:
         self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int, race: Race | None
     ) -> Generator[StreamStep, None, None]:
         methods: list[MethodConfig] = [settings.method] if race is None else [race.method, *race.methods]
-        model, prompts, seeds = self._model(engines, methods), self._prefixes(engines, images), [i.seed for i in images]
+        model, prompts, seeds = self.model(engines, methods), self.prefixes(engines, images), [i.seed for i in images]
         running = decode(model, prompts, seeds, settings.sampling, methods[0], methods[1:], together)
-        drawn = np.empty((len(images), model.codes), np.int64)
-        codes, stats = [row[:0] for row in drawn], None
+        progress, stats = Progress(len(images), model.codes), None
         following: MethodConfig | None = None
         while stats is None:
             began = time.perf_counter()
@@ -236,18 +240,11 @@ class Pipeline:
             stats = step.statistics
             if race is not None:
                 settings = replace(settings, method=race.method, choice=race.describe())
-                if all(len(codes[part.request]) for part in step.parts):  # not a prefill
+                if all(len(progress.codes[part.request]) for part in step.parts):  # not a prefill
                     tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
                     race.record(tokens, time.perf_counter() - began)
                 following = race.method
-            codes, new_codes, accepted = [*codes], [drawn[0, :0]] * len(images), [0] * len(images)
-            for part in step.parts:
-                i, start, end = part.request, len(codes[part.request]), len(codes[part.request]) + part.committed
-                drawn[i, start:end] = part.codes[: part.committed]
-                codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]
-                accepted[i] = len(part.acceptance.path) - 1 if part.acceptance else 0
-            draw = partial(self._draw, images, settings)
-            yield StreamStep(new_codes, codes, accepted, step, settings, draw, step.done, step.total, stats)
+            yield progress.add(step, settings, partial(self.draw, images, settings))
         _LOG.info(
             "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f%s",
             stats.method,
@@ -257,7 +254,7 @@ class Pipeline:
             f" ({settings.choice})" if settings.choice else "",
         )
 
-    def _prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
+    def prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
         """Prefix rows of every image in turn; those of one prompt are computed once."""
         for _, same in groupby(images, lambda one: id(one.inputs)):
             image, *others = same
@@ -270,7 +267,8 @@ class Pipeline:
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
             yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
 
-    def _model(self, engines: Engines, methods: Sequence[MethodConfig]) -> Model:
+    def model(self, engines: Engines, methods: Sequence[MethodConfig]) -> Model:
+        """What the runtime needs to draw by these methods."""
         manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
         layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
         neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
@@ -285,13 +283,13 @@ class Pipeline:
             engines.rounding,
         )
 
-    def _draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
+    def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
         """The picture of image i from its first codes, with its record when it is whole."""
         manifest = self.bundle.manifest
         if not len(codes):
             return blank(manifest.image_width, manifest.image_height)
         missing = manifest.codes_per_image - len(codes)
-        image = to_image(self._engines.vq_decoder(np.append(codes, np.repeat(codes[-1:], missing))[None])[0])
+        image = to_image(self.engines.vq_decoder(np.append(codes, np.repeat(codes[-1:], missing))[None])[0])
         if missing:
             return grey_out(image, len(codes), manifest.grid_rows, manifest.grid_columns)
         return recorded(image, record(self.bundle, settings, images[i]))

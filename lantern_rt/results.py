@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json import dumps
 
@@ -69,6 +69,34 @@ class StreamStep:
         Raises: IndexError: there are fewer images. RequestError: the pipeline was closed.
         """
         return self.draw(i, self.codes[i])
+
+
+def result_of(images: Sequence[ImageRequest], pictures: list[Image], last: StreamStep) -> Result:
+    """The result of a request that ended with this step."""
+    assert last.stats is not None
+    seeds, labels = [image.seed for image in images], [image.label for image in images]
+    return Result(pictures, last.codes, seeds, labels, last.stats, last.settings)
+
+
+class Progress:
+    """Codes of a request's images as they come, `cells` of each."""
+
+    def __init__(self, images: int, cells: int) -> None:
+        self._drawn = np.empty((images, cells), np.int64)
+        self.codes: list[Ints] = [row[:0] for row in self._drawn]  # of each image so far
+
+    def add(self, step: Step, settings: Settings, draw: Callable[[int, Ints], Image]) -> StreamStep:
+        """What the caller sees of a step."""
+        drawn, codes = self._drawn, [*self.codes]
+        new_codes, accepted = [drawn[0, :0]] * len(codes), [0] * len(codes)
+        for part in step.parts:
+            i, start = part.request, len(codes[part.request])
+            end = start + part.committed
+            drawn[i, start:end] = part.codes[: part.committed]
+            codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]
+            accepted[i] = len(part.acceptance.path) - 1 if part.acceptance else 0
+        self.codes = codes
+        return StreamStep(new_codes, codes, accepted, step, settings, draw, step.done, step.total, step.statistics)
 
 
 def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:

@@ -62,6 +62,11 @@ class Scheduler:
         """Whether a step would do anything."""
         return bool(self.active or self.waiting)
 
+    @property
+    def joining(self) -> bool:
+        """Whether the next step is a prefill: somebody waits for whom there is room."""
+        return bool(self.waiting) and len(self.waiting[0].rows) <= self._room()
+
     def submit(self, request: Request) -> None:
         """Have a request drawn as soon as there is room, after those that came before.
 
@@ -80,13 +85,17 @@ class Scheduler:
 
     def step(self) -> list[RequestStep]:
         """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""
-        joining, room = [], self.rows - sum(len(request.rows) for request in self.active)
+        joining, room = [], self._room()
         while self.waiting and len(self.waiting[0].rows) <= room:
             joining.append(self.waiting.popleft())
             room -= len(joining[-1].rows)
         if joining:
             return self._prefill(joining)
         return self._advance() if self.active else []
+
+    def _room(self) -> int:
+        """Rows that may join."""
+        return self.rows - sum(len(request.rows) for request in self.active)
 
     def _prefill(self, requests: list[Request]) -> list[RequestStep]:
         target, rows = self.model.target, [row for request in requests for row in request.rows]

@@ -15,6 +15,18 @@ class Clock:
     def __init__(self) -> None:
         self.calls, self.seconds, self.began = 0, 0.0, time.perf_counter()
 
+    def copy(self) -> Clock:
+        """The clock as it stands, and the moment."""
+        clock = Clock()
+        clock.calls, clock.seconds = self.calls, self.seconds
+        return clock
+
+    def since(self, before: Clock) -> Clock:
+        """What has been counted since a copy was made."""
+        clock = Clock()
+        clock.calls, clock.seconds, clock.began = self.calls - before.calls, self.seconds - before.seconds, before.began
+        return clock
+
     def run(self, engine: Engine, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass and count it."""
         start = time.perf_counter()

@@ -89,7 +89,7 @@ class Chooser:
         backend, threads = self.engines.backend, self.engines.threads
         return Situation(backend=backend, threads=threads, images=images, greedy=greedy, quality=quality)
 
-    def choose(self, images: int, settings: Settings, decode: Decode) -> Settings:
+    def choose(self, images: int, settings: Settings, decode: Decode, racing: bool = False) -> Settings:
         """Settings of what suits this host, with the reason in `choice`; those given, where a race is to find it.
 
         settings: those of `auto`, for `images` images together. decode: runs the request with other settings.
@@ -97,6 +97,8 @@ class Chooser:
         assert isinstance(settings.method, Auto)
         manifest, tuning = self.bundle.manifest, read_tuning(self.bundle.digest)
         situation = self._situation_of(images, settings)
+        if racing and budget_of(settings.method).exact:
+            return self._exact(settings)
         if (choice := tuning.choices.get(str(situation))) is not None:
             gain = f"{choice.method}, speed-up {choice.speed_up:.2f} here"
             gain = "ar, as nothing was faster here" if isinstance(choice.method, Ar) else gain
@@ -132,8 +134,12 @@ class Chooser:
     def race(self, images: int, settings: Settings) -> Race:
         """The race for requests like this one, as the last one left it. Give it back after the images."""
         situation = self._situation_of(images, settings)
-        before = self._races.get(situation) or read_tuning(self.bundle.digest).races.get(str(situation), ())
-        return Race(self.bundle.manifest.drafter is not None, self.engines.most_nodes, before)
+        tuning = read_tuning(self.bundle.digest)
+        before = self._races.get(situation) or tuning.races.get(str(situation), ())
+        race = Race(self.bundle.manifest.drafter is not None, self.engines.most_nodes, before)
+        if (choice := tuning.choices.get(str(situation))) is not None and choice.method in race.methods:
+            race.settle(choice.method)
+        return race
 
     def give_back(self, images: int, settings: Settings, race: Race) -> None:
         """Keep what a race has found, for good once it is decided."""

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..methods import Ar, Eagle, Sjd
+from ..methods import Ar, Eagle, MethodConfig, Sjd
 from ..runtime.tree_names import named_tree
 from .acceptance_statistics import Record
 
@@ -87,6 +87,10 @@ class Race:
     def tokens(self) -> float:
         """Per pass of the method that runs; 1 where it has no rival and was never timed."""
         return statistics.mean(self.timed[self.method].tokens or (1.0,))
+
+    def settle(self, method: MethodConfig) -> None:
+        """Draw by one of the methods from now on."""
+        self.method, self.decided = next(one for one in self.methods if one == method), True
 
     def describe(self) -> str:
         """One line that says what runs and why."""

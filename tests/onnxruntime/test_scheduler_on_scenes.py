@@ -28,12 +28,12 @@ def test_images_that_join_each_other_late_are_those_drawn_alone() -> None:
     for i, (prompt, options) in enumerate(zip(prompts, OPTIONS, strict=True)):
         checked = check_request(manifest, pipe._tokenizer, prompt, seed=90 + i, **options)
         settings = checked.settings
-        (one,) = pipe._prefixes(pipe._engines, checked.images)
+        (one,) = pipe.prefixes(pipe.engines, checked.images)
         rows = one.rows(settings.sampling)
         requests.append(
             Request(i, manifest.codes_per_image, rows, settings.sampling, [settings.method], checked.images[0].seed)
         )
-    scheduler, step = Scheduler(pipe._model(pipe._engines, [request.method for request in requests])), 0
+    scheduler, step = Scheduler(pipe.model(pipe.engines, [request.method for request in requests])), 0
     while scheduler.busy or step <= 40:
         if step % 10 == 0 and step // 10 < len(requests):
             scheduler.submit(requests[step // 10])

@@ -121,6 +121,6 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     states = np.random.default_rng(0).standard_normal((1, prefix, width or 0), dtype=np.float32)
     result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
     assert result.codes[0].shape == (36,)
-    cache = pipeline._engines.target.new_cache(2, 64)
+    cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, BlockCache)
     assert cache.entry == 2 * pipeline.bundle.manifest.target.num_kv_heads * pipeline.bundle.manifest.target.head_dim

@@ -38,8 +38,8 @@ def test_a_batch_of_embeddings_gives_the_published_codes(pipe: Pipeline, name: s
 
 def test_embeddings_are_left_padded_as_published(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    condition = pipe._engines.condition
-    monkeypatch.setattr(pipe._engines, "condition", lambda inputs: seen.append(inputs) or condition(inputs))
+    condition = pipe.engines.condition
+    monkeypatch.setattr(pipe.engines, "condition", lambda inputs: seen.append(inputs) or condition(inputs))
     next(pipe.stream(embeddings=(GOLDEN["t5_embeddings"], GOLDEN["t5_mask"])))
     assert len(seen) == len(GOLDEN["emb_mask"])
     for inputs, mask, embeds in zip(seen, GOLDEN["emb_mask"], GOLDEN["caption_emb"], strict=True):

@@ -25,6 +25,7 @@ LAYERS = (
     ("requests", "results"),
     ("planning",),
     ("pipeline",),
+    ("service", "asynchronous"),
     ("runner",),
     ("tuning", "evaluation", "export"),
     ("train",),

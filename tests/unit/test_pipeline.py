@@ -143,7 +143,7 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
 ) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     loaded: list[str] = []
-    engines, bundle = type(pipe._engines), type(pipe.bundle)
+    engines, bundle = type(pipe.engines), type(pipe.bundle)
     drafter, neighbors = engines.drafter, bundle.neighbors
     monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
     monkeypatch.setattr(bundle, "neighbors", lambda self: loaded.append("neighbors") or neighbors(self))
@@ -167,8 +167,8 @@ def test_class_ids_take_the_place_of_prompts(class_pipe: Pipeline) -> None:
 
 def test_embeddings_are_moved_to_the_left_padded_layout(embeds_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    condition = embeds_pipe._engines.condition
-    monkeypatch.setattr(embeds_pipe._engines, "condition", lambda inputs: seen.append(inputs) or condition(inputs))
+    condition = embeds_pipe.engines.condition
+    monkeypatch.setattr(embeds_pipe.engines, "condition", lambda inputs: seen.append(inputs) or condition(inputs))
     values = np.arange(2 * PREFIX * CAPTION, dtype=np.float32).reshape(2, PREFIX, CAPTION)
     mask = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
     values[0, 3] = np.nan  # padding may hold anything

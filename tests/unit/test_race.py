@@ -96,7 +96,7 @@ def test_a_race_is_among_what_the_engines_and_the_bundle_can_do() -> None:
 
 def test_where_only_plain_decoding_can_run_it_is_kept_untimed(tmp_path: Path) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
-    pipe._engines.most_nodes = 1
+    pipe.engines.most_nodes = 1
     assert pipe("red sphere").settings.method == Ar()
     (choice,) = read_tuning(pipe.bundle.digest).choices.values()
     assert (choice.method, choice.tokens_per_forward_pass) == (Ar(), 1.0)

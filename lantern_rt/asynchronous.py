@@ -1,0 +1,120 @@
+"""A pipeline for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any, Self
+
+from PIL.Image import Image
+
+from .errors import RequestError
+from .pipeline import Pipeline
+from .results import Result, StreamStep, result_of
+from .service import Service, Ticket
+
+
+class AsyncPipeline:
+    """Generates images for many tasks of an event loop; their requests share passes, and come and go between them.
+
+    An image is bit for bit what `Pipeline` gives, whatever else is drawn. A task that is cancelled, or stops iterating,
+    frees its place within a pass. together, waiting: as for `Service`.
+    """
+
+    def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
+        self.pipeline, self.service = pipeline, Service(pipeline, together, waiting)
+        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # checks requests and decodes pictures
+        self._callers, self._closed, self._alone = 0, False, asyncio.Event()
+
+    @classmethod
+    async def from_bundle(
+        cls, bundle: Any = "scenes", *, together: int | None = None, waiting: int = 256, **options: Any
+    ) -> AsyncPipeline:
+        """Open a bundle without holding up the event loop; takes what `Pipeline.from_bundle` takes."""
+        open_pipeline = partial(Pipeline.from_bundle, bundle, **options)
+        return cls(await asyncio.get_running_loop().run_in_executor(None, open_pipeline), together, waiting)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, drain: bool = True) -> None:
+        """Take no more requests; finish those that are there (drain) or fail them, and close the pipeline."""
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(None, self.service.close, drain)
+        if self._callers:  # their pictures are still to be decoded
+            await self._alone.wait()
+        self._workers.shutdown()
+        self.pipeline.close()
+
+    async def generate(self, prompts: Any = None, **options: Any) -> Result:
+        """Generate images; takes and gives what a call of `Pipeline` does.
+
+        Raises: RequestError, EngineError: as there. BusyError: too many wait already.
+        """
+        with self._calling():
+            async for ticket, step in self._steps(prompts, options):
+                images, last = ticket.request.images, step
+            pictures = [await self.image(last, i) for i in range(len(images))]
+            return result_of(images, pictures, last)
+
+    async def stream(self, prompts: Any = None, **options: Any) -> AsyncGenerator[StreamStep, None]:
+        """Generate step by step; takes and gives what `Pipeline.stream` does. Close the iterator to cancel.
+
+        Raises: as `generate`, when the first step is asked for.
+        """
+        with self._calling():
+            async with aclosing(self._steps(prompts, options)) as steps:
+                async for _, step in steps:
+                    yield step
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Count a caller, whom closing waits for."""
+        if self._closed:
+            raise RequestError("pipeline: found it closed, expected an open one; make another")
+        self._callers += 1
+        try:
+            yield
+        finally:
+            self._callers -= 1
+            if not self._callers:
+                self._alone.set()
+
+    async def _steps(self, prompts: Any, options: dict[str, Any]) -> AsyncGenerator[tuple[Ticket, StreamStep], None]:
+        loop, steps = asyncio.get_running_loop(), asyncio.Queue[StreamStep | BaseException]()
+
+        def hear(news: StreamStep | BaseException) -> None:
+            loop.call_soon_threadsafe(steps.put_nowait, news)
+
+        submit = partial(self.service.submit, hear, prompts, **options)
+        submitting = loop.run_in_executor(self._workers, submit)
+        try:
+            ticket = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(_cancel_ticket)
+            raise
+        try:
+            stats = None
+            while stats is None:
+                step = await steps.get()
+                if isinstance(step, BaseException):
+                    raise step
+                yield ticket, step
+                stats = step.stats
+        finally:
+            ticket.cancel()
+
+    async def image(self, step: StreamStep, i: int) -> Image:
+        """`step.image(i)`, decoded without holding up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, step.image, i)
+
+
+def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

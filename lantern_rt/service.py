@@ -1,0 +1,253 @@
+"""Requests of many callers, drawn together: one thread runs the decoder, requests come and go between its passes.
+
+An image is bit for bit what `Pipeline` gives alone. Which exact method draws requests with method `auto` follows the
+load: there is a race for every number of images that share passes, on the pictures themselves. Relaxed methods change
+the picture, so for them `auto` settles when a request comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self
+
+from .errors import BusyError, LanternError, RequestError
+from .methods import Auto
+from .pipeline import Pipeline
+from .planning.memory import images_together
+from .planning.race import Race
+from .requests import Request, Settings, resolve_settings
+from .results import Progress, StreamStep
+from .runtime.decode import Step
+from .runtime.drafts import Request as Drawing
+from .runtime.scheduler import RequestStep, Scheduler
+from .runtime.statistics import Clock, summarise
+
+_LOG = logging.getLogger(__name__)
+_NEWEST = 0.2  # weight of the last image in the mean time that one takes
+
+Listener = Callable[[StreamStep | BaseException], None]
+
+
+class Ticket:
+    """One request in a service. All of it belongs to the service's thread but `cancel`."""
+
+    def __init__(self, service: Service, request: Request, listener: Listener) -> None:
+        self._service, self.request, self.listener = service, request, listener
+        self.automatic = isinstance(request.settings.method, Auto)  # drawn by what suits the load
+        self.drawings: list[Drawing] = []
+        self.progress = Progress(len(request.images), service.model.codes)
+        self.clocks = Clock(), Clock()  # as they stood when it began
+        self.ended = False
+
+    def cancel(self) -> None:
+        """Have the service forget the request within a pass; its listener hears nothing more."""
+        self._service.forget(self)
+
+
+class Service:
+    """Draws requests of many threads with one pipeline, which stays the caller's to close.
+
+    together: images that share passes, by default as many as the pipeline decodes together. waiting: images that may
+    wait for them. seconds_per_image: between one image and the next, lately; 0 before the first.
+    """
+
+    def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
+        self.pipeline, self.waiting, self.seconds_per_image = pipeline, waiting, 0.0
+        engines, manifest = pipeline.engines, pipeline.bundle.manifest
+        self._engines, self._chooser, strict = engines, pipeline.chooser, resolve_settings(manifest, {"method": "auto"})
+        self._methods = tuple(self._chooser.race(1, strict).methods)
+        model = pipeline.model(engines, self._methods)
+        self.model = replace(model, neighbors=pipeline.bundle.neighbors().indices if manifest.neighbors else None)
+        self.together = together or images_together(manifest, strict, engines.most_rows)
+        self._scheduler = Scheduler(self.model, 2 * self.together)
+        self._races: dict[tuple[int, bool], tuple[Settings, Race]] = {}
+        self._tickets: dict[int, Ticket] = {}  # by the index of a drawing
+        self._drawn = 0  # drawings so far
+        self._changed = threading.Condition()
+        self._arriving: list[Ticket] = []
+        self._leaving: list[Ticket] = []
+        self._images = 0  # accepted and not ended
+        self._since = time.perf_counter()  # when there was nothing to do, or an image was done
+        self._closing = self._draining = False
+        self._thread = threading.Thread(target=self._run, name="lantern-rt-service", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def images(self) -> int:
+        """Images that are being drawn or wait."""
+        return self._images
+
+    def submit(self, listener: Listener, prompts: Any = None, **options: Any) -> Ticket:
+        """Have a request drawn; takes what a call of the pipeline takes, and checks it at once.
+
+        listener: called in the service's thread with every `StreamStep`, the last one with `stats`; or with the error
+        that ended the request. It must return quickly.
+
+        Raises: RequestError: as a call of the pipeline does; or the service was closed. BusyError: too many wait.
+        """
+        request = self.pipeline.check(prompts, racing=True, **options)
+        ticket, images, room = Ticket(self, request, listener), len(request.images), self.together + self.waiting
+        if images > room:
+            raise RequestError(f"found {images} images, expected at most {room} in one request; ask for fewer")
+        with self._changed:
+            if self._closing:
+                raise RequestError("service: found it closed, expected an open one; make another")
+            if (excess := self._images + images - room) > 0:
+                seconds = max(1, math.ceil(excess * self.seconds_per_image))
+                raise BusyError(f"found {self._images} images before this one; try again in about {seconds} s", seconds)
+            self._images += images
+            self._arriving.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def forget(self, ticket: Ticket) -> None:
+        """Cancel a request; nothing happens if it has ended."""
+        with self._changed:
+            self._leaving.append(ticket)
+            self._changed.notify()
+
+    def close(self, drain: bool = True) -> None:
+        """Take no more requests, finish those that are there (drain) or fail them, and stop the thread."""
+        with self._changed:
+            self._closing, self._draining = True, drain
+            self._changed.notify()
+        self._thread.join()
+
+    # ---------------------------------------------------------------- the service's thread
+
+    def _run(self) -> None:
+        try:
+            while self._listen():
+                try:
+                    self._step()
+                except Exception as error:  # whatever it is: callers must hear of it, and later ones be served
+                    if not isinstance(error, LanternError):
+                        _LOG.exception("a pass failed")
+                    self._fail(error)
+            self._fail(RequestError("service: closed before the request was done; make another"))
+        finally:
+            for (images, _), (settings, race) in self._races.items():
+                self._chooser.give_back(images, settings, race)
+
+    def _listen(self) -> bool:
+        """Wait for something to do, take in who comes and goes; False when it is time to end."""
+        with self._changed:
+            while not (self._arriving or self._leaving or self._scheduler.busy or self._closing):
+                self._changed.wait()
+                self._since = time.perf_counter()
+            arriving, leaving = self._arriving, self._leaving
+            self._arriving, self._leaving = [], []
+            ends = self._closing and not (self._draining and (arriving or self._scheduler.busy))
+        for ticket in arriving:
+            if ends:
+                self._end(ticket, RequestError("service: closed before the request was done; make another"))
+            else:
+                self._begin(ticket)
+        for ticket in leaving:
+            self._end(ticket)
+        return not ends
+
+    def _begin(self, ticket: Ticket) -> None:
+        """Give a request's images to the scheduler; a request that cannot be prepared hears why."""
+        settings = ticket.request.settings
+        methods = self._methods if ticket.automatic else (settings.method,)
+        try:
+            prompts = list(self.pipeline.prefixes(self._engines, ticket.request.images))
+        except LanternError as error:
+            self._end(ticket, error)
+            return
+        ticket.clocks = self._scheduler.target_clock.copy(), self._scheduler.drafter_clock.copy()
+        for prompt, image in zip(prompts, ticket.request.images, strict=True):
+            rows = prompt.rows(settings.sampling)
+            drawing = Drawing(self._drawn, self.model.codes, rows, settings.sampling, methods, image.seed)
+            self._tickets[self._drawn] = ticket
+            self._drawn += 1
+            ticket.drawings.append(drawing)
+            self._scheduler.submit(drawing)
+
+    def _step(self) -> None:
+        """One pass, by the method that suits the load, and what it gave to those whose request it was."""
+        automatic = [ticket for ticket in dict.fromkeys(self._tickets.values()) if ticket.automatic]
+        race = self._race(automatic[0].request.settings) if automatic else None
+        for drawing in (drawing for ticket in automatic for drawing in ticket.drawings):
+            drawing.use(race.method if race is not None else drawing.method)
+        prefill, began = self._scheduler.joining, time.perf_counter()
+        parts = self._scheduler.step()
+        seconds = time.perf_counter() - began
+        if race is not None and not prefill and all(self._tickets[part.request].automatic for part in parts):
+            race.record(sum(len(part.codes) for part in parts) / len(parts), seconds)
+        told: dict[Ticket, list[RequestStep]] = {}
+        for part in parts:
+            told.setdefault(self._tickets[part.request], []).append(part)
+        for ticket, own in told.items():
+            self._tell(ticket, own, race)
+
+    def _race(self, settings: Settings) -> Race:
+        """The race for as many images as share a pass now; the next power of two is near enough."""
+        images = min(self.together, len(self._scheduler.active) + len(self._scheduler.waiting))
+        key = 1 << (images - 1).bit_length(), settings.sampling.greedy
+        if key not in self._races:
+            self._races[key] = settings, self._chooser.race(key[0], settings)
+        return self._races[key][1]
+
+    def _tell(self, ticket: Ticket, parts: list[RequestStep], race: Race | None) -> None:
+        """Tell a request's listener what a pass gave its images."""
+        settings, drawings = ticket.request.settings, ticket.drawings
+        if ticket.automatic and race is not None:
+            settings = replace(settings, method=race.method, choice=race.describe())
+        total, first = self.model.codes * len(drawings), drawings[0].index
+        done, statistics = total - sum(drawing.missing for drawing in drawings), None
+        if done == total:
+            clocks = self._scheduler.target_clock, self._scheduler.drafter_clock
+            target, drafter = (clock.since(before) for clock, before in zip(clocks, ticket.clocks, strict=True))
+            records = [drawing.statistics for drawing in drawings]
+            statistics = summarise(settings.method.method, self.model.codes, target, drafter, records)
+        own = [replace(part, request=part.request - first) for part in parts]
+        draw = partial(self.pipeline.draw, ticket.request.images, settings)
+        step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
+        if statistics is None:
+            self._hear(ticket, step)
+        else:
+            now, before = time.perf_counter(), self._since
+            each, self._since = (now - before) / len(drawings), now
+            self.seconds_per_image += _NEWEST * (each - self.seconds_per_image) if self.seconds_per_image else each
+            self._end(ticket, step)
+
+    def _end(self, ticket: Ticket, last: StreamStep | BaseException | None = None) -> None:
+        """Forget a request, and tell its listener how it ended, unless it left by itself."""
+        if ticket.ended:
+            return
+        ticket.ended = True
+        for drawing in ticket.drawings:
+            del self._tickets[drawing.index]
+            self._scheduler.cancel(drawing)
+        with self._changed:
+            self._images -= len(ticket.request.images)
+        if last is not None:
+            self._hear(ticket, last)
+
+    def _hear(self, ticket: Ticket, news: StreamStep | BaseException) -> None:
+        """Call a listener; one that fails ends its own request only."""
+        try:
+            ticket.listener(news)
+        except Exception:
+            _LOG.exception("a listener failed")
+            self._end(ticket)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests with an error, and begin anew."""
+        for ticket in dict.fromkeys(self._tickets.values()):
+            self._end(ticket, error)
+        self._scheduler = Scheduler(self.model, 2 * self.together)

@@ -1,0 +1,260 @@
+"""Requests of many callers share passes, and each gets what it would get alone; in threads and in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt.asynchronous import AsyncPipeline
+from lantern_rt.errors import BusyError, EngineError
+from lantern_rt.results import StreamStep
+from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.service import Service
+
+PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
+METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", "auto"]
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
+
+
+@pytest.fixture
+def service(pipe: Pipeline) -> Iterator[Service]:
+    with Service(pipe, together=4, waiting=8) as made:
+        yield made
+
+
+class Caller:
+    """What a listener hears."""
+
+    def __init__(self) -> None:
+        self.steps: list[StreamStep] = []
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+
+    def __call__(self, news: StreamStep | BaseException) -> None:
+        if isinstance(news, BaseException):
+            self.error = news
+        else:
+            self.steps.append(news)
+        if self.error is not None or self.steps[-1].stats is not None:
+            self.done.set()
+
+    def last(self) -> StreamStep:
+        assert self.done.wait(60)
+        assert self.error is None
+        return self.steps[-1]
+
+
+def same(one: Result, other: Result) -> bool:
+    pairs = zip(one.codes, other.codes, strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs) and [a.tobytes() for a in one.images] == [
+        b.tobytes() for b in other.images
+    ]
+
+
+def left_alone(service: Service) -> None:
+    """Wait until the service is done with everybody."""
+    deadline = time.monotonic() + 30
+    while service.images and time.monotonic() < deadline:
+        time.sleep(0.005)
+    held: dict[str, Any] = vars(service)
+    assert (service.images, held["_tickets"], held["_scheduler"].busy) == (0, {}, False)
+
+
+def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeline, service: Service) -> None:
+    asked = [
+        {"prompts": PROMPTS[i % 4], "seed": i, "num_images": 1 + i % 2, "method": method, "temperature": 0.7 + i % 2}
+        for i, method in enumerate(METHODS)
+    ]
+    callers = [Caller() for _ in asked]
+    for caller, request in zip(callers, asked, strict=True):
+        while True:
+            try:
+                service.submit(caller, **request)
+                break
+            except BusyError:
+                time.sleep(0.01)
+    for caller, request in zip(callers, asked, strict=True):
+        last, alone = caller.last(), pipe(**request)
+        assert all(np.array_equal(a, b) for a, b in zip(last.codes, alone.codes, strict=True))
+        assert last.image(0).tobytes() == alone.images[0].tobytes()
+        assert last.stats is not None
+        assert (last.stats.images, last.done) == (len(alone.codes), last.total)
+        grown = [np.concatenate(parts) for parts in zip(*(step.new_codes for step in caller.steps), strict=True)]
+        assert all(np.array_equal(a, b) for a, b in zip(grown, alone.codes, strict=True))
+        if request["method"] != "auto":
+            assert last.stats.per_image == alone.stats.per_image
+    left_alone(service)
+
+
+def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    active: list[int] = []
+    step = Scheduler.step
+    monkeypatch.setattr(Scheduler, "step", lambda own: (active.append(len(own.active)), step(own))[1])
+    with Service(pipe, together=4) as service:
+        callers = [Caller() for _ in range(6)]
+        for i, caller in enumerate(callers):
+            service.submit(caller, "red cube", seed=i, method="ar")
+        for caller in callers:
+            caller.last()
+    assert max(active) == 4
+
+
+def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
+    with Service(pipe, together=2, waiting=1) as service:
+        callers = [Caller() for _ in range(3)]
+        for i, caller in enumerate(callers):
+            service.submit(caller, "red cube", seed=i, method="ar")
+        with pytest.raises(BusyError, match=r"found 3 images before this one; try again in about \d+ s") as busy:
+            service.submit(Caller(), "red cube")
+        assert busy.value.seconds >= 1
+        with pytest.raises(RequestError, match="found 4 images, expected at most 3 in one request; ask for fewer"):
+            service.submit(Caller(), "red cube", num_images=4)
+        for caller in callers:
+            caller.last()
+        again = Caller()
+        service.submit(again, "red cube", seed=9)
+        again.last()
+        assert 0 < service.seconds_per_image < 10
+
+
+def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service) -> None:
+    caller = Caller()
+    service.submit(caller, "red cube", method="sjd")
+    with pytest.raises(RequestError, match="method"):
+        service.submit(Caller(), "red cube", method="magic")
+    with pytest.raises(RequestError):
+        service.submit(Caller(), "red cube", class_ids=3)
+    caller.last()
+    left_alone(service)
+
+
+def test_who_leaves_is_forgotten_within_a_pass(service: Service) -> None:
+    heard, staying = Caller(), Caller()
+    ticket = service.submit(heard, "red cube", num_images=4, method="eagle:tree=chain-3")
+    service.submit(staying, "green cube", seed=1, method="ar")
+    while not heard.steps:
+        time.sleep(0.001)
+    ticket.cancel()
+    ticket.cancel()
+    staying.last()
+    left_alone(service)
+    assert heard.steps[-1].stats is None
+
+
+def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
+    pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for error in (EngineError("the device is gone"), ZeroDivisionError("a bug")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "step", lambda own, error=error: (_ for _ in ()).throw(error))
+            callers = [Caller(), Caller()]
+            for caller in callers:
+                service.submit(caller, "red cube")
+            assert all(caller.done.wait(30) for caller in callers)
+            assert [caller.error for caller in callers] == [error, error]
+    assert "a pass failed" in caplog.text
+    caller = Caller()
+    service.submit(caller, "red cube", seed=3)
+    assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=3).codes[0])
+
+
+def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> None:
+    def broken(news: object) -> None:
+        raise ValueError("a listener's bug")
+
+    service.submit(broken, "red cube")
+    caller = Caller()
+    service.submit(caller, "red cube")
+    caller.last()
+    left_alone(service)
+
+
+def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipeline) -> None:
+    for drain in (True, False):
+        service, callers = Service(pipe, together=1), [Caller() for _ in range(3)]
+        for caller in callers:
+            service.submit(caller, "red cube", method="ar")
+        service.close(drain)
+        assert all(caller.done.is_set() for caller in callers)
+        assert [caller.error is None for caller in callers] == [True] * 3 if drain else callers[2].error is not None
+        with pytest.raises(RequestError, match="service: found it closed"):
+            service.submit(Caller(), "red cube")
+    assert not [thread for thread in threading.enumerate() if thread.name == "lantern-rt-service"]
+
+
+def test_what_load_the_methods_are_raced_under_is_kept(pipe: Pipeline) -> None:
+    with Service(pipe, together=4) as service:
+        for images in (1, 4):
+            caller = Caller()
+            service.submit(caller, "red cube", num_images=images)
+            last = caller.last()
+            assert str(last.settings.choice).startswith("auto: ")
+        races = vars(service)["_races"]
+        assert {images for images, _ in races} >= {1, 4}
+        assert all(any(one.tokens for one in race.timed.values()) or race.decided for _, race in races.values())
+
+
+# ---------------------------------------------------------------- asyncio
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, 120))
+
+
+def test_tasks_get_what_the_pipeline_gives(pipe: Pipeline, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, together=3) as pipeline:
+            asked = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
+            results = await asyncio.gather(*(pipeline.generate(**request) for request in asked))
+            for result, request in zip(results, asked, strict=True):
+                alone = pipe(**request)
+                assert same(result, alone)
+                assert (result.seeds, result.prompts) == (alone.seeds, alone.prompts)
+            steps = [step async for step in pipeline.stream("red cube", seed=5)]
+            assert np.array_equal(steps[-1].codes[0], pipe("red cube", seed=5).codes[0])
+            assert (await pipeline.image(steps[0], 0)).size == results[0].images[0].size
+            with pytest.raises(RequestError, match="magic"):
+                await pipeline.generate("red cube", method="magic")
+        with pytest.raises(RequestError, match="closed"):
+            await pipeline.generate("red cube")
+
+    run(main())
+
+
+def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
+    async def main() -> None:
+        pipeline, rng = AsyncPipeline(pipe, together=3), random.Random(0)
+        expected = pipe("red cube", seed=1).codes[0]
+
+        async def impatient(i: int) -> None:
+            async for step in pipeline.stream("green cube", seed=i, num_images=2, method="eagle:tree=chain-3"):
+                if rng.random() < 0.3:
+                    break
+                assert step.total
+
+        for _ in range(3):
+            tasks = [asyncio.create_task(impatient(i)) for i in range(8)]
+            patient = asyncio.create_task(pipeline.generate("red cube", seed=1))
+            await asyncio.sleep(rng.random() * 0.05)
+            for task in rng.sample(tasks, 5):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert np.array_equal((await patient).codes[0], expected)
+        await asyncio.get_running_loop().run_in_executor(None, left_alone, pipeline.service)
+        await asyncio.get_running_loop().run_in_executor(None, pipeline.service.close)
+
+    run(main())
