@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 
@@ -22,7 +24,10 @@ SAMPLES = 20
 
 @dataclass(frozen=True)
 class Held:
-    """After `count` images or pipelines: kilobytes in memory, open files, threads, and objects of Python."""
+    """After `count` images or pipelines: kilobytes of memory, open files, threads, and objects of Python.
+
+    kilobytes: without files that are mapped, which the system takes back when it likes, and with what it swapped out.
+    """
 
     count: int
     kilobytes: int
@@ -34,8 +39,8 @@ class Held:
     def now(cls, count: int) -> Held:
         gc.collect()
         process = psutil.Process()
-        memory = process.memory_info().rss >> 10
-        return cls(count, memory, process.num_fds(), process.num_threads(), len(gc.get_objects()))
+        kilobytes = re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return cls(count, sum(map(int, kilobytes)), process.num_fds(), process.num_threads(), len(gc.get_objects()))
 
 
 def images(bundle: str) -> Iterator[int]:
