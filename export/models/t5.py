@@ -16,7 +16,7 @@ from torch import Tensor
 from ...checks import brief, require_library
 from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import TOKENIZER, listing, read_config, read_tokenizer
+from ..checkpoints.files import TOKENIZER, listing, read_config, read_tokenizer, refusing
 from ..checkpoints.folders import read_checkpoint
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import Ops
@@ -25,6 +25,7 @@ _HIDDEN = -1e9  # added to the scores of padding; finite, as in the other graphs
 _SECOND = "encoder.embed_tokens.weight"  # the table of tokens, `shared.weight`, under its second name
 
 
+@refusing
 def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[tuple[str, Path]]]:
     """The `T5Stack` in a folder such as flan-t5-xl's, for captions of a width, its `tokenizer.json`, and its files.
 
@@ -43,6 +44,7 @@ def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[
     return encoder, path.read_bytes(), [*sources, ("text_tokenizer", path)]
 
 
+@refusing
 def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tuple[str, Path]]]:
     """The encoder in a folder as transformers saves it, of a whole T5 or of the encoder alone; and its files.
 
