@@ -19,8 +19,9 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Part
-from ..checks import brief, explain
+from ..checks import brief, explain, short
 from ..errors import EngineError
+from ..user_files import read_plain_file, reading
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
@@ -38,7 +39,7 @@ class PlanFile(Part):
 
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     blake2b: Hash
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0, le=2**50)]
 
     @classmethod
     def of(cls, path: Path) -> PlanFile:
@@ -149,21 +150,18 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
     """Read and check `engine.json`; its files are checked when loaded. Raises: EngineError."""
     file = Path(path) / ENGINE_FILE
     try:
-        with file.open("rb") as stream:
-            if len(text := stream.read(_LIMIT + 1)) > _LIMIT:
-                raise EngineError(f"{file}: found more than {_LIMIT:,} bytes, expected a short JSON text")
-        data = json.loads(text)
+        text = read_plain_file(file, _LIMIT)
     except FileNotFoundError as error:
         cure = "an engine folder is written by `lantern-rt build-engine`"
         raise EngineError(f"{path}: no {ENGINE_FILE} in it; {cure}") from error
-    except OSError as error:
-        raise EngineError(f"{file}: cannot be read ({brief(error)})") from error
-    except (ValueError, RecursionError) as error:
-        raise EngineError(f"{file}: expected JSON, found {error}; build the engines again") from error
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{file}: cannot be read ({brief(error)}); expected a short JSON text") from error
+    with reading(file, "JSON", EngineError, "build the engines again"):
+        data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or version.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
         reads = f"this lantern-rt reads {FORMAT_VERSION}"
-        raise EngineError(f"{file}: found engine format {version!r}, {reads}; build the engines again")
+        raise EngineError(f"{file}: found engine format {short(version)}, {reads}; build the engines again")
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:

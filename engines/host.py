@@ -84,6 +84,13 @@ def host_report() -> HostReport:
     )
 
 
+def available_memory() -> int:
+    """Bytes that this process could still take, as far as the system tells."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 def import_onnxruntime() -> Any:
     """The onnxruntime module. Raises: EngineError that says what to install."""
     with _import_lock:

@@ -13,7 +13,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import EngineError
 from ..runtime.engine import Cache, Ints
+from .host import available_memory
 
 Halves = NDArray[np.float32] | NDArray[np.float16]
 
@@ -91,8 +93,15 @@ class KVCache(CacheRows):
     def empty(
         cls, rows: int, capacity: int, layers: int, num_kv_heads: int, head_dim: int, dtype: type[np.floating]
     ) -> KVCache:
-        """A cache without entries. Memory is taken from the system only as columns are written."""
+        """A cache without entries. Memory is taken from the system only as columns are written.
+
+        Raises: EngineError: there is less memory than it takes when full.
+        """
         cache = cls(np.zeros(rows, np.int64), capacity, [])
+        size = 2 * layers * cache.columns * rows * num_kv_heads * head_dim * np.dtype(dtype).itemsize
+        if size > (free := available_memory()):
+            needs = f"keys and values of {rows} rows of {cache.columns:,} tokens need {size / 2**30:.1f} GiB"
+            raise EngineError(f"memory: {needs}, found {free / 2**30:.1f} GiB free; draw fewer images at once")
         # One block for all, for which NumPy asks for huge pages: 40 times fewer page faults.
         cache.tensors = list(np.zeros((2 * layers, cache.columns, rows, num_kv_heads, head_dim), dtype))
         return cache

@@ -12,9 +12,29 @@ LanternError
 
 from __future__ import annotations
 
+_LONGEST = 2000  # characters of a message
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would act on, or show in another order, as escapes (`\\u001b`); lines stay lines.
+
+    Escapes are those of JSON, so that JSON stays JSON.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one == "\n" else _escape(ord(one)) for one in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
 
 class LanternError(Exception):
-    """Base of every error that a user can cause and cure."""
+    """Base of every error that a user can cause and cure. As text it is one line, safe to print and never endless."""
+
+    def __str__(self) -> str:
+        text = printable(" ".join(super().__str__().split()))
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 class BundleError(LanternError):

@@ -16,7 +16,7 @@ from typing import Any
 from PIL.Image import Image
 
 from .bundle.files import Bundle
-from .checks import brief, whole
+from .checks import whole
 from .errors import RequestError
 from .methods import parse_method
 from .pipeline import Pipeline
@@ -24,8 +24,10 @@ from .requests import SAMPLING, Settings, resolve_settings
 from .results import Ints
 from .runtime.likelihood import Likelihood
 from .runtime.statistics import Statistics
+from .user_files import read_plain_file, reading
 
 PLAIN = "ar"
+_PROMPTS_LIMIT = 1 << 24  # bytes of a file
 CLASSES = 64  # class ids drawn where nothing is said, spread over all
 
 
@@ -82,10 +84,9 @@ def subjects_of(bundle: Bundle, prompts: Path | None, count: int | None = None) 
 
 def read_prompts(path: Path) -> list[str]:
     """The lines of a text file that are not empty. Raises: RequestError: it cannot be read, or has none."""
-    try:
-        prompts = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"prompts {path}: cannot be read ({brief(error)})") from error
+    with reading(path, "a text file of prompts", RequestError, "give one prompt a line, in UTF-8"):
+        text = read_plain_file(path, _PROMPTS_LIMIT).decode()
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
         raise RequestError(f"prompts {path}: found no prompt, expected one a line")
     return prompts

@@ -15,13 +15,20 @@ from ..errors import TreeError
 from .engine import Bools, Ints
 from .sampling import Probabilities
 
+MOST_NODES, MOST_LEVELS = 128, 32  # drafting takes a pass per level
+
+
+def _check_size(what: str, found: int, most: int) -> None:
+    if found > most:
+        raise TreeError(f"tree: found {found:,} {what}, expected at most {most}; give a smaller tree")
+
 
 @dataclass(frozen=True)
 class StaticTree:
     """A fixed shape, given as paths of child ranks: (0,) is the root's first child, (0, 1) its second child.
 
     Nodes are numbered from 1 in order of (length, path).
-    Raises: TreeError: a missing parent, a gap among siblings, or a path given twice.
+    Raises: TreeError: a missing parent, a gap among siblings, a path given twice, or more than can be drafted.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -29,6 +36,8 @@ class StaticTree:
     def __post_init__(self) -> None:
         if not self.paths:
             raise TreeError("the tree has no paths; give at least one, such as [[0]]")
+        _check_size("nodes", len(self.paths) + 1, MOST_NODES)
+        _check_size("levels", max(map(len, self.paths)), MOST_LEVELS)
         known = set(self.paths)
         if len(known) != len(self.paths):
             raise TreeError("the tree lists a path twice; list every node once")
@@ -75,6 +84,7 @@ class DynamicTree:
     """An EAGLE-2 tree: `branch` children each of the `branch` best nodes of a level, `depth` levels deep.
 
     Of all nodes made, the root and the `nodes` - 1 with the highest probability of their path are kept.
+    Raises: TreeError: sizes that contradict each other, or more than can be drafted.
     """
 
     nodes: int = 59
@@ -85,6 +95,9 @@ class DynamicTree:
         made = self.branch + (self.depth - 1) * self.branch**2
         if min(self.nodes - 1, self.depth, self.branch) < 1:
             raise TreeError(f"a dynamic tree needs nodes >= 2, depth >= 1, branch >= 1; found {self}")
+        _check_size("nodes", self.nodes, MOST_NODES)
+        _check_size("levels", self.depth, MOST_LEVELS)
+        _check_size("children a node", self.branch, MOST_LEVELS)
         if self.nodes - 1 > made:
             raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
 

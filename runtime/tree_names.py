@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..checks import short
 from ..errors import TreeError
+from ..user_files import read_plain_file, reading
 from .tree import DynamicTree, StaticTree
 
+_FILE_LIMIT = 1 << 20  # bytes
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -49,15 +52,12 @@ def named_tree(spec: str) -> StaticTree | DynamicTree:
         try:
             return StaticTree(_grow(match[1][1:]))
         except ValueError as error:
-            raise TreeError(
-                f"tree {spec!r} does not add up; each level needs one digit (0 .. 9, a .. z) a node of the level above"
-            ) from error
+            cure = "each level needs one digit (0 .. 9, a .. z) a node of the level above"
+            raise TreeError(f"tree {short(spec)} does not add up; {cure}") from error
     if spec.endswith(".json"):
         return _read_tree(Path(spec))
-    names = ", ".join(sorted(PUBLISHED))
-    raise TreeError(
-        f"no tree is called {spec!r}; use {names}, chain-N, dynamic-NODES[-DEPTH-BRANCH], tree-LEVELS or a .json file"
-    )
+    names = ", ".join([*sorted(PUBLISHED), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
+    raise TreeError(f"no tree is called {short(spec)}; use {names} or a .json file")
 
 
 def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
@@ -78,15 +78,11 @@ def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
 
 
 def _read_tree(path: Path) -> StaticTree:
-    try:
-        paths = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TreeError(f"cannot read tree file {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise TreeError(f"tree file {path} is not JSON: {error}") from error
+    with reading(path, "a tree in JSON", TreeError, "give a list of paths such as [[0], [1], [0, 0]]"):
+        paths = json.loads(read_plain_file(path, _FILE_LIMIT).decode())
     if isinstance(paths, dict):
         paths = paths.get("paths")
-    fits = isinstance(paths, list) and len(paths) <= 512
-    if not fits or not all(isinstance(p, list) and all(type(rank) is int for rank in p) for p in paths):
-        raise TreeError(f"tree file {path} must hold a list of at most 512 paths such as [[0], [1], [0, 0]]")
+    listed = isinstance(paths, list) and all(isinstance(p, list) for p in paths)
+    if not listed or not all(type(rank) is int for p in paths for rank in p):
+        raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
     return StaticTree(tuple(tuple(p) for p in paths))

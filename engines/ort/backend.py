@@ -8,8 +8,10 @@ from pathlib import Path
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import external_locations
-from ...errors import RequestError
+from ...checks import short
+from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
+from ...user_files import reading
 from ..contracts import Function, Progress, Tensor
 from ..engine_folder import EngineFolder
 from ..host import import_onnxruntime, processor
@@ -47,8 +49,10 @@ class OrtGraphs:
         if folder is None or role not in folder.manifest.graphs:
             return self._bundle.path(role), False
         path, listed = folder.path(role), {file.path for file in folder.manifest.graphs[role].files}
-        if elsewhere := sorted(external_locations(path) - listed):
-            raise folder.other(f"a graph that reads the file {elsewhere[0]!r}", "one that engine.json lists", path)
+        with reading(path, "an ONNX graph", EngineError, f"rebuild with `{folder.rebuild}`"):
+            elsewhere = sorted(external_locations(path) - listed)
+        if elsewhere:
+            raise folder.other(f"a graph that reads the file {short(elsewhere[0])}", "one that engine.json lists", path)
         return path, True
 
 

@@ -10,15 +10,15 @@ import hashlib
 import json
 import math
 import re
-import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from ..checks import brief, explain, short
 from ..errors import BundleError
+from ..user_files import read_plain_file, reading
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .migration import from_format_1
 from .onnx_scan import external_locations
@@ -137,16 +138,12 @@ def _find(path_or_name: str | Path) -> Path:
 def _read_manifest_text(folder: Path) -> bytes:
     path = folder / MANIFEST_FILE
     try:
-        with path.open("rb") as file:
-            text = file.read(_MANIFEST_LIMIT + 1)
+        return read_plain_file(path, _MANIFEST_LIMIT)
     except FileNotFoundError as error:
         hint = "a bundle is a folder written by `lantern-rt export`"
         raise BundleError(f"{folder}: no {MANIFEST_FILE} in it; {hint}") from error
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read ({brief(error)})") from error
-    if len(text) > _MANIFEST_LIMIT:
-        raise BundleError(f"{path}: found more than {_MANIFEST_LIMIT:,} bytes, expected a short JSON text")
-    return text
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path}: cannot be read ({brief(error)}); expected a short JSON text") from error
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:
@@ -157,7 +154,8 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
         found = f"field `format_version`: found {short(version)}"
         raise BundleError(f"{path}: {found}, expected a version such as {FORMAT_VERSION}")
     if version.startswith("1."):
-        data, version = from_format_1(data, FORMAT_VERSION), FORMAT_VERSION
+        with _expecting(path, "a manifest of format 1"):
+            data, version = from_format_1(data, FORMAT_VERSION), FORMAT_VERSION
     (major, minor), (our_major, our_minor) = (map(int, text.split(".")) for text in (version, FORMAT_VERSION))
     if major != our_major:
         raise BundleError(
@@ -225,21 +223,26 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
         with _expecting(path, f"a NumPy archive with `{name}`"), ZipFile(path) as archive:
             if (size := archive.getinfo(f"{name}.npy").file_size) > math.prod(shape) * 8 + _HEADER_LIMIT:
                 raise BundleError(f"{path}: `{name}` unpacks to {size:,} bytes, expected an array {list(shape)}")
-            with archive.open(f"{name}.npy") as file:
-                array = np.lib.format.read_array(file, allow_pickle=False)
+            array = _read_packed(archive.read(f"{name}.npy"))
     if array.shape != shape or array.dtype not in map(np.dtype, dtypes):
         found, expected = f"{array.dtype.name} {list(array.shape)}", f"{' or '.join(dtypes)} {list(shape)}"
         raise BundleError(f"{path}: {name or 'array'}: found {found}, expected {expected}; export the bundle again")
     return array
 
 
-@contextmanager
-def _expecting(path: Path, what: str) -> Iterator[None]:
-    """Turn what reading a damaged file may raise into what was expected of it."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, EOFError, SyntaxError, KeyError, BadZipFile, zlib.error) as error:
-        raise BundleError(f"{path}: expected {what}, found {brief(error)}; export the bundle again") from error
+def _read_packed(data: bytes) -> NDArray[Any]:
+    """The array in the bytes of an .npy: as large as they are, whatever the header says."""
+    file = BytesIO(data)
+    if (version := np.lib.format.read_magic(file)) != (1, 0):
+        raise ValueError(f"an array of format {version}")
+    shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError(f"an array of {dtype}")
+    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if by_columns else "C")
+
+
+def _expecting(path: Path, what: str) -> AbstractContextManager[None]:
+    return reading(path, what, BundleError, "export the bundle again")
 
 
 def _finite(text: str) -> float:

@@ -15,7 +15,12 @@ from ..methods import METHODS, Method, MethodName, Sampling
 
 FORMAT_VERSION = "2.0"
 
+# No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Few = Annotated[int, Field(ge=1, le=1024)]
+Side = Annotated[int, Field(ge=1, le=256)]  # codes
+Pixels = Annotated[int, Field(ge=1, le=8192)]
+TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
 
 
@@ -36,7 +41,7 @@ class FileEntry(Part):
 
     path: str
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0, le=2**50)]
 
     @classmethod
     def of(cls, path: Path) -> FileEntry:
@@ -48,9 +53,9 @@ class _Sizes(Part):
     """What target and drafter have in common. Cache tensors are `[past, rows, num_kv_heads, head_dim]`."""
 
     hidden_size: Count
-    num_layers: Count
-    num_kv_heads: Count
-    head_dim: Count
+    num_layers: Few
+    num_kv_heads: Few
+    head_dim: Few
     vocab_size: Count
 
 
@@ -74,10 +79,10 @@ class DrafterSpec(_Sizes):
     it is not all; the logits of the others are too low to be drafted.
     """
 
-    position_shift: int = -1
+    position_shift: Annotated[int, Field(ge=-1, le=1024)] = -1
     masks_prefix: bool = True
-    prefix_token: int = 0
-    code_offset: Annotated[int, Field(ge=0)] = 0
+    prefix_token: TokenId = 0
+    code_offset: TokenId = 0
     precision: Precision = "fp32"
     head_codes: Count | None = None
 
@@ -91,10 +96,10 @@ class TokenLayout(Part):
     """
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
-    before: tuple[int, ...] = ()
-    after: Annotated[tuple[int, ...], Field(min_length=1)]
-    uncond: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
-    uncond_fill: int | None = None
+    before: tuple[TokenId, ...] = ()
+    after: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    uncond: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
+    uncond_fill: TokenId | None = None
 
     @model_validator(mode="after")
     def _one_uncond(self) -> TokenLayout:
@@ -177,12 +182,12 @@ class Manifest(Part):
     format_version: str
     name: str
     family: str
-    grid_rows: Count
-    grid_columns: Count
+    grid_rows: Side
+    grid_columns: Side
     codebook_size: Count
-    image_height: Count
-    image_width: Count
-    neighbors: Annotated[int, Field(ge=0)] = 0
+    image_height: Pixels
+    image_width: Pixels
+    neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
     condition: ConditionSpec
@@ -202,6 +207,8 @@ class Manifest(Part):
             raise ValueError(f"target vocab_size {vocab_size} is not codebook_size {self.codebook_size}")
         if self.drafter and (own := self.drafter.hidden_size) != (expected := self.target.hidden_size):
             raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
+        if (tokens := self.condition.prefix + self.codes_per_image - 1) > (most := self.target.max_positions):
+            raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
         if METHODS[self.decoding.method].needs_drafter and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
         return self

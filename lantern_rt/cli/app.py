@@ -64,15 +64,19 @@ app = typer.Typer(
 def _print_version(wanted: bool) -> None:
     if wanted:
         from .. import __version__
+        from .console import print_text
 
-        print(f"lantern-rt {__version__}")
+        print_text(f"lantern-rt {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _program(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    from .console import warnings_said
+
+    context.with_resource(warnings_said())

@@ -16,7 +16,7 @@ from ..output.files import check_png, write_output
 from ..runner import parse_contenders, subjects_of
 from ..tuning.bench import bench as compare
 from ..tuning.bench import figures, memory_bound, usual_methods
-from .console import print_json, print_table, say
+from .console import print_json, print_table, print_text, say
 from .options import BundleName, Force, Json, Prompts, Running
 
 EXAMPLES = """
@@ -103,12 +103,12 @@ def bench(
         print_json({**facts, "rows": rows})
         return
     print_table(_COLUMNS, rows, f"{opened.manifest.name} ({opened.digest[:12]}), {situation}")
-    print(f"{len(runs[0])} turns of {batch} image{'s' * (batch > 1)}; speeds are medians of turns")
+    print_text(f"{len(runs[0])} turns of {batch} image{'s' * (batch > 1)}; speeds are medians of turns")
     if bound is not None:
-        print(f"memory bound: reading the target's weights once a pass, {1e3 * bound:.2f} ms here")
+        print_text(f"memory bound: reading the target's weights once a pass, {1e3 * bound:.2f} ms here")
     for row in rows:
         if row["choice"]:
-            print(f"{row['label']}: {row['choice']}")
+            print_text(f"{row['label']}: {row['choice']}")
 
 
 def _lines(rows: list[dict[str, Any]], figure: str) -> list[Line]:

@@ -12,7 +12,7 @@ from ..bundle.files import Bundle, open_bundle
 from ..engines.build import build_engines, estimate, plan_build
 from ..engines.profiles import BuildOptions, Profile
 from ..errors import RequestError
-from .console import Facts, print_facts, print_json, progress, say
+from .console import Facts, print_facts, print_json, print_text, progress, say
 from .options import BundleName, Force, Json, ProviderName
 
 EXAMPLES = r"""
@@ -64,7 +64,7 @@ def build_engine(
         return
     for role, graph in manifest.graphs.items():
         say(f"{role}: {graph.seconds:.1f} s, {_mib(sum(file.bytes for file in graph.files))}")
-    print(output)
+    print_text(output)
 
 
 def _print_plan(bundle: Bundle, options: BuildOptions, as_json: bool) -> None:

@@ -1,13 +1,18 @@
-"""What commands print: progress on stderr, facts and JSON on stdout."""
+"""What commands print: progress on stderr, facts and JSON on stdout. No command prints by any other way.
+
+Names and texts come from files of strangers: what a terminal would act on is printed as escapes.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from ..errors import printable
 from ..output.tables import text_table
 
 _WIDTH = 200  # of a table that goes to a file
@@ -23,19 +28,23 @@ class Show(Protocol):
 
 def say(line: str) -> None:
     """A line of progress."""
-    print(line, file=sys.stderr, flush=True)
+    print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
+
+
+def print_text(*parts: object) -> None:
+    """Facts, each on lines of its own."""
+    print(*(printable(str(part)) for part in parts), sep="\n")
 
 
 def print_json(value: Any) -> None:
     """One JSON object and nothing else; NaN and infinity are bugs."""
-    print(json.dumps(value, allow_nan=False))
+    print_text(json.dumps(value, allow_nan=False))
 
 
 def print_facts(facts: Facts) -> None:
     """Sections, each with its values in a column."""
     for section, values in facts.items():
-        print(section)
-        print(text_table(list(values.items())))
+        print_text(section, text_table(list(values.items())))
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
@@ -48,6 +57,7 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], t
     from rich.table import Table
 
     console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=_WIDTH)
+    title = None if title is None else printable(title)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading, template in columns.items():
         table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")
@@ -58,9 +68,34 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], t
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:
     try:
-        return template.format_map(row)
+        return printable(template.format_map(row))
     except TypeError:  # None has no format
         return "-"
+
+
+class _Said(logging.Handler):
+    """Says every warning once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._said:
+            say(f"warning: {text}")
+        self._said.add(text)
+
+
+@contextmanager
+def warnings_said() -> Iterator[None]:
+    """Warnings of the library are lines on stderr while the block runs."""
+    logger, handler = logging.getLogger(__package__.partition(".")[0]), _Said()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @contextmanager
@@ -92,7 +127,7 @@ def progress(lines: bool = True, unit: str = "count") -> Iterator[Show]:
                 line(what)
                 return
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
+                tasks[what] = bars.add_task(printable(what), total=total)
             bars.update(tasks[what], completed=done, total=total)
 
         yield show

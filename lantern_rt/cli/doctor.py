@@ -12,7 +12,7 @@ from .. import __version__
 from ..bundle.files import embedded_names
 from ..engines.host import host_report
 from ..output.tables import text_table
-from .console import print_json
+from .console import print_json, print_text
 from .options import Json
 
 EXAMPLES = """
@@ -35,6 +35,6 @@ def doctor(json: Json = False) -> None:
     else:
         installed = ", ".join(f"{name} {version}" for name, version in packages.items())
         rows = [("lantern-rt", __version__), *report.rows(), ("packages", installed)]
-        print(text_table([*rows, ("bundles", ", ".join(bundles) or "none embedded")]))
+        print_text(text_table([*rows, ("bundles", ", ".join(bundles) or "none embedded")]))
     if report.problems:
         raise typer.Exit(2)

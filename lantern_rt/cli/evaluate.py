@@ -24,7 +24,7 @@ from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline
 from ..requests import SEED_LIMIT, bundle_tokenizer, check_request
 from ..runner import parse_contenders, subjects_of
-from .console import print_json, progress
+from .console import print_json, print_text, progress
 from .options import BundleName, Force, Json, Prompts, Running, Shaping
 
 EXAMPLES = """
@@ -123,7 +123,7 @@ def evaluate(
     if json:
         print_json({**result, "output": str(output)})
     else:
-        print(text_report(found), output / "report.html", sep="\n")
+        print_text(text_report(found), output / "report.html")
 
 
 def _features(bundle: Bundle, given: Graphs, threads: int | None) -> Features | None:

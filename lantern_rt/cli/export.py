@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..errors import CheckpointError, EngineError
-from .console import progress, say
+from .console import print_text, progress, say
 from .families import FAMILIES, Checkpoints, read_family
 from .memory import PeakMemory
 from .options import Force
@@ -74,4 +74,4 @@ def export(
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
-    print(output)
+    print_text(output)

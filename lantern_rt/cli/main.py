@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..errors import LanternError
+from ..errors import LanternError, printable
 
 FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
@@ -55,5 +55,5 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int = FAILED) -> int:
-    print(f"lantern-rt: {' '.join(message.split())}", file=sys.stderr)
+    print(f"lantern-rt: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

@@ -15,7 +15,7 @@ from ..checks import whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
-from .console import print_json, progress, say
+from .console import print_json, print_text, progress, say
 from .options import Force, Json, Running, Shaping
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def run(
         stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
         print_json({"images": images, "stats": stats})
     else:
-        print(*outputs, sep="\n")
+        print_text(*outputs)
 
 
 def _stem(image: ImageRequest) -> str:

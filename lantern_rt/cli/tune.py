@@ -25,7 +25,7 @@ from ..requests import resolve_settings
 from ..runner import subjects_of
 from ..tuning.measure import Measurement, describe
 from ..tuning.tune import tune as measure
-from .console import print_json, print_table, say
+from .console import print_json, print_table, print_text, say
 from .options import BundleName, Force, Json, Prompts, Running
 
 EXAMPLES = """
@@ -115,19 +115,19 @@ def tune(
         }
         print_json(report)
         return
-    print(found.situation)
+    print_text(found.situation)
     for name, cost in passes.items():
-        print(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
+        print_text(f"{name} pass, ms by nodes: {_listed(cost, '.1f')}")
     times = "  ".join(f"{ms:.2f}" for ms in outside.values())
-    print(f"outside the engines, ms of a step, a drafter pass and a token of a window: {times}")
+    print_text(f"outside the engines, ms of a step, a drafter pass and a token of a window: {times}")
     print_table(_FOUND, [{**dict(one), "name": describe(one.method), "gives": _gives(one)} for one in found.entries])
     low_high = [dict(zip(("low", "high"), median_interval(one.speed_ups), strict=True)) for one in finalists]
     print_table(_COMPARED, [{**dict(one.choice), **more} for one, more in zip(finalists, low_high, strict=True)])
     if choice is None:
-        print(f"nothing chosen: {doubt}")
+        print_text(f"nothing chosen: {doubt}")
         return
     won = "nothing was faster than ar" if isinstance(choice.method, Ar) else f"speed-up {choice.speed_up:.2f}"
-    print(f"chosen: {choice.method} ({won}), kept in {path}")
+    print_text(f"chosen: {choice.method} ({won}), kept in {path}")
 
 
 def _reset(bundle: str, json: bool) -> None:
@@ -135,7 +135,7 @@ def _reset(bundle: str, json: bool) -> None:
     if json:
         print_json({"removed": path and str(path)})
     else:
-        print(f"removed {path}" if path else f"nothing was measured here for {bundle}")
+        print_text(f"removed {path}" if path else f"nothing was measured here for {bundle}")
 
 
 def _earlier(path: Path, manifest: Manifest, force: bool) -> tuple[MethodStatistics, ...]:

@@ -16,7 +16,7 @@ from ..checks import require_library
 from ..errors import CheckpointError, RequestError
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
-from .console import say
+from .console import print_text, say
 from .families import FAMILIES, Checkpoints, read_family
 from .options import BundleName, Force, Json
 
@@ -70,12 +70,12 @@ def verify(
     if report:
         write_output(report, html_report(result).encode(), force)
     if json:
-        print(dumps(result.as_dict()))  # differences may be infinite
+        print_text(dumps(result.as_dict()))  # differences may be infinite
     else:
-        print(f"{result.bundle} ({result.precision}) against {result.against}")
+        print_text(f"{result.bundle} ({result.precision}) against {result.against}")
         for title, rows in _tables(result):
-            print(f"\n{title}\n{text_table(rows)}")
-        print("\npassed" if result.passed else "\nFAILED")
+            print_text(f"\n{title}\n{text_table(rows)}")
+        print_text("\npassed" if result.passed else "\nFAILED")
     if not result.passed:
         raise typer.Exit(2)
 

@@ -18,11 +18,13 @@ from ..checks import brief
 from ..engines.host import import_onnxruntime, usable_cores
 from ..errors import RequestError
 from ..requests import bundle_tokenizer
+from ..user_files import open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
 BATCH = 8  # images in one run, where the graph leaves it open
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _OPTION = "agreement-tokenizer"
+_FILE_LIMIT = 1 << 26  # bytes
 Triple = tuple[float, float, float]
 Tokenize = Callable[[str], tuple[Ints, Ints]]  # a prompt's ids and attention mask, [length] each
 
@@ -51,7 +53,8 @@ class ImageGraph(ABC):
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 4
         try:
-            sha256 = file_sha256(path)
+            with open_plain_file(path):
+                sha256 = file_sha256(path)
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise RequestError(f"{role} {path}: no ONNX graph that can be loaded ({brief(error)})") from error
@@ -224,10 +227,8 @@ def file_tokens(path: Path, length: int | None) -> Tokenize:
     length: how many ids a prompt must have; None leaves that to the file.
     Raises: RequestError: no such file, or it does not pad.
     """
-    try:
-        library = Tokenizer.from_str(path.read_text("utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise RequestError(f"{_OPTION} {path}: no tokenizer.json that can be read ({brief(error)})") from error
+    with reading(path, "a tokenizer.json", RequestError, f"give another with {_OPTION}"):
+        library = Tokenizer.from_str(read_plain_file(path, _FILE_LIMIT).decode())
     if length is not None:
         if library.padding is None:
             raise RequestError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from pydantic import Field, Json, ValidationError, model_validator
 from ..checks import brief, explain, short
 from ..errors import RequestError
 from ..methods import Config, MethodName
+from ..user_files import open_plain_file
 
 HEAD_LIMIT = 1 << 16  # bytes of a file that are read; texts stand before the pixels
 TEXT_LIMIT = 1 << 14  # characters of a text, unpacked
@@ -65,11 +65,11 @@ def read_recipe(path: Path) -> Recipe:
 def _read_texts(path: Path) -> dict[str, str]:
     """All text chunks before the pixels. What Pillow unpacks of the few bytes it is given, it limits to 64 MiB."""
     try:
-        with path.open("rb") as file:
+        with open_plain_file(path) as file:
             head = file.read(HEAD_LIMIT)
         with warnings.catch_warnings(action="ignore"):  # of animations
             image = PngImageFile(BytesIO(head))
-    except (OSError, ValueError, SyntaxError, zlib.error) as error:
+    except Exception as error:  # of whatever kind: Pillow parses the file
         wanted = f"a PNG with at most {HEAD_LIMIT:,} bytes before its pixels"
         raise RequestError(f"{path}: cannot be read as {wanted} ({brief(error)}); {CURE}") from error
     if image.width * image.height > PIXELS_LIMIT:

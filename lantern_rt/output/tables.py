@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from ..errors import printable
+
 _STYLE = (
     "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:.5em 0 1.5em}"
     "td,th{text-align:left;padding:.25em 1em .25em 0;vertical-align:top;border-bottom:1px solid #ddd}"
@@ -13,7 +15,8 @@ _STYLE = (
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Indented rows, their columns aligned."""
+    """Indented rows, their columns aligned, each on one line that is safe to print."""
+    rows = [[printable(" ".join(cell.splitlines())) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows)
 

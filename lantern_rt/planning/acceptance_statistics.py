@@ -12,16 +12,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..checks import brief, explain
 from ..errors import BundleError
 from ..methods import Ar, Method, MethodConfig, Sjd
+from ..runtime.tree import MOST_LEVELS
+from ..user_files import read_plain_file, reading
 
 FORMAT = 3
+FILE_LIMIT = 1 << 24  # bytes
 Share = Annotated[float, Field(ge=0, le=1)]
+Ranks = Annotated[tuple[Share, ...], Field(min_length=1, max_length=35)]  # as many as the name of a tree can have
 
 
 class OtherFormatError(BundleError):
@@ -50,7 +53,7 @@ class WindowTokens(Record):
     """Tokens that a target pass gives on average with a window of `sjd`."""
 
     window: Annotated[int, Field(ge=1, le=128)]
-    tokens: Annotated[float, Field(ge=1)]
+    tokens: Annotated[float, Field(ge=1, le=129)]
 
 
 class MethodStatistics(Quality):
@@ -63,7 +66,7 @@ class MethodStatistics(Quality):
     method: Method
     greedy: bool
     nll_error: Annotated[float, Field(ge=0)]
-    acceptance_rates: tuple[tuple[Share, ...], ...] = ()
+    acceptance_rates: Annotated[tuple[Ranks, ...], Field(max_length=MOST_LEVELS)] = ()
     windows: tuple[WindowTokens, ...] = ()
 
     @model_validator(mode="after")
@@ -131,8 +134,8 @@ def read_statistics(path: Path) -> AcceptanceStatistics:
 
     Raises: BundleError: it is not what it should be.
     """
-    try:
-        data = json.loads(path.read_bytes())
+    with reading(path, "acceptance statistics", BundleError, "make the bundle again"):
+        data = json.loads(read_plain_file(path, FILE_LIMIT))
         found = data.get("format") if isinstance(data, dict) else None
         if isinstance(found, int) and found != FORMAT:
             raise OtherFormatError(
@@ -140,11 +143,6 @@ def read_statistics(path: Path) -> AcceptanceStatistics:
                 "`lantern-rt tune BUNDLE --acceptance-statistics FILE`, or upgrade lantern-rt"
             )
         return AcceptanceStatistics.model_validate_json(json.dumps(data))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = " ".join(explain(error)) if isinstance(error, ValidationError) else brief(error)
-        raise BundleError(
-            f"{path}: found no acceptance statistics in it ({' '.join(what.split())[:120]}); make the bundle again"
-        ) from error
 
 
 def merge(new: Iterable[MethodStatistics], old: Iterable[MethodStatistics]) -> tuple[MethodStatistics, ...]:

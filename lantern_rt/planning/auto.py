@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..errors import OutputError
+from ..errors import LanternError, OutputError
 from ..methods import PARAMETERS, Ar, Auto, MethodConfig
 from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
 from .race import Race, Timed
-from .store import Choice, Situation, Tuning, read_tuning, write_tuning
+from .store import Choice, Situation, Tuning, ignore_choice, read_tuning, write_tuning
 from .tree_search import best_plan
 
 if TYPE_CHECKING:
@@ -111,7 +111,11 @@ class Chooser:
             if found is None or found[0].method.exact:
                 return self._exact(settings)
             choice, reason = found
-        checked = resolve_settings(manifest, {"method": choice.method})
+        try:
+            checked = resolve_settings(manifest, {"method": choice.method})
+        except LanternError as error:
+            ignore_choice(self.bundle.digest, situation, error)
+            return self._exact(settings)
         return replace(settings, method=checked.method, choice=reason)
 
     def _exact(self, settings: Settings) -> Settings:

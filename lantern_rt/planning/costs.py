@@ -12,7 +12,7 @@ from functools import partial
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ..bundle.manifest import Manifest
 from ..methods import Ar, Eagle, MethodConfig, Sjd
@@ -24,7 +24,18 @@ NODES = (2, 4, 8, 16, 32, 64)  # a pass never has fewer than two nodes
 FIRST_STEPS = 3  # left out: the prefill, and passes whose shapes are new
 PROBE_WINDOW, PROBE_CHAIN = 7, 4
 
-PassCost = Annotated[dict[int, float], Field(min_length=1)]  # seconds of one pass by its nodes, ascending
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+def _rising(cost: dict[int, float]) -> dict[int, float]:
+    values = list(cost.values())
+    if list(cost) != sorted(cost) or values != sorted(values) or min(*cost, *values) <= 0:
+        raise ValueError("expected seconds above 0 that never fall, by numbers of nodes that rise")
+    return cost
+
+
+# seconds of one pass by its nodes, ascending
+PassCost = Annotated[dict[int, Seconds], Field(min_length=1, max_length=100), AfterValidator(_rising)]
 
 
 def pass_seconds(cost: PassCost, nodes: int) -> float:
@@ -48,9 +59,9 @@ class HostCosts:
 
     target: PassCost
     drafter: PassCost | None
-    step: float = 0.0
-    level: float = 0.0
-    redraft: float = 0.0
+    step: Seconds = 0.0
+    level: Seconds = 0.0
+    redraft: Seconds = 0.0
     steady: bool = True
 
     @property

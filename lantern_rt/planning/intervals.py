@@ -29,11 +29,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def spread(values: Sequence[float]) -> float:
-    """How far the interval of the median reaches from it, as a share of it; infinite for too few values."""
+    """How far the interval of the median reaches from it, as a share of it; infinite for too few values, or zeros."""
     if len(values) < FEWEST:
         return math.inf
     middle, (low, high) = statistics.median(values), median_interval(values)
-    return max(high - middle, middle - low) / middle
+    return max(high - middle, middle - low) / middle if middle > 0 else math.inf
 
 
 def time_in_rounds(

@@ -31,15 +31,17 @@ WINDOWS = (3, 7, 15, 31)
 TREES = ("chain-3", "dynamic-8-4-2", "dynamic-16-6-4", "dynamic-32-6-6")
 
 Exact = Ar | Eagle | Sjd
-Positive = Annotated[float, Field(gt=0)]
+LEAST = 1e-9  # seconds: less than any clock tells
+Tokens = Annotated[float, Field(gt=0, le=1e6)]
+Seconds = Annotated[float, Field(ge=LEAST, le=1e6)]
 
 
 class Timed(Record):
     """A method's timed passes: tokens that an image got from each, and seconds."""
 
     method: Annotated[Exact, Field(discriminator="method")]
-    tokens: tuple[Positive, ...] = ()
-    seconds: tuple[Positive, ...] = ()
+    tokens: tuple[Tokens, ...] = ()
+    seconds: tuple[Seconds, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -101,7 +103,7 @@ class Race:
         self._passes += 1
         if self._passes > UNTIMED:
             old = self.timed[self.method]
-            timed = {"tokens": (*old.tokens, tokens), "seconds": (*old.seconds, seconds)}
+            timed = {"tokens": (*old.tokens, tokens), "seconds": (*old.seconds, max(seconds, LEAST))}
             self.timed[self.method] = old.model_copy(update=timed)
         hopeless = self._passes >= UNTIMED + 3 and self._hopeless(self.timed[self.method])
         if hopeless or self._passes >= UNTIMED + TIMED:

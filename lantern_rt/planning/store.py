@@ -1,25 +1,28 @@
 """What was measured on this host, kept between runs: one JSON file per bundle in the user's cache folder.
 
-A file that cannot be read counts as none: it can always be measured again.
+A file that cannot be read counts as none, and a warning says so: it can always be measured again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..errors import OutputError
+from ..errors import LanternError, OutputError
 from ..methods import Method
 from ..runtime.noise import FORMAT
-from .acceptance_statistics import MethodStatistics, Record
+from ..user_files import read_plain_file, reading
+from .acceptance_statistics import FILE_LIMIT, MethodStatistics, Record
 from .costs import HostCosts
 from .race import Timed
+
+_log = logging.getLogger(__name__)
 
 
 class Situation(Record):
@@ -51,7 +54,7 @@ class Choice(Record):
     tokens_per_forward_pass: float = 1.0
     tvd_per_token: float = 0.0
     nll_ratio: float = 1.0
-    date: str = ""
+    date: Annotated[str, Field(max_length=20)] = ""
     found: Literal["tuned", "while drawing"] = "tuned"
 
 
@@ -76,22 +79,36 @@ def cache_folder() -> Path:
     """Where this user's measurements lie; `LANTERN_RT_CACHE` overrules the system's custom."""
     if own := os.environ.get("LANTERN_RT_CACHE"):
         return Path(own)
+    home = Path(os.path.expanduser("~"))  # stays `~` for a user without a home folder
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    if not base.is_absolute():
+        raise OutputError(f"{base}: found no home folder to keep measurements in; set LANTERN_RT_CACHE to a folder")
     return base / "lantern-rt"
 
 
 def read_tuning(digest: str) -> Tuning:
-    """What is known of a bundle by its digest; nothing where nothing readable is stored."""
-    with suppress(OSError, ValueError):
-        tuning = Tuning.model_validate_json(_path(digest).read_bytes())
-        if tuning.bundle_digest == digest and "noise" in tuning.model_fields_set:  # older files have none
-            return tuning
-    return Tuning(bundle_digest=digest)
+    """What is known of a bundle by its digest; nothing, and a warning, where what is stored is damaged."""
+    nothing = Tuning(bundle_digest=digest)
+    try:
+        path = _path(digest)
+        with reading(path, "measurements of this host", OutputError, "they are ignored"):
+            tuning = Tuning.model_validate_json(read_plain_file(path, FILE_LIMIT))
+    except LanternError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            _log.warning("%s", error)
+        return nothing
+    current = tuning.bundle_digest == digest and "noise" in tuning.model_fields_set  # older files have none
+    return tuning if current else nothing
+
+
+def ignore_choice(digest: str, situation: Situation, problem: LanternError) -> None:
+    """Warn that what is stored for a situation cannot be carried out."""
+    _log.warning("%s: what is stored for %s is ignored: %s", _path(digest), situation, problem)
 
 
 def write_tuning(tuning: Tuning) -> Path:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import brief
 from ..errors import BundleError, RequestError
+from ..user_files import read_plain_file, reading
 from .captions import clean_caption
 
 if TYPE_CHECKING:
@@ -63,12 +63,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer that neither cuts nor pads. Raises: BundleError: the file is none."""
     from tokenizers import Tokenizer
 
-    try:
-        if (size := path.stat().st_size) > _FILE_LIMIT:
-            raise ValueError(f"{size:,} bytes")
-        library = Tokenizer.from_str(path.read_text("utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise BundleError(f"{path}: expected a tokenizer, found {brief(error)}; export the bundle again") from error
+    with reading(path, "a tokenizer", BundleError, "export the bundle again"):
+        library = Tokenizer.from_str(read_plain_file(path, _FILE_LIMIT).decode())
     library.no_truncation()
     library.no_padding()
     return library

@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, StrictInt, ValidationError, field_validator
+from pydantic import BaseModel, StrictInt, field_validator
 
-from ..checks import brief, explain
 from ..errors import BundleError, RequestError
+from ..user_files import read_plain_file, reading
 
 PAD, UNKNOWN = "<pad>", "<unk>"
 _WORD = re.compile(r"[^\W_]+")
@@ -109,12 +109,6 @@ def read_tokenizer(path: Path) -> WordTokenizer:
 
     Raises: BundleError: it is no tokenizer, or does more than list words.
     """
-    try:
-        with path.open("rb") as file:
-            text = file.read(_FILE_LIMIT + 1)
-        if len(text) > _FILE_LIMIT:
-            raise ValueError(f"more than {_FILE_LIMIT:,} bytes")
+    with reading(path, "a tokenizer of known words", BundleError, "export the bundle again"):
+        text = read_plain_file(path, _FILE_LIMIT)
         return WordTokenizer(_TokenizerFile.model_validate_json(text).model.vocab)
-    except (OSError, ValueError) as error:
-        what = "`{}`: {}".format(*explain(error)) if isinstance(error, ValidationError) else f"found {brief(error)}"
-        raise BundleError(f"{path}: expected a tokenizer of known words; {what}; export the bundle again") from error

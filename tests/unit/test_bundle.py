@@ -118,7 +118,7 @@ def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
         (b"{}", "`format_version`: found None"),
         (b'{"format_version": 1.0}', "`format_version`: found 1.0"),
         (b'{"format_version": "3.0"}', "found bundle format 3.0, this lantern-rt reads 1.x and 2.x; upgrade"),
-        (b" " * (1 << 20) + b"{}", "found more than 1,048,576 bytes"),
+        (b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
     ],
 )
 def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expected: str) -> None:

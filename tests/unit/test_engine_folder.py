@@ -249,7 +249,7 @@ def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str, ex
 def test_a_folder_without_engines_or_a_record_that_is_too_long_is_refused(bundle: Path, tmp_path: Path) -> None:
     check_refused(bundle, tmp_path, f"{tmp_path}: no engine.json in it", "written by `lantern-rt build-engine`")
     (tmp_path / ENGINE_FILE).write_text(" " * ((1 << 20) + 1))
-    check_refused(bundle, tmp_path, f"{tmp_path / ENGINE_FILE}: found more than 1,048,576 bytes, expected")
+    check_refused(bundle, tmp_path, f"{tmp_path / ENGINE_FILE}: cannot be read (more than 1,048,576 bytes); expected")
     (tmp_path / ENGINE_FILE).unlink()
     (tmp_path / ENGINE_FILE).mkdir()
     check_refused(bundle, tmp_path, f"{tmp_path / ENGINE_FILE}: cannot be read (")

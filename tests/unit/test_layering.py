@@ -18,7 +18,7 @@ BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
 # From low to high: a module imports from its own layer and those before it.
 LAYERS = (
     ("errors",),
-    ("checks", "methods"),
+    ("checks", "methods", "user_files"),
     ("runtime",),
     ("bundle", "text", "output"),
     ("engines",),

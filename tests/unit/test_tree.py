@@ -205,17 +205,17 @@ def test_a_json_file_holds_a_list_of_paths_or_an_object_with_one(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[0]", "not JSON"),
+        ("[[0]", "expected a tree in JSON, found"),
         ("3", "must hold a list"),
         ("[0, 1]", "must hold a list"),
         ("[[0], [true]]", "must hold a list"),
         ("[[0], [0.5]]", "must hold a list"),
         ('{"nodes": 3}', "must hold a list"),
-        (json.dumps([[n] for n in range(513)]), "at most 512"),
+        (json.dumps([[n] for n in range(513)]), "found 514 nodes, expected at most 128"),
         ("[]", "no paths"),
         ("[[0], [1, 0]]", r"\[1, 0\] has no parent \[1\]"),
-        ("\ufeff[[0]]", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("\ufeff[[0]]", "expected a tree in JSON, found"),
+        ("[" * 100_000, "expected a tree in JSON, found"),
     ],
 )
 def test_a_tree_file_with_a_mistake_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
@@ -228,5 +228,5 @@ def test_a_tree_file_that_is_missing_a_folder_or_binary_is_refused(tmp_path: Pat
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "folder.json").mkdir()
     for name in ["missing.json", "binary.json", "folder.json"]:
-        with pytest.raises(TreeError, match="tree file"):
+        with pytest.raises(TreeError, match="expected a tree in JSON"):
             named_tree(str(tmp_path / name))

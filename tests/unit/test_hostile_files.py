@@ -1,0 +1,233 @@
+"""Files of strangers: what their text does to a terminal, and that none of them is waited for or read without end."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import refused
+from tiny_bundle import make_tiny_bundle
+
+import lantern_rt
+from lantern_rt import Pipeline
+from lantern_rt.bundle.files import MANIFEST_FILE, open_bundle
+from lantern_rt.cli.console import print_facts, print_json, print_table, progress, say
+from lantern_rt.cli.main import run_program
+from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
+from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
+from lantern_rt.output.recipe import read_recipe
+from lantern_rt.runner import read_prompts
+from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.text.words import read_tokenizer
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A test that waits is cut off."""
+
+    def cut_off(*_: object) -> None:
+        raise TimeoutError("waited for 20 seconds")
+
+    before = signal.signal(signal.SIGALRM, cut_off)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_tiny_bundle(tmp_path / "tiny")
+
+
+def change(folder: Path, **fields: Any) -> Path:
+    """Set fields of a manifest, those of parts by dotted names with `__`."""
+    path = folder / MANIFEST_FILE
+    manifest = json.loads(path.read_text())
+    for name, value in fields.items():
+        *parts, last = name.split("__")
+        place = manifest
+        for part in parts:
+            place = place[part]
+        place[last] = value
+    path.write_text(json.dumps(manifest))
+    return folder
+
+
+def safe(text: str) -> bool:
+    return all(one.isprintable() or one == "\n" for one in text)
+
+
+# ---------------------------------------------------------------- terminal
+
+
+def test_text_keeps_its_lines_and_letters_and_loses_what_a_terminal_acts_on() -> None:
+    assert printable("Zürich 東京\nline") == "Zürich 東京\nline"
+    assert printable("\x1b[2J\u202e\U000e0041") == "\\u001b[2J\\u202e\\U000e0041"
+    assert json.loads(printable(json.dumps({"a": "\x7f\x1b"}))) == {"a": "\x7f\x1b"}
+
+
+def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[str]) -> None:
+    say(HOSTILE)
+    print_json({HOSTILE: HOSTILE})
+    print_facts({HOSTILE: {HOSTILE: HOSTILE + "\nforged  line"}})
+    print_table({"name": "{name}"}, [{"name": HOSTILE}], HOSTILE)
+    with progress() as show:
+        show(HOSTILE)
+    captured = capsys.readouterr()
+    assert "evil" in captured.out
+    assert "evil" in captured.err
+    assert safe(captured.out + captured.err)
+    assert not [line for line in captured.out.splitlines() if line.startswith("forged")]
+
+
+def test_an_error_is_one_safe_line_and_never_endless() -> None:
+    assert str(LanternError(f"a{HOSTILE}\nb")).endswith(" b")
+    assert safe(str(LanternError(HOSTILE)))
+    assert len(str(BundleError("x" * 100_158))) < 2_100
+
+
+def test_no_command_prints_but_through_the_console() -> None:
+    folder = Path(lantern_rt.__file__).parent / "cli"
+    for file in folder.glob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call)]
+        names = [call.func.id for call in calls if isinstance(call.func, ast.Name)]
+        assert "print" not in names or file.name in ("console.py", "main.py"), file.name
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["run", "--prompt", "red", "--bundle"]])
+def test_a_bundle_cannot_reach_the_terminal(
+    folder: Path,
+    tmp_path: Path,
+    command: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    change(folder, name=HOSTILE, family=HOSTILE, provenance__licence=HOSTILE, provenance__exporter=HOSTILE)
+    assert run_program([*command, str(folder)]) == 0
+    captured = capsys.readouterr()
+    assert safe(captured.out + captured.err)
+    change(folder, **{f"files__{HOSTILE}": 3, HOSTILE: HOSTILE})
+    assert run_program([*command, str(folder)]) == 2
+    captured = capsys.readouterr()
+    assert safe(captured.out + captured.err)
+    assert captured.err.count("\n") == 1
+
+
+def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        [HOSTILE],
+        ["run", f"--{HOSTILE}"],
+        ["inspect", HOSTILE],
+        ["run", "--prompt", "x", "--tree", HOSTILE],
+    ):
+        assert run_program(words) == 2
+        captured = capsys.readouterr()
+        assert safe(captured.out + captured.err)
+
+
+# ---------------------------------------------------------------- pipes and devices
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: named_tree(str(path)),
+        read_prompts,
+        read_tokenizer,
+        read_recipe,
+        lambda path: open_bundle(path.parent),
+        lambda path: open_engine_folder(path.parent),
+    ],
+    ids=["tree", "prompts", "tokenizer", "picture", "bundle", "engines"],
+)
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_pipes_and_endless_devices_are_refused_at_once(
+    tmp_path: Path, read: Callable[[Path], object], kind: str
+) -> None:
+    for name in ("file.json", MANIFEST_FILE, ENGINE_FILE):
+        if kind == "pipe":
+            os.mkfifo(tmp_path / name)
+        else:
+            (tmp_path / name).symlink_to("/dev/zero")
+    with refused(LanternError, str(tmp_path), "a pipe or a device where a plain file belongs"):
+        read(tmp_path / "file.json")
+
+
+def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    for read in (lambda path: named_tree(str(path)), read_prompts, read_tokenizer):
+        with refused(LanternError, f"{large}: ", "more than "):
+            read(large)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dynamic-999-99-99", "dynamic-129", "dynamic-64-33-9", "dynamic-64-9-33", "chain-33", "chain-99", "tree-zz"],
+)
+def test_trees_too_large_to_draft_are_refused(name: str) -> None:
+    with refused(TreeError, "tree"):
+        named_tree(name)
+
+
+def test_a_tree_of_512_nodes_wide_or_deep_is_refused_from_a_file(tmp_path: Path) -> None:
+    for paths in ([[rank] for rank in range(511)], [[0] * depth for depth in range(1, 512)]):
+        (tmp_path / "tree.json").write_text(json.dumps(paths))
+        with refused(TreeError, "tree: found 512 nodes, expected at most 128; give a smaller tree"):
+            named_tree(str(tmp_path / "tree.json"))
+
+
+def test_a_bundle_with_too_large_a_tree_is_refused(folder: Path) -> None:
+    change(folder, decoding__methods=[{"method": "eagle", "tree": "dynamic-999-99-99"}])
+    with refused(BundleError, "default tree", "found 999 nodes, expected at most 128"):
+        Pipeline.from_bundle(folder, threads=1)("red cube", method="eagle")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("grid_columns", 1_000_000),
+        ("grid_rows", 300),
+        ("image_width", 1_000_000),
+        ("target__num_layers", 100_000),
+        ("target__head_dim", 2**65),
+        ("drafter__position_shift", 2**65),
+        ("files__target__bytes", 2**65),
+        ("neighbors", 2**65),
+        ("condition__prefix", 2**65),
+        ("condition__prefix", 900_000),
+        ("drafter", {"prefix_token": 2**65}),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_with_the_manifest(folder: Path, field: str, value: object) -> None:
+    with refused(BundleError, str(folder / MANIFEST_FILE)):
+        open_bundle(change(folder, **{field: value}))
+
+
+@pytest.mark.parametrize("number", ["9" * 5_000, "-" + "9" * 5_000, "1e999", "[" * 100_000])
+def test_numbers_of_thousands_of_digits_are_refused_with_the_manifest(folder: Path, number: str) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"grid_rows": 6', f'"grid_rows": {number}'))
+    with refused(BundleError, str(path)):
+        open_bundle(folder)
+
+
+def test_a_cache_larger_than_memory_is_refused_before_it_is_taken() -> None:
+    with refused(EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"):
+        KVCache.empty(64, 1_000_000, 1024, 1024, 1024, np.float32)
