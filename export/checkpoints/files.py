@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import load_file
@@ -26,7 +26,7 @@ from ...errors import CheckpointError
 from ...user_files import read_plain_file, reading
 
 Weights = dict[str, Tensor]
-Given, Result = ParamSpec("Given"), TypeVar("Result")
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 _WRAPPERS = ("model", "module", "state_dict")
 TOKENIZER = "tokenizer.json"
@@ -39,22 +39,22 @@ _TYPES |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 SHOWN = 6  # names listed in a message before the rest is counted
 
 
-def refusing(
-    read: Callable[Concatenate[Path, Given], Result],
-) -> Callable[Concatenate[Path, Given], Result]:
+def refusing(read: Reader) -> Reader:
     """Decorates a reader of a user's file or folder, its first argument: whatever goes wrong is a CheckpointError.
 
     Warnings of libraries about the file stay unsaid.
     """
 
     @wraps(read)
-    def refuse(path: Path, *args: Given.args, **named: Given.kwargs) -> Result:
-        cure = "download it again, or save it again as plain tensors"
-        with reading(path, "a checkpoint's file or folder", CheckpointError, cure), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return read(path, *args, **named)
+    def refuse(*args: Any, **named: Any) -> Any:
+        path, cure = [*args, *named.values()][0], "download it again, or save it again as plain tensors"
+        with (
+            reading(path, "a checkpoint's file or folder", CheckpointError, cure),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            return read(*args, **named)
 
-    return refuse
+    return cast(Reader, refuse)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """The `lantern-rt` program: runs a command and turns its outcome into an exit code.
 
 0: done. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C, answered from the start, since commands are
-imported inside. Anything else is a bug and shows its traceback.
+imported inside. 143: SIGTERM; nothing half-written stays then either. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -17,7 +18,14 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program with `arguments` (by default those of the process) and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(run_program(sys.argv[1:] if arguments is None else arguments))
+
+
+def _terminate(number: int, _: object) -> None:
+    """Leave by an exception, so that everything cleans up behind itself; further signals do not disturb that."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def run_program(arguments: Sequence[str]) -> int:

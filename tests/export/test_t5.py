@@ -20,7 +20,7 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.graph.conditions import CaptionCondition, text_condition
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.t5 import read_t5
-from lantern_rt.export.verify import Sessions, check_parity
+from lantern_rt.export.parity import Sessions, check_parity
 
 transformers = pytest.importorskip("transformers")
 
