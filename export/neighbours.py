@@ -40,6 +40,7 @@ def neighbour_table(
     error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # of a product's square, with room to spare
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     distances = np.empty((codes, k), np.float32)
+    counted(0, codes)
     block = max(1, _BLOCK_BYTES // (8 * codes))
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))

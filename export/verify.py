@@ -90,12 +90,12 @@ def verify(
     bundle: Bundle,
     model: Model | None = None,
     against: str = "ONNX reference evaluator",
-    counted: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Verification:
     """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with the reference evaluator.
 
-    against: what the bundle is held against, for the report. counted: told of every piece of work how much of it is
-    done, of how much. Raises: CheckpointError for a model of other sizes; BundleError for a graph that does not run.
+    against: what the bundle is held against, for the report. progress: told of every piece of work how much of it
+    is done, of how much. Raises: CheckpointError for a model of other sizes; BundleError for a graph that does not run.
     """
     manifest = bundle.manifest
     precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
@@ -104,7 +104,7 @@ def verify(
     graphs: dict[str, Graph] = {}
     if model is not None:
         _check_sizes(manifest, model, against)
-        _compare_arrays(bundle, model, result, counted)
+        _compare_arrays(bundle, model, result, progress)
         graphs = {graph.role: graph for graph in model.graphs}
         roles = [role for role in graphs if role in roles]
     for role in roles:
@@ -115,7 +115,9 @@ def verify(
             np.errstate(all="ignore"),
             warnings.catch_warnings(action="ignore"),
         ):
-            _compare(role, _counting(pairs, cases, f"comparing {path.name}", counted), precisions.of(role), result)
+            _compare(
+                role, _counting(pairs, cases, partial(progress, f"comparing {path.name}")), precisions.of(role), result
+            )
     return result
 
 
@@ -139,7 +141,7 @@ def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_arrays(
-    bundle: Bundle, model: Model, result: Verification, counted: Callable[[str, int, int], None]
+    bundle: Bundle, model: Model, result: Verification, progress: Callable[[str, int, int], None]
 ) -> None:
     """Add rows for all that a bundle holds besides graphs."""
     embeddings = model.code_embeddings.detach().float().numpy()
@@ -147,7 +149,7 @@ def _compare_arrays(
         ("code_embeddings", "rows", bundle.code_embeddings(), embeddings)
     ]
     if most := bundle.manifest.neighbors:
-        table = neighbour_table(model.codebook, most, partial(counted, "sorting neighbours"))
+        table = neighbour_table(model.codebook, most, partial(progress, "sorting neighbours"))
         for name, found, expected in zip(table._fields, bundle.neighbors(), table, strict=True):
             arrays.append(("neighbors", name, found.astype(expected.dtype), expected))
     for role, (_, content) in model.files.items():
@@ -159,12 +161,12 @@ def _compare_arrays(
 
 
 def _counting(
-    pairs: Iterable[tuple[Arrays, Arrays]], total: int, what: str, counted: Callable[[str, int, int], None]
+    pairs: Iterable[tuple[Arrays, Arrays]], total: int, counted: Callable[[int, int], None]
 ) -> Iterator[tuple[Arrays, Arrays]]:
-    counted(what, 0, total)
+    counted(0, total)
     for done, pair in enumerate(pairs, 1):
         yield pair
-        counted(what, done, total)
+        counted(done, total)
 
 
 def _against_module(graph: Graph, path: Path) -> Iterator[tuple[Arrays, Arrays]]:

@@ -7,6 +7,7 @@ in float32: activations of these encoders leave the range of float16.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,17 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
         raise checkpoint.error(f"shared.weight and {_SECOND} differ, expected one table of tokens")
     if checkpoint.weights:
         raise checkpoint.error(f"unexpected weights {listing(checkpoint.weights)}, expected a T5's")
+    config.agree(num_layers=weights.count("block."))  # before as many are built
+    logger = logging.getLogger("transformers")
+    level = logger.level
     try:
+        logger.setLevel(logging.CRITICAL)
         with without_weights():
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
         raise config.error(f"expected the configuration of a T5, found {brief(error)}") from error
+    finally:
+        logger.setLevel(level)
     weights.load_strict(encoder)
     return encoder, [*checkpoint.sources("text_encoder"), ("text_encoder_config", config.path)]
 

@@ -70,9 +70,7 @@ def export(
         show("reading checkpoints")
         found = read_family(family, fetched)
         show(_described(found))
-        export_model(
-            found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show, counted=show
-        )
+        export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")

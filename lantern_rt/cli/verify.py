@@ -63,7 +63,7 @@ def verify(
 
     with progress() as show:
         if against is None:
-            result = compare(opened, counted=show)
+            result = compare(opened, progress=show)
         else:
             show("reading checkpoints")
             given = Checkpoints(against, vq, drafter, text_encoder, model, config)

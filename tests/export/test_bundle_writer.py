@@ -89,15 +89,15 @@ def parts() -> Model:
 
 
 def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
-    said: list[str] = []
-    folder = export_model(parts(), tmp_path / "toy", progress=said.append)
+    said: list[str] = []  # when something begins
+    folder = export_model(parts(), tmp_path / "toy", progress=lambda what, done, _: done or said.append(what))
     bundle = open_bundle(folder)
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
     assert bundle.code_embeddings().shape == (16, 8)
     assert bundle.neighbors().indices.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    assert said[:2] == ["sorting neighbours", "writing target.onnx"]
+    assert said[:3] == ["sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx with the checkpoint"]
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
@@ -196,11 +196,11 @@ def test_nothing_half_written_stays_after_a_failure(
 
 def test_ctrl_c_in_the_middle_of_a_weight_leaves_nothing(tmp_path: Path) -> None:
     def stop_halfway(what: str, done: int, total: int) -> None:
-        if what == "bytes written" and done > total // 2:
+        if what.startswith("writing target") and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(parts(), tmp_path / "toy", counted=stop_halfway)
+        export_model(parts(), tmp_path / "toy", progress=stop_halfway)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -208,14 +208,16 @@ def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
     amounts: dict[str, list[tuple[int, int]]] = {}
     model = replace(parts(), sources=[("target", C2I)])
     export_model(
-        model, tmp_path / "toy", counted=lambda what, done, total: amounts.setdefault(what, []).append((done, total))
+        model, tmp_path / "toy", progress=lambda what, done, total: amounts.setdefault(what, []).append((done, total))
     )
-    runs = {f"runs of {role}.onnx" for role in ("target", "condition", "vq_decoder")}
-    assert amounts.keys() == {"codes sorted", "bytes written", "sources hashed", "files hashed"} | runs
+    files = [f"{role}.onnx" for role in ("target", "condition", "vq_decoder")]
+    expected = {f"writing {file} (MB)" for file in files} | {f"comparing {file} with the checkpoint" for file in files}
+    assert amounts.keys() == {"sorting neighbours", "hashing checkpoints", "hashing files"} | expected
     for seen in amounts.values():
         assert seen == sorted(seen)
+        assert seen[0][0] == 0
         assert seen[-1][0] == seen[-1][1] > 0
-    assert amounts["runs of target.onnx"] == [(done, 10) for done in range(11)]
+    assert amounts["comparing target.onnx with the checkpoint"] == [(done, 10) for done in range(11)]
 
 
 def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
