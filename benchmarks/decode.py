@@ -28,13 +28,14 @@ from tree_figures import expected_tokens, slots_per_level
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
 from lantern_rt.engines.host import host_report, processor, read_bandwidth
+from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
 from lantern_rt.planning.costs import HostCosts, PassCost, measure_costs, with_overhead
 from lantern_rt.planning.tree_search import Plan, best_plan
 from lantern_rt.runner import Subjects, parse_contenders, subjects_of
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree
-from lantern_rt.tuning.bench import bench, figures, memory_bound, target_bytes, usual_methods
+from lantern_rt.tuning.bench import bench, figures, memory_bound, usual_methods
 from lantern_rt.tuning.measure import describe
 
 ROWS = 2  # one image with guidance
@@ -52,7 +53,7 @@ def measure(
 ) -> dict[str, Any]:
     """Print and return all three parts for one pipeline; bandwidth: bytes per second."""
     manifest = pipeline.bundle.manifest
-    size = target_bytes(pipeline.bundle) // (2 if manifest.target.dtype == "float16" else 1)
+    size = weight_bytes(pipeline.bundle, "target") // (2 if manifest.target.dtype == "float16" else 1)
     bound = size / bandwidth
     print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
     print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s")
@@ -109,7 +110,7 @@ def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[s
     """Methods against plain decoding; outside_engines: a share of decoding, without text and pictures."""
     manifest = pipeline.bundle.manifest
     contenders = parse_contenders(methods or usual_methods(manifest, (), sweep=False), {}, pipeline.bundle)
-    found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda line: None)
+    found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda *_: None)
     rows = []
     plain, bound = found[0], memory_bound(pipeline)
     for runs in found:
@@ -165,7 +166,7 @@ def main() -> None:
         print("\n".join(f"  {name:12} {value}" for name, value in host.rows()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.situation(1, None, "").threads
-        bandwidth = read_bandwidth(target_bytes(pipeline.bundle), threads)
+        bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
         measured, seconds = bundle_statistics(open_bundle(arguments.project)), 1.0 if arguments.smoke else PASS_SECONDS
         found = measure(pipeline, bandwidth, arguments.methods, arguments.images, measured, seconds)
     if arguments.json:

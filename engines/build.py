@@ -11,18 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..bundle.files import Bundle
-from ..bundle.onnx_scan import float_weights
-from ..checks import brief
-from ..errors import BundleError
 from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
 from .host import processor
 from .loader import find_backend
+from .memory import cache_bytes, count_weights, pass_bytes
 from .ort.backend import OrtBackend
 from .profiles import BuildOptions, Profile, largest_past, profiles
 
-FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 _RECORDED = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json, not `settings`
 
 
@@ -102,19 +99,12 @@ def build_engines(
 
 
 def _estimate(bundle: Bundle, role: str, options: BuildOptions) -> Estimate:
-    manifest, path = bundle.manifest, bundle.path(role)
+    manifest = bundle.manifest
     size = 2 if manifest.target.dtype == "float16" else 4  # bytes of a number
-    try:
-        weights = size * float_weights(path)
-    except (ValueError, OSError) as error:
-        raise BundleError(f"{path}: expected an ONNX graph, found {brief(error)}") from error
+    weights = size * count_weights(bundle.path(role))
     spec = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
     if spec is None:
         return Estimate(role, weights)
-    past, nodes = largest_past(manifest, options), options.max_rows * options.max_nodes
-    cache = 2 * spec.num_layers * past * options.max_rows * spec.num_kv_heads * spec.head_dim * size
-    logits = nodes * spec.vocab_size * 4  # float32
-    heads = spec.hidden_size // spec.head_dim
-    scores = nodes * (past + options.max_nodes) * (2 * heads + 1) * size  # the mask, two copies of one layer's scores
-    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * size  # of one layer: states, gates and projections
-    return Estimate(role, weights, cache, logits + scores + states)
+    past, rows = largest_past(manifest, options), options.max_rows
+    cache = cache_bytes(spec, rows, past, size)
+    return Estimate(role, weights, cache, pass_bytes(spec, rows, options.max_nodes, past, size))

@@ -84,13 +84,6 @@ def host_report() -> HostReport:
     )
 
 
-def available_memory() -> int:
-    """Bytes that this process could still take, as far as the system tells."""
-    import psutil
-
-    return int(psutil.virtual_memory().available)
-
-
 def import_onnxruntime() -> Any:
     """The onnxruntime module. Raises: EngineError that says what to install."""
     with _import_lock:
@@ -146,6 +139,19 @@ def thread_count(asked: int | None) -> int:
 def cpu_quota() -> float | None:
     """The smallest CPU quota among this process's control groups, in cores; None without one."""
     return min((quota for folder in _cgroups() if (quota := _quota(folder)) is not None), default=None)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: what is free, or what its control groups leave of their limits."""
+    import psutil
+
+    free = [int(psutil.virtual_memory().available)]
+    for folder in _cgroups():
+        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if limit.isdigit() and used.isdigit():
+            found = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
+            free.append(int(limit) - int(used) + int(found.get("inactive_file", 0)))  # files that can be read again
+    return max(0, min(free))
 
 
 def _installed_runtimes() -> dict[str, str]:

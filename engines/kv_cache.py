@@ -76,6 +76,11 @@ class CacheRows:
         column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
         return np.concatenate(accepted_indices) * rows + row, column * rows + row, self.lengths + counts
 
+    def join(self, other: CacheRows) -> None:
+        """Count the rows of another cache among one's own; the larger capacity is for all."""
+        self.lengths = np.concatenate([self.lengths, other.lengths])
+        self.capacity = max(self.capacity, other.capacity)
+
     def truncate(self, lengths: Ints) -> None:
         """Forget everything past `lengths[r]` in each row r; the columns keep their (finite) numbers."""
         if (lengths > self.lengths).any() or (lengths < 0).any():
@@ -131,3 +136,15 @@ class KVCache(CacheRows):
         self.tensors = KVCache.empty(len(rows), self.capacity, len(old) // 2, heads, width, old[0].dtype.type).tensors
         for tensor, wider in zip(self.tensors, old, strict=True):
             tensor[:used] = wider[:used, rows]
+
+    def extend(self, other: Cache) -> None:
+        """Take in the rows of another cache; one copy of what both hold."""
+        added = KVCache.own(other)
+        parts, rows = [(self.tensors, self.past_length()), (added.tensors, added.past_length())], len(self.lengths)
+        heads, width = self.tensors[0].shape[2:]
+        kind, layers = self.tensors[0].dtype.type, len(self.tensors) // 2
+        self.join(added)
+        self.tensors = KVCache.empty(len(self.lengths), self.capacity, layers, heads, width, kind).tensors
+        for (tensors, used), place in zip(parts, (slice(rows), slice(rows, None)), strict=True):
+            for tensor, narrow in zip(self.tensors, tensors, strict=True):
+                tensor[:used, place] = narrow[:used]

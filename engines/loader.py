@@ -14,6 +14,7 @@ from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import thread_count
+from .memory import INTEGERS
 from .ort.backend import OrtBackend, OrtGraphs
 from .trt.backend import TensorRTBackend
 
@@ -24,7 +25,6 @@ BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
 }
 
 
-INTEGERS = ("int8-weights", "int4-weights")
 # Of a CPU that computes in float32: at most 4.2e-5 among 2,074 choices of the embedded model (nats, without guidance).
 ROUNDING = 1e-4
 
@@ -65,6 +65,7 @@ class Engines:
         self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
         built = folder.manifest.graphs["target"].profiles if folder is not None else ()
         self.most_nodes = max((profile.nodes[2] for profile in built), default=1 << 20)  # in a pass over drafts
+        self.most_rows = max((profile.rows[2] for profile in built), default=1 << 20)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: Function | None = None

@@ -6,15 +6,15 @@
     result = pipe("a red sphere on sand", seed=1)
     result.images[0].save("sphere.png")
 
-The names in `__all__` are the public ones. Importing the package loads little; the pipeline and what it
+The names in `__all__` are the public ones; docs/reference.md lists them. What happens is logged to `lantern_rt` of
+Python's `logging`, to which no handler is added. Importing the package loads little; the pipeline and what it
 needs are imported when first asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
 
 from .errors import (
     BundleError,
@@ -27,15 +27,17 @@ from .errors import (
     TreeError,
 )
 
+TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would find unguarded, as that of `pathlib`
 if TYPE_CHECKING:
     from .bundle.files import open_bundle
+    from .methods import Options
     from .pipeline import Pipeline
-    from .results import Result
+    from .results import Result, StreamStep
     from .runtime.statistics import Statistics
 
-_SOURCE = Path(__file__).resolve().parent.parent
-if (_SOURCE / "pyproject.toml").is_file():  # a checkout: the sibling folders are this package's subpackages
-    __path__.append(str(_SOURCE))
+_SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout: siblings are this package's subpackages
+    __path__.append(_SOURCE)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,26 +45,30 @@ __all__ = [
     "CheckpointError",
     "EngineError",
     "LanternError",
+    "Options",
     "OutputError",
     "ParityError",
     "Pipeline",
     "RequestError",
     "Result",
     "Statistics",
+    "StreamStep",
     "TreeError",
     "__version__",
     "open_bundle",
 ]
 
 _LAZY = {
+    "Options": ".methods",
     "Pipeline": ".pipeline",
     "Result": ".results",
     "Statistics": ".runtime.statistics",
+    "StreamStep": ".results",
     "open_bundle": ".bundle.files",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name's module when the name is first used."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,8 +1,20 @@
-"""`python -m lantern_rt` is `lantern-rt`."""
+"""`python -m lantern_rt` is `lantern-rt`: Ctrl-C is answered before anything else is imported."""
 
 from __future__ import annotations
 
-from .cli.main import main
+import sys
+
+
+def main() -> None:
+    """Run the program and exit."""
+    try:
+        from .cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.stderr.write("lantern-rt: interrupted\n")
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

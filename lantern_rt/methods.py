@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -225,6 +225,30 @@ for _name, _class in METHODS.items():
     for _field, _info in _class.model_fields.items():
         if _field != "method":
             PARAMETERS.setdefault(_info.alias or _field, []).append(_name)
+
+
+class Options(TypedDict, total=False):
+    """What a call of a pipeline takes besides what to draw; what is left out, or None, comes from the bundle.
+
+    method: a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
+    `lantern_rt.methods`. The next are parameters of methods (`lambda_` is lambda), and `quality` that of `auto`; the
+    last four shape the distribution. Limits: docs/decoding.md, or `lantern-rt run --help`.
+    """
+
+    method: str | MethodConfig | None
+    tree: str | None
+    neighbors: int | None
+    residual: Residual | None
+    omega: float | None
+    anneal: float | None
+    delta: float | None
+    lambda_: float | None
+    window: int | None
+    quality: str | None
+    cfg_scale: float | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

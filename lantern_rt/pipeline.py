@@ -7,26 +7,30 @@ and codes through the image decoder, one at a time: neither memory nor a single 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
 from .errors import BundleError, RequestError
-from .methods import Auto, MethodConfig, Relaxed
-from .output.images import blank, grey_out, to_image
+from .methods import Auto, MethodConfig, Options, Relaxed
+from .output.images import blank, grey_out, recorded, to_image
 from .planning.auto import Chooser, with_default_method
+from .planning.costs import measure_costs
+from .planning.memory import images_together
 from .planning.race import Race
 from .planning.store import Situation
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
-from .results import Ints, Result, StreamStep
+from .results import Ints, Result, StreamStep, record
 from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 
@@ -37,14 +41,19 @@ if TYPE_CHECKING:
     from .runtime.likelihood import Likelihood
 
 
+_LOG = logging.getLogger(__name__)
+
+
 class Pipeline:
-    """Generates images from one bundle. Make one with `Pipeline.from_bundle`."""
+    """Generates images from one bundle. Make one with `Pipeline.from_bundle`; several threads may use it.
+
+    Close it with `close`, or use it as `with Pipeline.from_bundle(...) as pipe:`.
+    """
 
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
         self.bundle = bundle
-        self._engines = engines
         self._tokenizer = bundle_tokenizer(bundle)
-        self._chooser = Chooser(bundle, engines)
+        self._loaded: tuple[Engines, Chooser] | None = (engines, Chooser(bundle, engines))
 
     @classmethod
     def from_bundle(
@@ -75,7 +84,46 @@ class Pipeline:
             )
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        return cls(opened, Engines(opened, threads, provider, folder, expand_weights))
+        loaded = Engines(opened, threads, provider, folder, expand_weights)
+        _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
+        return cls(opened, loaded)
+
+    def close(self) -> None:
+        """Let go of the engines and their memory; after that every request is a `RequestError`.
+
+        Streams that have begun go on, but draw no images. A second call does nothing.
+        """
+        self._loaded = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def warm_up(self) -> None:
+        """Load every graph and table and run the decoders, so that the first request takes no longer than others.
+
+        Raises: BundleError, EngineError: a graph or table is damaged. RequestError: the pipeline was closed.
+        """
+        self._engines.load_all()
+        if self.bundle.manifest.neighbors:
+            self.bundle.neighbors()
+        measure_costs(self.bundle.manifest, *self.decoders(), rows=2, seconds=0.0)
+        _LOG.info("warmed up bundle %s", self.bundle.manifest.name)
+
+    @property
+    def _engines(self) -> Engines:
+        return self._open()[0]
+
+    @property
+    def _chooser(self) -> Chooser:
+        return self._open()[1]
+
+    def _open(self) -> tuple[Engines, Chooser]:
+        if self._loaded is None:
+            raise RequestError("pipeline: found it closed, expected an open one; call Pipeline.from_bundle again")
+        return self._loaded
 
     def __call__(
         self,
@@ -85,7 +133,7 @@ class Pipeline:
         embeddings: Embeddings | None = None,
         seed: int | Sequence[int] = 0,
         num_images: int = 1,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> Result:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
@@ -93,15 +141,13 @@ class Pipeline:
         or with a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a
         prompt is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt.
 
-        options: `method` (a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
-        `lantern_rt.methods`), parameters of the method (`tree`, `window`, `neighbors`, `delta`, `lambda_`, ...),
-        `quality` for method `auto`, and `cfg_scale`, `temperature`, `top_k`, `top_p`. What is left out, or None, comes
-        from the bundle.
+        options: method, its parameters, and sampling, see `Options`. What is left out, or None, comes from the bundle.
 
-        Raises: RequestError: names the parameter at fault, what was found and what to do.
+        Raises: RequestError: names the parameter at fault, and the prompt where there are several, what was found and
+        what to do. EngineError: the graphs cannot be run, or give NaN.
         """
-        options |= {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
-        request = self._check(prompts, **options)
+        subjects = {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
+        request = self._check(prompts, **subjects, **options)
         (last,) = deque(self.decode(request), maxlen=1)
         assert last.stats is not None
         images = [last.image(i) for i in range(len(last.codes))]
@@ -116,14 +162,17 @@ class Pipeline:
         embeddings: Embeddings | None = None,
         seed: int | Sequence[int] = 0,
         num_images: int = 1,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> Generator[StreamStep, None, None]:
         """Generate step by step; takes what a call takes, and checks it at once.
 
         Work is done only while the next step is waited for: stop iterating, or close the generator, to cancel.
+        `step.image(i)` shows what is known of image i, and `step.stats` is set with the last step.
+
+        Raises: RequestError: as a call does, and before the first step.
         """
-        options |= {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
-        return self.decode(self._check(prompts, **options))
+        subjects = {"class_ids": class_ids, "embeddings": embeddings, "seed": seed, "num_images": num_images}
+        return self.decode(self._check(prompts, **subjects, **options))
 
     def likelihoods(
         self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **request: Any
@@ -137,7 +186,8 @@ class Pipeline:
         checked = self._check(prompts, **request)
         if len(codes) != len(checked.images):
             raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
-        model, prefixes = self._model([checked.settings.method]), self._prefixes(checked.images)
+        engines = self._engines
+        model, prefixes = self._model(engines, [checked.settings.method]), self._prefixes(engines, checked.images)
         return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
@@ -151,87 +201,97 @@ class Pipeline:
     def _check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
         request = with_default_method(request)
         checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
-        if not isinstance(checked.settings.method, Auto):
-            return checked
-        images, auto = checked.images, checked.settings
-        return Request(images, self._chooser.choose(len(images), auto, lambda one: self.decode(Request(images, one))))
+        images, settings = checked.images, checked.settings
+        together = images_together(self.bundle.manifest, settings, self._engines.most_rows)
+        if isinstance(settings.method, Auto):
+            probed = images[:together]
+            settings = self._chooser.choose(len(probed), settings, lambda one: self.decode(Request(probed, one)))
+        return Request(images, settings, together)
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Decode a checked request, step by step; settings of method `auto` mean what a race finds."""
-        settings, images = request.settings, request.images
-        if not isinstance(settings.method, Auto):
-            yield from self._decode(images, settings, None)
+        images, asked, together = request.images, request.settings, min(len(request.images), request.together)
+        engines, chooser = self._open()  # also when the pipeline is closed meanwhile
+        if not isinstance(asked.method, Auto):
+            yield from self._decode(engines, images, asked, together, None)
             return
-        race = self._chooser.race(len(images), settings)
+        race = chooser.race(together, asked)
         try:
-            yield from self._decode(images, settings, race)
+            yield from self._decode(engines, images, asked, together, race)
         finally:
-            self._chooser.give_back(len(images), settings, race)
+            chooser.give_back(together, asked, race)
 
     def _decode(
-        self, images: Sequence[ImageRequest], settings: Settings, race: Race | None
+        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int, race: Race | None
     ) -> Generator[StreamStep, None, None]:
-        prompts, seeds = self._prefixes(images), [image.seed for image in images]
-        methods: list[MethodConfig] = [settings.method] if race is None else [*race.methods]
-        codes: list[Ints] = [np.zeros(0, np.int64)] * len(images)
-        first, others = (settings.method, []) if race is None else (race.method, methods)
-        running = decode(self._model(methods), prompts, seeds, settings.sampling, first, others)
+        methods: list[MethodConfig] = [settings.method] if race is None else [race.method, *race.methods]
+        model, prompts, seeds = self._model(engines, methods), self._prefixes(engines, images), [i.seed for i in images]
+        running = decode(model, prompts, seeds, settings.sampling, methods[0], methods[1:], together)
+        drawn = np.empty((len(images), model.codes), np.int64)
+        codes, stats = [row[:0] for row in drawn], None
         following: MethodConfig | None = None
-        done = False
-        while not done:
+        while stats is None:
             began = time.perf_counter()
             step = running.send(following)
-            done = step.statistics is not None
+            stats = step.statistics
             if race is not None:
                 settings = replace(settings, method=race.method, choice=race.describe())
-                if following is not None:
+                if all(len(codes[part.request]) for part in step.parts):  # not a prefill
                     tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
                     race.record(tokens, time.perf_counter() - began)
                 following = race.method
-            new_codes, accepted = [np.zeros(0, np.int64)] * len(codes), [0] * len(codes)
+            codes, new_codes, accepted = [*codes], [drawn[0, :0]] * len(images), [0] * len(images)
             for part in step.parts:
-                new_codes[part.request] = part.codes[: part.committed]
-                accepted[part.request] = len(part.acceptance.path) - 1 if part.acceptance else 0
-            codes = [np.concatenate(pair) for pair in zip(codes, new_codes, strict=True)]
-            yield StreamStep(
-                new_codes, codes, accepted, step, settings, self._draw, step.done, step.total, step.statistics
-            )
+                i, start, end = part.request, len(codes[part.request]), len(codes[part.request]) + part.committed
+                drawn[i, start:end] = part.codes[: part.committed]
+                codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]
+                accepted[i] = len(part.acceptance.path) - 1 if part.acceptance else 0
+            draw = partial(self._draw, images, settings)
+            yield StreamStep(new_codes, codes, accepted, step, settings, draw, step.done, step.total, stats)
+        _LOG.info(
+            "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f%s",
+            stats.method,
+            len(images),
+            stats.tokens_per_forward_pass,
+            stats.seconds,
+            f" ({settings.choice})" if settings.choice else "",
+        )
 
-    def _prefixes(self, images: Sequence[ImageRequest]) -> list[Prompt]:
-        """Prefix rows of every image; those of one prompt are computed once."""
-        prompts: list[Prompt] = []
+    def _prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
+        """Prefix rows of every image in turn; those of one prompt are computed once."""
         for _, same in groupby(images, lambda one: id(one.inputs)):
             image, *others = same
-            cond, uncond = self._engines.condition(image.inputs)
+            cond, uncond = engines.condition(image.inputs)
             if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
                 raise BundleError(
                     f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "
                     "its weights are damaged, export the bundle again"
                 )
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
-            prompts += [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
-        return prompts
+            yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
 
-    def _model(self, methods: Sequence[MethodConfig]) -> Model:
+    def _model(self, engines: Engines, methods: Sequence[MethodConfig]) -> Model:
         manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
         layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
         neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
         return Model(
-            self._engines.target,
-            self._engines.drafter if any(method.needs_drafter for method in methods) else None,
+            engines.target,
+            engines.drafter if any(method.needs_drafter for method in methods) else None,
             manifest.codes_per_image,
             manifest.target.max_positions,
             DrafterLayout(**layout),
             manifest.grid_columns,
             self.bundle.neighbors().indices if neighbors else None,
-            self._engines.rounding,
+            engines.rounding,
         )
 
-    def _draw(self, codes: Ints) -> Image:
-        """The picture of an image's first codes."""
+    def _draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
+        """The picture of image i from its first codes, with its record when it is whole."""
         manifest = self.bundle.manifest
         if not len(codes):
             return blank(manifest.image_width, manifest.image_height)
         missing = manifest.codes_per_image - len(codes)
         image = to_image(self._engines.vq_decoder(np.append(codes, np.repeat(codes[-1:], missing))[None])[0])
-        return grey_out(image, len(codes), manifest.grid_rows, manifest.grid_columns) if missing else image
+        if missing:
+            return grey_out(image, len(codes), manifest.grid_rows, manifest.grid_columns)
+        return recorded(image, record(self.bundle, settings, images[i]))

@@ -68,10 +68,14 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: what each image is made from, prompt by prompt, and the settings of all."""
+    """A checked request: what each image is made from, prompt by prompt, and the settings of all.
+
+    together: how many are decoded at a time, at most; it changes none of them.
+    """
 
     images: list[ImageRequest]
     settings: Settings
+    together: int = 64
 
 
 def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -221,7 +225,11 @@ def check_request(
     kind = condition.kind
     written = kind if kind in ("text", "tokens") else "words"
     given = {written: prompts, "class": class_ids, "embeddings": embeddings}
-    takes = {written: "a prompt", "class": "class ids", "embeddings": "text embeddings (from Python, `embeddings=`)"}
+    takes = {
+        written: "a prompt",
+        "class": "class ids",
+        "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
+    }
     wanted = f"expected {takes[kind]}: that is what bundle {manifest.name} takes"
     for name, value in given.items():
         if value is not None and name != kind:
@@ -232,12 +240,14 @@ def check_request(
     if embeddings is not None:
         subjects = _embeddings(condition, embeddings)
     elif class_ids is not None:
-        ids = [whole("class id", one, 0, 0, (condition.classes or 1) - 1) for one in _listed(class_ids)]
+        listed, most = _listed(class_ids), (condition.classes or 1) - 1
+        ids = [whole(_nth("class id", i, len(listed)), one, 0, 0, most) for i, one in enumerate(listed)]
         real = np.ones(condition.prefix, np.bool_)
         subjects = [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
     else:
         assert tokenizer is not None
-        subjects = [_text_request(condition, tokenizer, one) for one in _listed(prompts)]
+        listed = _listed(prompts)
+        subjects = [_text_request(condition, tokenizer, one, i, len(listed)) for i, one in enumerate(listed)]
     if not subjects:
         raise RequestError(f"found an empty list, {wanted}")
     count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
@@ -255,12 +265,28 @@ def check_request(
     return Request(images, settings)
 
 
-def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any) -> ImageRequest:
+def _nth(name: str, i: int, count: int) -> str:
+    return name if count == 1 else f"{name} {i + 1} of {count}"
+
+
+def _text_request(
+    condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any, i: int, count: int
+) -> ImageRequest:
+    """`_one_text_request` of prompt i of `count`; a refusal says which one it is of."""
+    try:
+        return _one_text_request(condition, tokenizer, prompt)
+    except RequestError as error:
+        raise RequestError(f"{_nth('prompt', i, count)}: {str(error).removeprefix('prompt: ')}") from error
+
+
+def _one_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any) -> ImageRequest:
     """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
     if not isinstance(prompt, str):
         raise RequestError(f"prompt: found {short(prompt)}, expected text or a list of texts")
     if not prompt.strip():
         raise RequestError("prompt: found an empty one, expected a few words")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
+        raise RequestError(f"prompt: found {short(prompt)}, which is no text in UTF-8; type it again")
     if len(prompt) > PROMPT_LIMIT:
         raise RequestError(f"prompt: found {len(prompt):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
     layout, prefix = condition.layout, condition.prefix

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from json import dumps
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from .requests import Label, Settings
+from . import __version__
+from .bundle.files import Bundle
+from .requests import ImageRequest, Label, Settings
 from .runtime.decode import Step
+from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics
 
 Ints = NDArray[np.int64]
@@ -20,9 +24,10 @@ Ints = NDArray[np.int64]
 class Result:
     """Finished images, prompt by prompt, and how they came about.
 
-    codes: int64 `[cells]` per image, in raster order. seeds and prompts: per image; a prompt is the text, the
-    class id, or None where embeddings were given. stats: of the whole batch. settings: what was used, with
-    the bundle's defaults filled in.
+    images: each `info` holds what draws it again (prompt, seed, settings, bundle); so do PNG files that it is saved to,
+    for `lantern-rt run --from FILE.png`. codes: int64 `[cells]` per image, in raster order. seeds and prompts: per
+    image; a prompt is the text, the class id, or None where embeddings were given. stats: of the whole batch.
+    settings: what was used, with the bundle's defaults filled in.
     """
 
     images: list[Image]
@@ -35,13 +40,13 @@ class Result:
 
 @dataclass(frozen=True)
 class StreamStep:
-    """The state after one decode step.
+    """The state after one decode step; `image(i)` shows it.
 
     new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
     far. accepted: per image the drafted codes that this step accepted. step: the runtime's own record, with trees and
-    paths. settings: what is used, also where `auto` chose it. draw: the picture of an image's first codes. done and
-    total: codes so far, and of all images together. stats: with the last step only; its times include what the caller
-    did between steps.
+    paths. settings: what is used, also where `auto` chose it. draw: the picture of image i from its first codes. done
+    and total: codes so far, and of all images together. stats: with the last step only; its times include what the
+    caller did between steps.
     """
 
     new_codes: list[Ints]
@@ -49,15 +54,33 @@ class StreamStep:
     accepted: list[int]
     step: Step
     settings: Settings
-    draw: Callable[[Ints], Image]
+    draw: Callable[[int, Ints], Image]
     done: int
     total: int
     stats: Statistics | None
 
     def image(self, i: int) -> Image:
-        """Image i as far as it is known; the rest is grey.
+        """Image i, counted from 0 over all prompts, as far as it is known; the rest is grey.
 
         The image decoder needs every code: missing ones are given the last known code, and what comes of
-        them is painted over. Near the border the picture may still change.
+        them is painted over. Near the border the picture may still change. It takes a run of the image decoder, in
+        the calling thread; `info` is empty until the image is whole.
+
+        Raises: IndexError: there are fewer images. RequestError: the pipeline was closed.
         """
-        return self.draw(self.codes[i])
+        return self.draw(i, self.codes[i])
+
+
+def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
+    """What draws an image again, as its `info` and PNG files hold it; embeddings are not recorded."""
+    kind = "prompt" if isinstance(image.label, str) else "class_id"
+    return {
+        "Software": f"lantern-rt {__version__}",
+        **({} if image.label is None else {kind: str(image.label)}),
+        "seed": str(image.seed),
+        "method": settings.method.method,
+        "noise": FORMAT,
+        "settings": dumps(settings.as_dict()),
+        "bundle": bundle.manifest.name,
+        "bundle_digest": bundle.digest,
+    }

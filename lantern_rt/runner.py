@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle
@@ -20,10 +21,11 @@ from .checks import whole
 from .errors import RequestError
 from .methods import parse_method
 from .pipeline import Pipeline
-from .requests import SAMPLING, Settings, resolve_settings
+from .requests import SAMPLING, Settings, check_request, resolve_settings
 from .results import Ints
 from .runtime.likelihood import Likelihood
 from .runtime.statistics import Statistics
+from .text.embeddings import read_embeddings
 from .user_files import read_plain_file, reading
 
 PLAIN = "ar"
@@ -33,21 +35,23 @@ CLASSES = 64  # class ids drawn where nothing is said, spread over all
 
 @dataclass(frozen=True)
 class Subjects:
-    """What is drawn: `items` of `kind` `prompts` or `class_ids`."""
+    """What is drawn: `items` of `kind` `prompts`, `class_ids` or `embeddings`, these each with its mask."""
 
     kind: str
-    items: Sequence[str | int]
+    items: Sequence[Any]
 
     @property
     def labels(self) -> list[str]:
         """Every subject as text."""
+        if self.kind == "embeddings":
+            return [f"embedding {i}" for i in range(len(self.items))]
         return [one if isinstance(one, str) else f"class {one}" for one in self.items]
 
     def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
         """Arguments of a pipeline call for batch `index` of an endless row: the subjects over and over, new seeds."""
         numbers = range(index * images, (index + 1) * images)
         chosen = [self.items[n % len(self.items)] for n in numbers]
-        return {self.kind: chosen, "seed": [first_seed + n for n in numbers]}
+        return {self.kind: self._given(chosen), "seed": [first_seed + n for n in numbers]}
 
     def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
         """Arguments of pipeline calls for all subjects with `seeds` images each, about `images` at a time."""
@@ -56,19 +60,32 @@ class Subjects:
             chosen = self.items[start : start + together]
             for seed in range(0, seeds, several):
                 firsts = [first_seed + (start + i) * seeds + seed for i in range(len(chosen))]
-                yield {self.kind: chosen, "seed": firsts, "num_images": min(several, seeds - seed)}
+                yield {self.kind: self._given(chosen), "seed": firsts, "num_images": min(several, seeds - seed)}
+
+    def _given(self, chosen: Sequence[Any]) -> Any:
+        """As a call takes it."""
+        return tuple(map(np.stack, zip(*chosen, strict=True))) if self.kind == "embeddings" else chosen
 
 
-def subjects_of(bundle: Bundle, prompts: Path | None, count: int | None = None) -> Subjects:
-    """Prompts of a file or of the bundle, or class ids; `count`: the first so many prompts, or so many classes.
+def subjects_of(
+    bundle: Bundle, prompts: Path | None, count: int | None = None, embeddings: Path | None = None
+) -> Subjects:
+    """Prompts of a file or of the bundle, embeddings of a file, or class ids; `count`: only so many, of classes spread.
 
     Raises: RequestError: the bundle takes nothing of the kind, or there are fewer.
     """
     manifest, condition = bundle.manifest, bundle.manifest.condition
     if condition.kind == "embeddings":
-        raise RequestError(
-            f"bundle {manifest.name} takes text embeddings; export it with --text-encoder to give prompts"
-        )
+        if prompts is not None or embeddings is None:
+            cure = "give --embeddings FILE.npz, or export it with --text-encoder to give prompts"
+            raise RequestError(f"bundle {manifest.name} takes text embeddings; {cure}")
+        rows, masks = read_embeddings(embeddings)
+        check_request(manifest, None, embeddings=(rows, masks))
+        number = whole("count", count, len(rows), 1, len(rows))
+        return Subjects("embeddings", list(zip(rows, masks, strict=True))[:number])
+    if embeddings is not None:
+        takes = "class ids" if condition.kind == "class" else "prompts"
+        raise RequestError(f"embeddings: bundle {manifest.name} takes {takes}; leave --embeddings out")
     if condition.kind == "class":
         if prompts is not None:
             raise RequestError(f"prompts: bundle {manifest.name} takes class ids; leave --prompts out")

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..methods import Drafted, MethodConfig
-from .drafts import Batch, Committed, Drafts, Request
-from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput
-from .passes import MINIMUM_NODES, committed_mask
+from ..methods import Drafted
+from .drafts import Committed, Drafts, Model, Request
+from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows
+from .passes import MINIMUM_NODES, committed_mask, stack_padding
 from .sampling import Probabilities, best_codes, guide, shape_logits, softmax
+from .statistics import Clock
 from .tree import DraftTree, DynamicTree, StaticTree
 from .tree_names import named_tree
 
@@ -38,93 +39,136 @@ class Level:
     logits: list[Floats]  # guided, per request: [slots, vocab_size]
 
 
-class TreeDrafts(Drafts):
-    """Drafts for a batch; rows are all conditional ones, then, with guidance, all unconditional ones."""
+@dataclass
+class Pending:
+    """Slots of a request that were committed, and not run yet.
 
-    def __init__(self, batch: Batch, methods: Sequence[Drafted]) -> None:
-        model, self.shapes = batch.model, {method.tree: named_tree(method.tree) for method in methods}
+    prefix: tokens of each row's prefix slots, until they are run. tokens: those after committed positions, the root
+    last. hidden: per row the target's hidden states at these positions, prefix included, `[slots, hidden_size]`.
+    """
+
+    prefix: list[Ints]
+    tokens: Ints
+    hidden: list[Floats]
+
+
+class TreeDrafts(Drafts):
+    """Drafts for requests that may be drawn by the same `methods`, and change between them together."""
+
+    def __init__(self, model: Model, methods: Sequence[Drafted], clock: Clock) -> None:
+        self.shapes = {method.tree: named_tree(method.tree) for method in methods}
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
         self.relaxed = not methods[0].exact
-        self.sampling, self.clock, self.layout = batch.sampling, batch.drafter_clock, model.layout
+        self.clock, self.layout = clock, model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
-        padding = batch.prefix_padding if model.layout.masks_prefix else np.zeros_like(batch.prefix_padding)
-        self.prefix_padding = padding[:, :-1]
-        self.prefix = [row.drafter_tokens(model.layout) for row in batch.rows]  # until it is committed
         self.slots = max(map(_slots, self.shapes.values()))
-        self.cache: Cache = self.engine.new_cache(len(batch.rows), batch.capacity(self.slots))
+        self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
+        self.cache: Cache | None = None
+        self.pending: dict[Request, Pending] = {}
         self.committed_masks: dict[int, Bools] = {}  # by past length, for as long as the same slots are committed
-        # not run yet: per request the tokens after committed positions, the root last; per row the hidden states there
-        self.tokens: list[Ints] = []
-        self.hidden: list[Floats] = []
-        self.use(methods[0])
 
-    def use(self, method: MethodConfig) -> None:
-        """Draft the method's tree."""
-        assert isinstance(method, Drafted)
-        self.shape = self.shapes[method.tree]
-        self.nodes = self.shape.nodes
-
-    def commit(self, active: Sequence[Request], committed: Committed) -> None:
+    def commit(self, committed: Sequence[Committed]) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
-        hidden = [committed.output.hidden[row, nodes] for row, nodes in enumerate(committed.accepted_indices)]
-        if self.tokens:
-            self.tokens = [np.concatenate(pair) for pair in zip(self.tokens, committed.tokens, strict=True)]
-            self.hidden = [np.concatenate(pair) for pair in zip(self.hidden, hidden, strict=True)]
-        else:
-            self.tokens, self.hidden = committed.tokens, hidden
+        joining = [one.request for one in committed if one.request not in self.requests]
+        if joining:
+            self._join(joining)
+        for one in committed:
+            hidden = one.hidden()
+            if (old := self.pending.get(one.request)) is not None:
+                tokens = np.concatenate([old.tokens, one.tokens])
+                hidden = [np.concatenate(pair) for pair in zip(old.hidden, hidden, strict=True)]
+                self.pending[one.request] = Pending(old.prefix, tokens, hidden)
+            else:
+                prefix = [row.drafter_tokens(self.layout) for row in one.request.rows]
+                self.pending[one.request] = Pending(prefix if one.request in joining else [], one.tokens, hidden)
 
-    def keep(self, slots: Sequence[int], rows: Ints) -> None:
-        """Go on with these requests and rows only."""
-        self.cache.keep_rows(rows)
-        self.prefix_padding = self.prefix_padding[rows]
-        self.prefix = [self.prefix[row] for row in rows] if self.prefix else []
-        self.tokens = [self.tokens[slot] for slot in slots]
-        self.hidden = [self.hidden[row] for row in rows]
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Forget these requests."""
+        gone, kept = set(requests), [request for request in self.requests if request not in requests]
+        if not kept:
+            self.cache = None
+        elif len(kept) < len(self.requests):
+            rows = np.flatnonzero(np.repeat([one not in gone for one in self.requests], self._sides()))
+            self._cache.keep_rows(rows)
+        self.requests = kept
+        self.pending = {request: self.pending[request] for request in kept if request in self.pending}
 
-    def draft(self, active: Sequence[Request]) -> list[DraftTree]:
-        """Commit new slots and draft one tree per request."""
-        roots = np.array([tokens[-1] for tokens in self.tokens], np.int64)
+    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """Commit new slots and draft one tree per request; `requests` are all that take part."""
+        (name,) = {request.method.tree for request in requests if isinstance(request.method, Drafted)}
+        shape, roots = self.shapes[name], np.array([self.pending[one].tokens[-1] for one in self.requests], np.int64)
         level = self._commit_slots()
-        committed = self.cache.lengths.copy()
-        if isinstance(self.shape, StaticTree):
-            trees = self._draft_static(self.shape, active, roots, level)
+        committed = self._cache.lengths.copy()
+        if isinstance(shape, StaticTree):
+            trees = self._draft_static(shape, roots, level)
         else:
-            trees = self._draft_dynamic(self.shape, active, roots, level)
-        self.cache.truncate(committed)
-        return trees
+            trees = self._draft_dynamic(shape, roots, level)
+        self._cache.truncate(committed)
+        drafted = dict(zip(self.requests, trees, strict=True))
+        return [drafted[request] for request in requests]
+
+    @property
+    def _cache(self) -> Cache:
+        assert self.cache is not None
+        return self.cache
+
+    def _sides(self) -> list[int]:
+        """Rows of every request."""
+        return [len(request.rows) for request in self.requests]
+
+    def _join(self, requests: Sequence[Request]) -> None:
+        columns = max(request.columns for request in requests) + self.slots
+        cache = self.engine.new_cache(sum(len(request.rows) for request in requests), columns)
+        if self.cache is None:
+            self.cache = cache
+        else:
+            self.cache.extend(cache)
+        self.requests += requests
+
+    def _arrange(self) -> None:
+        """Which request a row is of, and the prefix columns it does not see: after requests have joined or left."""
+        self.request_of = np.repeat(np.arange(len(self.requests)), self._sides())  # [rows]
+        self.first_row = np.searchsorted(self.request_of, np.arange(len(self.requests)))  # [requests]
+        padding = stack_padding([~row.real for request in self.requests for row in request.rows])
+        self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
+
+    def _guided(self, logits: Rows, nodes: slice) -> list[Floats]:
+        """Guided logits of each request at `nodes`, `[nodes, vocab_size]`."""
+        scales = [request.sampling.cfg_scale for request in self.requests]
+        rows = zip(self.first_row.tolist(), self._sides(), scales, strict=True)
+        return [guide(logits[first : first + sides, nodes], scale) for first, sides, scale in rows]
 
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
-        self.committed_masks = {}
-        requests, rows = len(self.tokens), len(self.hidden)
-        read = [self.tokens[row % requests] + self.layout.code_offset for row in range(rows)]
-        if self.prefix:
-            read = [np.concatenate([prefix, tokens]) for prefix, tokens in zip(self.prefix, read, strict=True)]
-            self.prefix = []
-        counts = [len(ids) for ids in read]
+        self._arrange()
+        read, hidden, self.committed_masks = [], [], {}  # the first two per row
+        for one in (self.pending.pop(request) for request in self.requests):
+            codes = one.tokens + self.layout.code_offset
+            read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(one.hidden)
+            hidden += one.hidden
+        rows, counts = len(read), [len(ids) for ids in read]
         slots = max(MINIMUM_NODES, *counts)
         tokens = np.zeros((rows, slots), np.int64)
-        states = np.zeros((rows, slots, self.hidden[0].shape[-1]), np.float32)
+        states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
-            tokens[row, :count], states[row, :count] = read[row], self.hidden[row]
-        lengths, prefix = self.cache.lengths, self.prefix_padding.shape[1]
+            tokens[row, :count], states[row, :count] = read[row], hidden[row]
+        lengths, prefix = self._cache.lengths, self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
         for row in np.flatnonzero(lengths == 0).tolist():  # the prefix itself is being committed
             seen = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
-            attention_mask[row, :, past_length : past_length + prefix] &= seen
+            attention_mask[row, :, past_length : past_length + prefix] &= seen[:, :slots]
         output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
-        self.clock.append(self.cache, output.new_kv, [np.arange(count) for count in counts])
-        self.committed_masks, self.tokens, self.hidden = {}, [], []
+        self.clock.append(self._cache, output.new_kv, [np.arange(count) for count in counts])
+        self.committed_masks = {}
         last = np.arange(rows), np.array(counts) - 1
         hidden_last, logits = output.hidden[last][:, None], output.logits[last][:, None]  # [rows, 1, ...]
-        guided = [guide(logits[r::requests], self.sampling.cfg_scale) for r in range(requests)]
-        return Level(np.zeros((requests, 1, 0), bool), hidden_last, guided)
+        return Level(np.zeros((len(self.requests), 1, 0), bool), hidden_last, self._guided(logits, slice(None)))
 
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
-        past_length = self.engine.next_past_length(self.cache, slots)
+        past_length = self.engine.next_past_length(self._cache, slots)
         if past_length not in self.committed_masks:
             self.committed_masks[past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
         attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
@@ -133,7 +177,7 @@ class TreeDrafts(Drafts):
 
     def _run(self, tokens: Ints, hidden: Floats, positions: Ints, attention_mask: Bools) -> PassOutput:
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
-        return self.clock.run(self.engine, batch, self.cache)
+        return self.clock.run(self.engine, batch, self._cache)
 
     def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level) -> Level:
         """Run the draft nodes below `level` and append their slots.
@@ -142,28 +186,26 @@ class TreeDrafts(Drafts):
         """
         requests, slots = tokens.shape
         rows, _, width = level.hidden.shape
-        request = np.arange(rows) % requests
         padded, drafted = max(MINIMUM_NODES, slots), level.sees.shape[2]
-        base = self.cache.lengths - drafted  # committed slots, [rows]
+        base = self._cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
-        codes[:, :slots] = tokens[request] + self.layout.code_offset
+        codes[:, :slots] = tokens[self.request_of] + self.layout.code_offset
         states = np.zeros((rows, padded, width), np.float32)
-        states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[request]]
+        states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[self.request_of]]
         sees = np.zeros((requests, slots, drafted + slots), bool)
         sees[:, :, :drafted] = level.sees[np.arange(requests)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
         attention_mask, past_length = self._committed_mask(base, padded)
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
-            attention_mask[row, :slots, start : start + drafted] = sees[row % requests, :, :drafted]
+            attention_mask[row, :slots, start : start + drafted] = sees[self.request_of[row], :, :drafted]
         positions = np.repeat((base + depth - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
-        self.clock.append(self.cache, output.new_kv, [np.arange(slots)] * rows)
-        logits = [guide(output.logits[r::requests, :slots], self.sampling.cfg_scale) for r in range(requests)]
-        return Level(sees, output.hidden[:, :slots], logits)
+        self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
+        return Level(sees, output.hidden[:, :slots], self._guided(output.logits, slice(slots)))
 
-    def _draft_static(self, shape: StaticTree, active: Sequence[Request], roots: Ints, level: Level) -> list[DraftTree]:
-        requests, keeps_proposals = len(roots), self.relaxed and not self.sampling.greedy
+    def _draft_static(self, shape: StaticTree, roots: Ints, level: Level) -> list[DraftTree]:
+        requests = len(roots)
         tokens = np.zeros((requests, shape.nodes), np.int64)
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
         tokens[:, 0], alive[:, 0] = roots, True
@@ -173,8 +215,8 @@ class TreeDrafts(Drafts):
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
             most = max(len(shape.children[node]) for node in inner)
-            for r, request in enumerate(active):
-                weights = shape_logits(level.logits[r], self.sampling)
+            for r, request in enumerate(self.requests):
+                weights = shape_logits(level.logits[r], request.sampling)
                 noise = self._noise(request, depth, weights.shape[1])
                 codes, scores = best_codes(weights if noise is None else weights + noise, most)
                 for slot, node in enumerate(inner.tolist()):
@@ -183,16 +225,14 @@ class TreeDrafts(Drafts):
                     drawn = codes[slot, np.isfinite(scores[slot])]
                     filled = shape.children[node][: len(drawn)]
                     tokens[r, filled], alive[r, filled] = drawn[: len(filled)], True
-                    if keeps_proposals:
+                    if self.relaxed and not request.sampling.greedy:
                         proposals[r][node] = softmax(weights[slot])
-        leaf_order = shape.leaves if self.sampling.greedy else None  # sampling knows no ties
-        trees = [DraftTree(tokens[r], shape.parents, proposals[r], leaf_order) for r in range(requests)]
+        leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
+        trees = [DraftTree(tokens[r], shape.parents, proposals[r], order) for r, order in enumerate(leaf_orders)]
         # a peaked distribution may run out of codes
         return [t if own.all() else _subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
-    def _draft_dynamic(
-        self, shape: DynamicTree, active: Sequence[Request], roots: Ints, level: Level
-    ) -> list[DraftTree]:
+    def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
         grown = [_Growth(int(root)) for root in roots]
         for depth in range(shape.depth):
             chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
@@ -202,8 +242,8 @@ class TreeDrafts(Drafts):
                 codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 level = self._expand(codes, parents, depth, level)
-            for request, growth, nodes, logits in zip(active, grown, chosen, level.logits, strict=True):
-                weights = shape_logits(logits[: len(nodes)], self.sampling)
+            for request, growth, nodes, logits in zip(self.requests, grown, chosen, level.logits, strict=True):
+                weights = shape_logits(logits[: len(nodes)], request.sampling)
                 noise = None if self.relaxed else self._noise(request, depth, weights.shape[1])
                 weights = weights if noise is None else weights + noise
                 growth.add_children(nodes, *best_codes(weights, shape.branch))
@@ -211,7 +251,7 @@ class TreeDrafts(Drafts):
 
     def _noise(self, request: Request, depth: int, size: int) -> Floats | None:
         """The noise that children of nodes at `depth` are drawn with, `[1, size]`."""
-        return None if self.sampling.greedy else request.noise.gumbel(len(request.codes) + depth, 1, size)
+        return None if request.sampling.greedy else request.noise.gumbel(len(request.codes) + depth, 1, size)
 
 
 class _Growth:

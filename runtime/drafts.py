@@ -1,4 +1,4 @@
-"""What the decode loop and its sources of drafts share: models, prompts, requests, and the sources' base class."""
+"""What the scheduler and its sources of drafts share: models, prompts, requests, and the sources' base class."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import MethodConfig, Sampling
-from .engine import Bools, Engine, Floats, Ints, PassOutput
+from ..methods import Drafted, MethodConfig, Sampling, Sjd
+from .engine import Bools, Engine, Floats, Ints
 from .noise import Noise
-from .passes import stack_padding
-from .sampling import Probabilities, choose, choose_clearly, guide, shape_distribution
-from .statistics import Clock, RequestStatistics
+from .sampling import Probabilities, choose, guide, is_clear, shape_distribution
+from .statistics import RequestStatistics
 from .tree import DraftTree, TreeStructure
+from .tree_names import named_tree
 
 
 @dataclass(frozen=True)
@@ -73,44 +73,58 @@ class Prompt:
     cond: PrefixRow
     uncond: PrefixRow
 
+    def rows(self, sampling: Sampling) -> list[PrefixRow]:
+        """The rows that are decoded: the unconditional one with guidance only."""
+        return [self.cond, self.uncond] if sampling.guided else [self.cond]
 
-def prefix_rows(prompts: Sequence[Prompt], sampling: Sampling) -> list[PrefixRow]:
-    """Rows of a batch: all conditional ones, then, with guidance, all unconditional ones."""
-    return [prompt.cond for prompt in prompts] + ([prompt.uncond for prompt in prompts] if sampling.guided else [])
+
+def nodes_of(method: MethodConfig) -> int:
+    """Nodes of a pass over what a method drafts for one image, the root included."""
+    if isinstance(method, Drafted):
+        return named_tree(method.tree).nodes
+    return 1 + method.window if isinstance(method, Sjd) else 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """What one request has so far, and its random numbers."""
+    """One image to draw, and what it has so far.
+
+    index: the caller's number. length: tokens of the image. rows: of its prefix, the conditional one first.
+    methods: those that it may be drawn by, all exact if there are several. method: the one in use, with `nodes` in
+    a pass. seed: 0 .. 2^64 - 1. codes: so far; they may run past the image's end.
+    """
 
     index: int
-    noise: Noise
+    length: int
+    rows: Sequence[PrefixRow]
+    sampling: Sampling
+    methods: Sequence[MethodConfig]
+    seed: int
+    method: MethodConfig = field(init=False)
+    nodes: int = field(init=False)
+    noise: Noise = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
-
-@dataclass
-class Batch:
-    """A running decode. requests: all of them; rows: prefix rows, conditional ones first."""
-
-    model: Model
-    sampling: Sampling
-    requests: list[Request]
-    rows: list[PrefixRow]
-
     def __post_init__(self) -> None:
-        self.target_clock, self.drafter_clock = Clock(), Clock()
-        self.sides = len(self.rows) // len(self.requests)
-        self.lengths = np.array([len(row.embeds) for row in self.rows])
-        self.prefix_padding = stack_padding([~row.real for row in self.rows])  # [rows, longest]
+        assert len(self.methods) == 1 or all(method.exact for method in self.methods)
+        self.noise = Noise(self.seed)
+        self.use(self.methods[0])
 
-    def capacity(self, most_nodes: int) -> int:
-        """Columns a cache needs for prefix, image and a draft of so many nodes."""
-        return int(self.lengths.max()) + self.model.codes + most_nodes + 2
+    def use(self, method: MethodConfig) -> None:
+        """Go on with this method, one of those that the request was made for; between passes."""
+        self.method, self.nodes = method, nodes_of(method)
 
-    def missing(self, request: Request) -> int:
-        """Tokens that a request's image still needs."""
-        return self.model.codes - len(request.codes)
+    @property
+    def missing(self) -> int:
+        """Tokens that the image still needs."""
+        return max(0, self.length - len(self.codes))
+
+    @property
+    def columns(self) -> int:
+        """Columns of a cache for prefix and image, whatever method draws it."""
+        prefix = max(len(row.embeds) for row in self.rows)
+        return prefix + self.length + max(nodes_of(method) for method in self.methods) + 2
 
 
 @dataclass
@@ -130,17 +144,21 @@ class Answers:
     slack: float = 0.0
     settle: Callable[[int], Floats] | None = None
     _choices: dict[int, int] = field(init=False, default_factory=dict)
-    _ties: set[int] = field(init=False, default_factory=set)
+    _seen: dict[int, tuple[Floats, Floats | None]] = field(init=False, default_factory=dict)  # logits, noise
+    _settled: set[int] = field(init=False, default_factory=set)
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
     _chain: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
         code = self.guess(node)
-        if node in self._ties and self.settle is not None:
-            self._ties.remove(node)
-            settled = self.settle(node)
-            (code,) = choose(settled, self._gumbel(node, settled), self.sampling).tolist()
+        if self.settle is None or node in self._settled:
+            return code
+        self._settled.add(node)
+        logits, noise = self._seen[node]
+        if not is_clear(logits, noise, code, self.sampling, self.slack):
+            logits = self.settle(node)
+            (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
             self._choices[node] = code
         return code
 
@@ -150,12 +168,9 @@ class Answers:
             first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
             guided = self._guided(slice(first, first + nodes))
             noise = self._gumbel(first, guided)
-            if self.settle is None:
-                codes = choose(guided, noise, self.sampling)
-            else:
-                codes, clear = choose_clearly(guided, noise, self.sampling, self.slack)
-                self._ties.update((first + np.flatnonzero(~clear)).tolist())
-            self._choices.update(enumerate(codes.tolist(), first))
+            self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
+            for i in range(nodes):
+                self._seen[first + i] = guided[i], None if noise is None else noise[i]
         return self._choices[node]
 
     def distribution(self, node: int) -> Probabilities:
@@ -187,36 +202,33 @@ class Answers:
 
 @dataclass(frozen=True)
 class Committed:
-    """What a pass committed of the active requests.
+    """What a pass committed of one request.
 
-    tokens: per request, the root of the next draft last. accepted_indices: per row the nodes whose keys and values were
-    kept. answers: the target's, per request; none after the prefill.
+    source: whose draft it was. tokens: the root of the next draft last. nodes: per row those whose keys and values
+    were kept. hidden: the target's hidden states at them, per row `[nodes, hidden_size]`, fetched when called.
+    answers: what the target said.
     """
 
-    tokens: list[Ints]
-    accepted_indices: list[Ints]
-    output: PassOutput
-    answers: list[Answers]
+    request: Request
+    source: Drafts
+    tokens: Ints
+    nodes: list[Ints]
+    hidden: Callable[[], list[Floats]]
+    answers: Answers
 
 
 class Drafts:
-    """A source of drafts: gives every active request a tree before a pass, is told after every pass what it committed.
+    """A source of drafts: gives requests a tree before a pass, is told after every pass what it committed.
 
-    This one, plain decoding's, drafts nothing. nodes: of the largest tree, with the root, that the method in use gives.
-    slots: of a cache, that the largest draft of any of the source's methods takes.
+    This one, plain decoding's, drafts nothing.
     """
 
-    nodes = slots = 1
-
-    def use(self, method: MethodConfig) -> None:
-        """Draft as this method says, one of those that the source was made for."""
-
-    def commit(self, active: Sequence[Request], committed: Committed) -> None:
+    def commit(self, committed: Sequence[Committed]) -> None:
         """Take in what the prefill, or a pass over drafts of this or another source, committed."""
 
-    def draft(self, active: Sequence[Request]) -> list[DraftTree]:
-        """A tree for every active request, below its last token."""
-        return [DraftTree(np.array(request.codes[-1:], np.int64), np.array([-1], np.int64)) for request in active]
+    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """A tree for every request, below its last token."""
+        return [DraftTree(np.array(request.codes[-1:], np.int64), np.array([-1], np.int64)) for request in requests]
 
-    def keep(self, slots: Sequence[int], rows: Ints) -> None:
-        """Go on with these of the active requests, and these rows, only."""
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Forget these requests."""

@@ -75,6 +75,9 @@ class Cache(Protocol):
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order."""
 
+    def extend(self, other: Cache) -> None:
+        """Take in the rows of another cache of the same engine, after one's own. It is used up."""
+
 
 class Engine(Protocol):
     """A decoder that can be run: a target or a drafter."""

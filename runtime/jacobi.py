@@ -25,42 +25,42 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..methods import MethodConfig, Sjd
-from .drafts import Answers, Batch, Committed, Drafts, Request
+from ..methods import Sjd
+from .drafts import Answers, Committed, Drafts, Request
 from .sampling import Probabilities
 from .tree import DraftTree
 
 
 class WindowDrafts(Drafts):
-    """A window for every request of a batch."""
+    """A window for every request. columns: of the token grid."""
 
-    def __init__(self, batch: Batch, methods: Sequence[Sjd]) -> None:
-        self.batch, self.drafted = batch, False
-        self.slots = 1 + max(method.window for method in methods)
-        proposing = not methods[0].exact and not batch.sampling.greedy
-        self.windows = [Window(methods[0].window, batch.model.columns, proposing) for _ in batch.requests]
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.windows: dict[Request, Window] = {}
 
-    def use(self, method: MethodConfig) -> None:
-        """Draft windows of the method's size."""
-        assert isinstance(method, Sjd)
-        self.nodes = method.window + 1  # the last committed token, and the window
-        for window in self.windows:
-            window.size = method.window
-
-    def commit(self, active: Sequence[Request], committed: Committed) -> None:
+    def commit(self, committed: Sequence[Committed]) -> None:
         """Re-draft what a pass over the windows left undecided; after another pass they are empty."""
-        for slot, request in enumerate(active):
-            window = self.windows[request.index]
-            if not self.drafted:
-                window.clear()
-            elif self.batch.missing(request) > 0:
-                window.advance(len(committed.accepted_indices[slot]) - 1, committed.answers[slot])
-        self.drafted = False
+        for one in committed:
+            if one.source is not self:
+                self.windows.pop(one.request, None)
+            elif one.request.missing > 0:
+                self.windows[one.request].advance(len(one.nodes[0]) - 1, one.answers)
 
-    def draft(self, active: Sequence[Request]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Every request's window as a chain."""
-        self.drafted = True
-        return [self.windows[one.index].draft(one.codes, self.batch.missing(one)) for one in active]
+        return [self._window(request).draft(request.codes, request.missing) for request in requests]
+
+    def leave(self, requests: Sequence[Request]) -> None:
+        """Forget these requests."""
+        for request in requests:
+            self.windows.pop(request, None)
+
+    def _window(self, request: Request) -> Window:
+        assert isinstance(request.method, Sjd)
+        proposing = not request.method.exact and not request.sampling.greedy
+        window = self.windows.setdefault(request, Window(request.method.window, self.columns, proposing))
+        window.size = request.method.window
+        return window
 
 
 @dataclass

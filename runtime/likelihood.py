@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import Sampling
-from .drafts import Model, Prompt, prefix_rows
-from .passes import MINIMUM_NODES, causal_pass, prefill_pass, stack_padding
+from .drafts import Model, Prompt
 from .sampling import guide, scale, softmax
-
-CHUNK = 64  # tokens scored in one pass
+from .sequences import sequence_logits
+from .statistics import Clock
 
 
 @dataclass(frozen=True)
@@ -32,24 +31,11 @@ class Likelihood:
 
 def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> Likelihood:
     """How probable one image's `codes [cells]` are, given its prompt and the tokens before."""
-    prefix = prefix_rows([prompt], sampling)
-    padding = stack_padding([~row.real for row in prefix])
-    rows, lengths = len(prefix), np.array([len(row.embeds) for row in prefix])
-    cache = model.target.new_cache(rows, int(lengths.max()) + len(codes))
-    output = model.target.run(prefill_pass(model.target, cache, [row.embeds for row in prefix], padding), cache)
-    cache.append(output.new_kv, [np.arange(length) for length in lengths])
-    # each [rows, tokens, vocab_size], predicting the next token
-    logits = [output.logits[np.arange(rows), lengths - 1][:, None]]
-    for start in range(0, len(codes) - 1, CHUNK):
-        chunk = codes[start : min(start + CHUNK, len(codes) - 1)]
-        count = len(chunk)
-        tokens = np.broadcast_to(chunk, (rows, max(count, MINIMUM_NODES)))
-        output = model.target.run(causal_pass(model.target, cache, tokens, model.positions - 1, padding), cache)
-        cache.append(output.new_kv, [np.arange(count)] * rows)
-        logits.append(output.logits[:, :count])
-    nats = entropy = 0.0
-    for part, own in zip(logits, np.split(codes, range(1, len(codes), CHUNK)), strict=True):
-        probabilities = softmax(scale(guide(part, sampling.cfg_scale), sampling))  # [tokens, vocab_size]
+    nats, entropy, start = 0.0, 0.0, 0
+    for logits in sequence_logits(model, prompt.rows(sampling), codes[:-1], Clock()):
+        own = codes[start : start + logits.shape[1]]
+        start += len(own)
+        probabilities = softmax(scale(guide(logits, sampling.cfg_scale), sampling))  # [tokens, vocab_size]
         nats -= float(np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300)).sum())
         entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
     return Likelihood(nats / len(codes), entropy / len(codes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass
@@ -22,8 +24,16 @@ def committed_mask(lengths: Ints, prefix_padding: Bools, past_length: int) -> Bo
 
 def stack_padding(padding: list[Bools]) -> Bools:
     """Padded columns of rows of different length, bool `[rows, longest]`: past a row's end comes no padding."""
-    longest = max(map(len, padding))
-    return np.stack([np.pad(own, (0, longest - len(own))) for own in padding])
+    stacked = np.zeros((len(padding), max(map(len, padding), default=0)), bool)
+    for row, own in zip(stacked, padding, strict=True):
+        row[: len(own)] = own
+    return stacked
+
+
+@cache
+def themselves(nodes: int) -> Bools:
+    """What nodes see of each other at least, bool `[nodes, nodes]`; not to be written to."""
+    return np.eye(nodes, dtype=bool)
 
 
 def prefix_mask(real: Bools, nodes: int) -> Bools:

@@ -8,18 +8,24 @@ bound: `delta` (LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
 What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x with
 probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
 from max(p - q, 0): the total variation distance between the step's output and p is then the expectation of a'(x) - a(x)
-over the draft. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q, lambda - 1 bounds
-it but delta does not, as every token that can be drafted brings an aggregation set of its own. Every further sibling
-adds its own term, weighted by the chance that it is tried, and the distance is at most the sum. The published code
-removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: it can move the output by
-more than the bound.
+over the draft: of one *candidate*. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q
+delta does not bound it, as every token that can be drafted brings an aggregation set of its own; lambda does, see
+below. Every further sibling adds its own term, weighted by the chance that it is tried, and the distance of the *code*
+is at most the sum. With q = 1, k siblings reach 1 - (1 - delta)^k, as the chance to go on is at most 1 - p(A). The
+published code removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: nothing
+bounds it.
 
 Annealed relaxation (Cool-SD, arXiv 2601.09212) multiplies p / q by omega >= 1, less and less down the path:
 a'(x) = min(1, omega_d (p(x) + p(A)) / q(x)) at depth d. Its residual is the exact one, max(p - q, 0) without x and A:
 what is accepted too often, min(q, omega p) above p, and what the residual gives never meet at a token, so that no other
 residual brings the output closer to p. The distance is again the expectation of a' - a, and that is sum over x of
-min(q, omega p) - min(q, p) without neighbours: at most 1 - 1 / omega for a sampled draft, and at most (omega - 1) p(x)
-for a certain one. With lambda too it is at most 1 - 1 / (omega lambda).
+min(q, omega p) - min(q, p) without neighbours.
+
+With omega, lambda, or both, a >= a' / (omega lambda) for every token, so a' - a <= c a' with
+c = 1 - 1 / (omega lambda). That holds for each sibling, and the chances that one or another is accepted add up to at
+most 1: a *code* moves by at most c, however many siblings it has. With delta and omega a certain candidate gives at
+most b = delta + 1 - 1 / omega away, and k of them 1 - (1 - b)^k. A *step* that relaxes d codes, each by at most b given
+the codes before it, moves their joint distribution by at most 1 - (1 - b)^d: couple them code by code.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ..errors import EngineError
 from ..methods import Sampling
-from .engine import Bools, Floats, Ints
+from .engine import Floats, Ints
 
 Probabilities = NDArray[np.float64]
 BLOCK = 64  # codes looked at together when the most probable ones are sought
@@ -60,28 +60,21 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     return codes
 
 
-def choose_clearly(logits: Floats, noise: Floats | None, sampling: Sampling, slack: float) -> tuple[Ints, Bools]:
-    """As `choose`, and whether the choice stays if differences of logits over the temperature move by up to `slack`.
+def is_clear(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, slack: float) -> bool:
+    """Whether the chosen code stays if differences of logits over the temperature move by up to `slack`.
 
-    Both `[nodes]`. Where it might not stay, the code may be another one than `choose` gives.
-    Raises: EngineError: as `choose`.
+    logits: guided, `[vocab_size]`, with no NaN or infinity. noise: `[vocab_size]`, None when greedy.
     """
-    scaled = scale(logits, sampling)
-    values, least = scaled, None
+    values = scaled = scale(logits, sampling)
     if sampling.filtered:
-        _highest(scaled)
-        most, least = (np.apply_along_axis(_threshold, -1, scaled, sampling, one) for one in (slack, -slack))
-        values = np.where(scaled >= most[..., None], scaled, np.float32(-np.inf))
-    values = values + (np.float32(0) if noise is None else noise)
-    codes, nodes = values.argmax(-1), np.arange(len(values))
-    best = values[nodes, codes]
-    if not np.isfinite(best).all():  # NaN counts as the largest
-        raise _damaged()
-    values[nodes, codes] = -np.inf
-    clear: Bools = best - values.max(-1) > slack
-    if least is not None:
-        clear &= scaled[nodes, codes] >= least
-    return codes, clear
+        most, least = (_threshold(scaled, sampling, one) for one in (slack, -slack))
+        if scaled[code] < least:
+            return False
+        values = np.where(scaled >= most, scaled, np.float32(-np.inf))
+    values = values.copy() if noise is None else values + noise
+    best = values[code]
+    values[code] = -np.inf
+    return bool(best - values.max() > slack)
 
 
 def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:

@@ -116,6 +116,16 @@ class DeviceCache(CacheRows):
         kept = [np.ascontiguousarray(tensor.numpy()[:, rows]) for tensor in self.tensors]
         self.tensors = [_to_device(array, self.tensors[0].device_name()) for array in kept]
 
+    def extend(self, other: Cache) -> None:
+        """Take in the rows of another cache; by way of the host, for it happens once per image."""
+        added = DeviceCache.own(other)
+        pairs = [(mine.numpy(), its.numpy()) for mine, its in zip(self.tensors, added.tensors, strict=True)]
+        self.join(added)
+        for i, pair in enumerate(pairs):
+            missing = [[(0, self.columns - len(one))] + [(0, 0)] * 3 for one in pair]
+            joined = np.concatenate([np.pad(one, left) for one, left in zip(pair, missing, strict=True)], 1)
+            self.tensors[i] = _to_device(joined, self.tensors[i].device_name())
+
 
 class OrtDeviceEngine(OrtEngine):
     """A decoder graph whose keys, values, logits and hidden states stay on the provider's device."""

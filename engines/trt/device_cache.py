@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...runtime.engine import Floats, Ints
+from ...runtime.engine import Cache, Floats, Ints
 from ..kv_cache import CacheRows
 from .cuda import Block, CudaMemory, Scratch
 
@@ -71,6 +71,20 @@ class BlockCache(CacheRows):
             for start, goal in zip(old, self.addresses(), strict=True):
                 places = goal + target * entry, pitch, start + source * entry, old_pitch
                 self.memory.copy2d(*places, length * entry, self.past_length())
+        del before  # given back after the copies, in the order of the stream
+
+    def extend(self, other: Cache) -> None:
+        """Take in the rows of another cache; one copy of what both hold."""
+        added = BlockCache.own(other)
+        parts = [(one.addresses(), len(one.lengths) * one.entry, one.past_length()) for one in (self, added)]
+        before = self.block, added.block
+        self.join(added)
+        self._take_block()
+        place, pitch = 0, len(self.lengths) * self.entry
+        for addresses, width, used in parts:
+            for start, goal in zip(addresses, self.addresses(), strict=True):
+                self.memory.copy2d(goal + place, pitch, start, width, width, used)
+            place += width
         del before  # given back after the copies, in the order of the stream
 
     def check_number(self, number: int) -> None:

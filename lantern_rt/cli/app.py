@@ -6,12 +6,12 @@ import importlib
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 PROGRAM = "lantern-rt"
 # Every command: the function that has its options, in a module of that name, and what the list of commands says.
 COMMANDS = {
-    "run": ("run", "Turn prompts (or class ids) into PNG files."),
+    "run": ("run", "Turn prompts (or class ids, or embeddings of texts) into PNG files."),
     "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
     "doctor": ("doctor", "Print versions, backends, cores and memory, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
@@ -21,6 +21,20 @@ COMMANDS = {
     "eval": ("evaluate", "Compare methods with plain decoding, on the same prompts and seeds."),
     "verify": ("verify", "Compare a bundle's graphs with what they were made from."),
 }
+
+
+class _Command(TyperCommand):
+    """A command whose help has a section for every group of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if line := parameter.get_help_record(ctx):
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or usual, []).append(line)
+        for name in sorted(sections, key=["Options"].count):  # what has no group comes last
+            with formatter.section(name):
+                formatter.write_dl(sections[name])
 
 
 class _Commands(TyperGroup):
@@ -41,7 +55,7 @@ class _Commands(TyperGroup):
         name = COMMANDS[cmd_name][0]
         module = importlib.import_module(f".{name}", __package__)
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, epilog=_examples(module.EXAMPLES))(with_options(getattr(module, name)))
+        single.command(cmd_name, cls=_Command, epilog=_examples(module.EXAMPLES))(with_options(getattr(module, name)))
         return typer.main.get_command(single)
 
 
@@ -57,7 +71,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=_examples('lantern-rt run --prompt "a red sphere on sand"\nlantern-rt inspect scenes\nlantern-rt doctor'),
+    epilog=_examples('lantern-rt run "a red sphere on sand"\nlantern-rt inspect scenes\nlantern-rt doctor'),
 )
 
 

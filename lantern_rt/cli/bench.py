@@ -16,8 +16,8 @@ from ..output.files import check_png, write_output
 from ..runner import parse_contenders, subjects_of
 from ..tuning.bench import bench as compare
 from ..tuning.bench import figures, memory_bound, usual_methods
-from .console import print_json, print_table, print_text, say
-from .options import BundleName, Force, Json, Prompts, Running
+from .console import print_json, print_table, print_text, progress
+from .options import BundleName, Embeddings, Force, Json, Prompts, Running
 
 EXAMPLES = """
 lantern-rt bench scenes
@@ -60,6 +60,7 @@ def bench(
     batch: Annotated[int, typer.Option(help="Images decoded together.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Temperature 0.")] = False,
     prompts: Prompts = None,
+    embeddings: Embeddings = None,
     *,
     running: Running,
     plot: Annotated[Path | None, typer.Option(help="Draw tokens per second against quality, a .png file.")] = None,
@@ -77,9 +78,10 @@ def bench(
     opened = running.open_bundle(bundle)
     named = methods or usual_methods(opened.manifest, tuple(quality or _QUALITIES), sweep)
     contenders = parse_contenders(named, {"temperature": 0.0} if greedy else {}, opened)
-    subjects = subjects_of(opened, prompts)
+    subjects = subjects_of(opened, prompts, embeddings=embeddings)
     pipeline = running.load(opened)
-    runs = compare(pipeline, contenders, subjects, batch, images, say)
+    with progress() as show:
+        runs = compare(pipeline, contenders, subjects, batch, images, show)
     bound = memory_bound(pipeline)
     rows = [figures(of_method, runs[0], bound) for of_method in runs]
     situation = pipeline.situation(batch, 0.0 if greedy else None, "")

@@ -48,7 +48,9 @@ def build_engine(
     """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
     capabilities = tuple(compute_capability or ())
     options = BuildOptions(backend, provider, max_rows, max_nodes, max_past, optimization_level, capabilities)
-    opened = open_bundle(bundle)
+    with progress(lines=False) as show:
+        show("checking the bundle's files")
+        opened = open_bundle(bundle)
     if backend != "onnxruntime" and opened.manifest.target.dtype == "float32":
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
             "half the memory")  # fmt: skip

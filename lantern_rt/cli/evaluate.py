@@ -25,7 +25,7 @@ from ..pipeline import Pipeline
 from ..requests import SEED_LIMIT, bundle_tokenizer, check_request
 from ..runner import parse_contenders, subjects_of
 from .console import print_json, print_text, progress
-from .options import BundleName, Force, Json, Prompts, Running, Shaping
+from .options import BundleName, Embeddings, Force, Json, Prompts, Running, Shaping
 
 EXAMPLES = """
 lantern-rt eval scenes --methods ar,sjd,eagle,lantern++
@@ -77,6 +77,7 @@ def evaluate(
         ),
     ] = "ar,sjd,eagle,lantern++",
     prompts: Prompts = None,
+    embeddings: Embeddings = None,
     count: Annotated[
         int | None, typer.Option(help="Use the first so many prompts, or so many classes. [default: all; 64 classes]")
     ] = None,
@@ -102,7 +103,7 @@ def evaluate(
     check_new_folder(output, force, _RESULT, _KIND)
     contenders = parse_contenders(methods, sampling, opened)
     drawn = Images(
-        subjects_of(opened, prompts, count),
+        subjects_of(opened, prompts, count, embeddings),
         whole("seeds", seeds, 1, 1, 1000),
         whole("seed", seed, 0, 0, SEED_LIMIT // 2),
         whole("images", images, 1, 1, 64),
@@ -113,6 +114,7 @@ def evaluate(
     features, agreement = _features(opened, graphs, running.threads), _agreement(opened, graphs, running.threads)
     pipeline = running.load(opened)
     with progress() as show:
+        show("preparing")
         found, pictures = measure(pipeline, drawn, contenders, show, features, graphs.bandwidth, agreement)
     facts = _facts(opened, pipeline)
     result = {**facts, **found}
@@ -150,9 +152,11 @@ def _agreement(bundle: Bundle, given: Graphs, threads: int | None) -> Agreement 
         if given.agreement_tokenizer is not None:
             raise RequestError("agreement-tokenizer: makes tokens for --agreement, which is not given")
         return None
-    if bundle.manifest.condition.kind == "class":
-        name = bundle.manifest.name
-        raise RequestError(f"agreement: bundle {name} takes class ids, not prompts; leave --agreement out")
+    if (kind := bundle.manifest.condition.kind) in ("class", "embeddings"):
+        takes = "class ids" if kind == "class" else kind
+        raise RequestError(
+            f"agreement: bundle {bundle.manifest.name} takes {takes}, not prompts; leave --agreement out"
+        )
     return Agreement(given.agreement, prepare, given.agreement_tokenizer or bundle, threads)
 
 

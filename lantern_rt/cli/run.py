@@ -4,82 +4,111 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from json import dumps
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import __version__
-from ..checks import whole
+from ..checks import short, whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
 from ..output.files import check_output, plan_outputs, slug, write_output
-from .console import print_json, print_text, progress, say
-from .options import Force, Json, Running, Shaping
+from .console import Show, print_json, print_text, progress, say
+from .options import METHOD, OUTPUT, SUBJECTS, Embeddings, Force, Json, Running, Shaping
 
 if TYPE_CHECKING:
-    from ..bundle.files import Bundle
     from ..output.trace import Trace
-    from ..requests import ImageRequest, Settings
+    from ..requests import ImageRequest, Request
     from ..results import StreamStep
 
 EXAMPLES = """
-lantern-rt run --prompt "a large red sphere left of a small blue cube on grass at sunset"
-lantern-rt run --prompt "a green cone on snow" --num-images 4 --output cones/ --scale 4
+lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
+lantern-rt run scenes "a green cone on snow" --num-images 4 --output cones/ --scale 4
 lantern-rt run --prompt "a blue torus at night" --method lantern --delta 0.3 --neighbors 100
 lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --trace cube.npz
 lantern-rt run --prompt "a red cone in the snow" --method sjd --window 8
 lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
-lantern-rt run --bundle bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json
+lantern-rt run bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json
 """
 
 
 def run(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[BUNDLE] [PROMPT]",
+            help="What to draw, in quotes; before it, if need be, a bundle: its folder, or an embedded one's name.",
+        ),
+    ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="What to draw; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What to draw; may be given several times.", rich_help_panel=SUBJECTS),
     ] = None,
     class_id: Annotated[
         list[int] | None,
-        typer.Option(metavar="ID", help="Class to draw, for class-conditional bundles; may be given several times."),
+        typer.Option(
+            metavar="ID",
+            help="Class to draw, for class-conditional bundles; may be given several times.",
+            rich_help_panel=SUBJECTS,
+        ),
     ] = None,
+    embeddings: Embeddings = None,
     source: Annotated[
         Path | None,
         typer.Option(
             "--from",
             metavar="PNG",
             help="A PNG of lantern-rt to draw again, as recorded in it: prompt, seed, settings.",
+            rich_help_panel=SUBJECTS,
         ),
     ] = None,
     bundle: Annotated[
         str | None,
-        typer.Option(help="Bundle folder, or the name of an embedded bundle. [default: scenes, or the picture's]"),
+        typer.Option(
+            help="Bundle folder, or the name of an embedded bundle. [default: scenes, or the picture's]",
+            rich_help_panel=SUBJECTS,
+        ),
     ] = None,
     output: Annotated[
         str | None,
         typer.Option(
             help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
-            "[default: a name made of prompt and seed, or PNG-again, in the current folder]"
+            "[default: a name made of prompt and seed, or PNG-again, in the current folder]",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Image i of a prompt is drawn with seed + i. [default: 0]")] = None,
-    num_images: Annotated[int | None, typer.Option(help="Images per prompt. [default: 1]")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Image i of a prompt is drawn with seed + i. [default: 0]", rich_help_panel=SUBJECTS),
+    ] = None,
+    num_images: Annotated[
+        int | None,
+        typer.Option(help="Images per prompt; 1,024 in all at most. [default: 1]", rich_help_panel=SUBJECTS),
+    ] = None,
     method: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(METHODS)}. [default: auto if it knows enough, or the bundle's]"),
+        typer.Option(
+            help=f"{', '.join(METHODS)}. [default: auto if it knows enough, or the bundle's]", rich_help_panel=METHOD
+        ),
     ] = None,
     *,
-    parameters: Annotated[dict[str, Any], *METHODS.values()],
+    parameters: Annotated[dict[str, Any], METHOD, *METHODS.values()],
     sampling: Shaping,
     running: Running,
     trace: Annotated[
-        Path | None, typer.Option(help="Write every draft tree to this .npz, and a picture to NAME.trace.png.")
+        Path | None,
+        typer.Option(
+            help="Write every draft tree to this .npz, and a picture to NAME.trace.png.", rich_help_panel=OUTPUT
+        ),
     ] = None,
-    scale: Annotated[int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.")] = 1,
+    scale: Annotated[
+        int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
+    ] = 1,
     json: Json = False,
     force: Force = False,
 ) -> None:
-    """Turn prompts (or class ids) into PNG files.
+    """Turn prompts (or class ids, or embeddings of texts) into PNG files.
 
     Paths of the files go to stdout, progress and a line of statistics to stderr.
     """
@@ -87,35 +116,47 @@ def run(
     from ..output.trace import Trace
     from ..planning.auto import with_default_method
     from ..requests import bundle_tokenizer, check_request
+    from ..text.embeddings import read_embeddings
     from .again import Again
 
     whole("scale", scale, 1, 1, 16)
     options = {"seed": seed, "num_images": num_images, "method": method, **parameters, **sampling}
-    given = {"prompts": prompt or None, "class_ids": class_id or None, **options}
+    bundle, prompts = _bundle_and_prompts(words or [], bundle, prompt or [])
+    given = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings, **options}
     asked = {name: value for name, value in given.items() if value is not None}
     if source is None:
-        if not (prompt or class_id):
-            raise RequestError("found nothing to draw; give --prompt, or --class-id for a class-conditional bundle")
+        if not (prompts or class_id or embeddings):
+            found = f"bundle {bundle} and nothing to draw" if words else "nothing to draw"
+            raise RequestError(
+                f"found {found}; give a prompt, or --class-id or --embeddings where a bundle takes those"
+            )
+        if embeddings is not None:
+            asked["embeddings"] = read_embeddings(embeddings)
         opened = running.open_bundle("scenes" if bundle is None else bundle)
         asked = with_default_method(asked)
         request = check_request(opened.manifest, bundle_tokenizer(opened), **asked)
-        stems = [_stem(image) for image in request.images]
+        labels = _labels(request, num_images or 1)
+        stems = [_stem(image, label, embeddings) for image, (_, label) in zip(request.images, labels, strict=True)]
     else:
         again = Again.read(source, asked)
         opened = running.open_bundle(again.embedded_bundle() if bundle is None else bundle)
         asked, request = again.asked(), again.check(opened)
-        stems = [f"{source.stem}-again"]
+        labels, stems = _labels(request, 1), [f"{source.stem}-again"]
     outputs = plan_outputs(output, stems, force)
     picture = None if trace is None else _check_trace(trace, outputs, force)
 
-    pipeline = running.load(opened)
+    pipeline = running.load(opened, request.settings)
     began = time.perf_counter()
     traced = None if trace is None else Trace(opened.manifest.grid_rows, opened.manifest.grid_columns)
-    last = _decode(pipeline.stream(**asked), traced)
-    assert last.stats is not None
-    for i, path in enumerate(outputs):
-        image = enlarge(last.image(i), scale)
-        write_output(path, png_bytes(image, _texts(opened, last.settings, request.images[i])), force)
+    with progress(lines=False) as show:
+        show("preparing")
+        last = _decode(pipeline.stream(**asked), traced, show)
+        assert last.stats is not None
+        for i, path in enumerate(outputs):
+            show("images", i, len(outputs))
+            image = enlarge(last.image(i), scale)
+            write_output(path, png_bytes(image, image.info), force)
+        show("images", len(outputs), len(outputs))
     if trace and picture and traced:
         write_output(trace, traced.npz_bytes(), force)
         write_output(picture, png_bytes(traced.picture(), {}), force)
@@ -128,8 +169,8 @@ def run(
     )
     if json:
         images = [
-            {"codes": codes.tolist(), "seed": image.seed, _kind(image): image.label, "output": str(path)}
-            for image, codes, path in zip(request.images, last.codes, outputs, strict=True)
+            {"codes": codes.tolist(), "seed": image.seed, kind: label, "output": str(path)}
+            for image, (kind, label), codes, path in zip(request.images, labels, last.codes, outputs, strict=True)
         ]
         stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
         print_json({"images": images, "stats": stats})
@@ -137,13 +178,43 @@ def run(
         print_text(*outputs)
 
 
-def _stem(image: ImageRequest) -> str:
-    what = slug(image.label) if isinstance(image.label, str) else f"class-{image.label}"
-    return f"{what}-seed{image.seed}"
+def _bundle_and_prompts(words: list[str], bundle: str | None, prompts: list[str]) -> tuple[str | None, list[str]]:
+    """The words without an option: first a bundle, if they name one and no option does, then at most one prompt.
+
+    Raises: RequestError: there are more.
+    """
+    if words and bundle is None and _is_bundle(words[0]):
+        bundle, *words = words
+    if len(words) > 1:
+        found = f"found {short(words[0])} and {short(words[1])}"
+        raise RequestError(
+            f"prompt: {found}, expected a bundle's folder or name and one prompt in quotes; several take --prompt each"
+        )
+    return bundle, [*words, *prompts]
 
 
-def _kind(image: ImageRequest) -> str:
-    return "prompt" if isinstance(image.label, str) else "class_id"
+def _is_bundle(word: str) -> bool:
+    from ..bundle.files import MANIFEST_FILE, embedded_names
+
+    with suppress(OSError, ValueError):  # too long for a name
+        return word in embedded_names() or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
+    return False
+
+
+def _labels(request: Request, num_images: int) -> list[tuple[str, str | int]]:
+    """What each image is drawn from: kind, and prompt, class id, or number in the file of embeddings."""
+    return [
+        ("embedding", i // num_images)
+        if image.label is None
+        else ("prompt" if isinstance(image.label, str) else "class_id", image.label)
+        for i, image in enumerate(request.images)
+    ]
+
+
+def _stem(image: ImageRequest, label: str | int, embeddings: Path | None) -> str:
+    if isinstance(label, str):
+        return f"{slug(label)}-seed{image.seed}"
+    return f"{slug(embeddings.stem) if embeddings else 'class'}-{label}-seed{image.seed}"
 
 
 def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
@@ -158,27 +229,10 @@ def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
     return picture
 
 
-def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None) -> StreamStep:
+def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None, show: Show) -> StreamStep:
     """Run all steps, showing progress; the last one."""
-    with progress(lines=False) as show:
-        for step in steps:
-            if trace is not None:
-                trace.add(step.step)
-            show("codes", step.done, step.total)
+    for step in steps:
+        if trace is not None:
+            trace.add(step.step)
+        show("codes", step.done, step.total)
     return step
-
-
-def _texts(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
-    """Text chunks of a PNG: enough to make it again."""
-    from ..runtime.noise import FORMAT
-
-    return {
-        "Software": f"lantern-rt {__version__}",
-        _kind(image): str(image.label),
-        "seed": str(image.seed),
-        "method": settings.method.method,
-        "noise": FORMAT,
-        "settings": dumps(settings.as_dict()),
-        "bundle": bundle.manifest.name,
-        "bundle_digest": bundle.digest,
-    }

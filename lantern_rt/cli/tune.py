@@ -25,8 +25,8 @@ from ..requests import resolve_settings
 from ..runner import subjects_of
 from ..tuning.measure import Measurement, describe
 from ..tuning.tune import tune as measure
-from .console import print_json, print_table, print_text, say
-from .options import BundleName, Force, Json, Prompts, Running
+from .console import print_json, print_table, print_text, progress
+from .options import BundleName, Embeddings, Force, Json, Prompts, Running
 
 EXAMPLES = """
 lantern-rt tune scenes
@@ -59,6 +59,7 @@ def tune(
     *,
     running: Running,
     prompts: Prompts = None,
+    embeddings: Embeddings = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the bundle's]")] = None,
     acceptance_statistics: Annotated[
         Path | None,
@@ -75,7 +76,7 @@ def tune(
 ) -> None:
     """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
     if reset:
-        if any(option is not None for option in (prompts, temperature, acceptance_statistics, plot)):
+        if any(option is not None for option in (prompts, embeddings, temperature, acceptance_statistics, plot)):
             raise RequestError("reset: measures nothing; leave out what measuring takes")
         _reset(bundle, json)
         return
@@ -85,13 +86,15 @@ def tune(
     opened = running.open_bundle(bundle)
     asked = {"method": "auto", "quality": quality, "temperature": temperature}
     settings = resolve_settings(opened.manifest, asked)
-    subjects = subjects_of(opened, prompts)
+    subjects = subjects_of(opened, prompts, embeddings=embeddings)
     earlier = () if acceptance_statistics is None else _earlier(acceptance_statistics, opened.manifest, force)
     if plot is not None:
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
-    found = Measurement(running.load(opened), subjects, images, settings, say)
-    choice, doubt, finalists, path = measure(found, minutes)
+    pipeline = running.load(opened, settings)
+    with progress(seconds=60 * minutes) as show:
+        found = Measurement(pipeline, subjects, images, settings, show)
+        choice, doubt, finalists, path = measure(found, minutes)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
         written = AcceptanceStatistics(format=3, weights=weights_of(opened.manifest), entries=entries)

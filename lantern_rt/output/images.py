@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,22 @@ from PIL.PngImagePlugin import PngInfo
 from ..errors import BundleError
 
 GREY = (128, 128, 128)  # painted where nothing has been decoded yet
+
+
+class Picture(Image.Image):
+    """An image whose `info` records how it was made; `save` writes the record into PNG files."""
+
+    def save(self, fp: Any, format: str | None = None, **params: Any) -> None:
+        """As of any image of Pillow; give `pnginfo=None` to write no record."""
+        super().save(fp, format, **{"pnginfo": _chunks(self.info), **params})
+
+
+def recorded(image: Image.Image, texts: Mapping[Any, str]) -> Picture:
+    """The picture with `texts` as its record."""
+    picture = Picture()
+    picture.__setstate__(image.__getstate__())
+    picture.info = {**texts}
+    return picture
 
 
 def to_image(pixels: NDArray[np.float32]) -> Image.Image:
@@ -45,11 +62,16 @@ def enlarge(image: Image.Image, scale: int) -> Image.Image:
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BICUBIC)
 
 
-def png_bytes(image: Image.Image, texts: Mapping[str, str]) -> bytes:
-    """A PNG file with one text chunk per entry of `texts`; the same input gives the same bytes."""
+def png_bytes(image: Image.Image, texts: Mapping[Any, Any]) -> bytes:
+    """A PNG file with one text chunk per entry of `texts` that is text; the same input gives the same bytes."""
+    buffer = BytesIO()
+    image.save(buffer, "PNG", pnginfo=_chunks(texts))
+    return buffer.getvalue()
+
+
+def _chunks(texts: Mapping[Any, Any]) -> PngInfo:
     info = PngInfo()
     for key, text in texts.items():
-        info.add_text(key, text)  # Pillow writes iTXt where Latin-1 does not suffice
-    buffer = BytesIO()
-    image.save(buffer, "PNG", pnginfo=info)
-    return buffer.getvalue()
+        if isinstance(key, str) and isinstance(text, str):
+            info.add_text(key, text)  # Pillow writes iTXt where Latin-1 does not suffice
+    return info

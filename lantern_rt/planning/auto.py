@@ -8,9 +8,9 @@ two-second probe of this host's passes. Where that does not promise a gain by on
 from __future__ import annotations
 
 import datetime
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 2.0
 PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain decoding
 Decode = Callable[[Settings], Iterator[object]]
+
+_log = logging.getLogger(__name__)
 
 
 def with_default_method(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class Chooser:
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
         self.bundle, self.engines = bundle, engines
         self._brought = bundle_statistics(bundle)
-        self._probing = threading.Lock()
+        self._probing, self._told = threading.Lock(), False
         self._races: dict[Situation, tuple[Timed, ...]] = {}
         self._probed: dict[int, HostCosts] = {}
         self._predicted: dict[tuple[Situation, int], tuple[Choice, str] | None] = {}
@@ -150,8 +152,16 @@ class Chooser:
             tuning = tuning.model_copy(update={"choices": {key: choice, **tuning.choices}, "races": races})
         else:
             tuning = tuning.model_copy(update={"races": {**races, key: self._races[situation]}})
-        with suppress(OutputError):  # where nothing can be kept, every process finds out for itself
+        self._keep(tuning)
+
+    def _keep(self, tuning: Tuning) -> None:
+        """Store it; where that fails, every process has to find out for itself, which is said once."""
+        try:
             write_tuning(tuning)
+        except OutputError as error:
+            if not self._told:
+                _log.warning("what was measured is not kept: %s", error)
+            self._told = True
 
     def _situation_of(self, images: int, settings: Settings) -> Situation:
         assert isinstance(settings.method, Auto)
@@ -171,8 +181,7 @@ class Chooser:
                 costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS / 2)
                 costs = with_overhead(costs, lambda method: decode(replace(settings, method=method)), PROBE_SECONDS / 2)
                 if costs.steady:
-                    with suppress(OutputError):  # where nothing can be kept, every process probes for itself
-                        write_tuning(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
+                    self._keep(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
             self._probed[rows] = costs
             return costs
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -76,7 +78,10 @@ class Tuning(Record):
 
 
 def cache_folder() -> Path:
-    """Where this user's measurements lie; `LANTERN_RT_CACHE` overrules the system's custom."""
+    """Where this user's measurements lie; `LANTERN_RT_CACHE` overrules the system's custom.
+
+    Raises: OutputError: the user has no home folder.
+    """
     if own := os.environ.get("LANTERN_RT_CACHE"):
         return Path(own)
     home = Path(os.path.expanduser("~"))  # stays `~` for a user without a home folder
@@ -114,12 +119,14 @@ def ignore_choice(digest: str, situation: Situation, problem: LanternError) -> N
 def write_tuning(tuning: Tuning) -> Path:
     """Store and return the file; OutputError if it cannot be written."""
     path = _path(tuning.bundle_digest)
+    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(tuning.model_dump_json(indent=2) + "\n", "utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
         raise OutputError(
             f"{path}: cannot be written ({error.strerror}); set LANTERN_RT_CACHE to a folder that can"
         ) from error

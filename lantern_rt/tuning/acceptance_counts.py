@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..runtime.decode import RequestStep
+from ..runtime.scheduler import RequestStep
 
 DEPTHS, RANKS = 10, 12
 PRIOR = 20.0  # tries that a depth borrows from the one above it

@@ -6,18 +6,18 @@ A method's speed is the median over turns, of whole calls, text and images inclu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..bundle.onnx_scan import NotOnnx, float_weights
 from ..engines.host import read_bandwidth
-from ..errors import BundleError
+from ..engines.memory import weight_bytes
 from ..pipeline import Pipeline
 from ..runner import Contender, Run, Subjects, take_turns
-from .measure import Say, likelihoods, mean_tvd
+from .measure import likelihoods, mean_tvd
+
+Show = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 FEWEST_TURNS = 3
 _DYNAMIC, _STATIC = "dynamic-8-4-2", "chain-3"  # trees where the bundle has none of the kind
@@ -77,17 +77,19 @@ def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> 
 
 
 def bench(
-    pipeline: Pipeline, contenders: Sequence[Contender], subjects: Subjects, batch: int, images: int, say: Say
+    pipeline: Pipeline, contenders: Sequence[Contender], subjects: Subjects, batch: int, images: int, show: Show
 ) -> list[list[Run]]:
     """Runs by method and turn: all methods on at least `images` images each, `batch` at a time."""
     turns = max(FEWEST_TURNS, -(-images // batch))
-    for contender in contenders:
-        say(f"warming up {contender.label}")
+    for number, contender in enumerate(contenders):
+        show("warming up", number, len(contenders))
         pipeline(**subjects.request(0, batch), **contender.options)
+    show("warming up", len(contenders), len(contenders))
+    show("turns", 0, turns)
     found = []
     for runs in take_turns(pipeline, contenders, (subjects.request(turn, batch) for turn in range(turns))):
         found.append([replace(one, images=[]) for one in runs])  # images were painted for the time it takes
-        say(f"turn {len(found)} of {turns}")
+        show("turns", len(found), turns)
     return [list(runs) for runs in zip(*found, strict=True)]
 
 
@@ -96,22 +98,8 @@ def memory_bound(pipeline: Pipeline) -> float | None:
     situation = pipeline.situation(1, None, "")
     if situation.backend != "onnxruntime-cpu":
         return None
-    size = target_bytes(pipeline.bundle)
+    size = weight_bytes(pipeline.bundle, "target")
     return size / read_bandwidth(size, situation.threads)
-
-
-def target_bytes(bundle: Bundle) -> int:
-    """Bytes of the target's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
-
-    Floats are loaded as float32, however they are stored; block-wise integers stay what they are.
-    """
-    manifest, path = bundle.manifest, bundle.path("target")
-    if manifest.target.precision in ("int8-weights", "int4-weights"):
-        return sum(entry.bytes for role, entry in manifest.files.items() if role in ("target", "target.data"))
-    try:
-        return 4 * float_weights(path)
-    except (NotOnnx, ValueError, OSError) as error:
-        raise BundleError(f"{path}: expected an ONNX graph, found {error}") from error
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:

@@ -19,8 +19,8 @@ from ..planning.store import read_tuning
 from ..requests import Settings
 from ..results import Ints
 from ..runner import Contender, Run, Subjects
-from ..runtime.decode import RequestStep
 from ..runtime.likelihood import Likelihood
+from ..runtime.scheduler import RequestStep
 from ..runtime.tree_names import tree_name
 from .acceptance_counts import PROBE_DEPTH, PROBE_PATHS, AcceptanceCounts
 

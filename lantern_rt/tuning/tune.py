@@ -24,7 +24,7 @@ from ..planning.intervals import BELIEVED, FEWEST, WANTED, median_interval, spre
 from ..planning.store import Choice, read_tuning, write_tuning
 from ..planning.tree_search import Plan, best_plan
 from ..runner import Run, take_turns
-from ..runtime.likelihood import CHUNK
+from ..runtime.sequences import NODES
 from .measure import Measurement, likelihood_ratio, likelihoods, mean_tvd
 
 FINALISTS = 4
@@ -96,7 +96,7 @@ def compare(measured: Measurement, plans: Sequence[tuple[MethodStatistics, Plan]
     Only as many plans, the best ones first, as there is time for `TURNS`; none if not a single turn was done in time.
     """
     codes, costs = measured.pipeline.bundle.manifest.codes_per_image, measured.costs
-    scoring = (1 + math.ceil(codes / CHUNK)) * pass_seconds(costs.target, CHUNK)  # of a method's turn, about
+    scoring = (1 + math.ceil(codes / NODES)) * pass_seconds(costs.target, NODES)  # of a method's turn, about
     drawing = itertools.accumulate(codes / plan.rate for _, plan in plans)
     a_turn = (deadline - time.monotonic()) / TURNS - codes * costs.plain_seconds - scoring
     affordable = sum(spent + scoring * number <= a_turn for number, spent in enumerate(drawing, 1))

@@ -89,9 +89,9 @@ def test_prefix_rows_of_a_prompt_are_those_of_the_embeddings_that_transformers_g
     bundle: Path, lantern_t2i_bundle: Path, encoder: tuple[Path, Any], prompt: str
 ) -> None:
     text, embeddings = (Pipeline.from_bundle(path, threads=1) for path in (bundle, lantern_t2i_bundle))
-    (ours,) = text._prefixes(text._check(prompt).images)
+    (ours,) = text._prefixes(text._engines, text._check(prompt).images)
     given = published_embeddings(encoder, prompt, 8)
-    (theirs,) = embeddings._prefixes(embeddings._check(embeddings=given).images)
+    (theirs,) = embeddings._prefixes(embeddings._engines, embeddings._check(embeddings=given).images)
     for row, other in ((ours.cond, theirs.cond), (ours.uncond, theirs.uncond)):
         np.testing.assert_array_equal(row.real, other.real)
         np.testing.assert_allclose(row.embeds, other.embeds, rtol=0, atol=1e-5)

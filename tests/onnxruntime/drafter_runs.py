@@ -9,12 +9,18 @@ from numpy.typing import NDArray
 
 from lantern_rt.methods import Lantern, Sampling
 from lantern_rt.runtime.drafter import TreeDrafts
-from lantern_rt.runtime.drafts import Batch, DrafterLayout, Model, PrefixRow, Request
+from lantern_rt.runtime.drafts import Committed, DrafterLayout, Model, PrefixRow, Request
 from lantern_rt.runtime.engine import Engine
-from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
 
 Ids = NDArray[np.int64]
+
+
+class OpenDrafts(TreeDrafts):
+    """Drafts of one request, `only`."""
+
+    only: Request
 
 
 def open_drafts(
@@ -24,17 +30,20 @@ def open_drafts(
     sampling: Sampling,
     prefix: list[NDArray[np.int64]],
     layout: DrafterLayout,
-) -> TreeDrafts:
+) -> OpenDrafts:
     """Drafts of one request; `prefix`: token ids of its conditional and unconditional row."""
     no_target: Any = None
     model = Model(no_target, engine, codes=100, positions=positions, layout=layout)
     rows = [PrefixRow(np.zeros((len(ids), 1), np.float32), np.ones(len(ids), bool), ids) for ids in prefix]
-    request = Request(0, Noise(0))
-    return TreeDrafts(Batch(model, sampling, [request], rows), [Lantern(tree=tree)])
+    request = Request(0, 100, rows, sampling, [Lantern(tree=tree)], seed=0)
+    drafts = OpenDrafts(model, request.methods, Clock())
+    drafts.only = request
+    return drafts
 
 
-def next_draft(drafts: TreeDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
+def next_draft(drafts: OpenDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
     """The tree after `tokens` were committed, given the rows' hidden states at their positions."""
-    drafts.tokens, drafts.hidden = [tokens], hidden
-    (tree,) = drafts.draft([Request(0, Noise(0))])
+    nothing: Any = None
+    drafts.commit([Committed(drafts.only, nothing, tokens, [], lambda: hidden, nothing)])
+    (tree,) = drafts.draft([drafts.only])
     return tree

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafter_runs import next_draft, open_drafts
+from drafter_runs import OpenDrafts, next_draft, open_drafts
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafter import TreeDrafts
 from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 
 DATA = Path(__file__).parent.parent / "data"
@@ -37,7 +36,7 @@ RUNS = {
 # ---------------------------------------------------------------- drafts
 
 
-def start_drafter(bundle: Path, run: str) -> TreeDrafts:
+def start_drafter(bundle: Path, run: str) -> OpenDrafts:
     opened = open_bundle(bundle)
     engine, ids = Engines(opened).drafter, DRAFTER["token_ids"]
     assert engine is not None
@@ -45,7 +44,7 @@ def start_drafter(bundle: Path, run: str) -> TreeDrafts:
     return open_drafts(engine, opened.manifest.target.max_positions, RUNS[run], GREEDY, prefix, layout)
 
 
-def calls_of(drafter: TreeDrafts) -> Any:
+def calls_of(drafter: OpenDrafts) -> Any:
     """Draft four times as the golden run did; yields the call's number and its tree."""
     codes, (cond, uncond) = DRAFTER["token_ids"][0] - FIRST_CODE, DRAFTER["target_hidden"]
     done = 0

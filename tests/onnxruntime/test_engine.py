@@ -95,6 +95,24 @@ def test_kept_rows_go_on_in_their_new_order(tiny: Rig) -> None:
         close(found[place], tiny.reference(row, [*codes[row], 7])[-1])
 
 
+def test_rows_of_another_cache_go_on_beside_ones_own(tiny: Rig) -> None:
+    cache, joining = tiny.prefilled(2), tiny.engine.new_cache(1, 100)
+    codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
+    tiny.extend(cache, codes[:2])
+    other = tiny.prefilled(3)
+    tiny.extend(other, [[], [], codes[2]])
+    other.keep_rows(np.array([2]))
+    assert isinstance(joining, KVCache)
+    joining.keep_rows(np.array([], np.int64))
+    joining.extend(other)
+    cache.extend(joining)
+    assert cache.lengths.tolist() == [79, 5, 6]
+    assert cache.capacity == max(other.capacity, 100)
+    found = last_logits(tiny, cache, [7, 8, 9])
+    for row, last in enumerate([7, 8, 9]):
+        close(found[row], tiny.reference(row, [*codes[row], last])[-1])
+
+
 def test_the_past_is_handed_over_without_a_copy(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tiny.prefilled(3)
     seen: dict[str, Any] = {}

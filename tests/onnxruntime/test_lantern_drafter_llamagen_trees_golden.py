@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafter_runs import next_draft, open_drafts
+from drafter_runs import OpenDrafts, next_draft, open_drafts
 
 from lantern_rt import open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.drafter import TreeDrafts
 from lantern_rt.runtime.drafts import DrafterLayout
 
 DATA = Path(__file__).parent.parent / "data" / "lantern-drafter-llamagen"
@@ -30,7 +29,7 @@ RUNS = {
 }
 
 
-def start_drafter(bundle: Path, run: str) -> TreeDrafts:
+def start_drafter(bundle: Path, run: str) -> OpenDrafts:
     manifest = open_bundle(bundle).manifest
     engine = Engines(open_bundle(bundle)).drafter
     tree, settings = RUNS[run]
@@ -40,7 +39,7 @@ def start_drafter(bundle: Path, run: str) -> TreeDrafts:
     return open_drafts(engine, manifest.target.max_positions, tree, Sampling(**settings), prefix, layout)
 
 
-def calls_of(drafter: TreeDrafts):
+def calls_of(drafter: OpenDrafts):
     """Draft four times as the golden run did; yields the call's number and its tree."""
     tokens, hidden = GOLDEN["token_ids"][0], GOLDEN["target_hidden"]
     done = 0

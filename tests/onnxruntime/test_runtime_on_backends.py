@@ -16,7 +16,8 @@ from lantern_rt.engines.trt.cuda import find_gpu
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model, Prompt
+from lantern_rt.runtime.drafts import Model, Prompt, Request
+from lantern_rt.runtime.scheduler import Scheduler
 
 CODES = SMALL.grid**2
 BUSHY = "tree-3-210-100"
@@ -113,3 +114,21 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
     rare = expected < 8
     observed = np.append(counts[~rare], counts[rare].sum())
     assert chisquare(observed, np.append(expected[~rare], expected[rare].sum())).pvalue > 1e-3
+
+
+def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
+    small: SmallModel, backend: str, model: Model
+) -> None:
+    scheduler, codes = Scheduler(model, rows=8), [list[int]() for _ in range(7)]
+    visits = [(i, method, GUIDED if i % 2 else Sampling()) for i, method in enumerate([*METHODS.values()][:4])]
+    visits += [(i, METHODS["eagle, dynamic"], GUIDED) for i in (4, 5, 6)]
+    for step in itertools.count():
+        for i, method, sampling in visits[step : step + 1]:
+            rows = small.prompt(backend, i).rows(sampling)
+            scheduler.submit(Request(i, CODES, rows, sampling, [method], seed=i))
+        if step > len(visits) and not scheduler.busy:
+            break
+        for part in scheduler.step():
+            codes[part.request] += part.codes[: part.committed].tolist()
+    for i, method, sampling in visits:
+        assert [codes[i]] == codes_of(model, [small.prompt(backend, i)], [i], sampling, method)

@@ -138,6 +138,16 @@ def test_a_cache_on_the_device_holds_what_one_in_numpy_does(
         kept = np.array(data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4)))
         plain.keep_rows(kept)
         cache.keep_rows(kept)
+    if data.draw(st.booleans()):
+        entries, added = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 2))
+        others = KVCache.empty(added, 90, 2, 1, 2, np.float32), BlockCache(memory, added, 90, count, entry=8)
+        new_kv = rng.standard_normal((count, entries, added, 1, 2), np.float32)
+        address = memory.allocate(new_kv.nbytes)
+        memory.upload(address, new_kv)
+        others[0].append(list(new_kv), [np.arange(entries)] * added)
+        others[1].append(NewKV(address, new_kv.nbytes // count, number=0), [np.arange(entries)] * added)
+        plain.extend(others[0])
+        cache.extend(others[1])
     memory.synchronise()
     assert cache.lengths.tolist() == plain.lengths.tolist()
     for tensor, start in zip(plain.tensors, cache.addresses(), strict=True):

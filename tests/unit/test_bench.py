@@ -17,8 +17,9 @@ from lantern_rt import open_bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.host import read_bandwidth
+from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.output.charts import Chart, Line, chart_png, chart_svg
-from lantern_rt.tuning.bench import target_bytes, usual_methods
+from lantern_rt.tuning.bench import usual_methods
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +123,7 @@ def test_wrong_use_of_bench_is_one_line(
 
 
 def test_the_limit_counts_every_weight_of_the_target_once(folder: Path) -> None:
-    assert target_bytes(open_bundle(folder)) == 4 * 8 * 32  # its head, float32
+    assert weight_bytes(open_bundle(folder), "target") == 4 * 8 * 32  # its head, float32
 
 
 @pytest.mark.parametrize(("size", "read"), [(2**22, 2**22), (1, 2**20)])
@@ -183,4 +184,4 @@ def test_without_matplotlib_a_chart_is_refused_before_the_work(
     for command in ("bench", "tune"):
         assert run_program([command, str(plain), "--plot", str(tmp_path / "speed.png")]) == 2
         err = capsys.readouterr().err
-        assert err == "lantern-rt: plot: matplotlib is not installed; run `pip install 'lantern-rt[plot]'`\n"
+        assert err == "lantern-rt: --plot: matplotlib is not installed; run `pip install 'lantern-rt[plot]'`\n"

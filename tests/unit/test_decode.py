@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,10 @@ from toy_engine import ToyCache, ToyDrafter, ToyTarget, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime import decode as decode_module
 from lantern_rt.runtime import drafter as drafting
-from lantern_rt.runtime import passes
+from lantern_rt.runtime import passes, scheduler
 from lantern_rt.runtime.decode import Step, decode
-from lantern_rt.runtime.drafts import DrafterLayout, Model, Prompt
+from lantern_rt.runtime.drafts import Committed, DrafterLayout, Model, Prompt
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
@@ -313,13 +312,13 @@ def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
     def mask(lengths: NDArray[np.int64], hidden: object, past_length: int) -> NDArray[np.bool_]:
         return np.arange(past_length) < lengths[:, None]
 
-    patch.setattr(decode_module, "committed_mask", mask)
+    patch.setattr(scheduler, "committed_mask", mask)
 
 
 def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    right = decode_module.committed_mask
+    right = scheduler.committed_mask
     patch.setattr(
-        decode_module, "committed_mask", lambda lengths, hidden, past_length: right(lengths + 1, hidden, past_length)
+        scheduler, "committed_mask", lambda lengths, hidden, past_length: right(lengths + 1, hidden, past_length)
     )
 
 
@@ -346,26 +345,33 @@ def rows_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ToyCache, "keep_rows", lambda cache, rows: right(cache, rows[::-1]))
 
 
-def hidden_states_of_another_request(patch: pytest.MonkeyPatch) -> None:
-    def commit(drafts: Any, active: Any, committed: Any) -> None:
-        right(drafts, active, committed)
-        hidden = drafts.hidden
-        same = [i for i, h in enumerate(hidden) if len(h) == len(hidden[0])]
-        drafts.hidden = list(hidden)
-        for i, j in zip(same, same[1:] + same[:1], strict=True):
-            drafts.hidden[i] = hidden[j]
+def hidden_states(patch: pytest.MonkeyPatch, wrong: Callable[[list[Committed]], list[list[Any]]]) -> None:
+    """Give drafts the hidden states that `wrong` makes of what was committed, per request a list of rows."""
+
+    def commit(drafts: Any, committed: list[Committed]) -> None:
+        changed = [
+            replace(one, hidden=partial(list, rows)) for one, rows in zip(committed, wrong(committed), strict=True)
+        ]
+        right(drafts, changed)
 
     right = drafting.TreeDrafts.commit
     patch.setattr(drafting.TreeDrafts, "commit", commit)
+
+
+def hidden_states_of_another_request(patch: pytest.MonkeyPatch) -> None:
+    def others(committed: list[Committed]) -> list[list[Any]]:
+        hidden = [one.hidden() for one in committed]
+        same = [i for i, rows in enumerate(hidden) if len(rows[0]) == len(hidden[0][0])]
+        found = list(hidden)
+        for i, j in zip(same, same[1:] + same[:1], strict=True):
+            found[i] = hidden[j]
+        return found
+
+    hidden_states(patch, others)
 
 
 def hidden_states_one_position_late(patch: pytest.MonkeyPatch) -> None:
-    def commit(drafts: Any, active: Any, committed: Any) -> None:
-        right(drafts, active, committed)
-        drafts.hidden = [np.roll(h, 1, 0) for h in drafts.hidden]
-
-    right = drafting.TreeDrafts.commit
-    patch.setattr(drafting.TreeDrafts, "commit", commit)
+    hidden_states(patch, lambda committed: [[np.roll(rows, 1, 0) for rows in one.hidden()] for one in committed])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
 from toy_script import Script
 
 from lantern_rt.methods import Sampling, Sjd
-from lantern_rt.runtime import decode, relaxation
+from lantern_rt.runtime import decode, relaxation, scheduler
 from lantern_rt.runtime.drafts import Answers, Model
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
@@ -141,7 +141,7 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
         positions = answers.position + answers.structure.depths
         return right(tree, target, choice, rule, lambda node: decisions(node).at(int(positions[node])))
 
-    patch.setattr(decode, "walk", wrong)
+    patch.setattr(scheduler, "walk", wrong)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_counts_seeds_and_kinds_are_checked(words: Checker, arguments: dict[str,
     [
         (10, r"class id: found 10, expected a whole number 0 \.\. 9"),
         (-1, "class id: found -1"),
-        ([1, 400], "class id: found 400"),
+        ([1, 400], "class id 2 of 2: found 400"),
         ([], "empty list"),
         (1.5, "found 1.5"),
         ("3", "found '3'"),

@@ -14,12 +14,14 @@ PUBLIC = [
     "CheckpointError",
     "EngineError",
     "LanternError",
+    "Options",
     "OutputError",
     "ParityError",
     "Pipeline",
     "RequestError",
     "Result",
     "Statistics",
+    "StreamStep",
     "TreeError",
     "__version__",
     "open_bundle",
@@ -71,3 +73,10 @@ def test_parameters_of_a_call_are_these() -> None:
 
 def test_fields_of_a_result_are_these() -> None:
     assert list(lantern_rt.Result.__dataclass_fields__) == ["images", "codes", "seeds", "prompts", "stats", "settings"]
+
+
+def test_fields_of_a_step_of_a_stream_are_these() -> None:
+    assert list(lantern_rt.StreamStep.__dataclass_fields__) == [
+        "new_codes", "codes", "accepted", "step", "settings", "draw", "done", "total", "stats",
+    ]  # fmt: skip
+    assert inspect.signature(lantern_rt.StreamStep.image).parameters.keys() == {"self", "i"}

@@ -133,6 +133,14 @@ class ToyCache:
         self._lengths = self._lengths[rows]
         self.entries = Entries(*(column[rows] for column in self.entries.columns()))
 
+    def extend(self, other: ToyCache) -> None:
+        rows, capacity = len(self._lengths), max(one.entries.hashes.shape[1] for one in (self, other))
+        joined = Entries.junk((rows + len(other._lengths), capacity))
+        for one, place in ((self, slice(rows)), (other, slice(rows, None))):
+            for column, own in zip(joined.columns(), one.entries.columns(), strict=True):
+                column[place, : own.shape[1]] = own
+        self._lengths, self.entries = np.concatenate([self._lengths, other._lengths]), joined
+
 
 @dataclass
 class ToyEngine:

@@ -1,0 +1,50 @@
+"""What decoding keeps in memory, in bytes, worked out from sizes alone: before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..bundle.files import Bundle
+from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.onnx_scan import NotOnnx, float_weights
+from ..checks import brief
+from ..errors import BundleError
+
+FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
+INTEGERS = ("int8-weights", "int4-weights")
+
+
+def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, size: int) -> int:
+    """Keys and values of so many columns. size: bytes of a number."""
+    return 2 * spec.num_layers * columns * rows * spec.num_kv_heads * spec.head_dim * size
+
+
+def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int, size: int) -> int:
+    """A pass over `nodes` nodes of every row, at least: logits, and what one layer computes."""
+    logits = nodes * spec.vocab_size * 4  # float32
+    heads = spec.hidden_size // spec.head_dim
+    scores = nodes * (past + nodes) * (2 * heads + 1) * size  # the mask, two copies of one layer's scores
+    states = nodes * spec.hidden_size * (4 + 2 * FFN_RATIO) * size  # of one layer: states, gates and projections
+    return rows * (logits + scores + states)
+
+
+def weight_bytes(bundle: Bundle, role: str, expand: bool = False) -> int:
+    """A graph's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
+
+    Floats are loaded as float32, however they are stored; block-wise integers stay what they are, unless `expand`: then
+    they count as float32, at two integers a byte no more than eight times their file.
+    """
+    manifest = bundle.manifest
+    precision = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
+    if precision is not None and precision.precision in INTEGERS:
+        stored = sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
+        return stored * ({"int8-weights": 4, "int4-weights": 8}[precision.precision] if expand else 1)
+    return 4 * count_weights(bundle.path(role))
+
+
+def count_weights(path: Path) -> int:
+    """Floating-point weights of a graph. Raises: BundleError: it cannot be read."""
+    try:
+        return float_weights(path)
+    except (NotOnnx, ValueError, OSError) as error:
+        raise BundleError(f"{path}: expected an ONNX graph, found {brief(error)}") from error

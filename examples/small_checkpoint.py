@@ -1,0 +1,57 @@
+"""Writes a small LlamaGen checkpoint with random weights in the official layout: `python examples/small_checkpoint.py`.
+
+It stands in for files of hundreds of megabytes while you try things out: 10 classes, 6 x 6 codes of 64, pictures of
+96 x 96 pixels that show nothing. Needs PyTorch (extra `export`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
+
+CLASSES, CODES, WIDTH, LAYERS, HEADS, GRID = 10, 64, 64, 2, 4, 6
+
+
+def transformer() -> dict[str, torch.Tensor]:
+    """Weights by their official names; norms are ones."""
+    shapes = {
+        "cls_embedding.embedding_table.weight": (CLASSES + 1, WIDTH),
+        "tok_embeddings.weight": (CODES, WIDTH),
+        "norm.weight": (WIDTH,),
+        "output.weight": (CODES, WIDTH),
+    }
+    for layer in range(LAYERS):
+        shapes |= {
+            f"layers.{layer}.attention_norm.weight": (WIDTH,),
+            f"layers.{layer}.attention.wqkv.weight": (3 * WIDTH, WIDTH),
+            f"layers.{layer}.attention.wo.weight": (WIDTH, WIDTH),
+            f"layers.{layer}.ffn_norm.weight": (WIDTH,),
+            f"layers.{layer}.feed_forward.w1.weight": (256, WIDTH),
+            f"layers.{layer}.feed_forward.w2.weight": (WIDTH, 256),
+            f"layers.{layer}.feed_forward.w3.weight": (256, WIDTH),
+        }
+    return {name: torch.ones(shape) if len(shape) == 1 else 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+
+
+def tokenizer() -> dict[str, torch.Tensor]:
+    """Weights of an image tokenizer of 16 pixels a code, of the published shape but thin."""
+    vq = LlamaGenVQ(VQConfig(CODES, 8, 32, 32, (32,) * 5, (32,) * 5, 1))
+    vq.codebook = torch.randn(CODES, 8)
+    return {name.replace("codebook", "quantize.embedding.weight"): weight for name, weight in vq.state_dict().items()}
+
+
+def main(folder: Path = Path("small")) -> None:
+    """Write `small/c2i.pt`, `small/vq.pt`, and `small/config.json` with what the weights do not tell."""
+    torch.manual_seed(0)
+    folder.mkdir(exist_ok=True)
+    torch.save({"model": transformer()}, folder / "c2i.pt")
+    torch.save({"model": tokenizer()}, folder / "vq.pt")
+    (folder / "config.json").write_text(json.dumps({"n_head": HEADS, "block_size": GRID**2}), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""How many images are decoded together, and whether there is memory for what is asked, before any of it is taken."""
+
+from __future__ import annotations
+
+from ..bundle.files import Bundle
+from ..bundle.manifest import Manifest
+from ..engines.host import available_memory
+from ..engines.kv_cache import round_up
+from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
+from ..errors import RequestError
+from ..methods import Auto, Drafted, MethodConfig, Sjd
+from ..requests import Settings
+from ..runtime.tree_names import named_tree
+
+TOGETHER = 64  # images at most
+BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
+_NODES = 64  # of passes that `auto` may time
+_PIXEL = 1024  # bytes that an image decoder takes for a pixel: two layers of 128 channels
+
+
+def images_together(manifest: Manifest, settings: Settings, most_rows: int) -> int:
+    """Images decoded together: at most 64, at most 2 GiB of keys, values and logits, or half of the free memory.
+
+    most_rows: of a pass; guidance makes two of an image. At least one.
+    """
+    budget = min(BATCH_BYTES, available_memory() // 2)
+    rows = most_rows // (2 if settings.sampling.guided else 1)
+    return max(1, min(TOGETHER, rows, budget // sum(image_bytes(manifest, settings).values())))
+
+
+def image_bytes(manifest: Manifest, settings: Settings) -> dict[str, int]:
+    """What decoding one image takes, by what it is for."""
+    rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
+    nodes = max(_NODES, _nodes(settings.method))
+    columns = round_up(manifest.condition.prefix + manifest.codes_per_image + nodes + 2)
+    specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
+    found = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
+    prefill = max(nodes, manifest.condition.prefix)
+    return found | {"a pass": pass_bytes(manifest.target, rows, prefill, columns, size)}
+
+
+def check_memory(bundle: Bundle, settings: Settings, expand_weights: bool = False) -> None:
+    """Refuse what this host has no memory for: weights, and the decoding of one image.
+
+    Raises: RequestError: with all the numbers.
+    """
+    manifest, drafts = bundle.manifest, _drafts(settings.method)
+    roles = ("target", "drafter", "condition", "vq_decoder")
+    graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
+    weights = sum(weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
+    needed = {"weights": weights, **image_bytes(manifest, settings)}
+    needed["painting"] = _PIXEL * manifest.image_height * manifest.image_width
+    if (total := sum(needed.values())) > (free := available_memory()):
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
+        raise RequestError(
+            f"memory: found {_gib(free)} free, expected {_gib(total)} for bundle {manifest.name} ({parts}); "
+            "close other programs, or export it with smaller weights"
+        )
+
+
+def _drafts(method: MethodConfig) -> bool:
+    return method.needs_drafter or isinstance(method, Auto)
+
+
+def _nodes(method: MethodConfig) -> int:
+    """Nodes of a target pass, for methods that say so."""
+    if isinstance(method, Drafted):
+        return named_tree(method.tree).nodes
+    return method.window + 1 if isinstance(method, Sjd) else 1
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 27 else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,237 @@
+"""The decode loop: draft trees, verify them in one target pass, accept a path of each, commit it; repeat.
+
+Requests join, leave and change their method between passes. They share passes but nothing else: each has its own
+positions, masks, cache lengths, sampling and random numbers, so its tokens are those it would get alone. With guidance
+a request is two rows that come and go together. A request's cache columns are reserved for the whole image.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ..methods import Drafted, Sjd
+from .acceptance import Acceptance, follow
+from .drafter import TreeDrafts
+from .drafts import Answers, Committed, Drafts, Model, Request
+from .engine import Cache, Floats, Ints, Pass, PassOutput
+from .jacobi import WindowDrafts
+from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
+from .relaxation import Relaxation, walk, walk_greedy
+from .statistics import Clock
+from .ties import settled_logits, slack
+from .tree import DraftTree
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """One request's part of a step: the tokens it committed, and how.
+
+    request: its index. codes may run past the image's end in the last step; `committed` counts those that belong to it.
+    tree and acceptance are None for the prefill and for `ar`.
+    """
+
+    request: int
+    codes: Ints
+    committed: int
+    tree: DraftTree | None = None
+    acceptance: Acceptance | None = None
+
+
+class Scheduler:
+    """Requests of one model. rows: most of a pass; a request that finds no room waits for others to leave."""
+
+    def __init__(self, model: Model, rows: int = UNLIMITED) -> None:
+        self.model, self.rows = model, rows
+        self.target_clock, self.drafter_clock = Clock(), Clock()
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self._cache: Cache | None = None  # of the active requests' rows, in their order
+        self._windows, self._plain = WindowDrafts(model.columns), Drafts()
+        self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
+        self._arrange()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.active or self.waiting)
+
+    def submit(self, request: Request) -> None:
+        """Have a request drawn as soon as there is room, after those that came before.
+
+        Raises: ValueError: it has more rows than a pass may have.
+        """
+        if len(request.rows) > self.rows:
+            raise ValueError(f"a request of {len(request.rows)} rows, expected at most {self.rows}")
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request, waiting or not; one that has left already is none."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.active:
+            self._leave([request])
+
+    def step(self) -> list[RequestStep]:
+        """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""
+        joining, room = [], self.rows - sum(len(request.rows) for request in self.active)
+        while self.waiting and len(self.waiting[0].rows) <= room:
+            joining.append(self.waiting.popleft())
+            room -= len(joining[-1].rows)
+        if joining:
+            return self._prefill(joining)
+        return self._advance() if self.active else []
+
+    def _prefill(self, requests: list[Request]) -> list[RequestStep]:
+        target, rows = self.model.target, [row for request in requests for row in request.rows]
+        lengths, padding = np.array([len(row.embeds) for row in rows]), stack_padding([~row.real for row in rows])
+        cache = target.new_cache(len(rows), max(request.columns for request in requests))
+        batch = prefill_pass(target, cache, [row.embeds for row in rows], padding)
+        output = self.target_clock.run(target, batch, cache)
+        last = output.logits[np.arange(len(rows)), lengths - 1][:, None]  # [rows, 1, vocab_size]
+        nothing = DraftTree(np.zeros(1, np.int64), np.array([-1], np.int64))
+        parts, committed, first = [], [], 0
+        for request in requests:
+            own, first = slice(first, first + len(request.rows)), first + len(request.rows)
+            answers = self._answers(request, nothing, replace(output, logits=last), own)
+            codes, nodes = np.array([answers.choice(0)]), [np.arange(length) for length in lengths[own]]
+            request.codes += codes.tolist()
+            parts.append(RequestStep(request.index, codes, 1))
+            hidden = partial(_hidden, output, own, nodes)
+            committed.append(Committed(request, self._plain, codes, nodes, hidden, answers))
+        self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
+        if self.active and self._cache is not None:
+            self._cache.extend(cache)
+        else:
+            self._cache = cache
+        for request in requests:
+            if methods := [method for method in request.methods if isinstance(method, Drafted)]:
+                same = (self._trees[other] for other in self._trees if other.methods == request.methods)
+                self._trees[request] = next(same, None) or TreeDrafts(self.model, methods, self.drafter_clock)
+        self.active += requests
+        self._arrange()
+        self._tell(committed)
+        return parts
+
+    def _advance(self) -> list[RequestStep]:
+        drafted = [self._source(request) for request in self.active]
+        trees: dict[Request, DraftTree] = {}
+        for source in dict.fromkeys(drafted):
+            own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
+            trees.update(zip(own, source.draft(own), strict=True))
+        output = self._verify(trees)
+        parts, committed = [], []
+        for request, source in zip(self.active, drafted, strict=True):
+            tree, rows = trees[request], self._rows[request]
+            answers = self._answers(request, tree, output, rows)
+            accepted = self._accept(request, tree, answers)
+            codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
+            count = min(len(codes), request.missing)
+            request.codes += codes.tolist()
+            request.noise.forget(len(request.codes))
+            request.statistics.codes_per_step.append(len(codes))
+            request.statistics.realised_tvd += accepted.realised_tvd
+            nodes = [np.array(accepted.path, np.int64)] * len(request.rows)
+            hidden = partial(_hidden, output, rows, nodes)
+            committed.append(Committed(request, source, codes, nodes, hidden, answers))
+            how = () if source is self._plain else (tree, accepted)
+            parts.append(RequestStep(request.index, codes, count, *how))
+        assert self._cache is not None
+        kept = [nodes for one in committed for nodes in one.nodes]
+        self.target_clock.append(self._cache, output.new_kv, kept)
+        self._tell(committed)
+        return parts
+
+    def _verify(self, trees: dict[Request, DraftTree]) -> PassOutput:
+        """One target pass over all trees, padded to the same number of nodes."""
+        assert self._cache is not None
+        target, lengths = self.model.target, self._cache.lengths
+        nodes = max(MINIMUM_NODES, *(request.nodes for request in trees))
+        past_length = target.next_past_length(self._cache, nodes)
+        tokens, depths = np.zeros((2, len(lengths), nodes), np.int64)
+        attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
+        attention_mask[:, :, :past_length] = committed_mask(lengths, self._padding, past_length)[:, None]
+        attention_mask[:, :, past_length:] = themselves(nodes)
+        for request, tree in trees.items():
+            rows, count = self._rows[request], tree.nodes
+            tokens[rows, :count], depths[rows, :count] = tree.tokens, tree.structure.depths
+            attention_mask[rows, :count, past_length : past_length + count] = tree.structure.ancestors
+        positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
+        return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
+
+    def _answers(self, request: Request, tree: DraftTree, output: PassOutput, rows: slice) -> Answers:
+        """What a pass says of a request's tree."""
+        position, sampling = len(request.codes), request.sampling
+        margin = slack(self.model, sampling) if request.method.exact else 0.0
+        settle = partial(self._settle, request, tree, position) if margin else None
+        return Answers(
+            partial(_logits, output, rows), tree.structure, request.noise, position, sampling, margin, settle
+        )
+
+    def _settle(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
+        """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
+        tokens = np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
+        calls = self.target_clock.calls
+        logits = settled_logits(self.model, request.rows, tokens, request.sampling, self.target_clock)
+        request.statistics.settling_passes += self.target_clock.calls - calls
+        return logits
+
+    def _accept(self, request: Request, tree: DraftTree, target: Answers) -> Acceptance:
+        relaxation = Relaxation.of(request.method, self.model.neighbors)
+        if relaxation is None:
+            return follow(tree, target.choice)
+        if request.sampling.greedy:
+            return walk_greedy(tree, target.distribution, relaxation)
+        return walk(tree, target.distribution, target.choice, relaxation, target.decisions)
+
+    def _source(self, request: Request) -> Drafts:
+        """Where drafts of the method in use come from."""
+        if isinstance(request.method, Sjd):
+            return self._windows
+        return self._trees[request] if isinstance(request.method, Drafted) else self._plain
+
+    def _tell(self, committed: Sequence[Committed]) -> None:
+        """Tell all sources of drafts what a pass committed, then drop finished requests."""
+        for trees in dict.fromkeys(self._trees.values()):
+            trees.commit([one for one in committed if self._trees.get(one.request) is trees])
+        self._windows.commit(committed)
+        if finished := [one.request for one in committed if not one.request.missing]:
+            self._leave(finished)
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        before = self.active
+        self.active = [request for request in before if request not in requests]
+        if not self.active:
+            self._cache = None
+        elif self._cache is not None:
+            rows = np.arange(len(self._padding))
+            self._cache.keep_rows(np.concatenate([rows[self._rows[request]] for request in self.active]))
+        for source in (self._windows, *dict.fromkeys(self._trees.values())):
+            source.leave(requests)
+        for request in requests:
+            self._trees.pop(request, None)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Count the rows of the active requests."""
+        self._rows: dict[Request, slice] = {}
+        self._padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
+        first = 0
+        for request in self.active:
+            self._rows[request] = slice(first, first + len(request.rows))
+            first += len(request.rows)
+
+
+def _logits(output: PassOutput, rows: slice, nodes: slice) -> Floats:
+    logits: Floats = output.logits[rows, nodes]  # [sides, nodes, vocab_size]
+    return logits
+
+
+def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats]:
+    return [output.hidden[row, own] for row, own in zip(range(rows.start, rows.stop), nodes, strict=True)]

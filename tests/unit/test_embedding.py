@@ -1,0 +1,188 @@
+"""A pipeline inside somebody else's program: records on images, which prompt failed, closing, warming up, logging."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from PIL import Image
+from refusals import refused
+from tiny_bundle import CAPTION, PREFIX, make_tiny_bundle
+
+import lantern_rt
+from lantern_rt import Options, Pipeline, RequestError
+from lantern_rt.cli.main import run_program
+from lantern_rt.methods import PARAMETERS
+from lantern_rt.output.recipe import read_recipe
+from lantern_rt.requests import SAMPLING
+
+CLOSED = "pipeline: found it closed, expected an open one; call Pipeline.from_bundle again"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return Pipeline.from_bundle(folder, threads=1)
+
+
+# ---------------------------------------------------------------- images carry their record
+
+
+def test_an_image_saved_by_the_user_is_drawn_again_from_its_file(
+    pipe: Pipeline, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = pipe(["red cube", "green sphere"], seed=4, method="lantern++", lambda_=3)
+    result.images[1].save("saved.png")
+    recipe = read_recipe(Path("saved.png"))
+    assert (recipe.prompt, recipe.seed, recipe.method) == ("green sphere", 4, "lantern++")
+    assert recipe.settings == result.settings.as_dict()
+    assert run_program(["run", "--threads", "1", "--bundle", str(folder), "--from", "saved.png"]) == 0
+    assert Path("saved-again.png").read_bytes() == Path("saved.png").read_bytes()
+
+
+def test_the_record_outlives_enlarging_and_other_formats_do_without(pipe: Pipeline, tmp_path: Path) -> None:
+    image = pipe("red cube").images[0]
+    large = image.resize((48, 48))
+    assert large.info == image.info
+    assert set(image.info) >= {"Software", "prompt", "seed", "method", "noise", "settings", "bundle", "bundle_digest"}
+    image.save(tmp_path / "cube.jpg")
+    image.save(tmp_path / "bare.png", pnginfo=None)
+    with Image.open(tmp_path / "bare.png") as bare:
+        assert "prompt" not in bare.info
+
+
+def test_an_unfinished_image_records_nothing_and_a_streamed_one_what_a_call_does(pipe: Pipeline) -> None:
+    first, *_, last = pipe.stream("red cube", seed=2)
+    assert first.image(0).info == {}
+    assert last.image(0).info == pipe("red cube", seed=2, method=last.settings.method).images[0].info
+    with pytest.raises(IndexError):
+        last.image(1)
+
+
+def test_an_image_of_an_embedding_names_neither_prompt_nor_class(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings"), threads=1)
+    record = pipe(embeddings=[[1.0] * CAPTION] * PREFIX, seed=3).images[0].info
+    assert record["seed"] == "3"
+    assert not {"prompt", "class_id"} & set(record)
+
+
+# ---------------------------------------------------------------- what is wrong, and where
+
+
+def test_the_prompt_of_a_list_that_failed_is_named(pipe: Pipeline) -> None:
+    with refused(RequestError, "prompt 2 of 3: found an empty one, expected a few words"):
+        pipe(["red cube", " ", "green cube"])
+    with pytest.raises(RequestError, match=r"^prompt 3 of 3: found unknown word 'blu'"):
+        pipe.stream(["red cube", "green cube", "a blu cube"])
+    with refused(RequestError, "prompt: found an empty one, expected a few words"):
+        pipe([" "])
+
+
+def test_the_class_id_of_a_list_that_failed_is_named(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", "class"), threads=1)
+    with refused(RequestError, "class id 2 of 2: found 10, expected a whole number 0 .. 9"):
+        pipe(class_ids=[3, 10])
+
+
+def test_options_are_all_that_a_call_takes() -> None:
+    names = {name.rstrip("_") for name in get_type_hints(Options)}
+    assert names == {"method", *SAMPLING, *PARAMETERS}
+
+
+# ---------------------------------------------------------------- opening and closing
+
+
+def test_a_closed_pipeline_says_so_and_may_be_closed_again(folder: Path) -> None:
+    with Pipeline.from_bundle(folder, threads=1) as pipe:
+        stream, racing = pipe.stream("red cube", method="ar"), pipe.stream("red cube")
+        next(stream)
+        next(racing)
+    pipe.close()
+    with refused(RequestError, CLOSED):
+        pipe("red cube", method="ar")
+    with refused(RequestError, CLOSED):
+        pipe.warm_up()
+    *_, last = stream
+    assert last.done == last.total, "what was running has its engine until it ends"
+    racing.close()
+    with refused(RequestError, CLOSED):
+        last.image(0)
+
+
+def test_closing_frees_the_engines_at_once(folder: Path) -> None:
+    import weakref
+
+    pipe = Pipeline.from_bundle(folder, threads=1)
+    pipe("red cube", method="eagle")
+    engines = [weakref.ref(engine) for engine in pipe.decoders()]
+    pipe.close()
+    assert [engine() for engine in engines] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["words", "class", "embeddings"])
+def test_a_warm_pipeline_loads_nothing_more(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", kind), threads=1)
+    pipe.warm_up()
+    monkeypatch.setattr(onnxruntime, "InferenceSession", None)  # nothing can be loaded now
+    subject: dict[str, Any] = {
+        "words": {"prompts": "red cube"},
+        "class": {"class_ids": 3},
+        "embeddings": {"embeddings": [[1.0] * CAPTION] * PREFIX},
+    }[kind]
+    assert pipe(**subject, method="lantern").images
+
+
+def test_a_bundle_without_a_drafter_is_warmed_up_too(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", drafter=False), threads=1)
+    pipe.warm_up()
+    assert pipe("red cube").images
+
+
+# ---------------------------------------------------------------- logging
+
+
+def test_what_happens_is_logged_and_nothing_is_printed(
+    folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, "lantern_rt"):
+        pipe = Pipeline.from_bundle(folder, threads=1)
+        pipe("red cube", method="eagle")
+        pipe("red cube")
+    opened, drawn, chosen = (record.getMessage() for record in caplog.records if record.name.startswith("lantern_rt"))
+    assert opened == "opened bundle tiny on onnxruntime-cpu, threads: 1"
+    assert drawn.startswith("eagle: images: 1, ")
+    assert "(auto: " in chosen
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_program_that_says_nothing_of_logging_sees_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("lantern_rt", "lantern_rt.pipeline"):
+        assert logging.getLogger(name).handlers == []
+    Pipeline.from_bundle(folder, threads=1)("red cube")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_library_neither_prints_nor_sets_up_logging() -> None:
+    """Commands and recipes print; they are programs."""
+    names = {"print", "basicConfig", "addHandler", "StreamHandler", "dictConfig"}
+    found = []
+    for root in map(Path, lantern_rt.__path__):
+        for file in root.rglob("*.py"):
+            inside = file.relative_to(root).parts
+            if {"cli", "train", "tests", "benchmarks", "examples", "docs"} & {*inside[:2]}:
+                continue
+            for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+                if isinstance(node, ast.Call):
+                    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                    found += [f"{file}: {called}"] * (called in names)
+    assert found == []

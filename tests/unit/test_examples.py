@@ -1,0 +1,123 @@
+"""The examples, the notebook and the reference of Python work and are up to date."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import Pipeline
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_reference_is_what_the_docstrings_say() -> None:
+    made = runpy.run_path(str(ROOT / "docs/reference.py"))
+    assert made["PAGE"].read_text("utf-8") == made["page"](), "run `python docs/reference.py`"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import lantern_rt
+
+    page = (ROOT / "docs/reference.md").read_text("utf-8").replace("\\", "")
+    assert [name for name in lantern_rt.__all__ if f"\n## {name}\n" not in page] == []
+    assert "step.image(i)" in page
+    assert "\n### StreamStep.image\n" in page
+
+
+def test_the_first_program_draws_two_pictures(tmp_path: Path) -> None:
+    program = [sys.executable, str(ROOT / "examples/first_program.py")]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.count("\n") == 1
+    assert "tokens per forward pass" in done.stdout
+    assert done.stderr == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sphere-1.png", "sphere-2.png"]
+
+
+def test_the_notebook_is_valid_and_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples/tour.ipynb").read_text("utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    names: dict[str, Any] = {}
+    for cell in notebook["cells"]:
+        assert {"cell_type", "id", "metadata", "source"} <= cell.keys()
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["result"].images[0].size == (128, 128)
+
+
+# ---------------------------------------------------------------- the service
+
+
+@pytest.fixture(scope="module")
+def service() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples/service.py"), run_name="service")
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
+
+
+@pytest.fixture(scope="module")
+def address(service: dict[str, Any], pipe: Pipeline) -> Iterator[str]:
+    server = service["make_server"](pipe, port=0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def get(url: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(url) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_the_service_answers_several_at_once_each_with_its_picture(address: str, pipe: Pipeline) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda seed: get(f"{address}?prompt=red+cube&seed={seed}"), range(4)))
+    for seed, (status, body) in enumerate(answers):
+        assert status == 200
+        with Image.open(BytesIO(body)) as image:
+            assert image.tobytes() == pipe("red cube", seed=seed).images[0].tobytes()
+            assert image.info["seed"] == str(seed)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [("?prompt=blu", "found unknown word 'blu'"), ("", "found an empty one"), ("?prompt=red&seed=x", "found 'x'")],
+)
+def test_the_service_says_in_one_line_what_was_wrong(address: str, query: str, found: str) -> None:
+    status, body = get(f"{address}{query}")
+    assert status == 400
+    assert found in body.decode()
+    assert body.count(b"\n") == 1
+
+
+def test_a_picture_that_takes_too_long_is_given_up_and_the_next_one_is_drawn(
+    service: dict[str, Any], pipe: Pipeline
+) -> None:
+    painter = service["Painter"](pipe)
+    with pytest.raises(TimeoutError):
+        painter.png("red cube", 1, seconds=0.0)
+    assert painter.png("red cube", 1).startswith(b"\x89PNG")

@@ -1,0 +1,159 @@
+"""Requests of many images: decoded in batches by memory, each image as it would be alone; refused where none fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.cli.main import run_program
+from lantern_rt.engines import host
+from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.output.trace import Trace
+from lantern_rt.planning import memory
+from lantern_rt.planning.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
+from lantern_rt.requests import Settings, resolve_settings
+
+METHODS = ("ar", "eagle", "lantern", "sjd:window=5", "auto")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Pipeline:
+    return Pipeline.from_bundle(folder, threads=1)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every cache that is made."""
+    made: list[int] = []
+    real = KVCache.empty
+
+    def empty(count: int, *sizes: Any) -> KVCache:
+        made.append(count)
+        return real(count, *sizes)
+
+    monkeypatch.setattr(KVCache, "empty", empty)
+    return made
+
+
+def settings(folder: Path, **options: Any) -> Settings:
+    return resolve_settings(open_bundle(folder).manifest, options)
+
+
+def room_for(monkeypatch: pytest.MonkeyPatch, folder: Path, images: int) -> None:
+    """Memory for so many images at a time, with guidance."""
+    size = sum(image_bytes(open_bundle(folder).manifest, settings(folder, method="auto")).values())
+    monkeypatch.setattr(memory, "BATCH_BYTES", images * size)
+
+
+def same(one: Result, other: Result) -> bool:
+    pairs = zip(one.codes, other.codes, strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs) and [a.tobytes() for a in one.images] == [
+        b.tobytes() for b in other.images
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_images_are_the_same_however_a_request_is_split(
+    pipe: Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, rows: list[int]
+) -> None:
+    asked = {"prompts": ["red cube", "a green sphere"], "seed": [3, 90], "num_images": 4, "method": method}
+    whole = pipe(**asked)
+    assert max(rows) == 16
+    rows.clear()
+    room_for(monkeypatch, folder, 3)
+    parts = pipe(**asked)
+    assert max(rows) == 6
+    assert same(whole, parts)
+    assert parts.seeds == [3, 4, 5, 6, 90, 91, 92, 93]
+    if method != "auto":
+        assert parts.stats.images == 8
+        assert parts.stats.per_image == whole.stats.per_image
+        assert parts.stats.accepted_lengths == whole.stats.accepted_lengths
+        assert parts.stats.tokens_per_forward_pass == pytest.approx(whole.stats.tokens_per_forward_pass)
+        assert parts.stats.realised_tvd == pytest.approx(whole.stats.realised_tvd)
+        assert parts.stats.target_passes > whole.stats.target_passes
+
+
+def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
+    pipe: Pipeline, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_for(monkeypatch, folder, 2)
+    grown, done, trace = [np.zeros(0, np.int64)] * 5, 0, Trace(6, 6)
+    for step in pipe.stream("red cube", num_images=5, method="eagle"):
+        assert (step.stats is None) == (step.done < step.total)
+        assert (step.done > done, step.total) == (True, 5 * 36)
+        done = step.done
+        grown = [np.append(old, new) for old, new in zip(grown, step.new_codes, strict=True)]
+        assert all(np.array_equal(one, other) for one, other in zip(grown, step.codes, strict=True))
+        assert {part.request for part in step.step.parts} <= {i for i, new in enumerate(step.new_codes) if len(new)}
+        assert step.image(4).size == step.image(0).size
+        trace.add(step.step)
+    assert trace.accepted_per_cell().shape == (5, 36)
+    assert all(
+        np.array_equal(one, other) for one, other in zip(grown, pipe("red cube", num_images=5).codes, strict=True)
+    )
+
+
+def test_images_together_are_bounded_in_number_and_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, asked = open_bundle(folder).manifest, settings(folder)
+    one = sum(image_bytes(manifest, asked).values())
+    monkeypatch.setattr(memory, "available_memory", lambda: 1 << 50)
+    assert images_together(manifest, asked, 1 << 20) == TOGETHER
+    assert images_together(manifest, asked, 9) == 4  # rows of an engine; guidance makes two of an image
+    assert images_together(manifest, asked, 1) == 1
+    large = manifest.model_copy(update={"target": manifest.target.model_copy(update={"num_layers": 20_000})})
+    each = sum(image_bytes(large, asked).values())
+    assert images_together(large, asked, 1 << 20) == BATCH_BYTES // each < TOGETHER
+    monkeypatch.setattr(memory, "available_memory", lambda: 6 * one + 1)
+    assert images_together(manifest, asked, 1 << 20) == 3  # half of what is free
+    monkeypatch.setattr(memory, "available_memory", lambda: 0)
+    assert images_together(manifest, asked, 1 << 20) == 1
+
+
+def test_no_request_has_more_than_1024_images(pipe: Pipeline) -> None:
+    with pytest.raises(RequestError, match="found 2 x 513 images, expected at most 1024 in one request; split it"):
+        pipe(["red", "green"], num_images=513)
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def test_run_refuses_with_the_numbers_before_anything_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded"))
+    for command in (["run", "--bundle", str(folder), "--prompt", "red"], ["eval", str(folder)], ["bench", str(folder)],
+                    ["tune", str(folder)]):  # fmt: skip
+        more = [] if command[0] == "run" else ["--prompts", str(tmp_path / "prompts.txt")]
+        (tmp_path / "prompts.txt").write_text("red\ngreen\n")
+        assert run_program([*command, *more]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "memory: found 0.1 MiB free, expected " in err
+        for part in ("weights ", "cache of the target ", "cache of the drafter ", "a pass ", "painting "):
+            assert part in err
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+def test_the_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = host.available_memory()
+    assert 0 < free < 1 << 50
+    for name, text in (("max", "5000000"), ("current", "4000000"), ("stat", "anon 1\ninactive_file 200000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    monkeypatch.setattr(host, "_cgroups", lambda: [tmp_path, tmp_path / "none"])
+    assert host.available_memory() == 1_200_000
+    (tmp_path / "memory.max").write_text("max")
+    assert host.available_memory() > 1_200_000
