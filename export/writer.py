@@ -69,6 +69,7 @@ def export_model(
     """
     rounding = precisions or Precisions()
     check_output(output, force)
+    progress("preparing graphs", 0, 0)
     graphs = model.graphs
     if rounding.compute == "float16":
         graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]

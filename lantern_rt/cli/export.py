@@ -69,7 +69,7 @@ def export(
     with PeakMemory() as peak, progress() as show:
         show("reading checkpoints")
         found = read_family(family, fetched)
-        show(_described(found))
+        say(_described(found))
         export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"

@@ -97,7 +97,12 @@ def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
     assert bundle.code_embeddings().shape == (16, 8)
     assert bundle.neighbors().indices.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    assert said[:3] == ["sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx with the checkpoint"]
+    assert said[:4] == [
+        "preparing graphs",
+        "sorting neighbours",
+        "writing target.onnx (MB)",
+        "comparing target.onnx with the checkpoint",
+    ]
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
@@ -211,6 +216,7 @@ def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
         model, tmp_path / "toy", progress=lambda what, done, total: amounts.setdefault(what, []).append((done, total))
     )
     files = [f"{role}.onnx" for role in ("target", "condition", "vq_decoder")]
+    assert amounts.pop("preparing graphs") == [(0, 0)]
     expected = {f"writing {file} (MB)" for file in files} | {f"comparing {file} with the checkpoint" for file in files}
     assert amounts.keys() == {"sorting neighbours", "hashing checkpoints", "hashing files"} | expected
     for seen in amounts.values():
