@@ -53,7 +53,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.work) as folder, PeakMemory() as peak:
         start, checkpoints = time.perf_counter(), Path(folder) / "checkpoints"
 
-        def say(line: str) -> None:
+        def say(line: str, done: int = 0, total: int = 0) -> None:
+            if done:
+                return
             print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {line}", flush=True)
 
         write_checkpoints(shape, checkpoints, arguments.drafter or shape.vocab_size is not None)

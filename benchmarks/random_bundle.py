@@ -85,7 +85,7 @@ def export_checkpoints(
     output: Path,
     precision: str | None = None,
     compute: str = "float32",
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
     drafter = folder / "drafter" if (folder / "drafter").exists() else None

@@ -6,6 +6,7 @@ differences instead: the order is exact. A block of rows at a time, so memory st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,15 @@ class Neighbours(NamedTuple):
     distances: NDArray[np.float32]
 
 
-def neighbour_table(codebook: NDArray[np.floating[Any]], k: int = MOST) -> Neighbours:
-    """The `k` nearest rows of every row of `codebook [codes, width]`; equal distances in order of index."""
+def neighbour_table(
+    codebook: NDArray[np.floating[Any]],
+    k: int = MOST,
+    counted: Callable[[int, int], None] = lambda done, total: None,
+) -> Neighbours:
+    """The `k` nearest rows of every row of `codebook [codes, width]`; equal distances in order of index.
+
+    counted: told how many rows are done, of how many.
+    """
     codes, width = codebook.shape
     k = min(k, codes - 1)
     table = np.ascontiguousarray(codebook, np.float64)
@@ -32,6 +40,7 @@ def neighbour_table(codebook: NDArray[np.floating[Any]], k: int = MOST) -> Neigh
     error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # of a product's square, with room to spare
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
     distances = np.empty((codes, k), np.float32)
+    counted(0, codes)
     block = max(1, _BLOCK_BYTES // (8 * codes))
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
@@ -44,6 +53,7 @@ def neighbour_table(codebook: NDArray[np.floating[Any]], k: int = MOST) -> Neigh
                 square += np.square(difference, out=difference)
             indices[rows], close = _nearest(square, rows, k)
         distances[rows] = np.sqrt(close[:, :k])
+        counted(int(rows[-1]) + 1, codes)
     return Neighbours(indices, distances)
 
 

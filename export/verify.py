@@ -1,40 +1,41 @@
-"""Whether graphs compute what their torch modules compute, in ONNX Runtime on the CPU, and how far off they are.
+"""How far a bundle is from the checkpoint it was made from: sizes, arrays, and graphs with all fusions of the runtime.
 
-`check_parity` is part of an export. Neither side ever holds all weights as float32: those of the module are converted
-where they are used, and large graphs run from the mapped file. Weights that were rounded for storage are rounded in
-the module too, so that what is compared is the graph.
-
-`verify` measures a bundle with all fusions of the runtime: against the checkpoint's modules in float32; or, without
-one, against ONNX's reference evaluator on small inputs, which does not show what storing did to the weights.
+Graphs are compared with the checkpoint's modules in float32; or, without a checkpoint, with ONNX's reference evaluator
+on small inputs, which does not show what storing did to the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime  # type: ignore[import-untyped]
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from pydantic import BaseModel
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Precision
-from ..checks import brief
-from ..errors import ParityError
-from .checkpoints.deferred import computed, deferred
+from ..checks import short
+from ..errors import BundleError, CheckpointError
+from ..user_files import reading
 from .graph.graphs import HIDDEN, Arrays, Graph
-from .graph.precision import GraphFile, Precisions, fake_quantize
+from .graph.precision import Precisions
+from .neighbours import neighbour_table
+from .parity import Sessions, differences, narrowed, run_module, widened
+from .writer import Model
 
-TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
-_LEAST_HALF = -6e4  # a mask's lowest number in float16
-LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
+_ARRAY_LIMIT = 1e-5  # of arrays that are stored as they are, or computed in a few float32 operations
+_LARGEST_INPUT = 1 << 28  # numbers of a random input; a damaged graph may ask for any
+# What a checkpoint determines of a manifest: fields, and parts with fields, but for those that are chosen.
+_SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width")
+_PARTS = ("target", "drafter", "condition")
+_CHOSEN = {"precision", "dtype", "head_codes"}
 
 
 class Limits(NamedTuple):
@@ -56,147 +57,6 @@ LIMITS: dict[Precision, Limits] = {
     "int8-weights": Limits(1e-2, 0.98, 2e-3),
     "int4-weights": Limits(1e-2, 0.85, 0.15),
 }
-
-
-def check_parity(graph: Graph, path: Path, tolerance: float = TOLERANCE, plan: GraphFile | None = None) -> float:
-    """Compare `path` with `graph.module` on the graph's cases; returns the largest difference.
-
-    plan: what the file was written from; without it, weights are taken to be as the module has them.
-    Raises: ParityError that names every tensor that differs by more than the tolerance.
-    """
-    large = plan is not None and plan.size > LARGE
-    integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
-    # Fused products of integer weights round activations as well: look at the graph without them.
-    sessions = Sessions(path, lean=large or integers)
-    cases = list(graph.cases.items())
-    cases = [cases[0], cases[-1]] if large else cases
-    results = []
-    for case, inputs in cases:
-        try:
-            results.append(sessions.run(inputs))
-        except Exception as error:  # ONNX Runtime's own exceptions share no base class
-            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case}: {brief(error)}") from error
-    del sessions  # and its memory, before the module takes as much
-    worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
-    for (case, inputs), found in zip(cases, results, strict=True):
-        for name, expected in run_module(graph, inputs, plan).items():
-            here = differences(found[name], expected)[2], case
-            worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
-    wrong = [f"{name} by {d:.3g} ({case})" for name, (d, case) in worst.items() if d > tolerance]
-    if wrong:
-        raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}")
-    return max(difference for difference, _ in worst.values())
-
-
-def differences(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float, float]:
-    """The largest difference of two arrays: absolute, relative to each number, and scaled as limits are: absolute
-    up to values of 1, relative to the largest value above.
-
-    All are infinite where shapes, types or infinities differ, or one is not a number.
-    """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return np.inf, np.inf, np.inf
-    if not expected.size:
-        return 0.0, 0.0, 0.0
-    wide = expected.astype(np.float64)
-    with np.errstate(all="ignore"):
-        apart = np.where(found == expected, 0, np.abs(found.astype(np.float64) - wide))
-        relative = np.where(apart == 0, 0, apart / np.abs(wide))
-    absolute = float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max())
-    # Of integers (codes) any difference counts whole.
-    scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
-    scaled = absolute / scale if np.isfinite(scale) else absolute
-    return absolute, float(np.nan_to_num(relative, nan=np.inf, posinf=np.inf).max()), scaled
-
-
-def run_module(graph: Graph, inputs: Arrays, plan: GraphFile | None = None) -> Arrays:
-    """The module's outputs for a case by name; weights rounded as in `plan`."""
-    with torch.no_grad(), computing(graph.module, plan):
-        result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
-    tensors = (result,) if isinstance(result, Tensor) else result
-    return {value.name: tensor.numpy() for value, tensor in zip(graph.outputs, tensors, strict=True)}
-
-
-@contextmanager
-def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None]:
-    """The module computes in float32, whatever its weights are stored as, converting each where it is used.
-
-    Of a table that rows are looked up in, only the rows found are converted.
-    """
-    with ExitStack() as undo:
-        for prefix, part in module.named_modules():
-            if isinstance(part, nn.Embedding):
-                stored = partial(_as_stored, f"{prefix}.weight", plan=plan)
-                undo.callback(part.register_forward_hook(lambda *call, stored=stored: stored(call[-1])).remove)
-                continue
-            for own in (part._parameters, part._buffers):
-                for leaf, value in own.items():
-                    if value is not None and value.is_floating_point():
-                        undo.callback(own.__setitem__, leaf, value)
-                        make = partial(_as_stored, f"{prefix}.{leaf}".removeprefix("."), value, plan)
-                        own[leaf] = deferred(make, value.shape, torch.float32)
-        yield
-
-
-def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
-    """A module's weight in float32, rounded as the graph has it; the graph omits leading parts of its name."""
-    for known in (name, name.partition(".")[2]):
-        if plan is not None and known in plan.storages:
-            return fake_quantize(weight, plan.storages[known], known in plan.matrices)
-    return computed(weight).float()
-
-
-class Sessions:
-    """ONNX Runtime on one graph file, for calls with and without an empty past.
-
-    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: calls with one run without that fusion.
-
-    lean: nothing is fused, folded or copied: weights are read where the file is mapped, and those stored in other
-    types are decoded one at a time, if nodes run in the order they are written in (66 MB at the peak instead of 800).
-    """
-
-    def __init__(self, path: Path, lean: bool = False) -> None:
-        self.path, self.lean = path, lean
-        self._sessions: dict[bool, onnxruntime.InferenceSession] = {}
-
-    def run(self, inputs: Arrays) -> Arrays:
-        """All outputs by name. A graph of float16 is given float32 rounded, and its outputs come back as float32."""
-        empty = not self.lean and any(array.size == 0 for array in inputs.values())
-        if empty not in self._sessions:
-            self._sessions[empty] = onnxruntime.InferenceSession(
-                self.path,
-                self._options(),
-                providers=["CPUExecutionProvider"],
-                disabled_optimizers=["MatmulTransposeFusion"] if empty else None,
-            )
-        session = self._sessions[empty]
-        halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
-        found = session.run(None, narrowed(inputs, halves))
-        return dict(zip((o.name for o in session.get_outputs()), map(widened, found), strict=True))
-
-    def _options(self) -> onnxruntime.SessionOptions:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 4
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # which outlive the session
-        if self.lean:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
-            options.add_session_config_entry("session.disable_prepacking", "1")
-        return options
-
-
-def narrowed(inputs: Arrays, names: Collection[str]) -> Arrays:
-    """The inputs, those named in float16."""
-    return {
-        name: np.maximum(array, _LEAST_HALF).astype(np.float16) if name in names else array
-        for name, array in inputs.items()
-    }
-
-
-def widened(array: NDArray[Any]) -> NDArray[Any]:
-    """The array in float32 if it is in float16."""
-    return array.astype(np.float32) if array.dtype == np.float16 else array
 
 
 @dataclass(frozen=True)
@@ -228,24 +88,85 @@ class Verification:
 
 def verify(
     bundle: Bundle,
-    graphs: Sequence[Graph] | None = None,
+    model: Model | None = None,
     against: str = "ONNX reference evaluator",
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Verification:
-    """Compare a bundle's graphs with the modules of `graphs`, or each with the reference evaluator."""
-    manifest, roles = bundle.manifest, bundle.manifest.files
+    """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with the reference evaluator.
+
+    against: what the bundle is held against, for the report. progress: told of every piece of work how much of it
+    is done, of how much. Raises: CheckpointError for a model of other sizes; BundleError for a graph that does not run.
+    """
+    manifest = bundle.manifest
     precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
-    if graphs is None:
-        onnx_roles = [role for role, entry in roles.items() if entry.path.endswith(".onnx")]
-        runs = {role: _against_reference(bundle.path(role), manifest) for role in onnx_roles}
-    else:
-        runs = {graph.role: _against_module(graph, bundle.path(graph.role)) for graph in graphs if graph.role in roles}
     result = Verification(manifest.name, bundle.digest, against, manifest.target.precision, [], [])
-    for role, pairs in runs.items():
-        if progress:
-            progress(f"comparing {role}.onnx")
-        _compare(role, pairs, precisions.of(role), result)
+    roles = [role for role, entry in manifest.files.items() if entry.path.endswith(".onnx")]
+    graphs: dict[str, Graph] = {}
+    if model is not None:
+        _check_sizes(manifest, model, against)
+        _compare_arrays(bundle, model, result, progress)
+        graphs = {graph.role: graph for graph in model.graphs}
+        roles = [role for role in graphs if role in roles]
+    for role in roles:
+        path, cases = bundle.path(role), len(graphs[role].cases) if graphs else 1
+        pairs = _against_module(graphs[role], path) if graphs else _against_reference(path, manifest)
+        with (
+            reading(path, "a graph that runs", BundleError, "export the bundle again"),
+            np.errstate(all="ignore"),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            _compare(
+                role, _counting(pairs, cases, partial(progress, f"comparing {path.name}")), precisions.of(role), result
+            )
     return result
+
+
+def _check_sizes(manifest: Manifest, model: Model, against: str) -> None:
+    """Refuse a checkpoint whose model differs from the bundle's in what both say of themselves."""
+    own = _determined(vars(manifest))
+    for name, found in _determined(model.fields).items():
+        if found != own[name]:
+            found_and_own = f"found {short(found)}, but the bundle has {short(own[name])}"
+            raise CheckpointError(f"{against}: {name}: {found_and_own}; give the checkpoint that it was made from")
+
+
+def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint determines, of the fields of a manifest; those of its parts by dotted names."""
+    values = {name: fields[name] for name in _SIZES}
+    for part in _PARTS:
+        content = fields.get(part)
+        own = content.model_dump(exclude=_CHOSEN) if isinstance(content, BaseModel) else {}
+        values |= {f"{part}.{name}": value for name, value in own.items()}
+    return values
+
+
+def _compare_arrays(
+    bundle: Bundle, model: Model, result: Verification, progress: Callable[[str, int, int], None]
+) -> None:
+    """Add rows for all that a bundle holds besides graphs."""
+    embeddings = model.code_embeddings.detach().float().numpy()
+    arrays: list[tuple[str, str, NDArray[Any], NDArray[Any]]] = [
+        ("code_embeddings", "rows", bundle.code_embeddings(), embeddings)
+    ]
+    if most := bundle.manifest.neighbors:
+        table = neighbour_table(model.codebook, most, partial(progress, "sorting neighbours"))
+        for name, found, expected in zip(table._fields, bundle.neighbors(), table, strict=True):
+            arrays.append(("neighbors", name, found.astype(expected.dtype), expected))
+    for role, (_, content) in model.files.items():
+        own = np.fromfile(bundle.path(role), np.uint8)
+        arrays.append((role, "bytes", own, np.frombuffer(content, np.uint8)))
+    for role, name, found, expected in arrays:
+        limit = 0.0 if np.issubdtype(expected.dtype, np.integer) else _ARRAY_LIMIT
+        result.tensors.append(_row(role, name, differences(found, expected), limit))
+
+
+def _counting(
+    pairs: Iterable[tuple[Arrays, Arrays]], total: int, counted: Callable[[int, int], None]
+) -> Iterator[tuple[Arrays, Arrays]]:
+    counted(0, total)
+    for done, pair in enumerate(pairs, 1):
+        yield pair
+        counted(done, total)
 
 
 def _against_module(graph: Graph, path: Path) -> Iterator[tuple[Arrays, Arrays]]:
@@ -278,6 +199,8 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
     for value in inputs:
         kind = value.type.tensor_type
         shape = [axis.dim_value or sizes.get(axis.dim_param, 2) for axis in kind.shape.dim]
+        if prod(shape) > _LARGEST_INPUT:
+            raise ValueError(f"input {short(value.name)} of sizes {short(shape)}")
         if kind.elem_type == onnx.TensorProto.INT64:
             arrays[value.name] = generator.integers(ranges.get(value.name, 2), size=shape)
         elif value.name == "attention_mask":  # causal among the new nodes
@@ -304,30 +227,34 @@ def _compare(role: str, pairs: Iterable[tuple[Arrays, Arrays]], precision: Preci
             agreements.append(agree(expected["logits"], found["logits"]).ravel())
             divergences.append(divergence(expected["logits"], found["logits"]).ravel())
     limit = limits.difference if precision == "fp32" or not agreements else None
-    for name, (absolute, relative, scaled) in worst.items():
-        row = {
-            "graph": role,
-            "tensor": name,
-            "largest_absolute": float(absolute),
-            "largest_relative": float(relative) if np.isfinite(relative) else None,
-            "scaled": float(scaled),
-            "limit": limit,
-            "passed": limit is None or bool(scaled <= limit),
-        }
-        result.tensors.append(row)
+    result.tensors.extend(_row(role, name, apart, limit) for name, apart in worst.items())
     if agreements:
-        same, apart = np.concatenate(agreements), np.concatenate(divergences)
+        same, far = np.concatenate(agreements), np.concatenate(divergences)
         row = {
             "graph": role,
             "nodes": len(same),
             "agreement": float(same.mean()),
-            "mean_divergence": float(apart.mean()),
-            "largest_divergence": float(apart.max()),
+            "mean_divergence": float(far.mean()),
+            "largest_divergence": float(far.max()),
             "agreement_limit": limits.agreement,
             "divergence_limit": limits.divergence,
-            "passed": bool(same.mean() >= limits.agreement and apart.mean() <= limits.divergence),
+            "passed": bool(same.mean() >= limits.agreement and far.mean() <= limits.divergence),
         }
         result.distributions.append(row)
+
+
+def _row(role: str, name: str, apart: Iterable[float], limit: float | None) -> dict[str, Any]:
+    """How far a tensor is off (`apart` as `differences` has it), and whether that is within a limit on the last."""
+    absolute, relative, scaled = map(float, apart)
+    return {
+        "graph": role,
+        "tensor": name,
+        "largest_absolute": absolute,
+        "largest_relative": relative if np.isfinite(relative) else None,
+        "scaled": scaled,
+        "limit": limit,
+        "passed": limit is None or scaled <= limit,
+    }
 
 
 def agree(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[np.bool_]:

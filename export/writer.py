@@ -7,10 +7,11 @@ The goal appears whole or not at all, also after an error or Ctrl-C. A family re
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +20,14 @@ from torch import Tensor
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, Source, file_sha256
 from ..errors import OutputError
-from ..output.files import check_new_folder, folder_or_nothing
+from ..output.files import check_new_folder, existing_parent, folder_or_nothing
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
-from .verify import check_parity
+from .parity import check_parity
 
 _MANIFEST = "bundle.json"
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -56,47 +58,38 @@ def export_model(
     precisions: Precisions | None = None,
     origins: Mapping[Path, str] | None = None,
     force: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
-    written: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Path:
     """Write the bundle of a model and return its folder. Weights are read, rounded and written one at a time.
 
     Every graph is compared with its module. name: the output folder's by default. precisions: how weights are
     rounded, by default not at all. origins: where sources or their folders were fetched from. progress: told of every
-    piece of work. written: told how many bytes of weights are written, of how many.
+    piece of work how much of it is done, at first nothing, and of how much.
     Raises: OutputError, ParityError, CheckpointError.
     """
     rounding = precisions or Precisions()
     check_output(output, force)
+    progress("preparing graphs", 0, 0)
     graphs = model.graphs
     if rounding.compute == "float16":
         graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
     plans = {graph.role: plan_graph(graph, rounding.rule(graph.role)) for graph in graphs}
     total = sum(plan.size for plan in plans.values())
-    free = shutil.disk_usage(output.resolve().parent).free
+    free = shutil.disk_usage(existing_parent(output)).free
     if (needed := total + 4 * model.code_embeddings.numel()) > free:
         raise OutputError(
             f"{output}: the bundle takes about {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
             "free some, choose another place, or a smaller --precision"
         )
-    progress("sorting neighbours")
-    neighbours = neighbour_table(model.codebook, model.neighbors)
-    done = 0
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        written(done, total)
-
+    neighbours = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths: dict[str, Path] = {}
         for graph in graphs:
-            progress(f"writing {graph.role}.onnx")
-            plan = plans.pop(graph.role)
-            files = plan.write(folder / f"{graph.role}.onnx", count)
+            plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
+            files = plan.write(folder / file, _megabytes(plan.size, partial(progress, f"writing {file} (MB)")))
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
-            progress(f"comparing {graph.role}.onnx with the checkpoint")
-            check_parity(graph, files[0], graph.tolerance, plan=plan)
+            comparing = partial(progress, f"comparing {file} with the checkpoint")
+            check_parity(graph, files[0], graph.tolerance, plan, comparing)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(model.code_embeddings.detach().float().numpy()))
         paths["neighbors"] = folder / "neighbors.npz"
@@ -104,11 +97,10 @@ def export_model(
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
-        progress("hashing")
         known = origins or {}
         sources = tuple(
             Source(role=r, name=p.name, sha256=file_sha256(p), origin=known.get(p, known.get(p.parent)))
-            for r, p in model.sources
+            for r, p in _each(model.sources, partial(progress, "hashing checkpoints"))
         )
         target, drafter = model.fields["target"], model.fields.get("drafter")
         fields = {
@@ -122,7 +114,7 @@ def export_model(
             **fields,
             format_version=FORMAT_VERSION,
             neighbors=neighbours.indices.shape[1],
-            files={role: FileEntry.of(path) for role, path in paths.items()},
+            files={r: FileEntry.of(p) for r, p in _each(list(paths.items()), partial(progress, "hashing files"))},
         )
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
@@ -131,3 +123,24 @@ def export_model(
 def check_output(output: Path, force: bool) -> None:
     """Raises: OutputError for a goal that is there already, or that `force` would replace without being a bundle."""
     check_new_folder(output, force, _MANIFEST, "bundle")
+
+
+def _megabytes(total: int, counted: Callable[[int, int], None]) -> Callable[[int], None]:
+    """Takes sizes of pieces in bytes, and counts megabytes, begun ones too."""
+    done = 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        counted(-(-done // 10**6), -(-total // 10**6))
+
+    count(0)
+    return count
+
+
+def _each(items: Sequence[Item], counted: Callable[[int, int], None]) -> Iterator[Item]:
+    """The items, counted as they are done."""
+    for done, item in enumerate(items):
+        counted(done, len(items))
+        yield item
+    counted(len(items), len(items))

@@ -8,40 +8,53 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import struct
+import warnings
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...checks import brief
+from ...checks import brief, short
 from ...errors import CheckpointError
+from ...user_files import read_plain_file, reading
 
 Weights = dict[str, Tensor]
+Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 _WRAPPERS = ("model", "module", "state_dict")
 TOKENIZER = "tokenizer.json"
 _CURE = "give the model's own tokenizer"
-# What readers of broken files raise.
-_UNREADABLE = (
-    SafetensorError,
-    struct.error,
-    RuntimeError,
-    EOFError,
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-)
+_TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published ones have a few megabytes at most
+_LONGEST_NAME = 300  # characters of a weight's name
+_SHARING = 4  # times that the numbers of a file may be used, by weights with two names
+_TYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool}
+_TYPES |= {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 SHOWN = 6  # names listed in a message before the rest is counted
+
+
+def refusing(read: Reader) -> Reader:
+    """Decorates a reader of a user's file or folder, its first argument: whatever goes wrong is a CheckpointError.
+
+    Warnings of libraries about the file stay unsaid.
+    """
+
+    @wraps(read)
+    def refuse(*args: Any, **named: Any) -> Any:
+        path, cure = [*args, *named.values()][0], "download it again, or save it again as plain tensors"
+        with (
+            reading(path, "a checkpoint's file or folder", CheckpointError, cure),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            return read(*args, **named)
+
+    return cast(Reader, refuse)
 
 
 @dataclass(frozen=True)
@@ -68,14 +81,14 @@ class Config:
         """A positive whole number, None if the field is not there. Raises: CheckpointError."""
         value = self.get(name)
         if value is not None and (type(value) is not int or value < 1):
-            raise self.error(f"{self.shown(name)} is {value!r}, expected a whole number of at least 1")
+            raise self.error(f"{self.shown(name)} is {short(value)}, expected a whole number of at least 1")
         return value
 
     def number(self, name: str, default: float) -> float:
         """A positive number, or its default. Raises: CheckpointError."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(f"{self.shown(name)} is {value!r}, expected a positive number")
+            raise self.error(f"{self.shown(name)} is {short(value)}, expected a positive number")
         return float(value)
 
     def section(self, *names: str) -> Config:
@@ -87,32 +100,39 @@ class Config:
             raise self.error(f"has no {'.'.join(names)}, expected the model's settings there")
         return replace(self, values=content)
 
-    def expect(self, name: str, *allowed: Any) -> None:
+    def expect(self, name: str, *allowed: Any, cure: str = "give files of one model") -> None:
         """Refuse a field of any other value. Raises: CheckpointError."""
         if (value := self.get(name)) not in allowed:
-            choices = " or ".join(repr(choice) for choice in allowed if choice is not None)
-            raise self.error(f"{self.shown(name)} is {value!r}, expected {choices}")
+            choices = " or ".join(short(choice) for choice in allowed if choice is not None) or "none"
+            raise self.error(f"{self.shown(name)} is {short(value)}, expected {choices}; {cure}")
 
     def agree(self, **found: int) -> None:
         """Refuse a field that contradicts what the weights have. Raises: CheckpointError."""
         for name, count in found.items():
             if self.whole(name) not in (None, count):
-                raise self.error(f"{self.shown(name)} is {self.get(name)}, but the weights have {count}")
+                raise self.error(f"{self.shown(name)} is {short(self.get(name))}, but the weights have {count}")
 
 
+@refusing
 def read_config(path: Path, folder: str | None = None) -> Config:
     """A JSON object from a file; folder: what is expected where there is no such file. Raises: CheckpointError."""
     if folder is not None and not path.is_file():
         raise CheckpointError(f"{path.parent}: expected {folder}")
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+        values = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON, found {brief(error)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found a {type(values).__name__}")
     return Config(path, values)
+
+
+def read_text(path: Path) -> str:
+    """A short text from a plain file. Raises: CheckpointError, and ValueError for what is no text."""
+    try:
+        return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({brief(error)})") from error
 
 
 def find_tokenizer(folder: Path) -> Path:
@@ -123,6 +143,7 @@ def find_tokenizer(folder: Path) -> Path:
     return path
 
 
+@refusing
 def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None) -> Tokenizer:
     """The tokenizer of a model that embeds `rows` token ids, some of them under the names `named`.
 
@@ -135,18 +156,22 @@ def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None
         raise CheckpointError(f"{path}: expected a tokenizer in JSON, found {brief(error)}") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
-        raise CheckpointError(f"{path}: token {name!r} has id {highest}, but the model embeds {rows} tokens; {_CURE}")
+        raise CheckpointError(
+            f"{path}: token {short(name)} has id {highest}, but the model embeds {rows} tokens; {_CURE}"
+        )
     for name, wanted in (named or {}).items():
         if tokens.get(name) != wanted:
             found = f"id {tokens[name]}" if name in tokens else "no id"
-            raise CheckpointError(f"{path}: token {name!r} has {found}, but the model's is {wanted}; {_CURE}")
+            raise CheckpointError(f"{path}: token {short(name)} has {found}, but the model's is {wanted}; {_CURE}")
     return tokenizer
 
 
+@refusing
 def read_weights(path: Path) -> Weights:
     """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, of the types stored.
 
-    Raises: CheckpointError, also for a file with numbers that are not finite.
+    Raises: CheckpointError, also for weights that are no plain tensors, claim more numbers than the file holds, or
+    have numbers that are not finite.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
@@ -157,15 +182,33 @@ def read_weights(path: Path) -> Weights:
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise CheckpointError(f"{path}: expected a state dict, found {found}")
-    for name, value in content.items():
-        if not isinstance(value, Tensor):
-            found = f"a {type(value).__name__}"
-            raise CheckpointError(f"{path}: expected a state dict of tensors, found {found} under {name!r}")
+    weights = {str(name): value for name, value in content.items()}
+    for name, value in weights.items():
+        if len(name) > _LONGEST_NAME or not name.isprintable():
+            raise CheckpointError(f"{path}: expected names of weights, found {short(name)}")
+        if odd := _oddity(value):
+            raise CheckpointError(f"{path}: expected a state dict of tensors, found {odd} under {name!r}")
+    claimed, size = sum(value.numel() * value.element_size() for value in weights.values()), path.stat().st_size
+    claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
+    if claimed > _SHARING * size:
+        raise CheckpointError(f"{path}: its weights claim {claimed:,} bytes, but the file has {size:,}; save it again")
+    for name, value in weights.items():
         if value.is_floating_point() and value.numel():  # a mapped tensor is read once and not copied
             low, high = torch.aminmax(value)  # a NaN anywhere makes both NaN
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
-    return {str(name): value.detach() for name, value in content.items()}
+    return {name: value.detach() for name, value in weights.items()}
+
+
+def _oddity(value: Any) -> str | None:
+    """What a value is, where it is no plain tensor; only its description is looked at."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_nested:
+        return f"a {type(value).__name__} of another layout"
+    if value.dtype not in _TYPES:  # quantised ones have types of their own
+        return f"numbers of type {str(value.dtype).removeprefix('torch.')}"
+    return None if value.device.type == "cpu" else f"a tensor without numbers (device {value.device.type})"
 
 
 def listing(names: Collection[str]) -> str:
@@ -188,6 +231,6 @@ def _read(path: Path) -> Any:
         else:
             reason = "is not a PyTorch checkpoint, or is cut short"
         raise CheckpointError(f"{path}: {reason}") from error
-    except _UNREADABLE as error:
+    except Exception as error:  # of broken files, readers raise whatever they like
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
         raise CheckpointError(f"{path}: is not a {kind}, or is cut short ({brief(error)})") from error

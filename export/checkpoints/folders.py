@@ -12,15 +12,17 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from torch import nn
+from torch import Tensor, nn
 
+from ...checks import short
 from ...errors import CheckpointError
-from .files import SHOWN, Weights, listing, read_config, read_weights
+from .files import SHOWN, Weights, listing, read_config, read_weights, refusing
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _LOOSE = (".pt", ".pth")
 _OTHERS = ("optimizer", "training_args", "scheduler", "rng_state")  # what training leaves beside the weights
+_FLOATS = "floating-point numbers"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -64,6 +66,8 @@ class Checkpoint:
         shape = tuple(self.weights[name].shape)
         if len(shape) != dimensions or 0 in shape:
             raise self.error(f"weight {self.shown(name)} has shape {list(shape)}, expected {dimensions} sizes")
+        if not self.weights[name].is_floating_point():
+            raise self.error(f"weight {self.shown(name)} holds {_kind(self.weights[name])}, expected {_FLOATS}")
         return shape
 
     def count(self, prefix: str) -> int:
@@ -89,11 +93,17 @@ class Checkpoint:
             for name, value in wanted.items()
             if name in weights and weights[name].shape != value.shape
         ][:SHOWN]
+        problems += [
+            f"{self.shown(name)} holds {_kind(weights[name])}, expected {_kind(value)}"
+            for name, value in wanted.items()
+            if name in weights and weights[name].is_floating_point() != value.is_floating_point()
+        ][:SHOWN]
         if problems:
             raise self.error(f"the weights do not fit the model; {'; '.join(problems)}")
         module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
 
 
+@refusing
 def read_checkpoint(
     place: Path, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()
 ) -> Checkpoint:
@@ -155,9 +165,13 @@ def read_index(path: Path) -> dict[str, list[str]]:
         raise config.error("has no weight_map, expected one that names a file for every weight")
     for weight, name in weight_map.items():
         if not isinstance(name, str) or name in ("", ".", "..") or "\\" in name or PurePosixPath(name).name != name:
-            raise config.error(f"weight {weight} is in {name!r}, expected the name of a file beside it")
+            raise config.error(f"weight {short(weight)} is in {short(name)}, expected the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards
+
+
+def _kind(weight: Tensor) -> str:
+    return _FLOATS if weight.is_floating_point() else f"{str(weight.dtype).removeprefix('torch.')} numbers"
 
 
 def _differences(wanted: Set[str], found: Set[str], shown: Callable[[str], str] = str) -> list[str]:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ...bundle.manifest import TokenLayout
+from ...checks import short
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, find_tokenizer, read_config
+from ..checkpoints.files import Config, find_tokenizer, read_config, refusing
 from ..checkpoints.folders import read_checkpoint
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
@@ -33,6 +34,8 @@ _ARCHITECTURE, _LUMINA = "ChameleonForConditionalGeneration", "mask_image_logits
 _PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
 _NAMES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+# Fields that a drafter's config.json shares with its target's.
+_SHARED = ("model_type", "vocabulary_map", *(f"{name}_token_id" for name in ("bos", "eos", "boi", "eoi", "image")))
 # LANTERN's settings for Anole: guidance 3, the 2000 likeliest codes, top-p before top-k.
 _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000, filter_order="top-p, top-k")
 
@@ -47,6 +50,7 @@ class Chameleon(NamedTuple):
     sources: list[tuple[str, Path]]
 
 
+@refusing
 def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None) -> Model:
     """The model of a Chameleon folder with its VQGAN.
 
@@ -56,13 +60,17 @@ def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int
     check_grid(grid)
     find_tokenizer(target)  # before gigabytes are read
     image, rows, vq_files = read_vqgan(vq)
+    if rows and grid not in (None, rows):
+        raise CheckpointError(f"{vq}: its .yaml tells of a grid of {rows}, but {grid} was asked for; leave --grid out")
     if not (rows := grid or rows):
         raise CheckpointError(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid")
     decoder, embeddings, codes, condition, sources = read_chameleon(target, rows)
     sources += [("vq", path) for path in vq_files]
     drafting = None
     if drafter is not None:
-        drafting = read_drafter(drafter, decoder, len(embeddings), code_offset=min(codes))
+        own = read_config(target / "config.json")
+        fits = {name: (own.get(name),) for name in _SHARED if own.get(name) is not None}
+        drafting = read_drafter(drafter, decoder, len(embeddings), fits, code_offset=min(codes))
         arrange_codes(drafting.drafter, codes)
         sources += drafting.sources
     return image_model(
@@ -78,12 +86,13 @@ def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int
     )
 
 
+@refusing
 def read_chameleon(folder: Path, grid: int) -> Chameleon:
     """The decoder in a Hugging Face folder, for pictures of `grid` rows of codes. Raises: CheckpointError."""
     config = read_config(folder / "config.json", "a Hugging Face folder with config.json and weights")
     config.expect("model_type", "chameleon")
     if config.get("architectures", [_ARCHITECTURE]) != [_ARCHITECTURE] or _LUMINA in config.values:
-        found = _LUMINA if _LUMINA in config.values else f"architectures {config.get('architectures')}"
+        found = _LUMINA if _LUMINA in config.values else f"architectures {short(config.get('architectures'))}"
         raise config.error(f"found {found}, expected a {_ARCHITECTURE}; Lumina-mGPT and its kin are not supported")
     codes, layout = _read_vocabulary(config)
     checkpoint = read_checkpoint(folder, keep=lambda name: not name.startswith(_VQ_PREFIX))

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
+from ...checks import short
 from ...errors import CheckpointError, RequestError
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.files import TOKENIZER
@@ -77,7 +78,7 @@ def image_model(
 def check_grid(grid: int | None) -> None:
     """Raises: RequestError for a number of code rows that makes no sense."""
     if grid is not None and not 1 <= grid <= 256:
-        raise RequestError(f"grid is {grid}, expected 1 to 256 code rows")
+        raise RequestError(f"grid is {short(grid)}, expected 1 to 256 code rows")
 
 
 def decoder_fields(sizes: DecoderConfig) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from torch import Tensor
 from ...bundle.manifest import TokenLayout
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, find_tokenizer, read_config
+from ..checkpoints.files import Config, find_tokenizer, read_config, refusing
 from ..checkpoints.folders import Checkpoint, read_checkpoint
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import load_vq, rename_vqgan
 from ..writer import Model
-from .common import image_model
+from .common import check_grid, image_model
 
 _LANGUAGE, _ALIGNER = "model.language_model.", "model.generation_aligner."
 _UNUSED = ("model.vision_model.", "model.aligner.", "lm_head.")  # for reading pictures and writing text
@@ -39,6 +39,7 @@ _NAMES = {
 _TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
+@refusing
 def read_janus(target: Path) -> Model:
     """The model in a folder with config.json, generation_config.json, tokenizer.json and weights.
 
@@ -51,6 +52,7 @@ def read_janus(target: Path) -> Model:
     pixels, patch = vision.whole("image_size"), vision.whole("patch_size")
     if pixels is None or patch is None:
         raise config.error("vision_config lacks image_size or patch_size, which tell the rows of codes")
+    check_grid(pixels // patch)
     checkpoint = read_checkpoint(target, keep=lambda name: not name.startswith(_UNUSED))
     images = checkpoint.take("model.vqmodel.")
     rename_vqgan(images, coarsest_first=True)

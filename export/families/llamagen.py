@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from math import isqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...checks import short
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, read_config
+from ..checkpoints.files import Config, read_config, refusing
 from ..checkpoints.folders import Checkpoint, read_checkpoint
 from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
 from ..models.decoder import Decoder, DecoderConfig
@@ -27,15 +28,25 @@ from ..models.t5 import read_text_encoder
 from ..writer import Model
 from .common import check_grid, image_model
 
-_DEFAULT_GRID = 16  # 256 pixels at 16 pixels per cell
+_CELL = 16  # pixels along a side of a code, of the published tokenizers
 
 
-MODELS = {  # layers, hidden size and heads of published models
-    "GPT-B": (12, 768, 12),
-    "GPT-L": (24, 1024, 16),
-    "GPT-XL": (36, 1280, 20),
-    "GPT-XXL": (48, 1536, 24),
-    "GPT-3B": (24, 3200, 32),
+class Published(NamedTuple):
+    """A published model: its sizes, and the rows of codes that it was published for, by condition."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    class_grids: tuple[int, ...]
+    text_grids: tuple[int, ...] = ()
+
+
+MODELS = {
+    "GPT-B": Published(12, 768, 12, (16, 24)),
+    "GPT-L": Published(24, 1024, 16, (16, 24)),
+    "GPT-XL": Published(36, 1280, 20, (24,), (16, 32)),
+    "GPT-XXL": Published(48, 1536, 24, (24,)),
+    "GPT-3B": Published(24, 3200, 32, (24,)),
 }
 
 _CONDITION_NAMES = {
@@ -91,8 +102,9 @@ def read_llamagen(
     """The model of a LlamaGen transformer with its VQ tokenizer.
 
     target: an official file, or a folder: LANTERN's layout, or shards. Heads come from `model` (a published name),
-    `config` (a JSON file of the model's arguments, by default the folder's) or `heads`; `grid` is the number of code
-    rows, 16 for 256 pixels; a folder in LANTERN's layout tells all of these. drafter: a folder in LANTERN's layout.
+    `config` (a JSON file of the model's arguments, by default the folder's), `heads`, or the published model of these
+    sizes; `grid` is the number of code rows, 16 for 256 pixels: needed where neither the file nor the configuration
+    tells it, nor only one was published; refused where they tell otherwise. drafter: a folder in LANTERN's layout.
     text_encoder: flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text embeddings.
     Raises: CheckpointError, RequestError.
     """
@@ -101,7 +113,7 @@ def read_llamagen(
     image, sources = read_vq(vq), [*transformer.sources, ("vq", vq)]
     drafting = None
     if drafter is not None:
-        drafting = read_drafter(drafter, transformer.decoder, masks_prefix=False)
+        drafting = read_drafter(drafter, transformer.decoder, fits=_drafter_fields(transformer), masks_prefix=False)
         sources += drafting.sources
     module = transformer.condition
     classes = isinstance(module, ClassCondition)
@@ -122,21 +134,30 @@ def read_llamagen(
         condition=condition,
         vq=image,
         vq_place=vq,
-        sampling=Sampling(cfg_scale=4.0 if classes else 7.5, top_k=0 if classes else 1000),
+        sampling=Sampling(
+            cfg_scale=4.0 if classes else 7.5,
+            top_k=0 if classes else 1000,
+            filter_order="top-p, top-k" if transformer.lantern else "top-k, top-p",  # each layout's own
+        ),
         sources=sources,
         drafting=drafting,
     )
 
 
 class LlamaGen(NamedTuple):
-    """A transformer taken apart. code_embeddings `[codes, hidden_size]` float32; sources: its files with roles."""
+    """A transformer taken apart. code_embeddings `[codes, hidden_size]` float32; sources: its files with roles.
+
+    lantern: whether it was in LANTERN's layout.
+    """
 
     decoder: Decoder
     code_embeddings: Tensor
     condition: ClassCondition | CaptionCondition
     sources: list[tuple[str, Path]]
+    lantern: bool
 
 
+@refusing
 def read_transformer(
     path: Path,
     *,
@@ -168,16 +189,13 @@ def read_transformer(
         found = f"no class or caption embeddings with tok_embeddings, but {first}"
         found = next((kind for name, kind in _FOREIGN.items() if name in weights), found)
         raise checkpoint.error(f"found {found}; expected a LlamaGen transformer")
-    frequencies = weights.pop("freqs_cis", None)
     codes, code_width = checkpoint.shape("codes")
     values.agree(vocab_size=codes, hidden_size=code_width)
     condition, prefix = _take_condition(checkpoint, values)
-    if lantern and grid is None and values.whole("block_size") is None:
-        raise values.error("has no block_size; give --grid (16 for 256 pixels, 32 for 512)")
     sizes = DecoderConfig(
         **layer_sizes(checkpoint, values, _heads(checkpoint, values, model, heads), parts=4),
         vocab_size=codes,
-        grid=grid or _grid(path, prefix, frequencies, values),
+        grid=_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
         prefix=prefix,
         norm_eps=values.number("rms_norm_eps", 1e-6 if lantern else 1e-5),
         rope_base=values.number("rope_base", 10000.0),
@@ -187,7 +205,7 @@ def read_transformer(
     code_embeddings = weights.pop("codes").float()
     checkpoint.load_strict(decoder)
     sources = checkpoint.sources("target") + ([] if config is None else [("config", config)])
-    return LlamaGen(decoder, code_embeddings, condition, sources)
+    return LlamaGen(decoder, code_embeddings, condition, sources, lantern)
 
 
 def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
@@ -207,33 +225,68 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
     return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
 
 
+def _published(checkpoint: Checkpoint) -> tuple[str, Published] | None:
+    """The published model that has as many layers of the same width, with its name."""
+    sizes = checkpoint.count("layers."), checkpoint.shape("codes")[1]
+    return next(((name, one) for name, one in MODELS.items() if one[:2] == sizes), None)
+
+
 def _heads(checkpoint: Checkpoint, config: Config, model: str | None, heads: int | None) -> int:
     layers, width = checkpoint.count("layers."), checkpoint.shape("codes")[1]
     given, field = config.whole("num_attention_heads"), config.shown("num_attention_heads")
-    fitting = [f"; its sizes are those of {name}" for name, sizes in MODELS.items() if sizes[:2] == (layers, width)]
-    hint = "".join(fitting[:1])
+    published = _published(checkpoint)
     if model is not None:
         if model not in MODELS:
-            raise CheckpointError(f"model {model!r} is unknown; expected one of {', '.join(MODELS)}")
-        *sizes, heads = MODELS[model]
-        if sizes != [layers, width]:
+            raise CheckpointError(f"model {short(model)} is unknown; expected one of {', '.join(MODELS)}")
+        named = MODELS[model]
+        if named[:2] != (layers, width):
             own = f"has {layers} layers of width {width}"
-            raise checkpoint.error(f"{own}, but {model} has {sizes[0]} of {sizes[1]}{hint}")
-        if given not in (None, heads):
-            raise config.error(f"{field} is {given}, but {model} has {heads}")
-    if not (found := given or heads):
-        raise checkpoint.error(
-            f"the number of heads does not show in the weights; give --model ({', '.join(MODELS)}) or a --config with "
-            f"{field}{hint}"
-        )
+            hint = f"; its sizes are those of {published[0]}" if published else ""
+            raise checkpoint.error(f"{own}, but {model} has {named.num_layers} of {named.hidden_size}{hint}")
+        if given not in (None, named.num_heads):
+            raise config.error(f"{field} is {short(given)}, but {model} has {named.num_heads}")
+    if found := given or heads or (published and published[1].num_heads):
+        return found
+    raise checkpoint.error(
+        f"the number of heads does not show in the weights, and no published model has {layers} layers of width "
+        f"{width}; give a --config with {field}"
+    )
+
+
+def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, asked: int | None) -> int:
+    """Rows of codes as the weights or the configuration tell, which `asked` must not contradict; else as asked for."""
+    told = {}
+    if "freqs_cis" in checkpoint.weights:
+        told[f"{checkpoint.place}: freqs_cis"] = checkpoint.shape("freqs_cis", 3)[0] - prefix
+        del checkpoint.weights["freqs_cis"]
+    if block := config.whole("block_size"):
+        told[f"{config.path}: block_size"] = block
+    for where, cells in told.items():
+        rows = isqrt(max(cells, 0))
+        if not rows or rows**2 != cells:
+            raise CheckpointError(f"{where} tells of {short(cells)} codes, which is no square grid; correct it")
+        if asked not in (None, rows):
+            raise CheckpointError(f"{where} tells of a grid of {short(rows)}, but {asked} was asked for; leave one out")
+        asked = rows
+    if published := _published(checkpoint):
+        grids = published[1].class_grids if classes else published[1].text_grids
+    else:
+        grids = ()
+    if asked is None and len(grids) != 1:
+        choices = " or ".join(f"--grid {rows} ({rows * _CELL} pixels)" for rows in grids or (16, 24, 32))
+        raise checkpoint.error(f"the weights do not tell the grid of codes; give {choices}, as the model was trained")
+    found = asked or grids[0]
+    check_grid(found)
     return found
 
 
-def _grid(path: Path, prefix: int, frequencies: Tensor | None, config: Config) -> int:
-    stored = None if frequencies is None else len(frequencies) - prefix
-    for cells, where in ((stored, f"{path}: freqs_cis"), (config.whole("block_size"), f"{config.path}: block_size")):
-        if cells is not None:
-            if cells < 1 or isqrt(cells) ** 2 != cells:
-                raise CheckpointError(f"{where} tells of {cells} codes, which is no square grid; give --grid")
-            return isqrt(cells)
-    return _DEFAULT_GRID
+def _drafter_fields(target: LlamaGen) -> dict[str, tuple[Any, ...]]:
+    """What fields of a drafter's configuration may be, to fit its target."""
+    sizes, condition = target.decoder.config, target.condition
+    own: dict[str, tuple[Any, ...]] = (
+        {"input_type": ("c2i",), "num_classes": (len(condition.table) - 1,)}
+        if isinstance(condition, ClassCondition)
+        else {"input_type": ("t2i", "t2i2"), "caption_dim": (condition.uncond.shape[1],)}
+    )
+    shared = {"cls_token_num": sizes.prefix, "block_size": sizes.grid**2, "rope_base": sizes.rope_base}
+    return {**own, **{name: (value,) for name, value in shared.items()}, "rope_scaling": ()}

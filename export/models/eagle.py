@@ -7,6 +7,7 @@ holds a token sits one position before it: a drafter of LlamaGen has a rotary ta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import read_config
+from ..checkpoints.files import read_config, refusing
 from ..checkpoints.folders import read_checkpoint
 from ..graph.decoder_graph import write_head, write_layers
 from ..graph.graphs import Arrays, Graph, decoder_graph
@@ -55,11 +56,18 @@ class Drafting(NamedTuple):
     feeding: dict[str, Any]
 
 
-def read_drafter(folder: Path, target: Decoder, tokens: int | None = None, **feeding: Any) -> Drafting:
+@refusing
+def read_drafter(
+    folder: Path,
+    target: Decoder,
+    tokens: int | None = None,
+    fits: Mapping[str, tuple[Any, ...]] | None = None,
+    **feeding: Any,
+) -> Drafting:
     """The drafter in a folder, for a target whose head and grid it shares.
 
-    tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
-    Raises: CheckpointError.
+    tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes. fits:
+    what fields of its configuration may be, where they are there, to fit the target. Raises: CheckpointError.
     """
     config = read_config(folder / "config.json", "a folder with config.json and weights")
     checkpoint = read_checkpoint(folder, keep=lambda name: not name.endswith(".inv_freq"))
@@ -77,6 +85,8 @@ def read_drafter(folder: Path, target: Decoder, tokens: int | None = None, **fee
             f"{sizes.hidden_size}"
         )
     config.agree(vocab_size=rows)
+    for name, allowed in (fits or {}).items():
+        config.expect(name, *allowed, None, cure="give the drafter that was trained for this target")
     own = replace(
         sizes,
         **layer_sizes(checkpoint, config, config.whole("num_attention_heads") or sizes.num_heads, parts=4),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...checks import short
 from ..checkpoints.deferred import joined
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint
@@ -52,6 +53,8 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     rows, width = checkpoint.shape(qkv)
     layers, intermediate_size = checkpoint.count("layers."), checkpoint.shape("layers.0.ffn.gate.weight")[0]
     config.agree(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
+    for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
+        config.expect(name, needed, None, cure="other decoders are not supported")
     if heads is None or width % heads or width // heads % parts or config.get("head_dim") not in (None, width // heads):
         raise config.error(
             f"{config.shown('num_attention_heads')} is {heads}, expected a number that divides the width {width} into "
@@ -85,8 +88,6 @@ def decoder_config(
     for what the decoder cannot do.
     """
     sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
-    config.expect("hidden_act", "silu", None)
-    config.expect("swin_norm", False, None)
     positions = config.whole("max_position_embeddings")
     if positions is None or positions < grid**2 + 2:
         raise config.error(
@@ -110,5 +111,5 @@ def rope_base(config: Config) -> float:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
     if kind != "default":
-        raise config.error(f"rotary positions are of type {kind!r}, expected plain ones (default)")
+        raise config.error(f"rotary positions are of type {short(kind)}, expected plain ones (default)")
     return Config(config.path, scaling if "rope_theta" in scaling else config.values).number("rope_theta", 10000.0)

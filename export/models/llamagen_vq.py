@@ -16,10 +16,10 @@ import torch.nn.functional as F
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ...checks import brief
+from ...checks import brief, short
 from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config
+from ..checkpoints.files import Config, read_text, refusing
 from ..checkpoints.folders import Checkpoint, read_checkpoint
 
 CODEBOOK = "quantize.embedding.weight"
@@ -207,6 +207,7 @@ class VQEncoder(nn.Module):
         return likeness.argmax(-1), latents
 
 
+@refusing
 def read_vq(path: Path) -> LlamaGenVQ:
     """The tokenizer in a checkpoint file. Raises: CheckpointError."""
     checkpoint = read_checkpoint(path, keep=lambda name: name != "quantize.codebook_used")  # a record of training
@@ -245,6 +246,7 @@ def load_vq(checkpoint: Checkpoint, unit_decoding: bool = True, unit_encoding: b
     return vq
 
 
+@refusing
 def read_vqgan(path: Path) -> tuple[LlamaGenVQ, int | None, list[Path]]:
     """The tokenizer in taming-transformers' layout, the rows of codes of its pictures if known, and its files.
 
@@ -280,8 +282,8 @@ def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False) -> None:
 def _grid(path: Path, config: VQConfig) -> int:
     """Rows of codes; CheckpointError where the configuration contradicts the weights."""
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = yaml.safe_load(read_text(path))
+    except (ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: expected YAML, found {brief(error)}") from error
     parameters = Config(path, content).section("model", "params")
     parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
@@ -289,5 +291,5 @@ def _grid(path: Path, config: VQConfig) -> int:
     sizes.agree(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
     pixels = sizes.whole("resolution")
     if pixels is None or pixels % config.scale:
-        raise sizes.error(f"resolution is {pixels}, expected a multiple of {config.scale} pixels")
+        raise sizes.error(f"resolution is {short(pixels)}, expected a multiple of {config.scale} pixels")
     return pixels // config.scale

@@ -7,6 +7,7 @@ in float32: activations of these encoders leave the range of float16.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ...checks import brief, require_library
 from ...errors import CheckpointError
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import TOKENIZER, listing, read_config, read_tokenizer
+from ..checkpoints.files import TOKENIZER, listing, read_config, read_tokenizer, refusing
 from ..checkpoints.folders import read_checkpoint
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import Ops
@@ -25,6 +26,7 @@ _HIDDEN = -1e9  # added to the scores of padding; finite, as in the other graphs
 _SECOND = "encoder.embed_tokens.weight"  # the table of tokens, `shared.weight`, under its second name
 
 
+@refusing
 def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[tuple[str, Path]]]:
     """The `T5Stack` in a folder such as flan-t5-xl's, for captions of a width, its `tokenizer.json`, and its files.
 
@@ -43,6 +45,7 @@ def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[
     return encoder, path.read_bytes(), [*sources, ("text_tokenizer", path)]
 
 
+@refusing
 def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tuple[str, Path]]]:
     """The encoder in a folder as transformers saves it, of a whole T5 or of the encoder alone; and its files.
 
@@ -70,11 +73,17 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
         raise checkpoint.error(f"shared.weight and {_SECOND} differ, expected one table of tokens")
     if checkpoint.weights:
         raise checkpoint.error(f"unexpected weights {listing(checkpoint.weights)}, expected a T5's")
+    config.agree(num_layers=weights.count("block."))  # before as many are built
+    logger = logging.getLogger("transformers")
+    level = logger.level
     try:
+        logger.setLevel(logging.CRITICAL)
         with without_weights():
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
         raise config.error(f"expected the configuration of a T5, found {brief(error)}") from error
+    finally:
+        logger.setLevel(level)
     weights.load_strict(encoder)
     return encoder, [*checkpoint.sources("text_encoder"), ("text_encoder_config", config.path)]
 

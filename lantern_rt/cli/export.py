@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,10 +15,13 @@ from .families import FAMILIES, Checkpoints, read_family
 from .memory import PeakMemory
 from .options import Force
 
+if TYPE_CHECKING:
+    from ..export.writer import Model
+
 EXAMPLES = r"""
-lantern-rt export --family llamagen --target c2i_B_256.pt --model GPT-B \
+lantern-rt export --family llamagen --target c2i_B_256.pt --grid 16 \
     --vq vq_ds16_c2i.pt --output bundles/llamagen-b
-lantern-rt export --family llamagen --target t2i_XL_256.pt --model GPT-XL \
+lantern-rt export --family llamagen --target t2i_XL_256.pt --grid 16 \
     --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force
 lantern-rt export --family llamagen --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \
     --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text
@@ -64,14 +66,35 @@ def export(
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
     start = time.perf_counter()
-    with PeakMemory() as peak, progress(unit="bytes") as show:
+    with PeakMemory() as peak, progress() as show:
         show("reading checkpoints")
-        found, written = read_family(family, fetched), partial(show, "written")
-        export_model(
-            found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show,
-            written=written,
-        )  # fmt: skip
+        found = read_family(family, fetched)
+        say(_described(found))
+        export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
     print_text(output)
+
+
+def _described(model: Model) -> str:
+    """What was found in the checkpoints, as a line."""
+    fields = model.fields
+    target, drafter, condition = fields["target"], fields["drafter"], fields["condition"]
+    prompt = {
+        "class": f"{condition.classes} classes",
+        "embeddings": f"embeddings of texts, up to {condition.prefix} x {condition.caption_dim}",
+        "text": f"texts of up to {condition.prefix} tokens",
+        "tokens": f"texts of up to {condition.prefix} tokens",
+    }[condition.kind]
+    parts = [
+        f"found {fields['family']}: {target.num_layers} layers",
+        f"hidden size {target.hidden_size}",
+        f"{target.hidden_size // target.head_dim} heads",
+        f"grid {fields['grid_rows']} x {fields['grid_columns']}",
+        f"{fields['image_width']} x {fields['image_height']} pixels",
+        f"vocabulary {target.vocab_size}",
+        f"condition: {prompt}",
+        f"drafter: {drafter.num_layers} layers" if drafter else "no drafter",
+    ]
+    return ", ".join(parts)

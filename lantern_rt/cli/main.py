@@ -1,12 +1,14 @@
 """The `lantern-rt` program: runs a command and turns its outcome into an exit code.
 
 0: done, as far as a closed pipe let it. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C, answered
-from the start, since commands are imported inside. Anything else is a bug and shows its traceback.
+from the start, since commands are imported inside. 143: SIGTERM; nothing half-written stays then either. Anything else
+is a bug and shows its traceback.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -22,10 +24,17 @@ FAILED, INTERRUPTED = 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program with `arguments` (by default those of the process) and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: nobody wants it, and no file may be given its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     sys.exit(run_program(sys.argv[1:] if arguments is None else arguments))
+
+
+def _terminate(number: int, _: object) -> None:
+    """Leave by an exception, so that everything cleans up behind itself; further signals do not disturb that."""
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def run_program(arguments: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from json import dumps
@@ -16,13 +16,13 @@ from ..checks import require_library
 from ..errors import CheckpointError, RequestError
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
-from .console import print_text, say
+from .console import print_text, progress
 from .families import FAMILIES, Checkpoints, read_family
 from .options import BundleName, Force, Json
 
 if TYPE_CHECKING:
-    from ..export.graph.graphs import Graph
     from ..export.verify import Verification
+    from ..export.writer import Model
 
 EXAMPLES = """
 lantern-rt verify scenes
@@ -61,12 +61,13 @@ def verify(
         require_library(library, "verify", "cpu,export")
     from ..export.verify import verify as compare
 
-    if against is None:
-        result = compare(opened, progress=say)
-    else:
-        say("reading checkpoints")
-        given = Checkpoints(against, vq, drafter, text_encoder, model, config)
-        result = compare(opened, _graphs(opened, given), str(against), say)
+    with progress() as show:
+        if against is None:
+            result = compare(opened, progress=show)
+        else:
+            show("reading checkpoints")
+            given = Checkpoints(against, vq, drafter, text_encoder, model, config)
+            result = compare(opened, _model(opened, given), str(against), show)
     if report:
         write_output(report, html_report(result).encode(), force)
     if json:
@@ -80,8 +81,8 @@ def verify(
         raise typer.Exit(2)
 
 
-def _graphs(bundle: Bundle, given: Checkpoints) -> Sequence[Graph]:
-    """The checkpoints' modules, as they would be written."""
+def _model(bundle: Bundle, given: Checkpoints) -> Model:
+    """What the checkpoints make, as it would be written."""
     manifest = bundle.manifest
     if manifest.family not in FAMILIES:
         raise CheckpointError(
@@ -98,7 +99,7 @@ def _graphs(bundle: Bundle, given: Checkpoints) -> Sequence[Graph]:
             raise CheckpointError(f"--{option.replace(' ', '-')}: found {place or 'nothing'}, expected {wanted}")
     given, _ = given.fetched(manifest.family)
     heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
-    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads)).graphs
+    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads))
 
 
 def html_report(result: Verification) -> str:

@@ -6,16 +6,23 @@ of it. A folder of a kind is known by one file in it (`bundle.json`, `engine.jso
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 from ..checks import brief
 from ..errors import OutputError
+
+try:
+    import fcntl
+except ImportError:  # on Windows, what a killed program left stays
+    fcntl = None  # type: ignore[assignment]
 
 _SLUG_LIMIT = 60  # characters
 
@@ -77,9 +84,8 @@ def check_png(path: Path, force: bool) -> None:
 def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
     """Refuse a goal that is there already, or that `force` would replace without being of this kind."""
     if not os.path.lexists(output):
-        if not output.resolve().parent.is_dir():
-            raise OutputError(f"{output}: the folder {output.resolve().parent} does not exist")
-        return
+        with _refused(output), tempfile.TemporaryFile(dir=existing_parent(output)):
+            return
     if not force:
         raise OutputError(f"{output}: is there already; choose another name, or --force to replace it")
     replaceable = output.is_dir() and not output.is_symlink()
@@ -88,28 +94,21 @@ def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Write a whole file or nothing; creates the file's folder (but not the folder's folder)."""
-    with _refused(path):
-        new_folder = not path.parent.exists()
-        path.parent.mkdir(exist_ok=True)
-        try:
-            with _hidden_folder(path) as work:
-                new = Path(work, "new")
-                new.write_bytes(data)
-                if not force and path.exists():
-                    raise OutputError(f"{path}: a file appeared meanwhile; give another name, or --force to replace it")
-                os.replace(new, path)
-        finally:
-            if new_folder and not path.exists():
-                path.parent.rmdir()
+    """Write a whole file or nothing; creates the file's folder."""
+    with _refused(path), _with_parents(path), _hidden_folder(path) as work:
+        new = work / "new"
+        new.write_bytes(data)
+        if not force and path.exists():
+            raise OutputError(f"{path}: a file appeared meanwhile; give another name, or --force to replace it")
+        os.replace(new, path)
 
 
 @contextmanager
 def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iterator[Path]:
-    """A new folder that becomes `output` when the block ends well, and vanishes otherwise."""
+    """A new folder that becomes `output` when the block ends well, and vanishes otherwise; so do folders around it."""
     output = output.resolve()
-    with _refused(output, (OSError,)), _hidden_folder(output) as work:
-        folder, old = Path(work, "new"), Path(work, "old")
+    with _refused(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
+        folder, old = work / "new", work / "old"
         folder.mkdir()
         yield folder
         check_new_folder(output, force, marker, kind)  # it may have appeared meanwhile
@@ -123,10 +122,58 @@ def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iter
             raise
 
 
-def _hidden_folder(goal: Path) -> tempfile.TemporaryDirectory[str]:
-    """Beside `goal`, on the same disk; gone when the block ends."""
+def existing_parent(goal: Path) -> Path:
+    """The nearest folder around `goal` that is there."""
+    return next(folder for folder in goal.resolve().parents if folder.exists())
+
+
+@contextmanager
+def _with_parents(goal: Path) -> Iterator[None]:
+    """The folders around `goal`; those made here vanish again if it was not."""
+    new = [folder for folder in goal.parents if not folder.exists()]  # from the inside out
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for folder in () if goal.exists() else new:
+            with suppress(OSError):  # something else is in it now
+                folder.rmdir()
+
+
+@contextmanager
+def _hidden_folder(goal: Path) -> Iterator[Path]:
+    """Beside `goal`, on the same disk; gone when the block ends, and at the next try if the program was killed."""
     name = f".{goal.name[:100]}."
-    return tempfile.TemporaryDirectory(".partial", name, goal.parent, ignore_cleanup_errors=True)
+    for left in goal.parent.glob(f"{glob.escape(name)}*.partial"):
+        with suppress(OSError), _claimed(left) as ours:
+            if ours:
+                shutil.rmtree(left, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(".partial", name, goal.parent, ignore_cleanup_errors=True) as work,
+        _claimed(Path(work)),
+    ):
+        yield Path(work)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[bool]:
+    """Whether no other program works in `folder`, which none can claim meanwhile; a killed program claims nothing."""
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _check_parent(path: Path) -> None:

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from lantern_rt.bundle.manifest import Manifest
 from lantern_rt.export.graph.graphs import HIDDEN
-from lantern_rt.export.verify import Sessions
+from lantern_rt.export.parity import Sessions
 
 Arrays = dict[str, NDArray[Any]]
 PLAIN, GUIDED = 1e-4, 3e-4

@@ -128,12 +128,14 @@ def test_the_size_of_pictures_comes_from_the_yaml_or_the_caller(vq: Path) -> Non
 def test_export_and_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle, picture = tmp_path / "anole", tmp_path / "picture.png"
     command = ["export", "--family", "anole", "--target", str(TARGET), "--vq", str(VQ), "--drafter", str(DRAFTER)]
-    assert run_program([*command, "--grid", "4", "--output", str(bundle)]) == 0
+    assert run_program([*command, "--grid", "4", "--output", str(bundle)]) == 2
+    assert "its .yaml tells of a grid of 8, but 4 was asked for; leave --grid out" in capsys.readouterr().err
+    assert run_program([*command, "--output", str(bundle)]) == 0
     assert capsys.readouterr().out == f"{bundle}\n"
     run = ["run", "--bundle", str(bundle), "--prompt", "tok145 tok146", "--method", "lantern++", "--output"]
     assert run_program([*run, str(picture), "--json"]) == 0
     (image,) = json.loads(capsys.readouterr().out)["images"]
-    assert len(image["codes"]) == 16
+    assert len(image["codes"]) == 64
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert run_program(["run", "--bundle", str(bundle), "--class-id", "3"]) == 2
     assert "found class ids, expected a prompt: that is what bundle anole takes" in capsys.readouterr().err

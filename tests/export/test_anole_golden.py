@@ -10,7 +10,7 @@ from llamagen_golden import DATA, Arrays, Run, golden, guide, manifest
 from numpy.typing import NDArray
 
 from lantern_rt.export.graph.graphs import HIDDEN
-from lantern_rt.export.verify import Sessions
+from lantern_rt.export.parity import Sessions
 
 CODES = slice(4, 132)  # the image tokens
 

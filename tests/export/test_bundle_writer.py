@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.graph.precision import Precisions
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.writer import Model, export_model
+from lantern_rt.output.files import folder_or_nothing
 
 CONFIG = DecoderConfig(
     hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, vocab_size=16, grid=2, prefix=1
@@ -84,15 +89,20 @@ def parts() -> Model:
 
 
 def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
-    said: list[str] = []
-    folder = export_model(parts(), tmp_path / "toy", progress=said.append)
+    said: list[str] = []  # when something begins
+    folder = export_model(parts(), tmp_path / "toy", progress=lambda what, done, _: done or said.append(what))
     bundle = open_bundle(folder)
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
     assert bundle.code_embeddings().shape == (16, 8)
     assert bundle.neighbors().indices.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    assert said[:2] == ["sorting neighbours", "writing target.onnx"]
+    assert said[:4] == [
+        "preparing graphs",
+        "sorting neighbours",
+        "writing target.onnx (MB)",
+        "comparing target.onnx with the checkpoint",
+    ]
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:
@@ -122,9 +132,17 @@ def test_force_replaces_a_bundle_but_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "letters/a.txt").read_text() == "dear"
 
 
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="nowhere does not exist"):
-        export_model(parts(), tmp_path / "nowhere/toy")
+def test_folders_around_a_bundle_are_made_and_vanish_if_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_bundle(export_model(parts(), tmp_path / "bundles/large/toy"))
+    monkeypatch.setattr("lantern_rt.export.writer.check_parity", stop(ParityError("differs")))
+    with pytest.raises(ParityError):
+        export_model(parts(), tmp_path / "bundles/small/toy")
+    assert [path.name for path in (tmp_path / "bundles").iterdir()] == ["large"]
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="Not a directory"):
+        export_model(parts(), tmp_path / "file/inside/toy")
 
 
 def stop(error: BaseException) -> Callable[..., None]:
@@ -132,6 +150,42 @@ def stop(error: BaseException) -> Callable[..., None]:
         raise error
 
     return raiser
+
+
+KILLED = """
+import sys, time
+from lantern_rt.cli.main import main
+from lantern_rt.export import writer
+
+def wait(*_, **__):
+    print("half-written", flush=True)
+    time.sleep(60)
+
+writer.check_parity = wait
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "stays"), [(signal.SIGTERM, 143, 0), (signal.SIGKILL, -9, 1)])
+def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
+    tmp_path: Path, number: signal.Signals, code: int, stays: int
+) -> None:
+    goal = tmp_path / "bundles/toy"
+    command = ["export", "--target", C2I, "--vq", VQ, "--config", C2I.with_name("config.json"), "--output", goal]
+    with subprocess.Popen([sys.executable, "-c", KILLED, *map(str, command)], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"half-written\n"
+        (partial,) = (tmp_path / "bundles").iterdir()
+        other = tmp_path / "bundles/.other.x.partial"
+        other.mkdir()
+        with folder_or_nothing(goal, False, "bundle.json", "bundle"):
+            assert partial.is_dir()  # that of a program at work
+        shutil.rmtree(goal)
+        program.send_signal(number)
+        assert program.wait() == code
+    assert partial.is_dir() == bool(stays)
+    export_model(parts(), goal)
+    assert {path.name for path in (tmp_path / "bundles").iterdir()} == {"toy", other.name}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ParityError("differs"), RuntimeError("bug")])
@@ -146,20 +200,30 @@ def test_nothing_half_written_stays_after_a_failure(
 
 
 def test_ctrl_c_in_the_middle_of_a_weight_leaves_nothing(tmp_path: Path) -> None:
-    def stop_halfway(done: int, total: int) -> None:
-        if done > total // 2:
+    def stop_halfway(what: str, done: int, total: int) -> None:
+        if what.startswith("writing target") and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(parts(), tmp_path / "toy", written=stop_halfway)
+        export_model(parts(), tmp_path / "toy", progress=stop_halfway)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_counts_every_byte_of_the_weights(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    export_model(parts(), tmp_path / "toy", written=lambda done, total: seen.append((done, total)))
-    assert seen == sorted(seen)
-    assert seen[-1][0] == seen[-1][1] > 0
+def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
+    amounts: dict[str, list[tuple[int, int]]] = {}
+    model = replace(parts(), sources=[("target", C2I)])
+    export_model(
+        model, tmp_path / "toy", progress=lambda what, done, total: amounts.setdefault(what, []).append((done, total))
+    )
+    files = [f"{role}.onnx" for role in ("target", "condition", "vq_decoder")]
+    assert amounts.pop("preparing graphs") == [(0, 0)]
+    expected = {f"writing {file} (MB)" for file in files} | {f"comparing {file} with the checkpoint" for file in files}
+    assert amounts.keys() == {"sorting neighbours", "hashing checkpoints", "hashing files"} | expected
+    for seen in amounts.values():
+        assert seen == sorted(seen)
+        assert seen[0][0] == 0
+        assert seen[-1][0] == seen[-1][1] > 0
+    assert amounts["comparing target.onnx with the checkpoint"] == [(done, 10) for done in range(11)]
 
 
 def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(

@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from llamagen_golden import Arrays, golden
 
-from lantern_rt.export.verify import Sessions
+from lantern_rt.export.parity import Sessions
 from lantern_rt.output.images import to_image
 
 

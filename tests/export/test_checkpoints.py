@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llamagen_golden import DATA, golden
+from checkpoint_copies import C2I, DRAFTER, T2I, VQ, Weights, changed, config_of, drafter_copy, edited
+from llamagen_golden import golden
 from safetensors.torch import save_file
 
 from lantern_rt.bundle.manifest import file_sha256
@@ -23,23 +23,6 @@ from lantern_rt.export.graph.conditions import CaptionCondition, ClassCondition
 from lantern_rt.export.models.decoder import Decoder
 from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.llamagen_vq import read_vq
-
-C2I, T2I, VQ = (
-    DATA / name for name in ("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt", "llamagen-vq/vq_tiny.pt")
-)
-DRAFTER = DATA / "lantern-drafter-llamagen"
-Weights = dict[str, torch.Tensor]
-
-
-def config_of(target: Path) -> Path:
-    return target.with_name("config.json")
-
-
-def changed(path: Path, goal: Path, **changes: Any) -> Path:
-    """A copy of a JSON file with some fields changed; None removes one."""
-    fields = json.loads(path.read_text()) | changes
-    goal.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
-    return goal
 
 
 class Payload:
@@ -125,14 +108,6 @@ def test_the_digest_is_that_of_the_file() -> None:
     assert file_sha256(C2I) == hashlib.sha256(C2I.read_bytes()).hexdigest()
 
 
-def edited(tmp_path: Path, source: Path, edit: Any) -> Path:
-    weights: Weights = torch.load(source, weights_only=True)["model"]
-    edit(weights)
-    goal = tmp_path / source.name
-    torch.save({"model": weights}, goal)
-    return goal
-
-
 def test_sizes_come_from_the_weights() -> None:
     found = read_transformer(C2I, config=config_of(C2I))
     sizes = found.decoder.config
@@ -159,20 +134,6 @@ def test_the_safetensors_copy_reads_the_same(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
-def test_the_grid_is_the_callers_then_the_stored_tables_then_the_configurations(tmp_path: Path) -> None:
-    no_block = changed(config_of(C2I), tmp_path / "config.json", block_size=None)
-    stored = edited(tmp_path, C2I, lambda w: w.update(freqs_cis=torch.zeros(1 + 25, 8, 2)))
-    assert read_transformer(stored, config=config_of(C2I), grid=7).decoder.config.grid == 7
-    assert read_transformer(stored, config=config_of(C2I)).decoder.config.grid == 5
-    assert read_transformer(C2I, config=config_of(C2I)).decoder.config.grid == 4
-    assert read_transformer(C2I, config=no_block).decoder.config.grid == 16
-
-
-def test_heads_need_a_name_or_a_configuration() -> None:
-    with pytest.raises(CheckpointError, match=r"number of heads does not show.*--model \(GPT-B, .*--config"):
-        read_transformer(C2I)
-
-
 def test_a_name_that_contradicts_the_weights_is_refused() -> None:
     with pytest.raises(CheckpointError, match="has 3 layers of width 64, but GPT-B has 12 of 768"):
         read_transformer(C2I, model="GPT-B")
@@ -190,7 +151,7 @@ def test_a_name_that_contradicts_the_weights_is_refused() -> None:
         ({"n_head": "four"}, "n_head is 'four'"),
         ({"n_head": 32}, "n_head is 32, expected .* a multiple of 4"),
         ({"n_kv_head": 2}, "key heads do not explain"),
-        ({"block_size": 17}, "no square grid; give --grid"),
+        ({"block_size": 17}, "no square grid; correct it"),
         ({"norm_eps": 0}, "norm_eps is 0"),
     ],
 )
@@ -248,15 +209,6 @@ def test_an_image_tokenizer_with_a_missing_level_is_refused(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def target() -> Decoder:
     return read_transformer(T2I, config=config_of(T2I)).decoder
-
-
-def drafter_copy(folder: Path, edit: Any = None, **config: Any) -> Path:
-    weights: Weights = torch.load(DRAFTER / "pytorch_model.bin", weights_only=True)
-    if edit:
-        edit(weights)
-    save_file(weights, folder / "model.safetensors")
-    changed(DRAFTER / "config.json", folder / "config.json", **config)
-    return folder
 
 
 def test_a_drafter_is_read_from_either_format(tmp_path: Path, target: Decoder) -> None:

@@ -19,7 +19,7 @@ from lantern_rt.export.graph.graphs import Graph, in_half, target_graph, write_g
 from lantern_rt.export.graph.precision import read_precisions
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
-from lantern_rt.export.verify import check_parity
+from lantern_rt.export.parity import check_parity
 
 SMALL = DecoderConfig(64, 3, 4, 2, 96, 40, 3, 2, spare_positions=8)
 NORMED = DecoderConfig(

@@ -15,7 +15,7 @@ from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.families.janus import read_janus
-from lantern_rt.export.verify import Sessions
+from lantern_rt.export.parity import Sessions
 from lantern_rt.export.writer import export_model
 
 transformers = pytest.importorskip("transformers")

@@ -87,9 +87,15 @@ def test_the_rotary_table_is_the_published_one(lantern: Lantern) -> None:
 
 def test_the_official_file_of_the_same_weights_gives_the_same_graph(lantern_t2i_bundle: Path, t2i_bundle: Path) -> None:
     ours, official = (manifest(bundle) for bundle in (lantern_t2i_bundle, t2i_bundle))
-    assert ours.model_dump(exclude={"name", "files", "provenance"}) == official.model_dump(
-        exclude={"name", "files", "provenance"}
-    )
+    own = {"name", "files", "provenance", "sampling"}
+    assert ours.model_dump(exclude=own) == official.model_dump(exclude=own)
     for role in ("target", "condition", "code_embeddings"):
         assert ours.files[role].sha256 == official.files[role].sha256, role
     assert [source.role for source in ours.provenance.sources] == ["target", "config", "vq"]
+
+
+def test_each_layout_keeps_its_own_order_of_filters(lantern_t2i_bundle: Path, t2i_bundle: Path) -> None:
+    ours, official = (manifest(bundle).sampling for bundle in (lantern_t2i_bundle, t2i_bundle))
+    assert ours.filter_order == "top-p, top-k"
+    assert official.filter_order == "top-k, top-p"
+    assert ours.model_copy(update={"filter_order": official.filter_order}) == official

@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from llamagen_golden import Arrays, golden
 
-from lantern_rt.export.verify import Sessions
+from lantern_rt.export.parity import Sessions
 
 
 @pytest.fixture(scope="module")

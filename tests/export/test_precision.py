@@ -25,7 +25,7 @@ from lantern_rt.export.graph.precision import (
     resolve_dtype,
     storage,
 )
-from lantern_rt.export.verify import Sessions, check_parity, computing
+from lantern_rt.export.parity import Sessions, check_parity, computing
 
 PRECISIONS = get_args(Precision)
 

@@ -132,7 +132,7 @@ def test_the_drafter_graphs_module_is_the_trained_one() -> None:
 
 def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path: Path) -> None:
     restore_work("scenes", tmp_path / "work")
-    write_scenes_bundle(tmp_path / "work", tmp_path / "again", force=False, progress=lambda _: None)
+    write_scenes_bundle(tmp_path / "work", tmp_path / "again", force=False, progress=lambda *_: None)
     first, second = open_bundle("scenes").manifest.files, open_bundle(tmp_path / "again").manifest.files
     for role in ("target.data", "drafter.data", "code_embeddings", "vq_decoder.data", "neighbors"):
         assert second[role].sha256 == first[role].sha256, role
@@ -140,7 +140,7 @@ def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path:
 
 def test_a_bundle_of_integer_weights_is_smaller_and_says_so(tmp_path: Path) -> None:
     restore_work("scenes", tmp_path / "work")
-    write_scenes_bundle(tmp_path / "work", tmp_path / "int8", False, lambda _: None, precision="int8-weights")
+    write_scenes_bundle(tmp_path / "work", tmp_path / "int8", False, lambda *_: None, precision="int8-weights")
     embedded, rounded = open_bundle("scenes").manifest, open_bundle(tmp_path / "int8").manifest
     assert rounded.target.precision == "int8-weights"
     assert rounded.files["target.data"].bytes < 0.6 * embedded.files["target.data"].bytes

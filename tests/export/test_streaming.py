@@ -20,7 +20,7 @@ from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.verify import Sessions, check_parity, computing
+from lantern_rt.export.parity import Sessions, check_parity, computing
 
 MEGABYTE = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

@@ -20,7 +20,7 @@ from lantern_rt.errors import CheckpointError
 from lantern_rt.export.graph.conditions import CaptionCondition, text_condition
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.t5 import read_t5
-from lantern_rt.export.verify import Sessions, check_parity
+from lantern_rt.export.parity import Sessions, check_parity
 
 transformers = pytest.importorskip("transformers")
 
@@ -171,9 +171,23 @@ def test_a_configuration_that_contradicts_the_weights_is_refused(tmp_path: Path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"d_ff": 80}))
     with refused(CheckpointError, "DenseReluDense.wi_0.weight has shape [40, 32], expected [80, 32]"):
         read_t5(tmp_path / "t5")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": "two"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"d_kv": "two"}))
     with refused(CheckpointError, "t5/config.json: expected the configuration of a T5, found"):
         read_t5(tmp_path / "t5")
+
+
+def test_more_layers_than_there_are_weights_for_are_not_built(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_t5(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_layers": 10**9, "eos_token_id": -1}))
+    capfd.readouterr()
+    with refused(CheckpointError, "num_layers is 1000000000, but the weights have 2"):
+        read_t5(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"eos_token_id": -1}))
+    read_t5(tmp_path)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_two_tables_of_tokens_must_be_one(tmp_path: Path) -> None:

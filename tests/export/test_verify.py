@@ -77,13 +77,8 @@ def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
     code, out, err = program(capsys, "verify", anole_bundle, "--against", DATA / "anole/target", *files)
     assert code == 0, err
     report = json.loads(out)
-    assert {row["graph"] for row in report["tensors"]} == {
-        "target",
-        "drafter",
-        "condition",
-        "vq_decoder",
-        "vq_encoder",
-    }
+    graphs = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
+    assert {row["graph"] for row in report["tensors"]} == graphs | {"code_embeddings", "neighbors", "tokenizer"}
     assert [row["agreement"] for row in report["distributions"]] == [1.0, 1.0]
     other = shutil.copytree(DATA / "anole/target", tmp_path / "other")
     weights = load_file(other / "model.safetensors")
@@ -165,6 +160,8 @@ def test_an_export_says_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixtu
     target = open_bundle(tmp_path / "b").manifest.target
     assert (target.dtype, target.precision) == ("float16", "fp16")
     assert out.strip() == str(tmp_path / "b")
+    found = "found llamagen: 3 layers, hidden size 64, 4 heads, grid 4 x 4, 64 x 64 pixels, vocabulary 128, "
+    assert f"{found}condition: 10 classes, no drafter" in err.splitlines()
     assert "writing target.onnx" in err
     assert "GB of memory besides mapped files" in err
     code, _, err = program(capsys, *arguments, "--precision", "fp8", "--force")

@@ -208,8 +208,8 @@ def test_a_missing_projection_is_named(tmp_path: Path) -> None:
         ({"input_type": "c2i"}, "input_type is 'c2i', expected 't2i' or 't2i2'"),
         ({"input_type": "video"}, "input_type is 'video', expected 't2i' or 't2i2'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1, expected a positive number"),
-        ({"block_size": None}, "config.json: has no block_size; give --grid (16 for 256 pixels, 32 for 512)"),
-        ({"block_size": 35}, "block_size tells of 35 codes, which is no square grid; give --grid"),
+        ({"block_size": None}, "the weights do not tell the grid of codes; give --grid 16 (256 pixels)"),
+        ({"block_size": 35}, "block_size tells of 35 codes, which is no square grid; correct it"),
     ],
 )
 def test_a_configuration_that_contradicts_the_weights_is_refused_by_the_names_of_the_file(

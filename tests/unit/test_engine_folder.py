@@ -343,7 +343,7 @@ def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engi
     for goal, force, expected in (
         (engines, False, "is there already; choose another name, or --force"),
         (tmp_path / "mine", True, "is no engine folder, so --force does not replace it"),
-        (tmp_path / "no" / "where", False, f"the folder {tmp_path / 'no'} does not exist"),
+        (tmp_path / "mine" / "thesis.txt" / "where", False, "cannot be written (Not a directory)"),
     ):
         with refused(OutputError, f"{goal}: {expected}"):
             build_engines(opened, "tiny", PLAIN, goal, force, silent)

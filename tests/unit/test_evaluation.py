@@ -297,7 +297,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
             "feature-mean: found '1,2', expected a number, or three",
         ),
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
-        (["--output", "no/where"], "where: the folder"),
+        (["--output", "/dev/null/where"], "where: cannot be written (Not a directory)"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(evaluate: Any, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -90,6 +90,12 @@ def judge(work: Work = DEFAULT_WORK, minutes: Minutes = 8, threads: Threads = 2)
     train_judge(work, minutes)
 
 
+def _announce(what: str, done: int, total: int) -> None:
+    """A line when something begins."""
+    if not done:
+        print(what, flush=True)
+
+
 @app.command()
 def bundle(
     output: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("lantern_rt/bundles/scenes"),
@@ -103,7 +109,7 @@ def bundle(
     """Write the bundle."""
     from .bundle import write_scenes_bundle
 
-    write_scenes_bundle(work, output, force, lambda line: print(line, flush=True), compute, precision)
+    write_scenes_bundle(work, output, force, _announce, compute, precision)
 
 
 @app.command()

@@ -93,7 +93,7 @@ def write_scenes_bundle(
     work: Path,
     output: Path,
     force: bool,
-    progress: Callable[[str], None],
+    progress: Callable[[str, int, int], None],
     compute: str = "float32",
     precision: str | None = None,
 ) -> Path:

@@ -1,0 +1,181 @@
+"""Whether a graph computes what its torch module computes, in ONNX Runtime on the CPU: part of every export.
+
+Neither side ever holds all weights as float32: those of the module are converted where they are used, and large graphs
+run from the mapped file. Weights that were rounded for storage are rounded in the module too, so that what is compared
+is the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime  # type: ignore[import-untyped]
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..checks import brief
+from ..errors import ParityError
+from .checkpoints.deferred import computed, deferred
+from .graph.graphs import Arrays, Graph
+from .graph.precision import GraphFile, fake_quantize
+
+TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
+_LEAST_HALF = -6e4  # a mask's lowest number in float16
+LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
+
+
+def check_parity(
+    graph: Graph,
+    path: Path,
+    tolerance: float = TOLERANCE,
+    plan: GraphFile | None = None,
+    counted: Callable[[int, int], None] = lambda done, total: None,
+) -> float:
+    """Compare `path` with `graph.module` on the graph's cases; returns the largest difference.
+
+    plan: what the file was written from; without it, weights are taken to be as the module has them. counted: told how
+    many runs are done, of how many.
+    Raises: ParityError that names every tensor that differs by more than the tolerance.
+    """
+    large = plan is not None and plan.size > LARGE
+    integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
+    # Fused products of integer weights round activations as well: look at the graph without them.
+    sessions = Sessions(path, lean=large or integers)
+    cases = list(graph.cases.items())
+    cases = [cases[0], cases[-1]] if large else cases
+    results = []
+    for done, (case, inputs) in enumerate(cases):
+        counted(done, 2 * len(cases))
+        try:
+            results.append(sessions.run(inputs))
+        except Exception as error:  # ONNX Runtime's own exceptions share no base class
+            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case}: {brief(error)}") from error
+    del sessions  # and its memory, before the module takes as much
+    worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
+    for done, ((case, inputs), found) in enumerate(zip(cases, results, strict=True), len(cases)):
+        counted(done, 2 * len(cases))
+        for name, expected in run_module(graph, inputs, plan).items():
+            here = differences(found[name], expected)[2], case
+            worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
+    counted(2 * len(cases), 2 * len(cases))
+    wrong = [f"{name} by {d:.3g} ({case})" for name, (d, case) in worst.items() if d > tolerance]
+    if wrong:
+        raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}")
+    return max(difference for difference, _ in worst.values())
+
+
+def differences(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float, float]:
+    """The largest difference of two arrays: absolute, relative to each number, and scaled as limits are: absolute
+    up to values of 1, relative to the largest value above.
+
+    All are infinite where shapes, types or infinities differ, or one is not a number.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return np.inf, np.inf, np.inf
+    if not expected.size:
+        return 0.0, 0.0, 0.0
+    wide = expected.astype(np.float64)
+    with np.errstate(all="ignore"):
+        apart = np.where(found == expected, 0, np.abs(found.astype(np.float64) - wide))
+        relative = np.where(apart == 0, 0, apart / np.abs(wide))
+    absolute = float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max())
+    # Of integers (codes) any difference counts whole.
+    scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
+    scaled = absolute / scale if np.isfinite(scale) else absolute
+    return absolute, float(np.nan_to_num(relative, nan=np.inf, posinf=np.inf).max()), scaled
+
+
+def run_module(graph: Graph, inputs: Arrays, plan: GraphFile | None = None) -> Arrays:
+    """The module's outputs for a case by name; weights rounded as in `plan`."""
+    with torch.no_grad(), computing(graph.module, plan):
+        result = graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
+    tensors = (result,) if isinstance(result, Tensor) else result
+    return {value.name: tensor.numpy() for value, tensor in zip(graph.outputs, tensors, strict=True)}
+
+
+@contextmanager
+def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None]:
+    """The module computes in float32, whatever its weights are stored as, converting each where it is used.
+
+    Of a table that rows are looked up in, only the rows found are converted.
+    """
+    with ExitStack() as undo:
+        for prefix, part in module.named_modules():
+            if isinstance(part, nn.Embedding):
+                stored = partial(_as_stored, f"{prefix}.weight", plan=plan)
+                undo.callback(part.register_forward_hook(lambda *call, stored=stored: stored(call[-1])).remove)
+                continue
+            for own in (part._parameters, part._buffers):
+                for leaf, value in own.items():
+                    if value is not None and value.is_floating_point():
+                        undo.callback(own.__setitem__, leaf, value)
+                        make = partial(_as_stored, f"{prefix}.{leaf}".removeprefix("."), value, plan)
+                        own[leaf] = deferred(make, value.shape, torch.float32)
+        yield
+
+
+def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
+    """A module's weight in float32, rounded as the graph has it; the graph omits leading parts of its name."""
+    for known in (name, name.partition(".")[2]):
+        if plan is not None and known in plan.storages:
+            return fake_quantize(weight, plan.storages[known], known in plan.matrices)
+    return computed(weight).float()
+
+
+class Sessions:
+    """ONNX Runtime on one graph file, for calls with and without an empty past.
+
+    ONNX Runtime 1.31 divides by zero in a fused product over an empty tensor: calls with one run without that fusion.
+
+    lean: nothing is fused, folded or copied: weights are read where the file is mapped, and those stored in other
+    types are decoded one at a time, if nodes run in the order they are written in (66 MB at the peak instead of 800).
+    """
+
+    def __init__(self, path: Path, lean: bool = False) -> None:
+        self.path, self.lean = path, lean
+        self._sessions: dict[bool, onnxruntime.InferenceSession] = {}
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """All outputs by name. A graph of float16 is given float32 rounded, and its outputs come back as float32."""
+        empty = not self.lean and any(array.size == 0 for array in inputs.values())
+        if empty not in self._sessions:
+            self._sessions[empty] = onnxruntime.InferenceSession(
+                self.path,
+                self._options(),
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=["MatmulTransposeFusion"] if empty else None,
+            )
+        session = self._sessions[empty]
+        halves = {tensor.name for tensor in session.get_inputs() if tensor.type == "tensor(float16)"}
+        found = session.run(None, narrowed(inputs, halves))
+        return dict(zip((o.name for o in session.get_outputs()), map(widened, found), strict=True))
+
+    def _options(self) -> onnxruntime.SessionOptions:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 4
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # which outlive the session
+        if self.lean:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        return options
+
+
+def narrowed(inputs: Arrays, names: Collection[str]) -> Arrays:
+    """The inputs, those named in float16."""
+    return {
+        name: np.maximum(array, _LEAST_HALF).astype(np.float16) if name in names else array
+        for name, array in inputs.items()
+    }
+
+
+def widened(array: NDArray[Any]) -> NDArray[Any]:
+    """The array in float32 if it is in float16."""
+    return array.astype(np.float32) if array.dtype == np.float16 else array

@@ -1,0 +1,171 @@
+"""Checkpoints of tensors that no model has, or that lie about themselves: one short line each, nothing allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llamagen_golden import DATA
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lantern_rt.cli.main import run_program
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.files import read_config, read_weights
+from lantern_rt.export.families.llamagen import read_transformer
+from lantern_rt.export.models.eagle import read_drafter
+
+C2I, VQ = DATA / "llamagen-c2i/c2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt"
+
+
+class Claiming(Tensor):
+    """A tensor that is saved with one number, and claims sizes, strides or a place far beyond it."""
+
+    claim: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes, strides
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        storage = torch.storage.TypedStorage(
+            wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float32, _internal=True
+        )
+        return torch._utils._rebuild_tensor_v2, (storage, *self.claim, False, OrderedDict())
+
+
+def claiming(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    made = torch.ones(4).as_subclass(Claiming)
+    made.claim = (offset, sizes, strides)
+    return made
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "float8_e4m3fn": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "float8_e5m2": lambda: torch.ones(4).to(torch.float8_e5m2),
+    "complex64": lambda: torch.ones(4, dtype=torch.complex64),
+    "qint8": lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
+    "another layout": lambda: torch.ones(4, 4).to_sparse(),
+    "a Tensor of another layout": lambda: torch.ones(4, 4).to_sparse_csr(),
+    "Tensor of another layout": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "a NestedTensor of another": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "without numbers": lambda: torch.empty(4, device="meta"),
+    r"claim 4,398,046,511,112 bytes, but the file has [0-9,]+;": lambda: torch.ones(1).expand(1 << 40),
+    "claim 4,398,046,511,112 bytes, but": lambda: torch.ones(1, 1).expand(1 << 20, 1 << 20),
+}
+
+
+def saved(path: Path, content: Any, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(content() if callable(content) else content, path, **options)
+    return path
+
+
+@pytest.mark.parametrize("words", ODD)
+def test_a_tensor_that_no_model_has_is_refused_by_its_kind(tmp_path: Path, words: str) -> None:
+    path = saved(tmp_path / "odd.pt", lambda: {"good": torch.ones(2), "layers.7.bad": ODD[words]()})
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_weights(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_weight_that_claims_more_than_its_file_holds_is_refused(
+    tmp_path: Path, claim: tuple[int, tuple[int, ...], tuple[int, ...]], zipped: bool
+) -> None:
+    path = saved(tmp_path / "big.pt", {"a": claiming(*claim)}, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"big\.pt: (is not a PyTorch checkpoint|its weights claim)"):
+        read_weights(path)
+
+
+def test_an_odd_type_in_safetensors_is_refused(tmp_path: Path) -> None:
+    save_file({"layers.7.bad": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"found numbers of type float8_e4m3fn under 'layers\.7\.bad'"):
+        read_weights(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("name", ["output.weight", "tok_embeddings.weight", "cls_embedding.embedding_table.weight"])
+def test_truth_values_where_numbers_belong_are_refused(tmp_path: Path, name: str) -> None:
+    weights = torch.load(C2I, weights_only=True)["model"]
+    weights[name] = weights[name] > 0
+    with pytest.raises(CheckpointError, match=rf"{name} holds bool numbers, expected floating-point numbers"):
+        read_transformer(saved(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
+
+
+def test_a_position_table_of_another_shape_is_refused(tmp_path: Path) -> None:
+    weights = torch.load(C2I, weights_only=True)["model"] | {"freqs_cis": torch.tensor(1.0)}
+    with pytest.raises(CheckpointError, match=r"freqs_cis has shape \[\], expected 3 sizes"):
+        read_transformer(saved(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"n" * 100_000: torch.tensor(float("nan"))},
+        {"\x1b[2Jlayers\n": torch.ones(1)},
+        {"model": {"a" * 100_000: "text"}},
+        {"a" * 290 + str(i): torch.ones(1) for i in range(9)},
+    ],
+)
+def test_messages_stay_short_whatever_names_say(
+    tmp_path: Path, content: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "a.pt", content)
+    code = run_program(["export", "--target", str(path), "--vq", str(VQ), "--output", str(tmp_path / "b")])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line != "reading checkpoints"]
+    assert code == 2
+    assert line.startswith(f"lantern-rt: {path}: ")
+    assert line.isprintable()
+    assert len(line) < 2500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"n_head": ' + "9" * 5000 + "}",
+        f'{{"n_head": "{"x" * 100_000}"}}',
+        '{"n_head": 1e999}',
+        "\0\xff",
+    ],
+)
+def test_a_configuration_that_breaks_its_reader_is_refused_shortly(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, "latin-1")
+    with pytest.raises(CheckpointError, match=r"config\.json: ") as caught:
+        read_transformer(C2I, config=path)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_pipe_or_an_endless_device_is_no_configuration(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match=f"{path}: .*a pipe or a device"):
+            read_config(path)
+
+
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="File name too long"):
+        read_weights(tmp_path / ("a" * 300))
+    target = read_transformer(C2I, config=C2I.with_name("config.json")).decoder
+    with pytest.raises(CheckpointError, match="File name too long"):
+        read_drafter(tmp_path / ("a" * 300), target)
+
+
+def test_warnings_of_libraries_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    path = saved(tmp_path / "csr.pt", lambda: {"a": torch.ones(4, 4).to_sparse_csr(), "b": torch.ones(2).to_sparse()})
+    command = ["export", "--target", path, "--vq", VQ, "--output", tmp_path / "b"]
+    done = subprocess.run([sys.executable, "-m", "lantern_rt", *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 2
+    *progress, line = done.stderr.splitlines()
+    assert progress == ["reading checkpoints"]
+    assert line.startswith(f"lantern-rt: {path}: expected a state dict of tensors")
+    assert json.dumps(line).isascii()
