@@ -63,6 +63,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.__version__, module.SessionOptions, module.InferenceSession = "1.31.1", Options, Session
     module.GraphOptimizationLevel = SimpleNamespace(ORT_DISABLE_ALL=0, ORT_ENABLE_ALL=99)
     module.get_available_providers = lambda: ["CPUExecutionProvider"]
+    module.set_default_logger_severity = lambda level: None
     monkeypatch.setitem(sys.modules, "onnxruntime", module)
     return module
 
