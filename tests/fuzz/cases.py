@@ -348,7 +348,9 @@ def main(kind: str, first: int, last: int, program: bool) -> int:
             try:
                 code = check(kind, seed, originals, program)
                 codes[code] = codes.get(code, 0) + 1
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a library in Rust raises no Exception
                 failed += 1
                 print(f"FAILED {kind} {seed}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
     print(f"{kind} {first} .. {last - 1}: {failed} failed, exit codes {codes}", flush=True)

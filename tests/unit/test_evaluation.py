@@ -296,7 +296,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
             ["--features", "colour.onnx", "--feature-mean", "1,2"],
             "feature-mean: found '1,2', expected a number, or three",
         ),
-        (["--prompts", "none.txt"], "prompts none.txt: cannot be read"),
+        (["--prompts", "none.txt"], "none.txt: cannot be read"),
         (["--output", "no/where"], "where: the folder"),
     ],
 )

@@ -30,7 +30,9 @@ from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError,
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runner import read_prompts
 from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 from lantern_rt.text.words import read_tokenizer
+from lantern_rt.user_files import reading
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
 
@@ -307,3 +309,36 @@ def test_a_shape_that_is_no_text_is_refused_by_name(folder: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"rows", b"\xf3ows"))
     with refused(BundleError, f"{path}: "):
         Pipeline.from_bundle(rehashed(folder), threads=1)
+
+
+def test_a_record_of_engines_without_the_target_runs_the_bundles_own(folder: Path, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    build_engines(open_bundle(folder), str(folder), BuildOptions("onnxruntime"), engines, False, lambda *_: None)
+    record = json.loads((engines / ENGINE_FILE).read_text())
+    del record["graphs"]["target"]
+    (engines / ENGINE_FILE).write_text(json.dumps(record))
+    assert Pipeline.from_bundle(folder, threads=1, engines=engines)("red cube").images
+
+
+@pytest.mark.parametrize("damage", ["template", "bytes", "deep"])
+def test_a_tokenizer_that_the_library_dies_of_is_refused_in_one_line(
+    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((Path(__file__).parents[1] / "data/tiny-text-tokenizer/tokenizer.json").read_text())
+    content["post_processor"]["special_tokens"] = {}
+    texts = {"template": json.dumps(content).encode(), "bytes": b"\xff{", "deep": b"[" * 100_000}
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(texts[damage])
+    with refused(BundleError, f"{path}: expected a tokenizer, found "):
+        CaptionTokenizer(load_tokenizer(path), None).encode("a red cube", 8)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none(tmp_path: Path) -> None:
+    class PanicException(BaseException):
+        pass
+
+    with refused(BundleError, str(tmp_path), "found it broke"), reading(tmp_path, "a", BundleError, "b"):
+        raise PanicException("it broke")
+    with pytest.raises(KeyboardInterrupt), reading(tmp_path, "a", BundleError, "b"):
+        raise KeyboardInterrupt

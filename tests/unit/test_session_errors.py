@@ -107,7 +107,7 @@ def test_a_graph_that_fails_says_which_and_why() -> None:
     ("inputs", "outputs", "expected"),
     [
         ((CODES, IMAGES), (IMAGES,), "input `images`: not in the graph, which has codes"),
-        ((), (IMAGES,), "input `codes`: not expected; expected "),
+        ((), (IMAGES,), "input `codes`: not expected; expected"),
         ((CODES,), (CODES,), "output `codes`: not in the graph, which has images"),
         (
             (Tensor("codes", ("int32",), (None, 4)),),
