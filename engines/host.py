@@ -91,6 +91,7 @@ def import_onnxruntime() -> Any:
             import onnxruntime  # type: ignore[import-untyped]
 
             _ = onnxruntime.InferenceSession
+            onnxruntime.set_default_logger_severity(4)  # errors arrive as exceptions; do not print them as well
         except (ImportError, AttributeError) as error:
             install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
             cure = f"install it with `pip {install} 'lantern-rt[cpu]'`"

@@ -63,7 +63,8 @@ class Engines:
         self.integers = precision in INTEGERS and not expand_weights  # products round what they multiply to 8 bits
         settles = dtype == "float32" and not self.integers and self.backend.startswith("onnxruntime-cpu")
         self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
-        built = folder.manifest.graphs["target"].profiles if folder is not None else ()
+        target = None if folder is None else folder.manifest.graphs.get("target")
+        built = () if target is None else target.profiles
         self.most_nodes = max((profile.nodes[2] for profile in built), default=1 << 20)  # in a pass over drafts
         self.most_rows = max((profile.rows[2] for profile in built), default=1 << 20)
         self._lock = threading.Lock()

@@ -21,7 +21,10 @@ from .errors import LanternError
 
 @contextmanager
 def reading(path: Path, expected: str, refusal: type[LanternError], cure: str) -> Iterator[None]:
-    """Any exception of the block becomes a `refusal` that names the file; those of this package pass as they are."""
+    """Any exception of the block becomes a `refusal` that names the file; those of this package pass as they are.
+
+    So does a panic of a library in Rust, which is no `Exception`.
+    """
     try:
         yield
     except LanternError:
@@ -30,7 +33,9 @@ def reading(path: Path, expected: str, refusal: type[LanternError], cure: str) -
         raise refusal(f"{path}: cannot be read ({brief(error)}), expected {expected}; {cure}") from error
     except ValidationError as error:
         raise refusal(f"{path}: expected {expected}; {'`{}`: {}'.format(*explain(error))}; {cure}") from error
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise refusal(f"{path}: expected {expected}, found {brief(error)}; {cure}") from error
 
 

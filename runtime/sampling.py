@@ -26,9 +26,10 @@ def guide(logits: Floats, cfg_scale: float) -> Floats:
     if len(logits) == 1:
         return mixed
     uncond = logits[1]
-    mixed = mixed - uncond
-    mixed *= np.float32(cfg_scale)
-    mixed += uncond
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever takes them refuses what is not finite
+        mixed = mixed - uncond
+        mixed *= np.float32(cfg_scale)
+        mixed += uncond
     return mixed
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...checks import brief
 from ...errors import BundleError, EngineError
+from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
 from ..host import import_onnxruntime, thread_count
 from .providers import check_taken, find_provider
@@ -40,10 +41,11 @@ class GraphSession:
     ) -> None:
         self.path, self.provider = path, provider
         self.session = load_session(path, thread_count(threads), provider, optimised, expand_weights)
-        self.dtypes: DTypes = {
-            **_check(path, "input", self.session.get_inputs(), inputs),
-            **_check(path, "output", self.session.get_outputs(), outputs),
-        }
+        with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
+            self.dtypes: DTypes = {
+                **_check(path, "input", self.session.get_inputs(), inputs),
+                **_check(path, "output", self.session.get_outputs(), outputs),
+            }
         self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:

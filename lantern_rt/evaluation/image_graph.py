@@ -56,11 +56,11 @@ class ImageGraph(ABC):
             with open_plain_file(path):
                 sha256 = file_sha256(path)
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            inputs = self.session.get_inputs()
+            taking = [one for one in inputs if one.type in _TYPES and len(one.shape) == 4]
         except Exception as error:
             raise RequestError(f"{role} {path}: no ONNX graph that can be loaded ({brief(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
-        inputs = self.session.get_inputs()
-        taking = [one for one in inputs if one.type in _TYPES and len(one.shape) == 4]
         taking = [one for one in taking if one.shape[1] == 3 or not isinstance(one.shape[1], int)]
         if len(taking) != 1:
             self._refuse_inputs("one float [n, 3, h, w]")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checks import short
 from ..errors import BundleError, RequestError
 from ..user_files import read_plain_file, reading
 from .captions import clean_caption
@@ -34,9 +37,10 @@ class CaptionTokenizer:
                 "prompt: found nothing in it that this model was trained on (links, symbols and Chinese characters are "
                 "left out), expected a description in English"
             )
-        encoding = self.library.encode(text, add_special_tokens=False)
-        encoding.truncate(slots - self.library.num_special_tokens_to_add(False))
-        ids = np.array(self.library.post_process(encoding).ids, np.int64)
+        with _working():
+            encoding = self.library.encode(text, add_special_tokens=False)
+            encoding.truncate(slots - self.library.num_special_tokens_to_add(False))
+            ids = np.array(self.library.post_process(encoding).ids, np.int64)
         if not 1 <= len(ids) <= slots:
             raise BundleError(f"tokenizer.json: made {len(ids)} tokens of a prompt, expected 1 .. {slots}")
         return ids
@@ -51,7 +55,8 @@ class TemplateTokenizer:
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
         """Ids of the prompt's own text, int64 `[1 .. slots]`. Raises: RequestError: it has none, or more."""
-        ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
+        with _working():
+            ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
         if not ids:
             raise RequestError("prompt: found no token in it, expected a few words")
         if len(ids) > slots:
@@ -59,12 +64,28 @@ class TemplateTokenizer:
         return np.array(ids, np.int64)
 
 
+def _working() -> AbstractContextManager[None]:
+    return reading(Path("tokenizer.json"), "a tokenizer that works", BundleError, "export the bundle again")
+
+
+def _check_template(text: str) -> None:
+    """Raises: ValueError: a template puts in tokens that it does not know, which the library would die of."""
+    processor = json.loads(text).get("post_processor") or {}
+    for one in processor.get("processors", [processor]):
+        pieces = [*one.get("single", []), *one.get("pair", [])]
+        names = {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
+        if unknown := names - one.get("special_tokens", {}).keys():
+            raise ValueError(f"token {short(min(unknown))} in its template, which does not say what that is")
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """A tokenizer that neither cuts nor pads. Raises: BundleError: the file is none."""
     from tokenizers import Tokenizer
 
     with reading(path, "a tokenizer", BundleError, "export the bundle again"):
-        library = Tokenizer.from_str(read_plain_file(path, _FILE_LIMIT).decode())
+        text = read_plain_file(path, _FILE_LIMIT).decode()
+        _check_template(text)
+        library = Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()
     return library

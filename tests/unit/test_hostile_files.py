@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import signal
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,17 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import MANIFEST_FILE, open_bundle
 from lantern_rt.cli.console import print_facts, print_json, print_table, progress, say
 from lantern_rt.cli.main import run_program
+from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runner import read_prompts
 from lantern_rt.runtime.tree_names import named_tree
+from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 from lantern_rt.text.words import read_tokenizer
+from lantern_rt.user_files import reading
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
 
@@ -231,3 +237,108 @@ def test_numbers_of_thousands_of_digits_are_refused_with_the_manifest(folder: Pa
 def test_a_cache_larger_than_memory_is_refused_before_it_is_taken() -> None:
     with refused(EngineError, "memory: keys and values of 64 rows of 1,000,000 tokens need", "GiB", "fewer images"):
         KVCache.empty(64, 1_000_000, 1024, 1024, 1024, np.float32)
+
+
+# ---------------------------------------------------------------- arrays and graphs
+
+
+def npy(header: bytes, version: bytes = b"\x01\x00", data: bytes = bytes(256)) -> bytes:
+    return b"\x93NUMPY" + version + len(header).to_bytes(2, "little") + header + data
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (32, 8"),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8)}\n"),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (-32, -8)}\n"),
+        npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (32, 8)}\n"),
+        npy(b"{'descr': '|V0', 'fortran_order': False, 'shape': (32, 8)}\n"),
+        npy(b"{'descr': [('a', '<f4'), ('a', '<f4')], 'fortran_order': False, 'shape': (32,)}\n"),
+        npy(b"{'descr': 7, 'fortran_order': None, 'shape': '\x00'}\n"),
+        npy(b"(" * 500),
+        npy(b"\xff\xfe{", b"\x03\x00"),
+        b"\x93NUMPY",
+        b"",
+    ],
+)
+def test_a_neighbour_table_with_a_damaged_header_is_refused_by_name(folder: Path, damaged: bytes) -> None:
+    path = folder / "neighbors.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("indices.npy", damaged)
+        archive.writestr("distances.npy", damaged)
+    with refused(BundleError, str(path)):
+        open_bundle(rehashed(folder)).neighbors()
+
+
+def test_a_table_stored_by_columns_is_read_as_what_it_is(folder: Path) -> None:
+    path = folder / "neighbors.npz"
+    with np.load(path) as table:
+        indices, distances = table["indices"], table["distances"]
+    np.savez(path, indices=np.asfortranarray(indices), distances=np.asfortranarray(distances))
+    found = open_bundle(rehashed(folder)).neighbors()
+    assert np.array_equal(found.indices, indices)
+    assert np.array_equal(found.distances, distances)
+
+
+def rehashed(folder: Path) -> Path:
+    """The bundle whose manifest vouches for the files as they are."""
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    for entry in manifest["files"].values():
+        data = (folder / entry["path"]).read_bytes()
+        entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\x0a", b"\xff" * 40, b"\x3a\xff\xff\xff\x7f"])
+def test_an_engine_that_is_no_graph_is_refused_by_name(folder: Path, tmp_path: Path, damaged: bytes) -> None:
+    engines = tmp_path / "engines"
+    build_engines(open_bundle(folder), str(folder), BuildOptions("onnxruntime"), engines, False, lambda *_: None)
+    record = json.loads((engines / ENGINE_FILE).read_text())
+    (engines / "target.onnx").write_bytes(damaged)
+    digest = hashlib.blake2b(damaged, digest_size=32).hexdigest()
+    record["graphs"]["target"]["files"][0] = {"path": "target.onnx", "blake2b": digest, "bytes": len(damaged)}
+    (engines / ENGINE_FILE).write_text(json.dumps(record))
+    with refused(EngineError, f"{engines / 'target.onnx'}: expected an ONNX graph", "rebuild with"):
+        Pipeline.from_bundle(folder, threads=1, engines=engines)
+
+
+def test_a_shape_that_is_no_text_is_refused_by_name(folder: Path) -> None:
+    path = folder / "condition.onnx"
+    path.write_bytes(path.read_bytes().replace(b"rows", b"\xf3ows"))
+    with refused(BundleError, f"{path}: "):
+        Pipeline.from_bundle(rehashed(folder), threads=1)
+
+
+def test_a_record_of_engines_without_the_target_runs_the_bundles_own(folder: Path, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    build_engines(open_bundle(folder), str(folder), BuildOptions("onnxruntime"), engines, False, lambda *_: None)
+    record = json.loads((engines / ENGINE_FILE).read_text())
+    del record["graphs"]["target"]
+    (engines / ENGINE_FILE).write_text(json.dumps(record))
+    assert Pipeline.from_bundle(folder, threads=1, engines=engines)("red cube").images
+
+
+@pytest.mark.parametrize("damage", ["template", "bytes", "deep"])
+def test_a_tokenizer_that_the_library_dies_of_is_refused_in_one_line(
+    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = json.loads((Path(__file__).parents[1] / "data/tiny-text-tokenizer/tokenizer.json").read_text())
+    content["post_processor"]["special_tokens"] = {}
+    texts = {"template": json.dumps(content).encode(), "bytes": b"\xff{", "deep": b"[" * 100_000}
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(texts[damage])
+    with refused(BundleError, f"{path}: expected a tokenizer, found "):
+        CaptionTokenizer(load_tokenizer(path), None).encode("a red cube", 8)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none(tmp_path: Path) -> None:
+    class PanicException(BaseException):
+        pass
+
+    with refused(BundleError, str(tmp_path), "found it broke"), reading(tmp_path, "a", BundleError, "b"):
+        raise PanicException("it broke")
+    with pytest.raises(KeyboardInterrupt), reading(tmp_path, "a", BundleError, "b"):
+        raise KeyboardInterrupt

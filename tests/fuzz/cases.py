@@ -1,0 +1,362 @@
+"""Hostile inputs, one a seed, put to the program; what must hold for each is checked here.
+
+`python cases.py KIND FIRST LAST` puts them in a process of its own, naming each before it begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from mutations import CONTROL, VALUES, damage, damage_graph, damage_json, damage_zip
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt.bundle.files import MANIFEST_FILE, open_bundle
+from lantern_rt.cli.main import run_program
+from lantern_rt.engines.build import build_engines
+from lantern_rt.engines.engine_folder import ENGINE_FILE
+from lantern_rt.engines.profiles import BuildOptions
+from lantern_rt.errors import LanternError
+from lantern_rt.planning import auto
+from lantern_rt.planning.acceptance_statistics import weights_of
+from lantern_rt.planning.store import cache_folder
+from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
+
+SECONDS, MEMORY = 20, 2 << 30
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "sjd:omega=2", "auto")
+DATA = Path(__file__).parents[1] / "data"
+Call = Callable[[], object]
+Case = list[str] | Call  # words of a command line, or a call of the library
+
+
+class Originals:
+    """Sound inputs of every kind, made once, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
+        self._add_statistics()
+        self.classes = make_tiny_bundle(folder / "classes", kind="class", grid=4)
+        self.engines = folder / "engines"
+        options = BuildOptions("onnxruntime")
+        build_engines(open_bundle(self.bundle), str(self.bundle), options, self.engines, False, lambda *_: None)
+
+    def _add_statistics(self) -> None:
+        opened = open_bundle(self.bundle)
+        entries = [statistics_of(method="eagle"), statistics_of(method="sjd"), statistics_of(method="sjd", omega=2.0)]
+        content = {"format": 3, "weights": weights_of(opened.manifest), "entries": entries}
+        (self.bundle / "acceptance_statistics.json").write_text(json.dumps(content))
+        (self.bundle / "prompts.txt").write_text("red cube\ngreen sphere on sand\n")
+        manifest = json.loads((self.bundle / MANIFEST_FILE).read_text())
+        for role, name in (("acceptance_statistics", "acceptance_statistics.json"), ("prompts", "prompts.txt")):
+            manifest["files"][role] = {"path": name}
+        write_manifest(self.bundle, manifest)
+
+
+def statistics_of(**method: Any) -> dict[str, Any]:
+    windows = [{"window": 3, "tokens": 3.5}, {"window": 7, "tokens": 5.0}]
+    own = {"windows": windows} if method["method"] == "sjd" else {"acceptance_rates": [[0.8, 0.5], [0.7, 0.4]]}
+    figures = {"images": 9, "tvd_per_token": 0.02, "nll_ratio": 1.0, "nll_error": 0.01}
+    return {**figures, "method": method, "greedy": False, **own}
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """With the sizes and hashes of the files as they are."""
+    for entry in manifest["files"].values():
+        data = (folder / entry["path"]).read_bytes()
+        entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
+# ---------------------------------------------------------------- kinds of input
+
+
+def run(bundle: Path, out: Path, *more: object) -> list[str]:
+    what = ["--prompt", "red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
+    common = ["--threads", "1", "--output", out / "picture.png", "--bundle", bundle]
+    return [str(word) for word in ("run", *what, *common, *more)]
+
+
+def manifests(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """A bundle with a damaged manifest."""
+    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "given"))
+    text = (bundle / MANIFEST_FILE).read_text()
+    (bundle / MANIFEST_FILE).write_bytes(damage_json(text, rng))
+    return _open(bundle, folder, rng)
+
+
+def bundles(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """A bundle with a damaged file that its manifest vouches for."""
+    bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "given"))
+    manifest = json.loads((bundle / MANIFEST_FILE).read_text())
+    path = bundle / manifest["files"][rng.choice(sorted(manifest["files"]))]["path"]
+    ways: dict[str, Callable[[], bytes]] = {
+        ".json": lambda: damage_json(path.read_text(), rng),
+        ".npz": lambda: damage_zip(path.read_bytes(), rng),
+        ".onnx": lambda: rng.choice((damage, damage_graph))(path.read_bytes(), rng),
+    }
+    path.write_bytes(ways.get(path.suffix, lambda: damage(path.read_bytes(), rng))())
+    write_manifest(bundle, manifest)
+    return _open(bundle, folder, rng)
+
+
+def _open(bundle: Path, folder: Path, rng: random.Random) -> list[str]:
+    if rng.random() < 0.15:
+        return ["inspect", str(bundle), *rng.choice(((), ("--json",)))]
+    return run(bundle, folder / "out", *_method(rng))
+
+
+def _method(rng: random.Random) -> list[str]:
+    if rng.random() < 0.2:
+        return rng.choice(([], ["--quality", "balanced"], ["--quality", "TVD=0.2"]))
+    name, _, parameter = rng.choice(METHODS).partition(":")
+    return ["--method", name, *(f"--{parameter}".split("=") if parameter else ())]
+
+
+def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """Damaged engines, or a damaged record of them."""
+    given = Path(shutil.copytree(originals.engines, folder / "given"))
+    record = given / ENGINE_FILE
+    if rng.random() < 0.6:
+        record.write_bytes(damage_json(record.read_text(), rng))
+    else:
+        content = json.loads(record.read_text())
+        entry = rng.choice([file for graph in content["graphs"].values() for file in graph["files"]])
+        data = damage((given / entry["path"]).read_bytes(), rng)
+        (given / entry["path"]).write_bytes(data)
+        entry.update(bytes=len(data), blake2b=hashlib.blake2b(data, digest_size=32).hexdigest())
+        record.write_text(json.dumps(content))
+    if rng.random() < 0.2:
+        return ["inspect", str(given)]
+    return run(originals.bundle, folder / "out", "--engines", given, *_method(rng))
+
+
+def caches(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """Damaged measurements of this host."""
+    digest = open_bundle(originals.bundle, verify=False).digest
+    cost = {"target": {"2": 0.001, "4": 0.0012, "8": 0.002}, "drafter": {"2": 0.0005, "8": 0.001}, "step": 0.001}
+    situation = "onnxruntime-cpu, 1 thread, 1 image at a time, sampling, "
+    choices = [{"method": "sjd", "window": 3}, {"method": "eagle", "tree": "chain-2"}]
+    timed = {"method": {"method": "sjd", "window": 3}, "tokens": [2.0, 3.0], "seconds": [0.001, 0.002]}
+    content = {
+        "bundle_digest": digest,
+        "noise": "philox4x64-gumbel-1",
+        "choices": {situation + quality: {"method": rng.choice(choices)} for quality in ("strict", "fast")},
+        "statistics": [statistics_of(method="sjd", omega=2.0), statistics_of(method="eagle")],
+        "probes": {f"onnxruntime-cpu, 1 threads, {rows} rows": cost for rows in (1, 2)},
+        "races": {situation + "balanced": [timed, {**timed, "method": {"method": "ar"}}]},
+    }
+    path = cache_folder() / "tuning" / f"{digest[:32]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(damage_json(json.dumps(content), rng))
+    return run(originals.bundle, folder / "out", "--quality", rng.choice(("strict", "balanced", "fast", "TVD=0.5")))
+
+
+def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """Trees by odd names, and damaged files of trees."""
+    numbers = [str(rng.choice((0, 1, 2, 3, 9, 40, 99, 100, 128, 999, 10**9))) for _ in range(3)]
+    names = [
+        "-".join(("dynamic", *numbers)),
+        f"chain-{numbers[0]}",
+        "tree" + "".join(f"-{''.join(rng.choices('0123z', k=rng.choice((1, 2, 9, 600))))}" for _ in range(3)),
+        str(rng.choice([value for value in VALUES if isinstance(value, str)]))
+        .replace("\x00", "")
+        .replace("\ud800", ""),
+    ]
+    if rng.random() < 0.4:
+        name = rng.choice(names)
+    else:
+        path = folder / f"{rng.choice(('tree', _argument(CONTROL)))}.json"
+        paths = rng.choice(
+            ([[0], [1], [0, 0]], [[0] * n for n in range(1, 500)], [[n] for n in range(500)], {"paths": [[0]]})
+        )
+        path.write_bytes(damage_json(json.dumps(paths), rng))
+        name = str(path)
+    return run(originals.bundle, folder / "out", "--method", rng.choice(("eagle", "lantern")), f"--tree={name}")
+
+
+def _argument(text: str) -> str:
+    """The text as far as an argument of a program can hold it."""
+    return text.replace("\x00", "").encode("utf-8", "ignore").decode()
+
+
+def prompts(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """Odd prompts: in a damaged file, or as they are."""
+    text = "red cube\ngreen sphere on sand\na cube on snow\n"
+    if rng.random() < 0.3:
+        words = _argument(damage(text.encode(), rng).decode("utf-8", "replace"))
+        return ["run", "--bundle", str(originals.bundle), "--output", str(folder / "out/a.png"), f"--prompt={words}"]
+    path = folder / "prompts.txt"
+    path.write_bytes(rng.choice((damage(text.encode(), rng), damage(text.encode() * 9, rng), rng.randbytes(300))))
+    rest = ["--methods", "ar", "--output", str(folder / "out/report"), "--threads", "1"]
+    return ["eval", str(originals.bundle), "--prompts", str(path), *rest]
+
+
+def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
+    """Damaged tokenizers of the library's own format."""
+    path = folder / "tokenizer.json"
+    path.write_bytes(damage_json((DATA / "tiny-text-tokenizer/tokenizer.json").read_text(), rng))
+
+    def encode() -> None:
+        CaptionTokenizer(load_tokenizer(path), None).encode("a red cube, on snow", 8)
+        TemplateTokenizer(load_tokenizer(path)).encode("a red cube, on snow", 40)
+
+    return encode
+
+
+def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
+    """Damaged checkpoints in official layouts."""
+    from checkpoint_cases import damaged_checkpoint
+
+    return damaged_checkpoint(folder, rng)
+
+
+KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
+    "manifests": manifests,
+    "bundles": bundles,
+    "engines": engines,
+    "caches": caches,
+    "trees": trees,
+    "prompts": prompts,
+    "tokenizers": tokenizers,
+    "checkpoints": checkpoints,
+}
+
+# ---------------------------------------------------------------- what must hold
+
+
+def check(kind: str, seed: int, originals: Originals, program: bool = False) -> int:
+    """Put a case to the program, or with `program` to the real one, and check all that must hold; its exit code."""
+    rng = random.Random(f"{kind} {seed}")
+    with tempfile.TemporaryDirectory() as name, own_cache(Path(name, "cache")):
+        folder = Path(name)
+        (folder / "out").mkdir()
+        case = KINDS[kind](originals, folder, rng)
+        run = real_program if program and isinstance(case, list) else in_process
+        code, text = run(case, folder)
+        where = f"{kind} {seed}: {case}\n{text[-3000:]}"
+        assert code in (0, 2, 130), f"exit code {code}: {where}"
+        noise = [word for word in ("Traceback", "panicked", "Warning:") if word in text]
+        assert not noise, f"{noise}: {where}"
+        *_, last = text.splitlines() or [""]
+        assert code != 2 or last.startswith("lantern-rt: ") or callable(case), f"no line that says why: {where}"
+        assert all(one.isprintable() or one == "\n" for one in text), f"control characters: {where!r}"
+        left = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
+        assert code == 0 or not left, f"left behind: {left} by {where}"
+        assert not [path for path in left if ".partial" in path], f"left behind: {left} by {where}"
+    return code
+
+
+@contextlib.contextmanager
+def own_cache(folder: Path) -> Iterator[None]:
+    before = os.environ.get("LANTERN_RT_CACHE")
+    os.environ["LANTERN_RT_CACHE"] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop("LANTERN_RT_CACHE")
+        os.environ |= {} if before is None else {"LANTERN_RT_CACHE": before}
+
+
+def in_process(case: Case, folder: Path) -> tuple[int, str]:
+    """Exit code and all that was printed, also by libraries. Of calls, 2 and the message of an error that users can
+    cure; whatever else is raised would be a traceback."""
+
+    def cut_off(*_: object) -> None:
+        raise AssertionError(f"hangs: {case}")
+
+    before = signal.signal(signal.SIGALRM, cut_off)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.alarm(SECONDS)
+    try:
+        with captured(folder / "printed") as texts, mock.patch.object(auto, "PROBE_SECONDS", 0.02):
+            code = run_program(case) if isinstance(case, list) else outcome(case)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
+    assert grown < MEMORY, f"{grown:,} bytes: {case}"
+    return code, texts[0]
+
+
+def outcome(call: Call) -> int:
+    try:
+        call()
+    except LanternError as error:
+        print(error)
+        return 2
+    return 0
+
+
+@contextlib.contextmanager
+def captured(path: Path) -> Iterator[list[str]]:
+    """What is written to the descriptors 1 and 2."""
+    texts: list[str] = []
+    saved = [os.dup(1), os.dup(2)]
+    with path.open("w+b") as file, os.fdopen(os.dup(file.fileno()), "w", 1, "utf-8", "surrogateescape") as python:
+        try:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            with contextlib.redirect_stdout(python), contextlib.redirect_stderr(python):
+                yield texts
+        finally:
+            python.flush()
+            for own, old in zip((1, 2), saved, strict=True):
+                os.dup2(old, own)
+                os.close(old)
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
+
+
+def real_program(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """The same of a process of its own, which may not take more memory."""
+    command = [sys.executable, "-m", "lantern_rt", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL) as done:
+        assert done.stdout is not None
+        timer = signal.signal(signal.SIGALRM, lambda *_: done.kill())
+        signal.alarm(SECONDS + 5)  # some for the start
+        text = done.stdout.read().decode("utf-8", "replace")
+        _, status, usage = os.wait4(done.pid, 0)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, timer)
+        done.returncode = os.waitstatus_to_exitcode(status)
+    assert 1024 * usage.ru_maxrss < MEMORY, arguments
+    return done.returncode, text
+
+
+def main(kind: str, first: int, last: int, program: bool) -> int:
+    """Put the cases `first` .. `last` - 1; how many failed."""
+    failed = 0
+    codes: dict[int, int] = {}
+    with tempfile.TemporaryDirectory() as name:
+        originals = Originals(Path(name))
+        for seed in range(first, last):
+            print(f"{kind} {seed}", file=sys.stderr, flush=True)
+            try:
+                code = check(kind, seed, originals, program)
+                codes[code] = codes.get(code, 0) + 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a library in Rust raises no Exception
+                failed += 1
+                print(f"FAILED {kind} {seed}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
+    print(f"{kind} {first} .. {last - 1}: {failed} failed, exit codes {codes}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")
+    sys.exit(min(1, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "--program" in sys.argv)))

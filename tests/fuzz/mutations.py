@@ -1,0 +1,123 @@
+"""Damage to files, drawn from a seeded generator: to bytes, to JSON, to zip archives, to graphs."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import zipfile
+from typing import Any
+
+import onnx
+
+CONTROL = "\x1b]0;owned\x07\x1b[2J\x9b\u202eevil\u2066\x7f\r\n\x00"
+_DIGITS = "many digits"  # stands for a number that no JSON library writes
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, 2, -1, 3, 7, 31, 255, 513, 65_536, 1_000_000, 10**7, 2**31, 2**63, 2**64, -(2**65)),
+    *(10**30, 0.0, -0.0, 0.5, 1e-320, 1e300, -1.5, float("nan"), float("inf")),
+    *("", " ", "a" * 5_000, CONTROL, "..", "../x", "/dev/zero", "\ud800", "ar", "auto", "eagle", "lantern++", "strict"),
+    *("chain-4", "chain-99", "dynamic-999-99-99", "dynamic-40", "mc-25", "tree-zz", "oak.json", "0" * 64),
+    *([], {}, [[]], [1, 2, 3], [None] * 100, {"a": {"b": []}}, {CONTROL: CONTROL}, [0] * 2_000),
+    _DIGITS,
+)
+
+
+def damage(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with one to four hurts."""
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(len(data) + 1) if rng.random() < 0.5 else rng.randrange(min(len(data), 200) + 1)
+        size = rng.choice((1, 2, 4, 8, 40))
+        junk = rng.choice((rng.randbytes(size), b"\x00" * size, b"\xff" * size, CONTROL.encode()[:size], data[:size]))
+        kind = rng.randrange(6)
+        if kind == 0:
+            data = data[:at]
+        elif kind == 1:
+            data = data[:at] + junk + data[at:]
+        elif kind == 2:
+            data = data[:at] + data[at + size :]
+        elif kind == 3 and data:
+            bit = rng.randrange(len(data))
+            data = data[:bit] + bytes([data[bit] ^ 1 << rng.randrange(8)]) + data[bit + 1 :]
+        else:
+            data = data[:at] + junk + data[at + size :]
+    return data
+
+
+def damage_json(text: str, rng: random.Random) -> bytes:
+    """A JSON text with one to three values replaced, removed, added or renamed; now and then its bytes are hurt."""
+    if rng.random() < 0.15:
+        return damage(text.encode(), rng)
+    value = json.loads(text)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        value = _change(value, rng)
+    written = json.dumps(value).replace(f'"{_DIGITS}"', "9" * 5_000)
+    if rng.random() < 0.02:
+        written = "[" * 50_000 + written
+    return written.encode("utf-8", "surrogatepass")
+
+
+def _change(value: Any, rng: random.Random) -> Any:
+    """The value with something somewhere in it changed."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(list(value))
+        kind = rng.random()
+        if kind < 0.07:
+            return {key: own for key, own in value.items() if key != name}
+        if kind < 0.1:
+            return {**value, rng.choice((CONTROL, "extra", "a" * 9_000)): rng.choice(VALUES)}
+        return {**value, name: _change(value[name], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        kind = rng.random()
+        if kind < 0.1:
+            return value[:at] + value[at + 1 :]
+        if kind < 0.15:
+            return value + value[at : at + 1] * rng.choice((1, 50))
+        return [*value[:at], _change(value[at], rng), *value[at + 1 :]]
+    if type(value) in (int, float) and rng.random() < 0.4:
+        return rng.choice((value + 1, value - 1, -value, value * 2, value * 1000, value / 7, str(value)))
+    alike = [other for other in VALUES if type(other) is type(value)]
+    return rng.choice(alike) if rng.random() < 0.6 and alike else rng.choice(VALUES)
+
+
+def damage_zip(data: bytes, rng: random.Random) -> bytes:
+    """A zip archive one of whose members is hurt, missing or packed otherwise; or hurt as bytes."""
+    if rng.random() < 0.3:
+        return damage(data, rng)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(packed, "w") as new:
+        hurt = rng.choice(old.namelist())
+        for name in old.namelist():
+            member = old.read(name)
+            if name == hurt and rng.random() < 0.1:
+                continue
+            way = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2))
+            new.writestr(name, damage(member, rng) if name == hurt else member, way)
+    return packed.getvalue()
+
+
+def damage_graph(data: bytes, rng: random.Random) -> bytes:
+    """An ONNX graph that is still one, with a name, a size, a type, a weight or a node that is not what it was."""
+    model = onnx.load_from_string(data)
+    graph = model.graph
+    for _ in range(rng.choice((1, 1, 2))):
+        tensor, node = rng.choice(graph.initializer), rng.choice(graph.node)
+        value = rng.choice([*graph.input, *graph.output])
+        kind = rng.randrange(8)
+        if kind == 0:
+            tensor.dims[:] = [rng.choice((0, -1, 1, 3, 2**20, 2**62, *tensor.dims)) for _ in tensor.dims]
+        elif kind == 1:
+            tensor.data_type = rng.randrange(25)
+        elif kind == 2:
+            tensor.raw_data = damage(tensor.raw_data, rng)
+        elif kind == 3:
+            node.op_type = rng.choice(("Add", "MatMul", "Gather", "Loop", "Range", "Expand", "Identity", CONTROL))
+        elif kind == 4:
+            node.input[rng.randrange(len(node.input))] = rng.choice((CONTROL, "", tensor.name, value.name))
+        elif kind == 5:
+            value.name = rng.choice((CONTROL, "x" * 9_000, tensor.name))
+        elif kind == 6:
+            value.type.tensor_type.elem_type = rng.randrange(25)
+        elif value.type.tensor_type.shape.dim:
+            rng.choice(value.type.tensor_type.shape.dim).dim_value = rng.choice((0, -1, 1, 5, 2**40))
+    return bytes(model.SerializeToString())
