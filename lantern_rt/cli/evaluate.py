@@ -114,7 +114,6 @@ def evaluate(
     features, agreement = _features(opened, graphs, running.threads), _agreement(opened, graphs, running.threads)
     pipeline = running.load(opened)
     with progress() as show:
-        show("preparing")
         found, pictures = measure(pipeline, drawn, contenders, show, features, graphs.bandwidth, agreement)
     facts = _facts(opened, pipeline)
     result = {**facts, **found}

@@ -138,6 +138,7 @@ def evaluate(
 def draw(pipeline: Pipeline, contender: Contender, images: Images, show: Show, score: bool = False) -> list[Run]:
     """Draw all images by one method, subject by subject. score: with likelihoods."""
     runs: list[Run] = []
+    show(contender.label, 0, images.count)
     for turn in take_turns(pipeline, [contender], images.requests(), score=score):
         runs += turn
         show(contender.label, sum(len(run.codes) for run in runs), images.count)

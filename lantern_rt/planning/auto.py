@@ -201,9 +201,12 @@ def known_statistics(
 
 
 def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, quality: str) -> tuple[Choice, str] | None:
-    """The best plan by statistics and this host's costs, and why; None unless it promises a clear gain."""
-    budget = budget_of(Auto(quality=quality))
-    plans = [(best_plan(entry, costs), entry) for entry in entries if budget.allows(entry.method, entry)]
+    """The best plan by statistics and this host's costs, and why; None unless it promises a clear gain.
+
+    No plan is of more nodes than were timed: on a slow or busy host those are few, and larger passes may cost anything.
+    """
+    budget, timed = budget_of(Auto(quality=quality)), max(costs.target)
+    plans = [(best_plan(entry, costs, timed), entry) for entry in entries if budget.allows(entry.method, entry)]
     plan, entry = max(plans, key=lambda planned: planned[0].rate, default=(None, None))
     if plan is None or entry is None or not costs.steady or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
         return None

@@ -23,6 +23,7 @@ from .intervals import BELIEVED, FEWEST, spread, time_in_rounds
 NODES = (2, 4, 8, 16, 32, 64)  # a pass never has fewer than two nodes
 FIRST_STEPS = 3  # left out: the prefill, and passes whose shapes are new
 PROBE_WINDOW, PROBE_CHAIN = 7, 4
+AS_BEFORE = 0.7  # of what its pass alone took before, a step takes at least: early in an image it reads a shorter past
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -171,7 +172,9 @@ def with_overhead(
     costs = replace(costs, step=max(0.0, plain - pass_seconds(costs.target, 2)))
     redraft = max(0.0, window - costs.window_seconds(PROBE_WINDOW)) / PROBE_WINDOW
     level = max(0.0, chain[0] - costs.tree_seconds(PROBE_CHAIN + 1, [1] * PROBE_CHAIN)) / PROBE_CHAIN if chain else 0.0
-    steady = costs.steady and all(spread(own) <= BELIEVED for own in times)
+    passes = pass_seconds(costs.target, 2), pass_seconds(costs.target, PROBE_WINDOW + 1)
+    as_before = all(step > AS_BEFORE * alone for step, alone in zip((plain, window), passes, strict=True))
+    steady = costs.steady and as_before and all(spread(own) <= BELIEVED for own in times)
     return replace(costs, level=level, redraft=redraft, steady=steady)
 
 

@@ -36,7 +36,8 @@ def image_bytes(manifest: Manifest, settings: Settings) -> dict[str, int]:
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
     found = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
     prefill = max(nodes, manifest.condition.prefix)
-    return found | {"a pass": pass_bytes(manifest.target, rows, prefill, columns, size)}
+    # what one pass gave is there until the next one has given its own
+    return found | {"passes": 2 * pass_bytes(manifest.target, rows, prefill, columns, size)}
 
 
 def check_memory(bundle: Bundle, settings: Settings, expand_weights: bool = False) -> None:

@@ -62,8 +62,9 @@ def speed_by_nodes(found: MethodStatistics, costs: HostCosts) -> dict[int, float
 
 
 def _plans(found: MethodStatistics, costs: HostCosts, most_nodes: int) -> list[Plan]:
-    """All windows; trees of 2, 3, ... nodes, for every limit on depth."""
-    plans = [Plan((), one.tokens, costs.window_seconds(one.window), one.window) for one in found.windows]
+    """Windows, and trees of 2, 3, ... nodes for every limit on depth; of at most so many nodes."""
+    windows = [one for one in found.windows if one.window < most_nodes]
+    plans = [Plan((), one.tokens, costs.window_seconds(one.window), one.window) for one in windows]
     if costs.drafter is not None and found.acceptance_rates:
         rates = np.array(found.acceptance_rates)  # [depth, rank]
         # A child's chance, given its parent: the ranks before it are refused, it is not.

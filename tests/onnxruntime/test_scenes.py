@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from lantern_rt import Pipeline, Result
+from lantern_rt.cli.memory import PeakMemory
+from lantern_rt.planning.memory import image_bytes
+from lantern_rt.requests import resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 SOLIDS = ("red sphere", "blue cube", "green cone", "yellow cylinder", "pink pyramid", "white torus", "black star")
@@ -123,3 +126,16 @@ def test_one_image_takes_less_than_400_megabytes() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(found.stdout.split()[1]) < 400 * 1024  # kilobytes
+
+
+@pytest.mark.parametrize("method", ["ar", "sjd:window=31", "eagle:tree=dynamic-32-6-6"])
+def test_what_an_image_is_said_to_take_is_what_it_takes(pipe: Pipeline, method: str) -> None:
+    images, settings = 6, resolve_settings(pipe.bundle.manifest, {"method": method})
+    pipe("a red cube", method=method)
+    with PeakMemory() as peak:
+        before = peak.bytes
+        pipe("a red cube", num_images=images, method=method)
+    if before is None or peak.bytes is None:
+        pytest.skip("this system does not tell")
+    said = images * sum(image_bytes(pipe.bundle.manifest, settings).values())
+    assert 0.2 * said < peak.bytes - before < 1.5 * said

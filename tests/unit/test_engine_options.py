@@ -19,10 +19,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--threads", "0"], "threads: found 0, expected 1 .. "),
-        (["--provider", "abacus"], "provider: found 'abacus', expected one of cpu, "),
+        (["--threads", "0"], "--threads: found 0, expected 1 .. "),
+        (["--provider", "abacus"], "--provider: found 'abacus', expected one of cpu, "),
         (["--engines", "nowhere"], "nowhere: no engine.json in it; "),
-        (["--expand-weights"], "expand_weights: found a target with fp32 weights, expected int8-weights or int4-"),
+        (["--expand-weights"], "--expand-weights: found a target with fp32 weights, expected int8-weights or int4-"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "bench", "tune", "eval"])

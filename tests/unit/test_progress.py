@@ -89,14 +89,14 @@ def test_run_off_a_terminal_says_every_few_seconds_how_long_it_still_takes(tmp_p
     command = [sys.executable, "-m", "lantern_rt", "run", str(slow), "red", "--threads", "1", "--method", "ar"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    began = time.monotonic()
-    heard = [process.stderr.readline(), process.stderr.readline()]
-    assert time.monotonic() - began < 30
+    heard = ""
+    while not re.fullmatch(rf"codes: [\d,]+ of 16,384, {LEFT}\n", heard):
+        heard = process.stderr.readline()
+        assert re.match("checking|loading|preparing|codes", heard), heard
     process.send_signal(signal.SIGINT)
     out, rest = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
     assert "lantern-rt: interrupted" in rest
-    assert all(re.fullmatch(rf"codes: [\d,]+ of 16,384, {LEFT}\n", line) for line in heard), heard
 
 
 @pytest.mark.usefixtures("eager")
@@ -105,7 +105,7 @@ def test_run_off_a_terminal_says_every_few_seconds_how_long_it_still_takes(tmp_p
     [
         (["run", "BUNDLE", "red", "--num-images", "8"], ("loading graphs: 0 s so far",)),
         (["bench", "BUNDLE", "--methods", "sjd", "--prompts", "prompts.txt"], ("turns: [0-3] of 8",)),
-        (["eval", "BUNDLE", "--methods", "sjd", "--prompts", "prompts.txt"], ("(ar|sjd|preparing)",)),
+        (["eval", "BUNDLE", "--methods", "sjd", "--prompts", "prompts.txt"], ("(ar|sjd)",)),
         (["tune", "BUNDLE", "--minutes", "0.02", "--prompts", "prompts.txt"], (rf".*: \d s so far, {LEFT}",)),
         (["build-engine", "BUNDLE", "--output", "engines"], ("optimising target|checking the bundle's files",)),
     ],

@@ -227,7 +227,7 @@ def test_a_stored_method_that_adds_no_neighbours_stays_without_them(folder: Path
 def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> None:
     pipe = Pipeline.from_bundle(folder, threads=1)
     weights = weights_of(pipe.bundle.manifest)
-    bold = statistics_of(LanternPlusPlus(neighbors=4, lambda_=1.5), 0.9, tvd_per_token=0.02)
+    bold = statistics_of(Sjd(neighbors=4, lambda_=1.5), tvd_per_token=0.02)
     pipe._chooser._brought = brings((bold,), weights)
     result = pipe(["red sphere", "a cube"], quality="fast")
     assert result.settings.choice is not None
