@@ -146,7 +146,8 @@ def test_a_bundle_agrees_with_its_folder_and_takes_no_other_checkpoint(
     command = ["verify", str(bundle), "--against", str(folder)]
     assert run_program([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert {row["graph"] for row in report["tensors"]} == {"target", "condition", "vq_decoder", "vq_encoder"}
+    graphs = {"target", "condition", "vq_decoder", "vq_encoder"}
+    assert {row["graph"] for row in report["tensors"]} == graphs | {"code_embeddings", "neighbors", "tokenizer"}
     assert [row["agreement"] for row in report["distributions"]] == [1.0]
     assert run_program([*command, "--vq", str(folder)]) == 2
     assert "--vq: family janus does not take it; leave it out" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def work(tmp_path: Path) -> Path:
 def test_a_work_folder_of_another_size_becomes_a_bundle_and_comes_back_from_it(work: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     target, drafter = save_target(work, SMALL), save_drafter(work, SMALL)
-    write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda _: None)
+    write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
     manifest = open_bundle(tmp_path / "bundle").manifest
     assert manifest.name == "scenes-64x2"
     assert (manifest.target.hidden_size, manifest.target.num_layers, manifest.target.head_dim) == (64, 2, 16)
@@ -96,7 +96,7 @@ def test_a_drafter_of_another_size_than_the_target_is_refused(work: Path, tmp_pa
     save_drafter(work, CONFIG)
     words = f"{work / 'drafter.pt'}: found", "256, expected 64", "remove the file, or give another --work"
     with refused(CheckpointError, *words):
-        write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda _: None)
+        write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
     with refused(CheckpointError, *words):
         train_drafter(work, minutes=0)
 
