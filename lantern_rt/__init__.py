@@ -18,6 +18,7 @@ import os
 
 from .errors import (
     BundleError,
+    BusyError,
     CheckpointError,
     EngineError,
     LanternError,
@@ -29,6 +30,7 @@ from .errors import (
 
 TYPE_CHECKING = False  # that of `typing`, whose import Ctrl-C would find unguarded, as that of `pathlib`
 if TYPE_CHECKING:
+    from .asynchronous import AsyncPipeline
     from .bundle.files import open_bundle
     from .methods import Options
     from .pipeline import Pipeline
@@ -41,7 +43,9 @@ if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout: sibli
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncPipeline",
     "BundleError",
+    "BusyError",
     "CheckpointError",
     "EngineError",
     "LanternError",
@@ -59,6 +63,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncPipeline": ".asynchronous",
     "Options": ".methods",
     "Pipeline": ".pipeline",
     "Result": ".results",

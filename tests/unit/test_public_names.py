@@ -10,7 +10,9 @@ import lantern_rt
 from lantern_rt import errors
 
 PUBLIC = [
+    "AsyncPipeline",
     "BundleError",
+    "BusyError",
     "CheckpointError",
     "EngineError",
     "LanternError",

@@ -228,7 +228,7 @@ def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> N
     pipe = Pipeline.from_bundle(folder, threads=1)
     weights = weights_of(pipe.bundle.manifest)
     bold = statistics_of(Sjd(neighbors=4, lambda_=1.5), tvd_per_token=0.02)
-    pipe._chooser._brought = brings((bold,), weights)
+    pipe.chooser._brought = brings((bold,), weights)
     result = pipe(["red sphere", "a cube"], quality="fast")
     assert result.settings.choice is not None
     assert "short probe" in result.settings.choice
@@ -236,7 +236,7 @@ def test_auto_probes_the_host_where_the_bundle_has_statistics(folder: Path) -> N
     assert list(probes) == ["onnxruntime-cpu, 1 threads, 4 rows"]  # two images, guided
     assert all(seconds > 0 for costs in probes.values() for seconds in costs.target.values())
     again = Pipeline.from_bundle(folder, threads=1)  # another process would find the same
-    again._chooser._brought = pipe._chooser._brought
+    again.chooser._brought = pipe.chooser._brought
     assert again(["red sphere", "a cube"], quality="fast").settings.choice == result.settings.choice
     assert read_tuning(pipe.bundle.digest).probes == probes
 
@@ -270,7 +270,7 @@ def test_a_bundle_may_bring_statistics_of_this_format_or_an_older_one(tmp_path: 
     assert settings.method == bold.model_copy(update={"window": 3})
     assert "by a short probe" in str(settings.choice)
     add_file(folder, role, '{"format": 2}')
-    assert Pipeline.from_bundle(folder, threads=1)._chooser._brought is None
+    assert Pipeline.from_bundle(folder, threads=1).chooser._brought is None
     add_file(folder, role, '{"format": 3}')
     with pytest.raises(BundleError, match="expected acceptance statistics"):
         Pipeline.from_bundle(folder, threads=1)
