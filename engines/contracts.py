@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,12 @@ class Tensor:
     name: str
     dtypes: tuple[str, ...]
     shape: tuple[int | None, ...]
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape is one."""
+        return len(shape) == len(self.shape) and all(
+            want in (None, have) for have, want in zip(shape, self.shape, strict=True)
+        )
 
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} [{', '.join('any' if n is None else str(n) for n in self.shape)}]"

@@ -259,6 +259,9 @@ class Pipeline:
         for _, same in groupby(images, lambda one: id(one.inputs)):
             image, *others = same
             cond, uncond = engines.condition(image.inputs)
+            if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
+                found = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
+                raise BundleError(f"bundle {self.bundle.folder}: the condition graph {found}; export the bundle again")
             if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
                 raise BundleError(
                     f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "

@@ -62,8 +62,13 @@ class OrtEngine:
         feeds = node_inputs(batch, self._table, self._graph.dtypes)
         feeds.update(zip(self._past, own.past(past_length_of(batch, own)), strict=True))
         start = time.perf_counter()
-        logits, features, *new_kv = self._graph.run(feeds)
+        found = self._graph.run(feeds)
         own.seconds += time.perf_counter() - start
+        rows, nodes = batch.positions.shape
+        for i, (name, array) in enumerate(zip(self._graph.output_names, found, strict=True)):
+            if array.shape[:2] != (expected := (rows, nodes) if i < 2 else (nodes, rows)):
+                raise self._graph.other_shape(name, array.shape, f"{list(expected)} first")
+        logits, features, *new_kv = found
         own.passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 

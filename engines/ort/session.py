@@ -46,11 +46,23 @@ class GraphSession:
                 **_check(path, "input", self.session.get_inputs(), inputs),
                 **_check(path, "output", self.session.get_outputs(), outputs),
             }
-        self.output_names = [tensor.name for tensor in outputs]
+        self.outputs, self.output_names = outputs, [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The outputs, in the order in which they were declared. Contiguous inputs are read in place."""
-        return list(self._call(self.session.run, self.output_names, dict(feeds)))
+        """The outputs, in the order in which they were declared. Contiguous inputs are read in place.
+
+        Raises: BundleError: one is not of the shape that the graph declares.
+        """
+        found = list(self._call(self.session.run, self.output_names, dict(feeds)))
+        for tensor, array in zip(self.outputs, found, strict=True):
+            if not tensor.fits(array.shape):
+                raise self.other_shape(tensor.name, array.shape, tensor)
+        return found
+
+    def other_shape(self, name: str, found: Sequence[int], expected: object) -> BundleError:
+        """The error for an output of another shape than expected."""
+        shapes = f"gave {list(found)}, expected {expected}"
+        return BundleError(f"{self.path}: output `{name}`: {shapes}; the graph is damaged, export the bundle again")
 
     def run_bound(self, binding: Any) -> None:
         """Run on inputs and outputs that were bound before (`session.io_binding()`)."""

@@ -19,6 +19,15 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
     return Originals(tmp_path_factory.mktemp("originals"))
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("bundles", 2074), ("bundles", 2243), ("bundles", 20082), ("bundles", 20250), ("engines", 10143)]
+)
+def test_what_was_answered_badly_once_is_answered_cleanly(kind: str, seed: int, originals: Originals) -> None:
+    """A shape that is no text, lines of ONNX Runtime's own, outputs of other shapes, engines without the target."""
+    check(kind, seed, originals)
+
+
 @pytest.mark.filterwarnings("default")  # as in the program
 @pytest.mark.parametrize("kind", FAST)
 def test_a_few_hostile_inputs_of_every_kind_are_answered_cleanly(kind: str, originals: Originals) -> None:

@@ -152,3 +152,10 @@ def test_keys_and_values_of_two_types_are_refused() -> None:
     kinds = {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32}
     with refused(BundleError, f"{GRAPH}: found keys and values of both float16 and float32", "export again"):
         kv_dtype(GRAPH, kinds)
+
+
+def test_outputs_of_another_shape_than_declared_are_refused(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "run", lambda *_: [np.zeros((1, 5), np.float32)], raising=False)
+    graph = GraphSession(GRAPH, [Tensor("codes", ("int64",), (None, 4))], [Tensor("images", ("float32",), (None, 3))])
+    with refused(BundleError, f"{GRAPH}: output `images`: gave [1, 5], expected float32 [any, 3]", "export the bundle"):
+        graph.run({"codes": np.zeros((1, 4), np.int64)})
