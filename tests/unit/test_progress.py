@@ -103,7 +103,7 @@ def test_run_off_a_terminal_says_every_few_seconds_how_long_it_still_takes(tmp_p
 @pytest.mark.parametrize(
     ("command", "things"),
     [
-        (["run", "BUNDLE", "red", "--num-images", "8"], ("loading graphs: 0 s so far",)),
+        (["run", "BUNDLE", "red", "--num-images", "8"], ("(loading graphs|preparing): 0 s so far",)),
         (["bench", "BUNDLE", "--methods", "sjd", "--prompts", "prompts.txt"], ("turns: [0-3] of 8",)),
         (["eval", "BUNDLE", "--methods", "sjd", "--prompts", "prompts.txt"], ("(ar|sjd)",)),
         (["tune", "BUNDLE", "--minutes", "0.02", "--prompts", "prompts.txt"], (rf".*: \d s so far, {LEFT}",)),
