@@ -8,7 +8,7 @@ import typer
 
 from ..bundle.files import embedded_names, open_bundle
 from ..engines.engine_folder import is_engine_folder, open_engine_folder
-from .console import Facts, print_facts, print_json
+from .console import Facts, print_facts, print_json, progress
 from .options import Json
 
 EXAMPLES = """
@@ -28,12 +28,16 @@ def inspect(
     head: dict[str, Any]
     if bundle not in embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
-        engines.check_files()
+        with progress(lines=False) as show:
+            show("checking the engines' files")
+            engines.check_files()
         head, manifest = {"folder": str(engines.folder)}, engines.manifest.model_dump(mode="json")
         shown = {key: value for key, value in manifest.items() if key != "command"}
         facts = describe("engines", {**head, **shown, "rebuild": engines.rebuild})
     else:
-        opened = open_bundle(bundle)
+        with progress(lines=False) as show:
+            show("checking the bundle's files")
+            opened = open_bundle(bundle)
         size = sum(entry.bytes for entry in opened.manifest.files.values())
         head = {"folder": str(opened.folder), "digest": opened.digest, "bytes": size}
         manifest = opened.manifest.model_dump(mode="json")

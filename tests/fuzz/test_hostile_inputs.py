@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,10 +45,10 @@ def test_the_program_itself_answers_them_cleanly(kind: str, originals: Originals
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_hostile_inputs_are_answered_cleanly(kind: str) -> None:
     """In a process of its own: what kills it is a failure, too. One in fifty goes to the program itself."""
-    script = Path(__file__).with_name("cases.py")
+    script, own = Path(__file__).with_name("cases.py"), {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     for first, last, program in ((100_000, 100_000 + SLOW[kind], False), (200_000, 200_000 + SLOW[kind] // 50, True)):
         command = [sys.executable, str(script), kind, str(first), str(last), *(["--program"] if program else [])]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, env=own)
         assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-500:]}"
 
 
