@@ -11,6 +11,7 @@ from ..checks import brief
 from ..errors import BundleError
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
+MOST_WEIGHTS = 1 << 50
 INTEGERS = ("int8-weights", "int4-weights")
 
 
@@ -43,8 +44,13 @@ def weight_bytes(bundle: Bundle, role: str, expand: bool = False) -> int:
 
 
 def count_weights(path: Path) -> int:
-    """Floating-point weights of a graph. Raises: BundleError: it cannot be read."""
+    """Floating-point weights of a graph. Raises: BundleError: it cannot be read, or claims what no file holds."""
     try:
-        return float_weights(path)
+        weights = float_weights(path)
     except (NotOnnx, ValueError, OSError) as error:
         raise BundleError(f"{path}: expected an ONNX graph, found {brief(error)}") from error
+    if not 0 <= weights < MOST_WEIGHTS:
+        raise BundleError(
+            f"{path}: expected an ONNX graph, found one of more weights than any file holds; export the bundle again"
+        )
+    return weights

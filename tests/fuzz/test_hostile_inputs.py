@@ -22,10 +22,18 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("kind", "seed"), [("bundles", 2074), ("bundles", 2243), ("bundles", 20082), ("bundles", 20250), ("engines", 10143)]
+    ("kind", "seed"),
+    [
+        ("bundles", 2074),
+        ("bundles", 2243),
+        ("bundles", 20082),
+        ("bundles", 20250),
+        ("bundles", 100228),
+        ("engines", 10143),
+    ],
 )
 def test_what_was_answered_badly_once_is_answered_cleanly(kind: str, seed: int, originals: Originals) -> None:
-    """A shape that is no text, lines of ONNX Runtime's own, outputs of other shapes, engines without the target."""
+    """Shapes that are no text, lines of ONNX Runtime's own, outputs of other shapes, endless weights, no target."""
     check(kind, seed, originals)
 
 
