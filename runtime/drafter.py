@@ -66,6 +66,7 @@ class TreeDrafts(Drafts):
         self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
         self.cache: Cache | None = None
         self.pending: dict[Request, Pending] = {}
+        self._arrange()
         self.committed_masks: dict[int, Bools] = {}  # by past length, for as long as the same slots are committed
 
     def commit(self, committed: Sequence[Committed]) -> None:
@@ -85,13 +86,15 @@ class TreeDrafts(Drafts):
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
-        gone, kept = set(requests), [request for request in self.requests if request not in requests]
-        if not kept:
+        stays = [request not in requests for request in self.requests]
+        if all(stays):
+            return
+        if any(stays):
+            self._cache.keep_rows(np.flatnonzero(np.repeat(stays, self._sides())))
+        else:
             self.cache = None
-        elif len(kept) < len(self.requests):
-            rows = np.flatnonzero(np.repeat([one not in gone for one in self.requests], self._sides()))
-            self._cache.keep_rows(rows)
-        self.requests = kept
+        kept = self.requests = [request for request, kept in zip(self.requests, stays, strict=True) if kept]
+        self._arrange()
         self.pending = {request: self.pending[request] for request in kept if request in self.pending}
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
@@ -125,6 +128,7 @@ class TreeDrafts(Drafts):
         else:
             self.cache.extend(cache)
         self.requests += requests
+        self._arrange()
 
     def _arrange(self) -> None:
         """Which request a row is of, and the prefix columns it does not see: after requests have joined or left."""
@@ -141,7 +145,6 @@ class TreeDrafts(Drafts):
 
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level."""
-        self._arrange()
         read, hidden, self.committed_masks = [], [], {}  # the first two per row
         for one in (self.pending.pop(request) for request in self.requests):
             codes = one.tokens + self.layout.code_offset
