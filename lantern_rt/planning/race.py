@@ -96,6 +96,8 @@ class Race:
         """One line that says what runs and why."""
         if not self.decided:
             return f"auto: {self.method} at last, still finding out while drawing what is fastest here"
+        if not self.timed[Ar()].tokens:
+            return f"auto: {self.method}, found to be the fastest here before"
         if isinstance(self.method, Ar):
             return "auto: ar, as nothing was faster here while drawing"
         return f"auto: {self.method}, speed-up {self.speed_up:.2f} here while drawing"

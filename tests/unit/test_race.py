@@ -12,6 +12,7 @@ from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sjd
 from lantern_rt.planning.race import TREES, WINDOWS, Race
 from lantern_rt.planning.store import read_tuning
+from lantern_rt.requests import resolve_settings
 from lantern_rt.runtime.tree_names import named_tree
 
 
@@ -118,3 +119,7 @@ def test_images_drawn_during_a_race_are_those_of_ar_and_its_result_is_kept(tmp_p
     later = pipe("red sphere").settings
     assert later.method == choice.method
     assert "while drawing on 20" in str(later.choice)
+    pipe = Pipeline.from_bundle(pipe.bundle, threads=1)
+    race = pipe.chooser.race(1, resolve_settings(pipe.bundle.manifest, {"method": "auto"}))  # a service's, say
+    assert (race.decided, race.method) == (True, choice.method)
+    assert race.describe() == f"auto: {choice.method}, found to be the fastest here before"
