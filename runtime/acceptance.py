@@ -31,10 +31,12 @@ class Acceptance:
 
 def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:
     """Walk down the tree for as long as the target's `choice(node)` is among the children of the node."""
-    path = [0]
+    path, children = [0], tree.structure.children
     while True:
         token = choice(path[-1])
-        child = next((child for child in tree.structure.children[path[-1]] if tree.tokens[child] == token), None)
-        if child is None:
+        for child in children[path[-1]]:
+            if tree.tokens[child] == token:
+                path.append(child)
+                break
+        else:
             return Acceptance(path, token)
-        path.append(child)

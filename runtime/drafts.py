@@ -144,8 +144,8 @@ class Answers:
     slack: float = 0.0
     settle: Callable[[int], Floats] | None = None
     _choices: dict[int, int] = field(init=False, default_factory=dict)
-    _seen: dict[int, tuple[Floats, Floats | None]] = field(init=False, default_factory=dict)  # logits, noise
     _settled: set[int] = field(init=False, default_factory=set)
+    _seen: tuple[int, Floats, Floats | None] = field(init=False)  # what was guessed last: a node, logits, noise
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
     _chain: Floats | None = field(init=False, default=None)
 
@@ -155,8 +155,9 @@ class Answers:
         if self.settle is None or node in self._settled:
             return code
         self._settled.add(node)
-        logits, noise = self._seen[node]
-        if not is_clear(logits, noise, code, self.sampling, self.slack):
+        first, guided, noise = self._seen  # of this node, if not of all
+        own = None if noise is None else noise[node - first]
+        if not is_clear(guided[node - first], own, code, self.sampling, self.slack):
             logits = self.settle(node)
             (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
             self._choices[node] = code
@@ -169,8 +170,7 @@ class Answers:
             guided = self._guided(slice(first, first + nodes))
             noise = self._gumbel(first, guided)
             self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
-            for i in range(nodes):
-                self._seen[first + i] = guided[i], None if noise is None else noise[i]
+            self._seen = first, guided, noise
         return self._choices[node]
 
     def distribution(self, node: int) -> Probabilities:

@@ -85,11 +85,11 @@ class Scheduler:
 
     def step(self) -> list[RequestStep]:
         """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""
-        joining, room = [], self._room()
-        while self.waiting and len(self.waiting[0].rows) <= room:
-            joining.append(self.waiting.popleft())
-            room -= len(joining[-1].rows)
-        if joining:
+        if self.joining:
+            joining, room = [], self._room()
+            while self.waiting and len(self.waiting[0].rows) <= room:
+                joining.append(self.waiting.popleft())
+                room -= len(joining[-1].rows)
             return self._prefill(joining)
         return self._advance() if self.active else []
 
@@ -131,7 +131,7 @@ class Scheduler:
     def _advance(self) -> list[RequestStep]:
         drafted = [self._source(request) for request in self.active]
         trees: dict[Request, DraftTree] = {}
-        for source in dict.fromkeys(drafted):
+        for source in {*drafted}:
             own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
             trees.update(zip(own, source.draft(own), strict=True))
         output = self._verify(trees)
@@ -207,7 +207,7 @@ class Scheduler:
 
     def _tell(self, committed: Sequence[Committed]) -> None:
         """Tell all sources of drafts what a pass committed, then drop finished requests."""
-        for trees in dict.fromkeys(self._trees.values()):
+        for trees in {*self._trees.values()}:
             trees.commit([one for one in committed if self._trees.get(one.request) is trees])
         self._windows.commit(committed)
         if finished := [one.request for one in committed if not one.request.missing]:
