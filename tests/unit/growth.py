@@ -1,21 +1,27 @@
-"""A process that draws images, or makes and drops pipelines, and prints what it holds as it goes along.
+"""A process that draws images, serves requests, or makes and drops pipelines, and prints what it holds meanwhile.
 
-`python growth.py images BUNDLE COUNT`, `python growth.py pipelines BUNDLE COUNT`: JSON lines of `Held`.
+`python growth.py images BUNDLE COUNT`, or `pipelines`, or `service`: JSON lines of `Held`.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import queue
+import random
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 
 from lantern_rt import Pipeline
+from lantern_rt.service import Service
 
 METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", "auto", "sjd:window=3", "eagle:tree=mc-25", "sjd:lambda=2")
 BATCHES = (1, 4, 2, 8, 3)
@@ -65,10 +71,44 @@ def pipelines(bundle: str) -> Iterator[int]:
         yield count
 
 
+def service(bundle: str) -> Iterator[int]:
+    """Requests of a service, eight at a time, by every method; one in four leaves early. How many images so far.
+
+    Every image is compared with the one that its request gives alone.
+    """
+    pipe, rng, count, number = Pipeline.from_bundle(bundle, threads=2), random.Random(0), 0, 0
+    asked = [(method, seed) for method in METHODS for seed in range(3)]
+    alone = {key: pipe("red sphere", num_images=2, seed=key[1], method=key[0]).codes for key in asked}
+    news: queue.Queue[tuple[int, Any]] = queue.Queue()
+    tickets: dict[int, tuple[Any, tuple[str, int], int]] = {}  # what was asked, and after which step it leaves
+    with Service(pipe, together=6, waiting=60) as drawn:
+        while True:
+            while len(tickets) < 8:
+                key, number = rng.choice(asked), number + 1
+                leaves = rng.randrange(12) if rng.random() < 0.25 else 1 << 30
+                hear = partial(lambda own, step: news.put((own, step)), number)
+                request = {"num_images": 2, "seed": key[1], "method": key[0]}
+                tickets[number] = drawn.submit(hear, "red sphere", **request), key, leaves
+            own, step = news.get(timeout=60)
+            if own not in tickets:
+                continue  # it has left
+            assert not isinstance(step, BaseException), step
+            ticket, key, leaves = tickets.pop(own)
+            if step.stats is not None:
+                assert all(np.array_equal(one, other) for one, other in zip(step.codes, alone[key], strict=True)), key
+            elif leaves == 0:
+                ticket.cancel()
+            else:
+                tickets[own] = ticket, key, leaves - 1
+                continue
+            count += 2
+            yield count
+
+
 def main(what: str, bundle: str, last: int) -> None:
     """A line about every twentieth of the way."""
     following = 0
-    for count in {"images": images, "pipelines": pipelines}[what](bundle):
+    for count in {"images": images, "pipelines": pipelines, "service": service}[what](bundle):
         if count >= following:
             print(json.dumps(asdict(Held.now(count))), flush=True)
             following += last // SAMPLES
