@@ -155,7 +155,8 @@ class Answers:
         if self.settle is None or node in self._settled:
             return code
         self._settled.add(node)
-        first, guided, noise = self._seen  # of this node, if not of all
+        first, guided, noise = self._seen
+        assert first <= node < first + len(guided), "a node of a tree is chosen at when it was guessed last"
         own = None if noise is None else noise[node - first]
         if not is_clear(guided[node - first], own, code, self.sampling, self.slack):
             logits = self.settle(node)

@@ -92,10 +92,6 @@ class Window:
         tokens = np.array([committed[-1], *self.codes], np.int64)
         return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, proposals)
 
-    def clear(self) -> None:
-        """Forget all drafts."""
-        self.codes, self.proposals = [], []
-
     def advance(self, accepted: int, target: Answers) -> None:
         """Re-draft what a pass that accepted so many left over."""
         undecided = range(accepted + 1, len(self.codes) + 1)

@@ -68,10 +68,10 @@ def is_clear(logits: Floats, noise: Floats | None, code: int, sampling: Sampling
     """
     values = scaled = scale(logits, sampling)
     if sampling.filtered:
-        most, least = (_threshold(scaled, sampling, one) for one in (slack, -slack))
-        if scaled[code] < least:
+        least, certain = _edges(scaled, sampling, slack)
+        if not scaled[code] > certain:
             return False
-        values = np.where(scaled >= most, scaled, np.float32(-np.inf))
+        values = np.where(scaled >= least, scaled, np.float32(-np.inf))
     values = values.copy() if noise is None else values + noise
     best = values[code]
     values[code] = -np.inf
@@ -138,24 +138,40 @@ def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
     return np.where(scaled >= threshold, scaled, np.float32(-np.inf))
 
 
-def _threshold(scaled: Floats, sampling: Sampling, slack: float = 0.0) -> np.float32:
-    """The smallest logit that filters keep, of scaled ones `[vocab_size]`.
-
-    slack: filters keep what they might keep if differences of logits moved by so much; below 0, what they keep anyway.
-    """
-    kept, more = scaled, int(slack < 0)  # what stays anyway is clear of the first one left out
+def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
+    """The smallest logit that filters keep, of scaled ones `[vocab_size]`."""
+    kept = scaled
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < sampling.top_k < len(kept):
-            last = np.partition(kept, -sampling.top_k - more)[-sampling.top_k - more]
-        elif name == "top-p" and sampling.top_p < 1.0 and len(kept):
+            kept = kept[kept >= np.partition(kept, -sampling.top_k)[-sampling.top_k]]
+        elif name == "top-p" and sampling.top_p < 1.0:
             kept = np.sort(kept)[::-1]
-            place = int(np.count_nonzero(np.cumsum(softmax(kept)) <= sampling.top_p + slack)) + more
-            last = kept[place] if place < len(kept) else np.float32(-np.inf)
+            kept = kept[: 1 + int(np.count_nonzero(np.cumsum(softmax(kept)) <= sampling.top_p))]
+    lowest: np.float32 = kept.min()
+    return lowest
+
+
+def _edges(scaled: Floats, sampling: Sampling, slack: float) -> tuple[float, float]:
+    """What filters may do to scaled logits `[vocab_size]` if differences of them move by up to `slack`.
+
+    They keep no logit below the first number, and every one above the second. A second filter is asked about all that
+    the first may keep; what it sums, it compares with the sum of those that stay for certain.
+    """
+    possible, certain = np.sort(scaled)[::-1], -np.inf
+    for name in sampling.filter_order.split(", "):
+        if name == "top-k" and 0 < sampling.top_k < len(possible):
+            last, certain = sampling.top_k - 1, max(certain, possible[sampling.top_k] + slack)
+        elif name == "top-p" and sampling.top_p < 1.0:
+            weights = np.exp(possible - possible[0], dtype=np.float64)
+            sums, sure = weights.cumsum(), weights[possible > certain].sum()
+            within = int(np.count_nonzero(sums <= (sampling.top_p - slack) * sure))
+            last = int(np.count_nonzero(sums <= (sampling.top_p + slack) * sums[-1]))
+            if within + 1 < len(possible) or not sure:
+                certain = max(certain, possible[min(within + 1, len(possible) - 1)] + slack)
         else:
             continue
-        kept = kept[kept > last - np.float32(slack)] if more else kept[kept >= last - np.float32(slack)]
-    lowest: np.float32 = kept.min(initial=np.float32(np.inf))
-    return lowest
+        possible = possible[possible >= possible[min(last, len(possible) - 1)] - slack]
+    return float(possible[-1]), float(certain)
 
 
 def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:

@@ -76,12 +76,11 @@ class Scheduler:
             raise ValueError(f"a request of {len(request.rows)} rows, expected at most {self.rows}")
         self.waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
-        """Drop a request, waiting or not; one that has left already is none."""
-        if request in self.waiting:
-            self.waiting.remove(request)
-        elif request in self.active:
-            self._leave([request])
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """Drop requests, waiting or not; those that have left already are none."""
+        self.waiting = deque(request for request in self.waiting if request not in requests)
+        if going := [request for request in self.active if request in requests]:
+            self._leave(going)
 
     def step(self) -> list[RequestStep]:
         """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""

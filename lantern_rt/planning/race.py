@@ -96,7 +96,7 @@ class Race:
         """One line that says what runs and why."""
         if not self.decided:
             return f"auto: {self.method} at last, still finding out while drawing what is fastest here"
-        if not self.timed[Ar()].tokens:
+        if not (self.timed[Ar()].tokens and self.timed[self.method].tokens):
             return f"auto: {self.method}, found to be the fastest here before"
         if isinstance(self.method, Ar):
             return "auto: ar, as nothing was faster here while drawing"

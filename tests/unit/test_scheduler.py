@@ -95,7 +95,7 @@ def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows
             if visit.arrives == step:
                 requests[number] = submitted(scheduler, number, visit)
             if visit.leaves == step and number in requests and requests[number].missing:
-                scheduler.cancel(requests[number])
+                scheduler.cancel([requests[number]])
                 cancelled.add(number)
         for group in groups(list(requests.values())):
             chosen = group[0].methods[rng.integers(len(group[0].methods))]
@@ -148,11 +148,11 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
     scheduler = Scheduler(engine)
     visits = [Visit(i, SAMPLINGS[1], (Eagle(tree="chain-2"), Sjd(window=3)), 0, 0) for i in range(3)]
     requests = [submitted(scheduler, i, visit) for i, visit in enumerate(visits)]
-    scheduler.cancel(requests[2])  # not yet begun
+    scheduler.cancel([requests[2]])  # not yet begun
     scheduler.step()
     scheduler.step()
-    scheduler.cancel(requests[0])
-    scheduler.cancel(requests[0])
+    scheduler.cancel([requests[0]])
+    scheduler.cancel([requests[0]])
     assert scheduler.active == [requests[1]]
     assert isinstance(engine.target, ToyTarget)
     assert isinstance(engine.drafter, ToyDrafter)
