@@ -34,8 +34,16 @@ class AsyncPipeline:
         cls, bundle: Any = "scenes", *, together: int | None = None, waiting: int = 256, **options: Any
     ) -> AsyncPipeline:
         """Open a bundle without holding up the event loop; takes what `Pipeline.from_bundle` takes."""
-        open_pipeline = partial(Pipeline.from_bundle, bundle, **options)
-        return cls(await asyncio.get_running_loop().run_in_executor(None, open_pipeline), together, waiting)
+
+        def load() -> AsyncPipeline:
+            pipeline = Pipeline.from_bundle(bundle, **options)
+            try:
+                return cls(pipeline, together, waiting)
+            except BaseException:
+                pipeline.close()
+                raise
+
+        return await asyncio.get_running_loop().run_in_executor(None, load)
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,12 +52,16 @@ class AsyncPipeline:
         await self.close()
 
     async def close(self, drain: bool = True) -> None:
-        """Take no more requests; finish those that are there (drain) or fail them, and close the pipeline."""
-        self._closed = True
-        await asyncio.get_running_loop().run_in_executor(None, self.service.close, drain)
-        if self._callers:  # their pictures are still to be decoded
+        """Take no more requests; finish those that are there (drain) or fail them, and close the pipeline.
+
+        Streams still give the steps that they have, but no pictures.
+        """
+        self._closed, loop = True, asyncio.get_running_loop()
+        await loop.run_in_executor(None, self.service.close, drain)
+        while self._callers:  # their pictures are still to be decoded
+            self._alone.clear()
             await self._alone.wait()
-        self._workers.shutdown()
+        await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
 
     async def generate(self, prompts: Any = None, **options: Any) -> Result:
@@ -60,7 +72,7 @@ class AsyncPipeline:
         with self._calling():
             async for ticket, step in self._steps(prompts, options):
                 images, last = ticket.request.images, step
-            pictures = [await self.image(last, i) for i in range(len(images))]
+            pictures = [await self._picture(last, i) for i in range(len(images))]
             return result_of(images, pictures, last)
 
     async def stream(self, prompts: Any = None, **options: Any) -> AsyncGenerator[StreamStep, None]:
@@ -68,16 +80,14 @@ class AsyncPipeline:
 
         Raises: as `generate`, when the first step is asked for.
         """
-        with self._calling():
-            async with aclosing(self._steps(prompts, options)) as steps:
-                async for _, step in steps:
-                    yield step
+        async with aclosing(self._steps(prompts, options)) as steps:
+            async for _, step in steps:
+                yield step
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Count a caller, whom closing waits for."""
-        if self._closed:
-            raise RequestError("pipeline: found it closed, expected an open one; make another")
+        """Count a caller whose pictures are to be decoded, whom closing waits for."""
+        self._check_open()
         self._callers += 1
         try:
             yield
@@ -93,6 +103,7 @@ class AsyncPipeline:
             loop.call_soon_threadsafe(steps.put_nowait, news)
 
         submit = partial(self.service.submit, hear, prompts, **options)
+        self._check_open()
         submitting = loop.run_in_executor(self._workers, submit)
         try:
             ticket = await asyncio.shield(submitting)
@@ -112,7 +123,15 @@ class AsyncPipeline:
 
     async def image(self, step: StreamStep, i: int) -> Image:
         """`step.image(i)`, decoded without holding up the event loop."""
+        with self._calling():
+            return await self._picture(step, i)
+
+    async def _picture(self, step: StreamStep, i: int) -> Image:
         return await asyncio.get_running_loop().run_in_executor(self._workers, step.image, i)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("pipeline: found it closed, expected an open one; make another")
 
 
 def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:

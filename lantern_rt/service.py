@@ -11,11 +11,14 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
+from .checks import whole
 from .errors import BusyError, LanternError, RequestError
 from .methods import Auto
 from .pipeline import Pipeline
@@ -46,7 +49,7 @@ class Ticket:
         self.ended = False
 
     def cancel(self) -> None:
-        """Have the service forget the request within a pass; its listener hears nothing more."""
+        """Have the service forget the request within a pass; after that its listener hears nothing more."""
         self._service.forget(self)
 
 
@@ -58,20 +61,23 @@ class Service:
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
-        self.pipeline, self.waiting, self.seconds_per_image = pipeline, waiting, 0.0
+        self.pipeline, self.seconds_per_image = pipeline, 0.0
         engines, manifest = pipeline.engines, pipeline.bundle.manifest
         self._engines, self._chooser, strict = engines, pipeline.chooser, resolve_settings(manifest, {"method": "auto"})
         self._methods = tuple(self._chooser.race(1, strict).methods)
         model = pipeline.model(engines, self._methods)
         self.model = replace(model, neighbors=pipeline.bundle.neighbors().indices if manifest.neighbors else None)
-        self.together = together or images_together(manifest, strict, engines.most_rows)
-        self._scheduler = Scheduler(self.model, 2 * self.together)
-        self._races: dict[tuple[int, bool], tuple[Settings, Race]] = {}
+        usual = min(images_together(manifest, strict, engines.most_rows), max(1, engines.most_rows // 2))
+        self.together = whole("together", together, usual, 1, 4096)
+        self.waiting = whole("waiting", waiting, 256, 0, 1 << 20)
+        self._rows = min(2 * self.together, engines.most_rows)
+        self._scheduler = Scheduler(self.model, self._rows)
+        self._races: dict[tuple[int, bool, str], tuple[Settings, Race]] = {}
         self._tickets: dict[int, Ticket] = {}  # by the index of a drawing
         self._drawn = 0  # drawings so far
         self._changed = threading.Condition()
-        self._arriving: list[Ticket] = []
-        self._leaving: list[Ticket] = []
+        self._arriving: deque[Ticket] = deque()
+        self._leaving: deque[Ticket] = deque()
         self._images = 0  # accepted and not ended
         self._since = time.perf_counter()  # when there was nothing to do, or an image was done
         self._closing = self._draining = False
@@ -101,6 +107,8 @@ class Service:
         ticket, images, room = Ticket(self, request, listener), len(request.images), self.together + self.waiting
         if images > room:
             raise RequestError(f"found {images} images, expected at most {room} in one request; ask for fewer")
+        if (rows := 1 + request.settings.sampling.guided) > self._rows:
+            raise RequestError(f"cfg_scale: found guidance, of {rows} rows, and engines of {self._rows}; build others")
         with self._changed:
             if self._closing:
                 raise RequestError("service: found it closed, expected an open one; make another")
@@ -128,17 +136,19 @@ class Service:
     # ---------------------------------------------------------------- the service's thread
 
     def _run(self) -> None:
+        going = True
         try:
-            while self._listen():
+            while going:
                 try:
+                    going = self._listen()
                     self._step()
                 except Exception as error:  # whatever it is: callers must hear of it, and later ones be served
-                    if not isinstance(error, LanternError):
-                        _LOG.exception("a pass failed")
                     self._fail(error)
-            self._fail(RequestError("service: closed before the request was done; make another"))
         finally:
-            for (images, _), (settings, race) in self._races.items():
+            with self._changed:
+                self._closing = True
+            self._fail(RequestError("service: closed before the request was done; make another"))
+            for (images, _, _), (settings, race) in self._races.items():
                 self._chooser.give_back(images, settings, race)
 
     def _listen(self) -> bool:
@@ -147,17 +157,18 @@ class Service:
             while not (self._arriving or self._leaving or self._scheduler.busy or self._closing):
                 self._changed.wait()
                 self._since = time.perf_counter()
-            arriving, leaving = self._arriving, self._leaving
-            self._arriving, self._leaving = [], []
-            ends = self._closing and not (self._draining and (arriving or self._scheduler.busy))
-        for ticket in arriving:
-            if ends:
-                self._end(ticket, RequestError("service: closed before the request was done; make another"))
-            else:
-                self._begin(ticket)
-        for ticket in leaving:
+            if self._closing and not (self._draining and (self._arriving or self._scheduler.busy)):
+                return False
+        while (ticket := self._next(self._leaving)) is not None:
             self._end(ticket)
-        return not ends
+        while (ticket := self._next(self._arriving)) is not None:
+            if not ticket.ended:
+                self._begin(ticket)
+        return True
+
+    def _next(self, tickets: deque[Ticket]) -> Ticket | None:
+        with self._changed:
+            return tickets.popleft() if tickets else None
 
     def _begin(self, ticket: Ticket) -> None:
         """Give a request's images to the scheduler; a request that cannot be prepared hears why."""
@@ -165,7 +176,7 @@ class Service:
         methods = self._methods if ticket.automatic else (settings.method,)
         try:
             prompts = list(self.pipeline.prefixes(self._engines, ticket.request.images))
-        except LanternError as error:
+        except Exception as error:
             self._end(ticket, error)
             return
         ticket.clocks = self._scheduler.target_clock.copy(), self._scheduler.drafter_clock.copy()
@@ -197,7 +208,7 @@ class Service:
     def _race(self, settings: Settings) -> Race:
         """The race for as many images as share a pass now; the next power of two is near enough."""
         images = min(self.together, len(self._scheduler.active) + len(self._scheduler.waiting))
-        key = 1 << (images - 1).bit_length(), settings.sampling.greedy
+        key = 1 << (images - 1).bit_length(), settings.sampling.greedy, str(settings.method)
         if key not in self._races:
             self._races[key] = settings, self._chooser.race(key[0], settings)
         return self._races[key][1]
@@ -227,12 +238,14 @@ class Service:
 
     def _end(self, ticket: Ticket, last: StreamStep | BaseException | None = None) -> None:
         """Forget a request, and tell its listener how it ended, unless it left by itself."""
-        if ticket.ended:
-            return
+        if not ticket.ended:
+            self._forget(ticket, last)
+            self._scheduler.cancel(ticket.drawings)
+
+    def _forget(self, ticket: Ticket, last: StreamStep | BaseException | None) -> None:
         ticket.ended = True
         for drawing in ticket.drawings:
-            del self._tickets[drawing.index]
-            self._scheduler.cancel(drawing)
+            self._tickets.pop(drawing.index, None)
         with self._changed:
             self._images -= len(ticket.request.images)
         if last is not None:
@@ -246,8 +259,12 @@ class Service:
             _LOG.exception("a listener failed")
             self._end(ticket)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: Exception) -> None:
         """End all requests with an error, and begin anew."""
-        for ticket in dict.fromkeys(self._tickets.values()):
-            self._end(ticket, error)
-        self._scheduler = Scheduler(self.model, 2 * self.together)
+        if not isinstance(error, LanternError):
+            _LOG.error("a pass failed", exc_info=error)
+        self._scheduler, ended = Scheduler(self.model, self._rows), {*self._tickets.values()}
+        while self._closing and (ticket := self._next(self._arriving)) is not None:
+            ended.add(ticket)
+        for ticket in ended:
+            self._forget(ticket, copy(error).with_traceback(None))  # each raises its own

@@ -168,11 +168,32 @@ def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
             for caller in callers:
                 service.submit(caller, "red cube")
             assert all(caller.done.wait(30) for caller in callers)
-            assert [caller.error for caller in callers] == [error, error]
+            assert [str(caller.error) for caller in callers] == [str(error)] * 2
+            assert callers[0].error is not callers[1].error
     assert "a pass failed" in caplog.text
     caller = Caller()
     service.submit(caller, "red cube", seed=3)
     assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=3).codes[0])
+
+
+def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, name in ((Pipeline, "prefixes"), (Scheduler, "submit"), (Scheduler, "cancel")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+            caller = Caller()
+            ticket = service.submit(caller, "red cube", method="ar")
+            if name == "cancel":
+                ticket.cancel()
+                time.sleep(0.1)
+            else:
+                assert caller.done.wait(30)
+                assert isinstance(caller.error, MemoryError)
+    caller = Caller()
+    service.submit(caller, "red cube", seed=4)
+    assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=4).codes[0])
+    left_alone(service)
+    with pytest.raises(RequestError, match="together: found 0, expected a whole number 1"):
+        Service(pipe, together=0)
 
 
 def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> None:
@@ -207,7 +228,7 @@ def test_what_load_the_methods_are_raced_under_is_kept(pipe: Pipeline) -> None:
             last = caller.last()
             assert str(last.settings.choice).startswith("auto: ")
         races = vars(service)["_races"]
-        assert {images for images, _ in races} >= {1, 4}
+        assert {images for images, _, _ in races} >= {1, 4}
         assert any(race.timed[race.methods[0]].tokens for _, race in races.values())
 
 
@@ -234,6 +255,27 @@ def test_tasks_get_what_the_pipeline_gives(pipe: Pipeline, tmp_path: Path) -> No
                 await pipeline.generate("red cube", method="magic")
         with pytest.raises(RequestError, match="closed"):
             await pipeline.generate("red cube")
+
+    run(main())
+
+
+def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pipeline) -> None:
+    async def main() -> None:
+        for drain in (True, False):
+            pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2)
+            await pipeline.generate("red cube", method="ar")
+            steps = pipeline.stream("green cube", seed=3, method="ar")
+            first = await anext(steps)
+            generating = asyncio.create_task(pipeline.generate("red cube", seed=1, num_images=2, method="ar"))
+            await asyncio.sleep(0.01)
+            await pipeline.close(drain)
+            with pytest.raises(RequestError, match="closed"):
+                await pipeline.image(first, 0)
+            if drain:
+                assert len((await generating).images) == 2
+                assert [step async for step in steps][-1].stats is not None
+            else:
+                await asyncio.gather(generating, return_exceptions=True)
 
     run(main())
 
