@@ -157,21 +157,24 @@ def _edges(scaled: Floats, sampling: Sampling, slack: float) -> tuple[float, flo
     They keep no logit below the first number, and every one above the second. A second filter is asked about all that
     the first may keep; what it sums, it compares with the sum of those that stay for certain.
     """
-    possible, certain = np.sort(scaled)[::-1], -np.inf
+    possible, certain = scaled, -np.inf
     for name in sampling.filter_order.split(", "):
-        if name == "top-k" and 0 < sampling.top_k < len(possible):
-            last, certain = sampling.top_k - 1, max(certain, possible[sampling.top_k] + slack)
+        if name == "top-k" and 0 < (k := sampling.top_k) < len(possible):
+            ordered = np.partition(possible, -k)
+            last, certain = ordered[-k], max(certain, ordered[:-k].max() + slack)  # above the best one left out
         elif name == "top-p" and sampling.top_p < 1.0:
-            weights = np.exp(possible - possible[0], dtype=np.float64)
-            sums, sure = weights.cumsum(), weights[possible > certain].sum()
+            ordered = np.sort(possible)[::-1]
+            weights = np.exp(ordered - ordered[0], dtype=np.float64)
+            sums, sure = weights.cumsum(), weights[ordered > certain].sum()
             within = int(np.count_nonzero(sums <= (sampling.top_p - slack) * sure))
-            last = int(np.count_nonzero(sums <= (sampling.top_p + slack) * sums[-1]))
-            if within + 1 < len(possible) or not sure:
-                certain = max(certain, possible[min(within + 1, len(possible) - 1)] + slack)
+            beyond = int(np.count_nonzero(sums <= (sampling.top_p + slack) * sums[-1]))
+            last = ordered[min(beyond, len(ordered) - 1)]
+            if within + 1 < len(ordered) or not sure:
+                certain = max(certain, ordered[min(within + 1, len(ordered) - 1)] + slack)
         else:
             continue
-        possible = possible[possible >= possible[min(last, len(possible) - 1)] - slack]
-    return float(possible[-1]), float(certain)
+        possible = possible[possible >= last - slack]
+    return float(possible.min()), float(certain)
 
 
 def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
