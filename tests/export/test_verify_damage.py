@@ -198,3 +198,17 @@ def test_damaged_external_data_end_in_one_line_with_the_graphs_name(
     code, _, err = program(capsys, "verify", bundle, *against)
     assert code == 2
     assert err.splitlines()[-1].startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
+
+
+def test_what_a_bundle_says_of_itself_does_not_reach_the_terminal_through_verify(
+    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\r"
+    bundle = altered(c2i_bundle, tmp_path / "b", "code_embeddings", add_noise)
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    manifest |= {"name": hostile, "provenance": manifest["provenance"] | {"licence": hostile, "exporter": hostile}}
+    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    for arguments in ([], CHECKPOINTS, ["--json"]):
+        code, out, err = program(capsys, "verify", bundle, *arguments)
+        assert code in (0, 2)
+        assert all(one.isprintable() or one == "\n" for one in out + err), arguments

@@ -81,7 +81,7 @@ def groups(requests: list[Request]) -> list[list[Request]]:
     return list(found.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(VISITS, min_size=1, max_size=6), st.integers(2, 7), st.integers(0, 2**32 - 1))
 def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows: int, seed: int) -> None:
     rng, engine = np.random.default_rng(seed), model()

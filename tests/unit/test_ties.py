@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
     return logits, noise, sampling, draw(st.sampled_from([1e-3, 0.02, 0.1, 0.5])), seed
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_a_clear_choice_stays_however_logits_move_within_the_slack(
     case: tuple[Rows, Rows | None, Sampling, float, int],
