@@ -139,12 +139,14 @@ class KVCache(CacheRows):
 
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; one copy of what both hold."""
-        added = KVCache.own(other)
-        parts, rows = [(self.tensors, self.past_length()), (added.tensors, added.past_length())], len(self.lengths)
+        added, own = KVCache.own(other), len(self.lengths)
         heads, width = self.tensors[0].shape[2:]
         kind, layers = self.tensors[0].dtype.type, len(self.tensors) // 2
-        self.join(added)
-        self.tensors = KVCache.empty(len(self.lengths), self.capacity, layers, heads, width, kind).tensors
-        for (tensors, used), place in zip(parts, (slice(rows), slice(rows, None)), strict=True):
-            for tensor, narrow in zip(self.tensors, tensors, strict=True):
+        rows, capacity = own + len(added.lengths), max(self.capacity, added.capacity)
+        joined = KVCache.empty(rows, capacity, layers, heads, width, kind)  # before anything is changed: it may not fit
+        for cache, place in ((self, slice(own)), (added, slice(own, None))):
+            used = cache.past_length()
+            for tensor, narrow in zip(joined.tensors, cache.tensors, strict=True):
                 tensor[:used, place] = narrow[:used]
+        self.join(added)
+        self.tensors = joined.tensors

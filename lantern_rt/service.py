@@ -195,7 +195,13 @@ class Service:
         for drawing in (drawing for ticket in automatic for drawing in ticket.drawings):
             drawing.use(race.method if race is not None else drawing.method)
         prefill, began = self._scheduler.joining, time.perf_counter()
-        parts = self._scheduler.step()
+        try:
+            parts = self._scheduler.step()
+        except Exception as error:
+            if not prefill:
+                raise
+            self._refuse(error)
+            return
         seconds = time.perf_counter() - began
         if race is not None and not prefill and all(self._tickets[part.request].automatic for part in parts):
             race.record(sum(len(part.codes) for part in parts) / len(parts), seconds)
@@ -204,6 +210,15 @@ class Service:
             told.setdefault(self._tickets[part.request], []).append(part)
         for ticket, own in told.items():
             self._tell(ticket, own, race)
+
+    def _refuse(self, error: Exception) -> None:
+        """End the requests that were to join, for whom there was no memory, say; the others are as they were."""
+        there, tickets = {*self._scheduler.active, *self._scheduler.waiting}, {*self._tickets.values()}
+        lost = [one for one in tickets if any(own.missing and own not in there for own in one.drawings)]
+        if not lost or not isinstance(error, LanternError):
+            raise error
+        for ticket in lost:
+            self._end(ticket, copy(error).with_traceback(None))
 
     def _race(self, settings: Settings) -> Race:
         """The race for as many images as share a pass now; the next power of two is near enough."""

@@ -19,6 +19,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, Result
 from lantern_rt.asynchronous import AsyncPipeline
+from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.scheduler import Scheduler
@@ -194,6 +195,21 @@ def test_whatever_fails_the_service_goes_on(pipe: Pipeline, service: Service, mo
     left_alone(service)
     with pytest.raises(RequestError, match="together: found 0, expected a whole number 1"):
         Service(pipe, together=0)
+
+
+def test_who_cannot_join_disturbs_nobody(pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    staying, joining = Caller(), Caller()
+    service.submit(staying, "red cube", seed=6, num_images=2, method="ar")
+    while not staying.steps:
+        time.sleep(0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "empty", lambda *_: (_ for _ in ()).throw(EngineError("memory: found none")))
+        service.submit(joining, "green cube", num_images=2, method="ar")
+        assert joining.done.wait(30)
+    assert str(joining.error) == "memory: found none"
+    expected = pipe("red cube", seed=6, num_images=2).codes
+    assert all(np.array_equal(one, other) for one, other in zip(staying.last().codes, expected, strict=True))
+    left_alone(service)
 
 
 def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> None:
