@@ -25,7 +25,7 @@ BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
 }
 
 
-# Of a CPU that computes in float32: at most 4.2e-5 among 2,074 choices of the embedded model (nats, without guidance).
+# Of a CPU that computes in float32; the embedded model's largest was 4.3e-5 nats (benchmarks/ties.py).
 ROUNDING = 1e-4
 
 

@@ -41,7 +41,7 @@ class OrtGraphs:
     def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         """Another graph (condition, image decoder), checked to have these inputs and outputs."""
         path, optimised = self._locate(role)
-        return GraphSession(path, inputs, outputs, self._threads, self._provider, optimised).run
+        return GraphSession(path, inputs, outputs, self._threads, self._provider, optimised).run_checked
 
     def _locate(self, role: str) -> tuple[Path, bool]:
         """The file of a role, and whether it has been optimised already."""

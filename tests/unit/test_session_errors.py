@@ -158,4 +158,4 @@ def test_outputs_of_another_shape_than_declared_are_refused(runtime: Any, monkey
     monkeypatch.setattr(Session, "run", lambda *_: [np.zeros((1, 5), np.float32)], raising=False)
     graph = GraphSession(GRAPH, [Tensor("codes", ("int64",), (None, 4))], [Tensor("images", ("float32",), (None, 3))])
     with refused(BundleError, f"{GRAPH}: output `images`: gave [1, 5], expected float32 [any, 3]", "export the bundle"):
-        graph.run({"codes": np.zeros((1, 4), np.int64)})
+        graph.run_checked({"codes": np.zeros((1, 4), np.int64)})
