@@ -2,7 +2,7 @@
 
 export const KINDS = {
   d: { colour: "#0072b2", text: "drafted and accepted" },
-  r: { colour: "#e69f00", mark: "M5.5 5.5h.01", ink: "#000", width: 4, text: "accepted by relaxation only" },
+  r: { colour: "#e69f00", mark: "M5.5 5.5h.01", ink: "#000", width: 4, text: "accepted by relaxation" },
   x: { colour: "#d55e00", mark: "M3 3L8 8M8 3L3 8", ink: "#fff", width: 1.2, text: "draft rejected, redrawn" },
   n: { colour: "#c3c9d1", text: "nothing drafted" },
 };

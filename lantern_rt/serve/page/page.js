@@ -27,6 +27,8 @@ async function load() {
   }
   at("model").replaceChildren(...known.map(({ id }) => option(id)));
   show(at("model-field"), known.length > 1);
+  form.hidden = false;
+  at("key-form").hidden = true;
   report("Ready");
   useModel();
 }
@@ -135,7 +137,7 @@ function report(text) {
 function fail(error) {
   at("error").textContent = error.message;
   at("error").hidden = false;
-  report("");
+  report("Not drawn");
   if (!pictures.some(({ kinds }) => kinds)) at("output").hidden = at("overlay-field").hidden = true;
   if (error.status === 401) {
     at("key-form").hidden = false;
