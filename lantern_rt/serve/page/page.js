@@ -17,8 +17,6 @@ function show(element, shown) {
 
 const option = (value, text = value) => element("option", text, { value });
 
-// The form
-
 async function load() {
   try {
     known = await models();
@@ -45,7 +43,7 @@ function useModel() {
   show(at("prompt-field"), takes !== "class");
   at("class-id").max = (classes ?? 1) - 1;
   at("class-id").value ||= 0;
-  at("prompt").value = examples?.[0] ?? "";
+  at("prompt").value ||= examples?.[0] ?? "";
   at("examples").replaceChildren(...(examples ?? []).slice(0, 4).map((text) => {
     const chip = element("button", text, { type: "button" });
     chip.addEventListener("click", () => { at("prompt").value = text; });
@@ -84,8 +82,6 @@ function request(select) {
   return body;
 }
 
-// Drawing
-
 async function start() {
   if (running || at("draw").disabled || !form.reportValidity()) return;
   running = new AbortController();
@@ -93,7 +89,6 @@ async function start() {
   pictures = [method, ...(other.value ? [other] : [])].map((select) =>
     new Picture(request(select), model(), !other.value, changed));
   at("panels").replaceChildren(...pictures.map((picture) => picture.element));
-  at("output").classList.toggle("two", pictures.length > 1);
   at("output").hidden = at("overlay-field").hidden = false;
   at("empty").hidden = true;
   busy(true);
@@ -150,7 +145,6 @@ form.addEventListener("change", useMethods);
 at("model").addEventListener("change", useModel);
 at("dice").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 1e6); });
 at("cancel").addEventListener("click", () => running?.abort());
-at("overlay").addEventListener("change", () => at("panels").classList.toggle("overlay", at("overlay").checked));
 at("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey) {
     event.preventDefault();
