@@ -152,10 +152,10 @@ def test_an_unknown_word_gets_the_servers_own_message(page: Page, server: str) -
 
 
 def test_a_busy_server_says_when_to_try_again(page: Page) -> None:
-    error = {"error": {"message": "busy.", "type": "rate_limit_error", "param": None, "code": "busy"}}
+    error = {"error": {"message": "busy: found 9 images", "type": "rate_limit_error", "param": None, "code": "busy"}}
     page.route("**/generations", lambda route: route.fulfill(status=429, headers={"Retry-After": "7"}, json=error))
     draw(page)
-    expect(page.locator("#error")).to_have_text("busy. Try again in 7 s.")
+    expect(page.locator("#error")).to_have_text("busy: found 9 images; try again in 7 s")
 
 
 def test_a_key_is_asked_for_where_the_server_wants_one(page: Page, server: str) -> None:

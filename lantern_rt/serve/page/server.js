@@ -3,7 +3,7 @@
 /** An answer that is an error; the message is the server's own line. */
 export class ServerError extends Error {
   constructor(status, message, wait) {
-    super(wait ? `${message} Try again in ${wait} s.` : message);
+    super(wait && !/try again/i.test(message) ? `${message}; try again in ${wait} s` : message);
     this.status = status;
   }
 }
