@@ -23,6 +23,7 @@ async function load() {
   } catch (error) {
     return fail(error);
   }
+  if (!known.length) return setTimeout(load, 1000);  // the server is loading them
   at("model").replaceChildren(...known.map(({ id }) => option(id)));
   show(at("model-field"), known.length > 1);
   form.hidden = false;
@@ -43,8 +44,9 @@ function useModel() {
   show(at("prompt-field"), takes !== "class");
   at("class-id").max = (classes ?? 1) - 1;
   at("class-id").value ||= 0;
-  at("prompt").value ||= examples?.[0] ?? "";
-  at("examples").replaceChildren(...(examples ?? []).slice(0, 4).map((text) => {
+  const shortest = [...examples ?? []].sort((a, b) => a.length - b.length).slice(0, 4);
+  at("prompt").value ||= shortest[0] ?? "";
+  at("examples").replaceChildren(...shortest.map((text) => {
     const chip = element("button", text, { type: "button" });
     chip.addEventListener("click", () => { at("prompt").value = text; });
     return chip;
