@@ -70,7 +70,7 @@ class AsyncPipeline:
         Raises: RequestError, EngineError: as there. BusyError: too many wait already.
         """
         with self._calling():
-            async for ticket, step in self._steps(prompts, options):
+            async for ticket, step in self._steps(prompts, {"steps": False, **options}):
                 images, last = ticket.request.images, step
             pictures = [await self._picture(last, i) for i in range(len(images))]
             return result_of(images, pictures, last)

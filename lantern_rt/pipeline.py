@@ -284,6 +284,7 @@ class Pipeline:
             manifest.grid_columns,
             self.bundle.neighbors().indices if neighbors else None,
             engines.rounding,
+            engines.most_nodes,
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
