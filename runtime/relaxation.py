@@ -129,7 +129,7 @@ def walk(
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
-                if uniform >= exact:
+                if relaxed > exact and not uniform < exact:
                     by_relaxation.append(child)
                 break
             if relaxation is not None and relaxation.neighbors is not None and relaxation.residual == "neighborhood":
