@@ -40,7 +40,8 @@ class Engines:
     """Everything a bundle can run, from its own graphs or from an engine folder built of it; for several threads.
 
     The drafter and the VQ decoder are loaded when first asked for: decoding without a drafter never pays for one.
-    expand_weights: the target's int8 or int4 weights become float32 when loaded; with provider `cpu`.
+    expand_weights: the target's int8 or int4 weights become float32 when loaded; with provider `cpu`. picture_threads:
+    of the VQ decoder, by default as many as the others have.
 
     Raises, before anything is loaded: EngineError if the folder's engines are of another bundle, version or host, or
     altered; RequestError if there are no weights to expand.
@@ -53,8 +54,9 @@ class Engines:
         provider: str = "cpu",
         folder: EngineFolder | None = None,
         expand_weights: bool = False,
+        picture_threads: int | None = None,
     ) -> None:
-        self._bundle = bundle
+        self._bundle, self._picture_threads = bundle, thread_count(picture_threads or threads)
         # what measured times hold for, such as `onnxruntime-cpu`, `onnxruntime-cpu-expanded` or `tensorrt-rtx`
         parts = ("onnxruntime", provider) if folder is None else (folder.manifest.backend, folder.manifest.provider)
         self.backend = "-".join(part for part in (*parts, "expanded" if expand_weights else None) if part)
@@ -97,7 +99,7 @@ class Engines:
                 manifest = self._bundle.manifest
                 codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
                 images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
-                self._vq_decoder = self._graphs.function("vq_decoder", [codes_in], [images])
+                self._vq_decoder = self._graphs.function("vq_decoder", [codes_in], [images], self._picture_threads)
         return self._vq_decoder({"codes": np.ascontiguousarray(codes, np.int64)})[0]
 
     def load_all(self) -> None:

@@ -70,8 +70,9 @@ class AsyncPipeline:
         Raises: RequestError, EngineError: as there. BusyError: too many wait already.
         """
         with self._calling():
-            async for ticket, step in self._steps(prompts, options):
+            async for ticket, step in self.updates(prompts, steps=False, **options):
                 images, last = ticket.request.images, step
+            assert last is not None
             pictures = [await self._picture(last, i) for i in range(len(images))]
             return result_of(images, pictures, last)
 
@@ -80,9 +81,10 @@ class AsyncPipeline:
 
         Raises: as `generate`, when the first step is asked for.
         """
-        async with aclosing(self._steps(prompts, options)) as steps:
-            async for _, step in steps:
-                yield step
+        async with aclosing(self.updates(prompts, **options)) as updates:
+            async for _, step in updates:
+                if step is not None:
+                    yield step
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
@@ -96,7 +98,13 @@ class AsyncPipeline:
             if not self._callers:
                 self._alone.set()
 
-    async def _steps(self, prompts: Any, options: dict[str, Any]) -> AsyncGenerator[tuple[Ticket, StreamStep], None]:
+    async def updates(
+        self, prompts: Any = None, **options: Any
+    ) -> AsyncGenerator[tuple[Ticket, StreamStep | None], None]:
+        """A request's ticket and its steps; first the ticket alone, when the request is taken. For servers.
+
+        Takes what `Service.submit` takes. Raises: as `generate`.
+        """
         loop, steps = asyncio.get_running_loop(), asyncio.Queue[StreamStep | BaseException]()
 
         def hear(news: StreamStep | BaseException) -> None:
@@ -111,6 +119,7 @@ class AsyncPipeline:
             submitting.add_done_callback(_cancel_ticket)
             raise
         try:
+            yield ticket, None
             stats = None
             while stats is None:
                 step = await steps.get()

@@ -64,6 +64,7 @@ class Pipeline:
         provider: str = "cpu",
         engines: str | Path | EngineFolder | None = None,
         expand_weights: bool = False,
+        picture_threads: int | None = None,
     ) -> Pipeline:
         """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
 
@@ -71,7 +72,8 @@ class Pipeline:
         provider: what ONNX Runtime runs the graphs on, `cpu`, `cuda`, `openvino`, `coreml` or `directml`.
         engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
         expand_weights: turn the target's int8 or int4 weights to float32 when loading, on a CPU: as exact, large and
-        fast as float32 weights.
+        fast as float32 weights. picture_threads: for the image decoder, by default as many; services take one, so that
+        pictures of some do not hold up the codes of others.
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines
@@ -84,7 +86,7 @@ class Pipeline:
             )
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        loaded = Engines(opened, threads, provider, folder, expand_weights)
+        loaded = Engines(opened, threads, provider, folder, expand_weights, picture_threads)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 
@@ -284,6 +286,7 @@ class Pipeline:
             manifest.grid_columns,
             self.bundle.neighbors().indices if neighbors else None,
             engines.rounding,
+            engines.most_nodes,
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from .methods import Auto
 from .pipeline import Pipeline
 from .planning.memory import images_together
 from .planning.race import Race
+from .planning.width import Width, bucket
 from .requests import Request, Settings, resolve_settings
 from .results import Progress, StreamStep
 from .runtime.decode import Step
@@ -38,10 +39,17 @@ Listener = Callable[[StreamStep | BaseException], None]
 
 
 class Ticket:
-    """One request in a service. All of it belongs to the service's thread but `cancel`."""
+    """One request in a service. All of it belongs to the service's thread but `request` and `cancel`.
 
-    def __init__(self, service: Service, request: Request, listener: Listener) -> None:
-        self._service, self.request, self.listener = service, request, listener
+    waited: seconds before its first pass began, None until then.
+    """
+
+    def __init__(
+        self, service: Service, request: Request, listener: Listener, steps: bool, known: Sequence[Sequence[int]]
+    ) -> None:
+        self._service, self.request, self.listener, self.steps, self.known = service, request, listener, steps, known
+        self.came = time.perf_counter()
+        self.waited: float | None = None
         self.automatic = isinstance(request.settings.method, Auto)  # drawn by what suits the load
         self.drawings: list[Drawing] = []
         self.progress = Progress(len(request.images), service.model.codes)
@@ -56,8 +64,9 @@ class Ticket:
 class Service:
     """Draws requests of many threads with one pipeline, which stays the caller's to close.
 
-    together: images that share passes, by default as many as the pipeline decodes together. waiting: images that may
-    wait for them. seconds_per_image: between one image and the next, lately; 0 before the first.
+    together: images that share passes at most, by default as many as the pipeline decodes together; fewer do where that
+    gives more tokens a second. waiting: images that may wait for them. seconds_per_image: between one image and the
+    next, lately; 0 before the first.
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
@@ -71,7 +80,8 @@ class Service:
         self.together = whole("together", together, usual, 1, 4096)
         self.waiting = whole("waiting", waiting, 256, 0, 1 << 20)
         self._rows = min(2 * self.together, engines.most_rows)
-        self._scheduler = Scheduler(self.model, self._rows)
+        self._width = Width(self.together)
+        self._scheduler = Scheduler(self.model, self._rows, self._width.images)
         self._races: dict[tuple[int, bool, str], tuple[Settings, Race]] = {}
         self._tickets: dict[int, Ticket] = {}  # by the index of a drawing
         self._drawn = 0  # drawings so far
@@ -95,16 +105,33 @@ class Service:
         """Images that are being drawn or wait."""
         return self._images
 
-    def submit(self, listener: Listener, prompts: Any = None, **options: Any) -> Ticket:
+    @property
+    def drawing(self) -> tuple[int, int]:
+        """Images that share passes now, and nodes of a pass for each."""
+        active = self._scheduler.active
+        return len(active), max((request.nodes for request in active), default=0)
+
+    def submit(
+        self,
+        listener: Listener,
+        prompts: Any = None,
+        *,
+        steps: bool = True,
+        known: Sequence[Sequence[int]] = (),
+        **options: Any,
+    ) -> Ticket:
         """Have a request drawn; takes what a call of the pipeline takes, and checks it at once.
 
-        listener: called in the service's thread with every `StreamStep`, the last one with `stats`; or with the error
-        that ended the request. It must return quickly.
+        listener: called in the service's thread with every `StreamStep`, the last one with `stats`, or with that alone
+        (`steps` False); or with the error that ended the request. It must return quickly. known: to resume a request,
+        the first codes of each of its images: exact methods go on from there, others begin anew; the images are the
+        same.
 
         Raises: RequestError: as a call of the pipeline does; or the service was closed. BusyError: too many wait.
         """
         request = self.pipeline.check(prompts, racing=True, **options)
-        ticket, images, room = Ticket(self, request, listener), len(request.images), self.together + self.waiting
+        images, room = len(request.images), self.together + self.waiting
+        ticket = Ticket(self, request, listener, steps, self._known(known, images))
         if images > room:
             raise RequestError(f"found {images} images, expected at most {room} in one request; ask for fewer")
         if (rows := 1 + request.settings.sampling.guided) > self._rows:
@@ -119,6 +146,15 @@ class Service:
             self._arriving.append(ticket)
             self._changed.notify()
         return ticket
+
+    def _known(self, known: Sequence[Sequence[int]], images: int) -> Sequence[Sequence[int]]:
+        """Codes of a request that is resumed, checked."""
+        if known and len(known) != images:
+            raise RequestError(f"known: found codes of {len(known)} images, expected {images}")
+        most, size = self.model.codes, self.pipeline.bundle.manifest.codebook_size
+        if any(len(codes) > most or not all(0 <= code < size for code in codes) for codes in known):
+            raise RequestError(f"known: found other codes, expected at most {most} an image, each 0 .. {size - 1}")
+        return known or [()] * images
 
     def forget(self, ticket: Ticket) -> None:
         """Cancel a request; nothing happens if it has ended."""
@@ -180,9 +216,9 @@ class Service:
             self._end(ticket, error)
             return
         ticket.clocks = self._scheduler.target_clock.copy(), self._scheduler.drafter_clock.copy()
-        for prompt, image in zip(prompts, ticket.request.images, strict=True):
+        for prompt, image, known in zip(prompts, ticket.request.images, ticket.known, strict=True):
             rows = prompt.rows(settings.sampling)
-            drawing = Drawing(self._drawn, self.model.codes, rows, settings.sampling, methods, image.seed)
+            drawing = Drawing(self._drawn, self.model.codes, rows, settings.sampling, methods, image.seed, known)
             self._tickets[self._drawn] = ticket
             self._drawn += 1
             ticket.drawings.append(drawing)
@@ -194,6 +230,7 @@ class Service:
         race = self._race(automatic[0].request.settings) if automatic else None
         for drawing in (drawing for ticket in automatic for drawing in ticket.drawings):
             drawing.use(race.method if race is not None else drawing.method)
+        self._scheduler.images = self._width.images
         prefill, began = self._scheduler.joining, time.perf_counter()
         try:
             parts = self._scheduler.step()
@@ -203,8 +240,11 @@ class Service:
             self._refuse(error)
             return
         seconds = time.perf_counter() - began
-        if race is not None and not prefill and all(self._tickets[part.request].automatic for part in parts):
-            race.record(sum(len(part.codes) for part in parts) / len(parts), seconds)
+        tokens = sum(len(part.codes) for part in parts)
+        if race is None or race.decided:
+            self._width.record(max(len(parts), len(self._scheduler.active)), tokens, seconds)
+        elif not prefill and all(self._tickets[part.request].automatic for part in parts):
+            race.record(tokens / len(parts), seconds)
         told: dict[Ticket, list[RequestStep]] = {}
         for part in parts:
             told.setdefault(self._tickets[part.request], []).append(part)
@@ -222,14 +262,15 @@ class Service:
 
     def _race(self, settings: Settings) -> Race:
         """The race for as many images as share a pass now; the next power of two is near enough."""
-        images = min(self.together, len(self._scheduler.active) + len(self._scheduler.waiting))
-        key = 1 << (images - 1).bit_length(), settings.sampling.greedy, str(settings.method)
+        images = min(self._width.images, len(self._scheduler.active) + len(self._scheduler.waiting))
+        key = bucket(images, self.together), settings.sampling.greedy, str(settings.method)
         if key not in self._races:
             self._races[key] = settings, self._chooser.race(key[0], settings)
         return self._races[key][1]
 
     def _tell(self, ticket: Ticket, parts: list[RequestStep], race: Race | None) -> None:
         """Tell a request's listener what a pass gave its images."""
+        ticket.waited = time.perf_counter() - ticket.came if ticket.waited is None else ticket.waited
         settings, drawings = ticket.request.settings, ticket.drawings
         if ticket.automatic and race is not None:
             settings = replace(settings, method=race.method, choice=race.describe())
@@ -244,7 +285,8 @@ class Service:
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
         step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
         if statistics is None:
-            self._hear(ticket, step)
+            if ticket.steps:
+                self._hear(ticket, step)
         else:
             now, before = time.perf_counter(), self._since
             each, self._since = (now - before) / len(drawings), now
@@ -278,7 +320,8 @@ class Service:
         """End all requests with an error, and begin anew."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
-        self._scheduler, ended = Scheduler(self.model, self._rows), {*self._tickets.values()}
+        self._scheduler = Scheduler(self.model, self._rows, self._width.images)
+        ended = {*self._tickets.values()}
         while self._closing and (ticket := self._next(self._arriving)) is not None:
             ended.add(ticket)
         for ticket in ended:

@@ -7,7 +7,7 @@ decoding gives: a draft decides how many passes it takes, never what comes out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .sampling import Probabilities
@@ -20,13 +20,14 @@ class Acceptance:
 
     path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: total variation distance that
     relaxed acceptance gave away, see `relaxation.py`. remainder: the distribution that it drew the bonus from, None
-    where the bonus is the target's choice.
+    where the bonus is the target's choice. relaxed: nodes of the path that the exact rule would have refused.
     """
 
     path: list[int]
     bonus: int
     realised_tvd: float = 0.0
     remainder: Probabilities | None = None
+    relaxed: Sequence[int] = ()
 
 
 def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:

@@ -33,7 +33,8 @@ class Model:
 
     codes: tokens per image. positions: rows of the rotary table. columns: of the token grid. neighbors: the bundle's
     table `[vocab_size, k]`, None where no method needs it. rounding: how far the difference of two of the target's
-    logits may depend on the pass, in nats; 0 leaves ties to whichever pass meets them, see `ties.py`.
+    logits may depend on the pass, in nats; 0 leaves ties to whichever pass meets them, see `ties.py`. most_nodes: of a
+    pass over drafts.
     """
 
     target: Engine
@@ -44,6 +45,7 @@ class Model:
     columns: int = 1
     neighbors: NDArray[np.integer] | None = None
     rounding: float = 0.0
+    most_nodes: int = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class Request:
 
     index: the caller's number. length: tokens of the image. rows: of its prefix, the conditional one first.
     methods: those that it may be drawn by, all exact if there are several. method: the one in use, with `nodes` in
-    a pass. seed: 0 .. 2^64 - 1. codes: so far; they may run past the image's end.
+    a pass. seed: 0 .. 2^64 - 1. known: the image's first tokens, of a request that is resumed; exact methods need few
+    passes to check them, relaxed ones begin anew. codes: so far; they may run past the image's end.
     """
 
     index: int
@@ -100,6 +103,7 @@ class Request:
     sampling: Sampling
     methods: Sequence[MethodConfig]
     seed: int
+    known: Sequence[int] = ()
     method: MethodConfig = field(init=False)
     nodes: int = field(init=False)
     noise: Noise = field(init=False)
@@ -233,3 +237,23 @@ class Drafts:
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
+
+
+class KnownDrafts(Drafts):
+    """Known tokens of requests that are resumed, as chains of at most `most_nodes`.
+
+    They are drafts like any other: tokens that are not the target's choice are refused.
+    """
+
+    def __init__(self, most_nodes: int) -> None:
+        self.most_nodes = min(most_nodes, 64)
+
+    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """Every request's next known tokens as a chain below its last token."""
+        return [self._chain(request) for request in requests]
+
+    def _chain(self, request: Request) -> DraftTree:
+        start = len(request.codes)
+        known = request.known[start : start + min(self.most_nodes, request.missing) - 1]
+        tokens = np.array([request.codes[-1], *known], np.int64)
+        return DraftTree(tokens, np.arange(len(tokens), dtype=np.int64) - 1)

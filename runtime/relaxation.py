@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,13 +106,13 @@ def walk(
     also for one that q says cannot have been drawn, and one for what is drawn instead of them. Where a path ends on a
     leaf nothing was refused, and the choice follows: its noise has had no part in what happened before.
     """
-    path, tvd = [0], 0.0
+    path, tvd, by_relaxation = [0], 0.0, list[int]()
     while True:
         node = path[-1]
         p = target(node)
         siblings = tree.structure.children[node]
         if not siblings:
-            return Acceptance(path, choice(node), tvd, p)
+            return Acceptance(path, choice(node), tvd, p, by_relaxation)
         q, stream = tree.proposals.get(node), decisions(node)
         for child in siblings:
             token = int(tree.tokens[child])
@@ -128,6 +129,8 @@ def walk(
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
+                if relaxed > exact and not uniform < exact:
+                    by_relaxation.append(child)
                 break
             if relaxation is not None and relaxation.neighbors is not None and relaxation.residual == "neighborhood":
                 near = relaxation.neighbors[token, : relaxation.k + 1] if len(aggregated) else _NOTHING
@@ -139,7 +142,7 @@ def walk(
                 q[token] = 0
                 q = _normalised(q, q)
         if path[-1] == node:  # none accepted
-            return Acceptance(path, draw(p, stream), tvd, p)
+            return Acceptance(path, draw(p, stream), tvd, p, by_relaxation)
 
 
 def residual_distribution(
@@ -204,4 +207,6 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | 
                 if relaxation.factor(int(tree.structure.depths[node])) * (p[token] + added) > p[top]:
                     open_nodes.append((child, tvd + 1.0))
     remainder = seen[end] if end in seen else target(end)
-    return Acceptance(tree.path_to(end), int(remainder.argmax()), best_tvd, remainder)
+    path = tree.path_to(end)
+    relaxed = [child for node, child in pairwise(path) if tree.tokens[child] != seen[node].argmax()]
+    return Acceptance(path, int(remainder.argmax()), best_tvd, remainder, relaxed)

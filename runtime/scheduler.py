@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
 from ..methods import Drafted, Sjd
 from .acceptance import Acceptance, follow
 from .drafter import TreeDrafts
-from .drafts import Answers, Committed, Drafts, Model, Request
+from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request
 from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .jacobi import WindowDrafts
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
@@ -45,15 +46,18 @@ class RequestStep:
 
 
 class Scheduler:
-    """Requests of one model. rows: most of a pass; a request that finds no room waits for others to leave."""
+    """Requests of one model; one that finds no room waits for others to leave.
 
-    def __init__(self, model: Model, rows: int = UNLIMITED) -> None:
-        self.model, self.rows = model, rows
+    rows: most of a pass. images: most that share passes; to be changed between passes, if need be.
+    """
+
+    def __init__(self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
+        self.model, self.rows, self.images = model, rows, images
         self.target_clock, self.drafter_clock = Clock(), Clock()
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._windows, self._plain = WindowDrafts(model.columns), Drafts()
+        self._windows, self._plain, self._known = WindowDrafts(model.columns), Drafts(), KnownDrafts(model.most_nodes)
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
         self._arrange()
 
@@ -65,7 +69,7 @@ class Scheduler:
     @property
     def joining(self) -> bool:
         """Whether the next step is a prefill: somebody waits for whom there is room."""
-        return bool(self.waiting) and len(self.waiting[0].rows) <= self._room()
+        return bool(self._next(1))
 
     def submit(self, request: Request) -> None:
         """Have a request drawn as soon as there is room, after those that came before.
@@ -84,17 +88,22 @@ class Scheduler:
 
     def step(self) -> list[RequestStep]:
         """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""
-        if self.joining:
-            joining, room = [], self._room()
-            while self.waiting and len(self.waiting[0].rows) <= room:
-                joining.append(self.waiting.popleft())
-                room -= len(joining[-1].rows)
+        if joining := self._next(UNLIMITED):
+            for _ in joining:
+                self.waiting.popleft()
             return self._prefill(joining)
         return self._advance() if self.active else []
 
-    def _room(self) -> int:
-        """Rows that may join."""
-        return self.rows - sum(len(request.rows) for request in self.active)
+    def _next(self, most: int) -> list[Request]:
+        """The first of those who wait, as far as there is room for them."""
+        places = min(most, self.images - len(self.active))
+        rows, joining = self.rows - len(self._padding), list[Request]()
+        for request in islice(self.waiting, max(0, places)):
+            rows -= len(request.rows)
+            if rows < 0:
+                break
+            joining.append(request)
+        return joining
 
     def _prefill(self, requests: list[Request]) -> list[RequestStep]:
         target, rows = self.model.target, [row for request in requests for row in request.rows]
@@ -160,7 +169,7 @@ class Scheduler:
         """One target pass over all trees, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
-        nodes = max(MINIMUM_NODES, *(request.nodes for request in trees))
+        nodes = max(MINIMUM_NODES, *(max(request.nodes, tree.nodes) for request, tree in trees.items()))
         past_length = target.next_past_length(self._cache, nodes)
         tokens, depths = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
@@ -200,6 +209,9 @@ class Scheduler:
 
     def _source(self, request: Request) -> Drafts:
         """Where drafts of the method in use come from."""
+        codes, known = request.codes, request.known
+        if len(known) > len(codes) and known[len(codes) - 1] == codes[-1] and request.method.exact:
+            return self._known
         if isinstance(request.method, Sjd):
             return self._windows
         return self._trees[request] if isinstance(request.method, Drafted) else self._plain

@@ -38,10 +38,12 @@ class OrtGraphs:
         expand_weights = self._expand_weights and role == "target"
         return engine(path, spec, code_embeddings, self._threads, self._provider, optimised, expand_weights)
 
-    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
-        """Another graph (condition, image decoder), checked to have these inputs and outputs."""
+    def function(
+        self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None
+    ) -> Function:
+        """Another graph (condition, image decoder), checked to have these inputs and outputs; threads: of its own."""
         path, optimised = self._locate(role)
-        return GraphSession(path, inputs, outputs, self._threads, self._provider, optimised).run_checked
+        return GraphSession(path, inputs, outputs, threads or self._threads, self._provider, optimised).run_checked
 
     def _locate(self, role: str) -> tuple[Path, bool]:
         """The file of a role, and whether it has been optimised already."""

@@ -12,6 +12,7 @@ PROGRAM = "lantern-rt"
 # Every command: the function that has its options, in a module of that name, and what the list of commands says.
 COMMANDS = {
     "run": ("run", "Turn prompts (or class ids, or embeddings of texts) into PNG files."),
+    "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
     "doctor": ("doctor", "Print versions, backends, cores and memory, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),

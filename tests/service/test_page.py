@@ -6,7 +6,10 @@ import base64
 import json
 import re
 import shutil
+import sys
+import time
 from collections.abc import Iterator
+from subprocess import Popen
 from urllib.request import Request, urlopen
 
 import pytest
@@ -23,8 +26,16 @@ CODES, SECONDS = 256, 60
 
 
 @pytest.fixture(scope="module")
-def server() -> str:
-    return "http://127.0.0.1:8777/"
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where `lantern-rt serve` listens."""
+    log = tmp_path_factory.mktemp("serve") / "log"
+    command = [sys.executable, "-m", "lantern_rt", "serve", "scenes", "--port", "0"]
+    with log.open("wb") as output, Popen(command, stdout=output, stderr=output) as process:
+        while not (found := re.search(r"http://[\d.]+:\d+", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield f"{found[0]}/"
+        process.terminate()
 
 
 @pytest.fixture(scope="module")

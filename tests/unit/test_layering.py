@@ -26,6 +26,7 @@ LAYERS = (
     ("planning",),
     ("pipeline",),
     ("service", "asynchronous"),
+    ("serve",),
     ("runner",),
     ("tuning", "evaluation", "export"),
     ("train",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -177,3 +177,34 @@ def test_rows_taken_for_those_of_another_request_show_in_the_tokens() -> None:
     for _ in range(3):
         scheduler.step()
     assert all(one.codes != alone(visit, Ar())[:4] for one, visit in zip(requests, visits, strict=True))
+
+
+@given(st.sampled_from(METHODS), st.sampled_from(SAMPLINGS), st.integers(0, 5), st.integers(0, CODES), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_a_request_that_is_resumed_ends_as_it_would_have(
+    methods: tuple[MethodConfig, ...], sampling: Sampling, seed: int, count: int, damaged: bool
+) -> None:
+    expected = alone(Visit(seed, sampling, methods, 0, 0), methods[0])
+    known = expected[:count]
+    if damaged and count:
+        known[-1] = (known[-1] + 1) % VOCABULARY
+    scheduler, codes, passes = Scheduler(model()), list[int](), 0
+    scheduler.submit(Request(0, CODES, prompt(seed).rows(sampling), sampling, methods, seed, known))
+    while scheduler.busy:
+        for part in scheduler.step():
+            codes += part.codes[: part.committed].tolist()
+            passes += 1
+    assert codes == expected
+    if methods[0].exact and not damaged:
+        assert passes <= 2 + CODES - count, "known tokens are checked in one pass"
+
+
+def test_known_tokens_fit_the_widest_pass() -> None:
+    narrow, expected = replace(model(), most_nodes=3), alone(Visit(1, SAMPLINGS[0], (Ar(),), 0, 0), Ar())
+    scheduler = Scheduler(narrow)
+    request = Request(0, CODES, prompt(1).rows(SAMPLINGS[0]), SAMPLINGS[0], (Ar(),), 1, expected)
+    scheduler.submit(request)
+    while scheduler.busy:
+        assert all(part.tree is None or part.tree.nodes <= 3 for part in scheduler.step())
+    assert request.codes[:CODES] == expected
+    assert request.statistics.codes_per_step == [3, 3, 2]

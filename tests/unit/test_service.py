@@ -212,6 +212,28 @@ def test_who_cannot_join_disturbs_nobody(pipe: Pipeline, service: Service, monke
     left_alone(service)
 
 
+def test_who_wants_no_steps_hears_the_last_one_only(pipe: Pipeline, service: Service) -> None:
+    caller = Caller()
+    service.submit(caller, "red cube", seed=3, steps=False)
+    assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=3).codes[0])
+    assert len(caller.steps) == 1
+
+
+@pytest.mark.parametrize("method", ["ar", "sjd:window=3", "eagle", "lantern++", "auto"])
+def test_a_request_is_resumed_from_its_codes_on_another_service(pipe: Pipeline, service: Service, method: str) -> None:
+    expected = pipe("red cube", seed=3, num_images=2, method=method).codes
+    for count in (0, 1, len(expected[0]) // 2, len(expected[0])):
+        caller = Caller()
+        known = [codes[:count].tolist() for codes in expected]
+        ticket = service.submit(caller, "red cube", seed=3, num_images=2, method=method, known=known)
+        assert all(np.array_equal(one, other) for one, other in zip(caller.last().codes, expected, strict=True))
+        assert ticket.waited is not None
+    with pytest.raises(RequestError, match="known: found codes of 1 images, expected 2"):
+        service.submit(Caller(), "red cube", num_images=2, known=[[1]])
+    with pytest.raises(RequestError, match="known: found other codes"):
+        service.submit(Caller(), "red cube", known=[[1 << 40]])
+
+
 def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> None:
     def broken(news: object) -> None:
         raise ValueError("a listener's bug")

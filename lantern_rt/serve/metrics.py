@@ -1,0 +1,56 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from .drawing import Drawer, Summary
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"lantern_{name}", what, ("model", *labels), registry=registry)
+
+        def histogram(name: str, what: str) -> Histogram:
+            return Histogram(f"lantern_{name}_seconds", what, ("model",), buckets=SECONDS, registry=registry)
+
+        self.requests = counter("requests", "Requests that were answered, by HTTP status.", "code")
+        self.images = counter("images", "Images drawn, by method.", "method")
+        self.aborted = counter("aborted", "Requests that ended early: disconnected, deadline.", "reason")
+        self.tokens = counter("tokens", "Codes drawn.")
+        self.passes = counter("target_passes", "Target passes, counted for every image that took part.")
+        self.tvd = counter("realised_tvd", "Total variation that relaxed acceptance gave away, summed over codes.")
+        self.queue = histogram("queue", "Seconds before a request's first pass.")
+        self.request = histogram("request", "Seconds of a whole request.")
+        self.picture = histogram("picture", "Seconds a request took to decode and encode its pictures.")
+        self._running = Gauge("lantern_images_running", "Images that share passes now.", ("model",), registry=registry)
+        self._waiting = Gauge("lantern_images_waiting", "Images that wait.", ("model",), registry=registry)
+        self._nodes = Gauge("lantern_draft_nodes", "Nodes of a pass for each image.", ("model",), registry=registry)
+
+    def finished(self, summary: Summary) -> None:
+        """Count an order that was drawn."""
+        model = summary.model
+        self.images.labels(model, summary.method).inc(len(summary.seeds))
+        self.tokens.labels(model).inc(summary.output_tokens)
+        self.passes.labels(model).inc(summary.target_passes)
+        self.tvd.labels(model).inc(summary.realised_tvd * len(summary.seeds))
+        self.queue.labels(model).observe(summary.waited)
+        self.request.labels(model).observe(summary.seconds)
+        self.picture.labels(model).observe(summary.picture_seconds)
+
+    def text(self, drawers: Iterable[Drawer]) -> bytes:
+        """All of it in Prometheus' text format."""
+        for drawer in drawers:
+            for gauge, value in zip((self._running, self._waiting, self._nodes), drawer.load(), strict=True):
+                gauge.labels(drawer.name).set(value)
+        return generate_latest(self.registry)
