@@ -148,9 +148,9 @@ def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, server: s
     page.keyboard.press("Enter")  # on the button, which has the focus
     expect(page.locator("#status")).to_have_text("Cancelled")
     assert int(page.locator(".count").inner_text().split()[0]) < CODES
-    page.goto(f"{server}metrics")
-    while 'lantern_images_running{model="scenes"} 0.0' not in page.inner_text("body"):
-        page.reload()
+    ends = time.monotonic() + SECONDS
+    while 'lantern_images_running{model="scenes"} 0.0' not in page.request.get(f"{server}metrics").text():
+        assert time.monotonic() < ends
 
 
 def test_an_unknown_word_gets_the_servers_own_message(page: Page, server: str) -> None:
@@ -185,6 +185,25 @@ def test_a_key_is_asked_for_where_the_server_wants_one(page: Page, server: str) 
     draw(page)
     page.click(".curl")
     expect(page.locator(".command")).to_contain_text("Bearer $LANTERN_API_KEY")
+
+
+def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, server: str) -> None:
+    known = page.request.get(f"{server}v1/models").json()["data"]
+    classes = {"takes": "class", "classes": 1000, "methods": ["ar", "sjd", "auto"], "examples": []}
+    known.append(known[0] | {"id": "classes", "lantern": known[0]["lantern"] | classes})
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": known}))
+    page.reload()
+    page.select_option("#model", "classes")
+    expect(page.locator("#prompt")).to_be_hidden()
+    page.fill("#class-id", "207")
+    page.click("summary")
+    page.fill("#temperature", "0.9")
+    page.select_option("#method", "ar")
+    with page.expect_request(re.compile("generations")) as request:
+        page.click("#draw")
+    asked = {"model": "classes", "class_id": 207, "method": "ar", "seed": 1, "temperature": 0.9}
+    assert request.value.post_data_json == asked | {"stream": True, "steps": True, "partial_images": 15}
+    expect(page.locator("#error")).to_contain_text("model: found 'classes'")
 
 
 def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, server: str) -> None:
