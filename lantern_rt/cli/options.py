@@ -81,19 +81,22 @@ class Running:
         """The bundle's graphs, or the engines in their place, ready to decode.
 
         settings: what is to be decoded with; None where that is several things.
-        Raises: RequestError: there is too little memory; counted where the bundle's own graphs run on the CPU.
+        Raises: RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
+        from ..engines.engine_folder import open_engine_folder
         from ..pipeline import Pipeline
         from ..planning.memory import check_memory
         from ..requests import resolve_settings
         from .console import progress
 
-        if self.provider == "cpu" and self.engines is None:
-            check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), self.expand_weights)
+        engines = None if self.engines is None else open_engine_folder(self.engines)
+        if engines.on_cpu if engines else self.provider == "cpu":
+            chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
+            check_memory(bundle, chosen, self.expand_weights, engines)
         with progress(lines=False) as show:
             show("loading graphs")
             return Pipeline.from_bundle(
-                bundle, self.threads, provider=self.provider, engines=self.engines, expand_weights=self.expand_weights
+                bundle, self.threads, provider=self.provider, engines=engines, expand_weights=self.expand_weights
             )
 
 
