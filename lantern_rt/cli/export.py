@@ -67,8 +67,7 @@ def export(
     fetched, origins = given.fetched(family)
     start = time.perf_counter()
     with PeakMemory() as peak, progress() as show:
-        show("reading checkpoints")
-        found = read_family(family, fetched)
+        found = read_family(family, fetched, show)
         say(_described(found))
         export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())

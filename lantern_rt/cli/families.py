@@ -12,6 +12,7 @@ import typer
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ..engines.contracts import Progress
     from ..export.writer import Model
 
 # Which options a family takes besides the target; each has a reader `read_<family>` in `export.families.<family>`.
@@ -81,8 +82,15 @@ class Checkpoints:
         return replace(self, **paths), origins
 
 
-def read_family(family: str, given: Checkpoints) -> Model:
-    """The model that a family's checkpoints, all on this machine, make. Raises: CheckpointError, RequestError."""
+def read_family(family: str, given: Checkpoints, progress: Progress) -> Model:
+    """The model that a family's checkpoints, all on this machine, make.
+
+    progress: told of every checkpoint how much of it is read. Raises: CheckpointError, RequestError.
+    """
+    progress("reading checkpoints", 0, 0)
+    from ..export.progress import telling
+
     read = getattr(import_module(f"...export.families.{family}", __name__), f"read_{family}")
-    model: Model = read(given.target, **{option: getattr(given, option) for option in _TAKES[family]})
+    with telling(progress):
+        model: Model = read(given.target, **{option: getattr(given, option) for option in _TAKES[family]})
     return model

@@ -21,6 +21,7 @@ from .families import FAMILIES, Checkpoints, read_family
 from .options import BundleName, Force, Json
 
 if TYPE_CHECKING:
+    from ..engines.contracts import Progress
     from ..export.verify import Verification
     from ..export.writer import Model
 
@@ -65,9 +66,8 @@ def verify(
         if against is None:
             result = compare(opened, progress=show)
         else:
-            show("reading checkpoints")
             given = Checkpoints(against, vq, drafter, text_encoder, model, config)
-            result = compare(opened, _model(opened, given), str(against), show)
+            result = compare(opened, _model(opened, given, show), str(against), show)
     if report:
         write_output(report, html_report(result).encode(), force)
     if json:
@@ -81,7 +81,7 @@ def verify(
         raise typer.Exit(2)
 
 
-def _model(bundle: Bundle, given: Checkpoints) -> Model:
+def _model(bundle: Bundle, given: Checkpoints, progress: Progress) -> Model:
     """What the checkpoints make, as it would be written."""
     manifest = bundle.manifest
     if manifest.family not in FAMILIES:
@@ -99,7 +99,7 @@ def _model(bundle: Bundle, given: Checkpoints) -> Model:
             raise CheckpointError(f"--{option.replace(' ', '-')}: found {place or 'nothing'}, expected {wanted}")
     given, _ = given.fetched(manifest.family)
     heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
-    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads))
+    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads), progress)
 
 
 def html_report(result: Verification) -> str:
