@@ -59,8 +59,10 @@ def export(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
     given.check(family)
-    from ..export.graph.precision import read_precisions
-    from ..export.writer import check_output, export_model
+    with progress(lines=False) as show:
+        show("loading PyTorch")
+        from ..export.graph.precision import read_precisions
+        from ..export.writer import check_output, export_model
 
     precisions = read_precisions(precision, drafter_precision, compute)
     check_output(output, force)  # before anything is fetched

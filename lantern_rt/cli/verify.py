@@ -21,9 +21,7 @@ from .families import FAMILIES, Checkpoints, read_family
 from .options import BundleName, Force, Json
 
 if TYPE_CHECKING:
-    from ..engines.contracts import Progress
     from ..export.verify import Verification
-    from ..export.writer import Model
 
 EXAMPLES = """
 lantern-rt verify scenes
@@ -60,14 +58,17 @@ def verify(
     opened = open_bundle(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
-    from ..export.verify import verify as compare
-
+    given = None
+    if against is not None:
+        given = _fetched(opened, Checkpoints(against, vq, drafter, text_encoder, model, config))
+    with progress(lines=False) as show:
+        show("loading PyTorch")
+        from ..export.verify import verify as compare
     with progress() as show:
-        if against is None:
+        if given is None:
             result = compare(opened, progress=show)
         else:
-            given = Checkpoints(against, vq, drafter, text_encoder, model, config)
-            result = compare(opened, _model(opened, given, show), str(against), show)
+            result = compare(opened, read_family(opened.manifest.family, given, show), str(against), show)
     if report:
         write_output(report, html_report(result).encode(), force)
     if json:
@@ -81,8 +82,8 @@ def verify(
         raise typer.Exit(2)
 
 
-def _model(bundle: Bundle, given: Checkpoints, progress: Progress) -> Model:
-    """What the checkpoints make, as it would be written."""
+def _fetched(bundle: Bundle, given: Checkpoints) -> Checkpoints:
+    """The checkpoints on this machine, with what the bundle tells of them. Raises: CheckpointError."""
     manifest = bundle.manifest
     if manifest.family not in FAMILIES:
         raise CheckpointError(
@@ -99,7 +100,7 @@ def _model(bundle: Bundle, given: Checkpoints, progress: Progress) -> Model:
             raise CheckpointError(f"--{option.replace(' ', '-')}: found {place or 'nothing'}, expected {wanted}")
     given, _ = given.fetched(manifest.family)
     heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
-    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads), progress)
+    return replace(given, grid=manifest.grid_rows, heads=heads)
 
 
 def html_report(result: Verification) -> str:
