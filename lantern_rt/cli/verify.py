@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bundle.files import Bundle, open_bundle
+from ..bundle.files import Bundle
 from ..checks import require_library
 from ..errors import CheckpointError, RequestError
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
 from .console import print_text, progress
 from .families import FAMILIES, Checkpoints, read_family
-from .options import BundleName, Force, Json
+from .options import BundleName, Force, Json, open_whole
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -55,7 +55,7 @@ def verify(
         raise RequestError("verify: found checkpoint options without --against, expected the target's there")
     if report:
         check_output(report, force)
-    opened = open_bundle(bundle)
+    opened = open_whole(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
     given = None
