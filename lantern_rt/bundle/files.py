@@ -106,7 +106,7 @@ def open_bundle(
     path_or_name: str | Path,
     verify: bool = True,
     unread: Collection[str] = (),
-    counted: Callable[[int, int], None] = lambda done, total: None,
+    counted: Callable[[int, int], None] | None = None,
 ) -> Bundle:
     """Open a bundle folder, or an embedded bundle by name, and check it.
 
@@ -124,7 +124,8 @@ def open_bundle(
     def count(size: int) -> None:
         nonlocal done
         done += size
-        counted(done, total)
+        if counted:
+            counted(done, total)
 
     count(0)
     for role, entry in manifest.files.items():
