@@ -58,12 +58,12 @@ def verify(
     opened = open_whole(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
-    given = None
-    if against is not None:
-        given = _fetched(opened, Checkpoints(against, vq, drafter, text_encoder, model, config))
     with progress(lines=False) as show:
         show("loading PyTorch")
         from ..export.verify import verify as compare
+    given = None
+    if against is not None:
+        given = _fetched(opened, Checkpoints(against, vq, drafter, text_encoder, model, config))
     with progress() as show:
         if given is None:
             result = compare(opened, progress=show)
