@@ -56,7 +56,9 @@ class ImagesRequest(BaseModel):
     def options(self) -> dict[str, Any]:
         """What a call of a pipeline takes; a seed is drawn where none is given. Raises: RequestError: a tree's file."""
         if ".json" in (self.method or ""):
-            raise RequestError(f"method: found {short(self.method)}, expected a tree by its name: files are the server's")
+            raise RequestError(
+                f"method: found {short(self.method)}, expected a tree by its name: files are the server's"
+            )
         given = {
             "prompts": self.prompt or (None if self.class_id is not None else self.prompt),
             "class_ids": self.class_id,
