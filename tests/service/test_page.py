@@ -6,16 +6,13 @@ import base64
 import json
 import re
 import shutil
-import sys
-import time
 from collections.abc import Iterator
-from subprocess import Popen
-from urllib.request import Request, urlopen
 
 import pytest
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
+from running_server import RunningServer, until  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as in Debian's package `chromium`")
@@ -23,19 +20,6 @@ QUIET = ("--disable-background-networking --disable-component-update --disable-g
          "--no-first-run --no-sandbox")  # fmt: skip
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 CODES, SECONDS = 256, 60
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where `lantern-rt serve` listens."""
-    log = tmp_path_factory.mktemp("serve") / "log"
-    command = [sys.executable, "-m", "lantern_rt", "serve", "scenes", "--port", "0"]
-    with log.open("wb") as output, Popen(command, stdout=output, stderr=output) as process:
-        while not (found := re.search(r"http://[\d.]+:\d+", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-        yield f"{found[0]}/"
-        process.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +32,15 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(server: str, browser: Browser) -> Iterator[Page]:
+def page(scenes: RunningServer, browser: Browser) -> Iterator[Page]:
     """The page, ready to draw; whatever a test does, no request leaves the server and no script fails."""
-    yield from visit(server, browser)
+    yield from visit(f"{scenes.url}/", browser)
 
 
 @pytest.fixture
-def phone(server: str, browser: Browser) -> Iterator[Page]:
+def phone(scenes: RunningServer, browser: Browser) -> Iterator[Page]:
     """The same on a phone."""
-    yield from visit(server, browser, **PHONE)
+    yield from visit(f"{scenes.url}/", browser, **PHONE)
 
 
 def visit(server: str, browser: Browser, **options: object) -> Iterator[Page]:
@@ -141,19 +125,17 @@ def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
     expect(page.locator("h2").first).to_have_text("lantern++:lambda=3")
 
 
-def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, server: str) -> None:
+def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
     page.select_option("#method", "ar")
     page.click("#draw")
     expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} codes")
     page.keyboard.press("Enter")  # on the button, which has the focus
     expect(page.locator("#status")).to_have_text("Cancelled")
     assert int(page.locator(".count").inner_text().split()[0]) < CODES
-    ends = time.monotonic() + SECONDS
-    while 'lantern_images_running{model="scenes"} 0.0' not in page.request.get(f"{server}metrics").text():
-        assert time.monotonic() < ends
+    until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
 
 
-def test_an_unknown_word_gets_the_servers_own_message(page: Page, server: str) -> None:
+def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
     page.fill("#prompt", "a red dragon")
     with page.expect_response(re.compile("generations")) as answer:
         page.click("#draw")
@@ -169,7 +151,7 @@ def test_a_busy_server_says_when_to_try_again(page: Page) -> None:
     expect(page.locator("#error")).to_have_text("busy: found 9 images; try again in 7 s")
 
 
-def test_a_key_is_asked_for_where_the_server_wants_one(page: Page, server: str) -> None:
+def test_a_key_is_asked_for_where_the_server_wants_one(page: Page) -> None:
     def guard(route: Route) -> None:
         if route.request.headers.get("authorization") == "Bearer secret":
             return route.continue_()
@@ -187,8 +169,8 @@ def test_a_key_is_asked_for_where_the_server_wants_one(page: Page, server: str) 
     expect(page.locator(".command")).to_contain_text("Bearer $LANTERN_API_KEY")
 
 
-def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, server: str) -> None:
-    known = page.request.get(f"{server}v1/models").json()["data"]
+def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, scenes: RunningServer) -> None:
+    known = scenes.get("/v1/models")[1]["data"]
     classes = {"takes": "class", "classes": 1000, "methods": ["ar", "sjd", "auto"], "examples": []}
     known.append(known[0] | {"id": "classes", "lantern": known[0]["lantern"] | classes})
     page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": known}))
@@ -206,7 +188,7 @@ def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, s
     expect(page.locator("#error")).to_contain_text("model: found 'classes'")
 
 
-def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, server: str) -> None:
+def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: RunningServer) -> None:
     page.fill("#seed", "7")
     draw(page, "sjd")
     with page.expect_download() as download:
@@ -214,9 +196,9 @@ def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, server: st
     assert download.value.suggested_filename == "scenes-7.png"
     page.click(".curl")
     command = page.inner_text(".command")
-    address, body = re.findall(r"http\S+", command)[0], re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]
-    with urlopen(Request(address, body.encode(), {"Content-Type": "application/json"}), timeout=SECONDS) as answer:
-        picture = json.load(answer)["data"][0]["b64_json"]
+    assert f"{scenes.url}/v1/images/generations" in command
+    _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
+    picture = answer["data"][0]["b64_json"]
     assert download.value.path().read_bytes() == base64.b64decode(picture)
 
 
