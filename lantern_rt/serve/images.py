@@ -73,7 +73,9 @@ class _Answering:
                 self._front.metrics.aborted.labels(self._model, "deadline").inc()
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            self._facts["error"] = refusal.message
+            part, _, _ = refusal.message.partition(":")
+            hidden = part in ("prompt", "body") and not self._front.limits.log_prompts  # it may quote the prompt
+            self._facts["error"] = f"{part}: refused" if hidden else refusal.message
             with suppress(ConnectionError):
                 await self._refuse(refusal)
         finally:
