@@ -187,9 +187,9 @@ async def with_pauses(updates: AsyncGenerator[T, None], seconds: float) -> Async
             pending = None
             yield update
     finally:
-        if pending is not None and not pending.done():
+        if pending is not None:
             pending.cancel()
-            await asyncio.wait({pending})
+            await asyncio.gather(pending, return_exceptions=True)
         await updates.aclose()
 
 
