@@ -77,10 +77,10 @@ class Running:
 
             return open_bundle(name, unread=open_engine_folder(self.engines).replaced())
 
-    def load(self, bundle: Bundle, settings: Settings | None = None) -> Pipeline:
+    def load(self, bundle: Bundle, settings: Settings | None = None, picture_threads: int | None = None) -> Pipeline:
         """The bundle's graphs, or the engines in their place, ready to decode.
 
-        settings: what is to be decoded with; None where that is several things.
+        settings: what is to be decoded with; None where that is several things. picture_threads: as of `Pipeline`.
         Raises: RequestError: there is too little memory; counted where the bundle's own graphs run on the CPU.
         """
         from ..pipeline import Pipeline
@@ -92,9 +92,7 @@ class Running:
             check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), self.expand_weights)
         with progress(lines=False) as show:
             show("loading graphs")
-            return Pipeline.from_bundle(
-                bundle, self.threads, provider=self.provider, engines=self.engines, expand_weights=self.expand_weights
-            )
+            return Pipeline.from_bundle(bundle, **vars(self), picture_threads=picture_threads)
 
 
 Shaping = Annotated[dict[str, Any], SAMPLING, Sampling]  # guidance, temperature and filters
