@@ -97,6 +97,15 @@ class EngineFolder:
         """The error for engines that are others than expected."""
         return EngineError(f"{path or self.folder}: found {found}, expected {expected}; rebuild with `{self.rebuild}`")
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the engines run on the CPU, in ONNX Runtime."""
+        return self.manifest.backend == "onnxruntime" and self.manifest.provider in (None, "cpu")
+
+    def bytes_of_graphs(self) -> dict[str, int]:
+        """Of every graph, by role, the bytes of its files: most are weights, stored as ONNX Runtime keeps them."""
+        return {role: sum(file.bytes for file in graph.files) for role, graph in self.manifest.graphs.items()}
+
     def replaced(self) -> frozenset[str]:
         """The bundle's files, by role, that are not read because an engine stands for them."""
         return frozenset(role for graph in self.manifest.graphs.values() for role in graph.onnx_sha256)

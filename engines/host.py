@@ -93,6 +93,8 @@ def import_onnxruntime() -> Any:
             _ = onnxruntime.InferenceSession
             onnxruntime.set_default_logger_severity(4)  # errors arrive as exceptions; do not print them as well
         except (ImportError, AttributeError) as error:
+            if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C, which its native part makes a failure of
+                raise KeyboardInterrupt from error
             install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
             cure = f"install it with `pip {install} 'lantern-rt[cpu]'`"
             line = _runtime_conflict() or f"onnxruntime cannot be imported ({brief(error, 200)}); {cure}"

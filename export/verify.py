@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Precision
 from ..checks import short
+from ..engines.contracts import Progress
 from ..errors import BundleError, CheckpointError
 from ..user_files import reading
 from .graph.graphs import HIDDEN, Arrays, Graph
@@ -90,7 +91,7 @@ def verify(
     bundle: Bundle,
     model: Model | None = None,
     against: str = "ONNX reference evaluator",
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Verification:
     """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with the reference evaluator.
 
@@ -140,9 +141,7 @@ def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _compare_arrays(
-    bundle: Bundle, model: Model, result: Verification, progress: Callable[[str, int, int], None]
-) -> None:
+def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress: Progress) -> None:
     """Add rows for all that a bundle holds besides graphs."""
     embeddings = model.code_embeddings.detach().float().numpy()
     arrays: list[tuple[str, str, NDArray[Any], NDArray[Any]]] = [

@@ -7,11 +7,11 @@ The goal appears whole or not at all, also after an error or Ctrl-C. A family re
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +19,16 @@ from torch import Tensor
 
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, Source, file_sha256
+from ..engines.contracts import Progress
 from ..errors import OutputError
 from ..output.files import check_new_folder, existing_parent, folder_or_nothing
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
 from .parity import check_parity
+from .progress import count_each, count_megabytes
 
 _MANIFEST = "bundle.json"
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def export_model(
     precisions: Precisions | None = None,
     origins: Mapping[Path, str] | None = None,
     force: bool = False,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Path:
     """Write the bundle of a model and return its folder. Weights are read, rounded and written one at a time.
 
@@ -69,11 +70,11 @@ def export_model(
     """
     rounding = precisions or Precisions()
     check_output(output, force)
-    progress("preparing graphs", 0, 0)
     graphs = model.graphs
     if rounding.compute == "float16":
         graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
-    plans = {graph.role: plan_graph(graph, rounding.rule(graph.role)) for graph in graphs}
+    prepared = count_each("preparing graphs", graphs, progress)
+    plans = {graph.role: plan_graph(graph, rounding.rule(graph.role)) for graph in prepared}
     total = sum(plan.size for plan in plans.values())
     free = shutil.disk_usage(existing_parent(output)).free
     if (needed := total + 4 * model.code_embeddings.numel()) > free:
@@ -86,7 +87,7 @@ def export_model(
         paths: dict[str, Path] = {}
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
-            files = plan.write(folder / file, _megabytes(plan.size, partial(progress, f"writing {file} (MB)")))
+            files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             comparing = partial(progress, f"comparing {file} with the checkpoint")
             check_parity(graph, files[0], graph.tolerance, plan, comparing)
@@ -97,10 +98,10 @@ def export_model(
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
-        known = origins or {}
+        known, hashed = origins or {}, _hashed("checkpoints", [path for _, path in model.sources], progress)
         sources = tuple(
-            Source(role=r, name=p.name, sha256=file_sha256(p), origin=known.get(p, known.get(p.parent)))
-            for r, p in _each(model.sources, partial(progress, "hashing checkpoints"))
+            Source(role=r, name=p.name, sha256=file_sha256(p, hashed), origin=known.get(p, known.get(p.parent)))
+            for r, p in model.sources
         )
         target, drafter = model.fields["target"], model.fields.get("drafter")
         fields = {
@@ -110,11 +111,12 @@ def export_model(
             "drafter": drafter and drafter.model_copy(update={"precision": rounding.of("drafter")}),
             "provenance": Provenance(exporter=f"lantern-rt {__version__}", sources=sources, licence=model.licence),
         }
+        hashed = _hashed("files", paths.values(), progress)
         manifest = Manifest(
             **fields,
             format_version=FORMAT_VERSION,
             neighbors=neighbours.indices.shape[1],
-            files={r: FileEntry.of(p) for r, p in _each(list(paths.items()), partial(progress, "hashing files"))},
+            files={r: FileEntry.of(p, hashed) for r, p in paths.items()},
         )
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
@@ -125,22 +127,6 @@ def check_output(output: Path, force: bool) -> None:
     check_new_folder(output, force, _MANIFEST, "bundle")
 
 
-def _megabytes(total: int, counted: Callable[[int, int], None]) -> Callable[[int], None]:
-    """Takes sizes of pieces in bytes, and counts megabytes, begun ones too."""
-    done = 0
-
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        counted(-(-done // 10**6), -(-total // 10**6))
-
-    count(0)
-    return count
-
-
-def _each(items: Sequence[Item], counted: Callable[[int, int], None]) -> Iterator[Item]:
-    """The items, counted as they are done."""
-    for done, item in enumerate(items):
-        counted(done, len(items))
-        yield item
-    counted(len(items), len(items))
+def _hashed(what: str, paths: Iterable[Path], progress: Progress) -> Callable[[int], None]:
+    """Counts what is hashed of these files."""
+    return count_megabytes(f"hashing {what}", sum(path.stat().st_size for path in paths), progress)

@@ -167,9 +167,10 @@ def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None
 
 
 @refusing
-def read_weights(path: Path) -> Weights:
+def read_weights(path: Path, counted: Callable[[int], None] = lambda size: None) -> Weights:
     """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, of the types stored.
 
+    counted: told of so many bytes of the file as each weight is read, all together its size.
     Raises: CheckpointError, also for weights that are no plain tensors, claim more numbers than the file holds, or
     have numbers that are not finite.
     """
@@ -192,11 +193,16 @@ def read_weights(path: Path) -> Weights:
     claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
     if claimed > _SHARING * size:
         raise CheckpointError(f"{path}: its weights claim {claimed:,} bytes, but the file has {size:,}; save it again")
+    left = size
     for name, value in weights.items():
         if value.is_floating_point() and value.numel():  # a mapped tensor is read once and not copied
             low, high = torch.aminmax(value)  # a NaN anywhere makes both NaN
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
+        read = min(left, value.nbytes)  # weights may share numbers
+        left -= read
+        counted(read)
+    counted(left)
     return {name: value.detach() for name, value in weights.items()}
 
 

@@ -8,7 +8,7 @@ that only the index or only a file has is an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...checks import short
 from ...errors import CheckpointError
+from ..progress import count_read
 from .files import SHOWN, Weights, listing, read_config, read_weights, refusing
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
@@ -114,7 +115,8 @@ def read_checkpoint(
     converted. Raises: CheckpointError.
     """
     if not place.is_dir():
-        return Checkpoint(place, {name: weight for name, weight in read_weights(place).items() if keep(name)}, (place,))
+        read = read_weights(place, _count(place, [place]))
+        return Checkpoint(place, {name: weight for name, weight in read.items() if keep(name)}, (place,))
     files = choose_files({path.name for path in place.iterdir() if path.is_file()})
     if not files:
         raise CheckpointError(
@@ -130,8 +132,9 @@ def read_checkpoint(
         )
     weights: Weights = {}
     files = sorted(shards) or files
+    counted = _count(place, [place / name for name in files])
     for name in files:
-        part = {key: weight for key, weight in read_weights(place / name).items() if keep(key)}
+        part = {key: weight for key, weight in read_weights(place / name, counted).items() if keep(key)}
         if index:
             named = {key for key in shards[name] if keep(key)}
             if problems := _differences(named - (set(optional) - part.keys()), part.keys()):
@@ -146,6 +149,11 @@ def read_checkpoint(
             )
         weights |= part
     return Checkpoint(place, weights, tuple(place / name for name in files), index)
+
+
+def _count(place: Path, files: Sequence[Path]) -> Callable[[int], None]:
+    """Counts what is read of the files of a place."""
+    return count_read(f"reading {place.name}", sum(file.stat().st_size for file in files if file.is_file()))
 
 
 def choose_files(names: Collection[str]) -> list[str]:

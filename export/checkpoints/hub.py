@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ...checks import brief
+from ...engines.contracts import Progress
 from ...errors import CheckpointError, EngineError, LanternError
 from .files import listing
 from .folders import INDEX, SINGLE, choose_files, read_index
@@ -54,9 +55,14 @@ def parse_reference(text: str) -> Reference | None:
     return Reference(match["repository"], match["file"], match["revision"])
 
 
-def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fetched:
+def fetch(
+    place: Path | str,
+    side_files: Sequence[str] = ("config.json",),
+    progress: Progress = lambda what, done, total: None,
+) -> Fetched:
     """The file or folder that a path or reference names, fetched if need be; of a folder weights and `side_files`.
 
+    progress: told after every file how many bytes are fetched, of how many.
     Raises: EngineError without `huggingface_hub`; CheckpointError for what is not there, or can neither be reached
     nor is in the cache.
     """
@@ -75,7 +81,7 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        folder = _fetch(reference, side_files)
+        folder = _fetch(reference, side_files, progress)
     except LanternError:
         raise
     except Exception as error:  # the library's errors and those of its network client share no base class
@@ -90,17 +96,24 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Fe
     return Fetched(folder / (reference.file or ""), f"{reference}@{folder.name}")
 
 
-def _fetch(reference: Reference, side_files: Sequence[str]) -> Path:
+def _fetch(reference: Reference, side_files: Sequence[str], progress: Progress) -> Path:
     """Fetch the files that the cache does not have; the folder of their commit."""
     from huggingface_hub import HfApi, hf_hub_download
 
-    siblings = HfApi().model_info(reference.repository, revision=reference.revision).siblings or []
-    first, *rest = _wanted(reference, {sibling.rfilename for sibling in siblings}, side_files)
+    info = HfApi().model_info(reference.repository, revision=reference.revision, files_metadata=True)
+    sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+    first, *rest = _wanted(reference, sizes, side_files)
+    what, done = f"fetching {reference}", sizes[first]
+    progress(what, 0, done + sum(sizes[name] for name in rest))
     # By the name asked for: the cache then knows it offline.
     folder = _snapshot(hf_hub_download(reference.repository, first, revision=reference.revision), first)
     rest += read_index(folder / first) if first in INDEX else []
+    total = done + sum(sizes.get(name, 0) for name in rest)
     for name in rest:
+        progress(what, done, total)
         hf_hub_download(reference.repository, name, revision=folder.name)
+        done += sizes.get(name, 0)
+    progress(what, done, total)
     return folder
 
 

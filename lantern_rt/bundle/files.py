@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,18 +102,34 @@ def embedded_names() -> list[str]:
     return sorted(file.parent.name for file in EMBEDDED.glob(f"*/{MANIFEST_FILE}"))
 
 
-def open_bundle(path_or_name: str | Path, verify: bool = True, unread: Collection[str] = ()) -> Bundle:
+def open_bundle(
+    path_or_name: str | Path,
+    verify: bool = True,
+    unread: Collection[str] = (),
+    counted: Callable[[int, int], None] | None = None,
+) -> Bundle:
     """Open a bundle folder, or an embedded bundle by name, and check it.
 
     A plain word is a name first and a folder second; write `./word` for the folder. `verify` reads every
     file to compare its sha256, but for roles that are `unread` because engines stand for them; sizes, places
-    and graph references are always checked. Raises: BundleError.
+    and graph references are always checked. `counted` is told how many bytes are compared, of how many.
+    Raises: BundleError.
     """
     folder = _find(path_or_name)
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
+    hashed = {role for role in manifest.files if verify and role not in unread}
+    done, total = 0, sum(manifest.files[role].bytes for role in hashed)
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        if counted:
+            counted(done, total)
+
+    count(0)
     for role, entry in manifest.files.items():
-        _check_file(folder, role, entry, verify and role not in unread)
+        _check_file(folder, role, entry, count if role in hashed else None)
     own = {entry.path for entry in manifest.files.values()}
     for graph in sorted(path for path in own if path.endswith(".onnx")):
         _check_references(folder / graph, PurePosixPath(graph).parent, own)
@@ -175,8 +191,11 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     return manifest
 
 
-def _check_file(folder: Path, role: str, entry: FileEntry, verify: bool) -> None:
-    """Refuse what is not a plain file inside the folder, or not the file that was exported."""
+def _check_file(folder: Path, role: str, entry: FileEntry, counted: Callable[[int], None] | None) -> None:
+    """Refuse what is not a plain file inside the folder, or not the file that was exported.
+
+    counted: told of the bytes that are hashed; None: none are.
+    """
     name, path = entry.path, folder / entry.path
     odd = "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000
     if odd or any(part in ("", ".", "..") for part in name.split("/")):
@@ -190,7 +209,7 @@ def _check_file(folder: Path, role: str, entry: FileEntry, verify: bool) -> None
             found = "a folder or device, expected a file"
         elif (size := real.stat().st_size) != entry.bytes:
             found = f"{size:,} bytes, expected {entry.bytes:,}; the file is incomplete or altered"
-        elif verify and (sha256 := file_sha256(real)) != entry.sha256:
+        elif counted and (sha256 := file_sha256(real, counted)) != entry.sha256:
             found = f"sha256 {sha256[:12]}..., expected {entry.sha256[:12]}...; the file was altered"
         else:
             return

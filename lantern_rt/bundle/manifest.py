@@ -6,6 +6,7 @@ Pydantic models only: names, sizes, defaults and file hashes. Unknown fields are
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..methods import METHODS, Method, MethodName, Sampling
 
 FORMAT_VERSION = "2.0"
+_PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -24,10 +26,14 @@ TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
 
 
-def file_sha256(path: Path) -> str:
-    """Hex digest of a file, read in pieces."""
+def file_sha256(path: Path, counted: Callable[[int], None] = lambda size: None) -> str:
+    """Hex digest of a file, read in pieces; `counted` is told of the bytes of each."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            counted(len(piece))
+    return digest.hexdigest()
 
 
 class Part(BaseModel):
@@ -44,9 +50,9 @@ class FileEntry(Part):
     bytes: Annotated[int, Field(ge=0, le=2**50)]
 
     @classmethod
-    def of(cls, path: Path) -> FileEntry:
-        """The entry of a file at the top of its bundle; reads all of it."""
-        return cls(path=path.name, sha256=file_sha256(path), bytes=path.stat().st_size)
+    def of(cls, path: Path, counted: Callable[[int], None] = lambda size: None) -> FileEntry:
+        """The entry of a file at the top of its bundle; reads all of it, as `file_sha256` does."""
+        return cls(path=path.name, sha256=file_sha256(path, counted), bytes=path.stat().st_size)
 
 
 class _Sizes(Part):

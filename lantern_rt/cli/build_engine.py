@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ..bundle.files import Bundle, open_bundle
+from ..bundle.files import Bundle
 from ..engines.build import build_engines, estimate, plan_build
 from ..engines.profiles import BuildOptions, Profile
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, print_text, progress, say
-from .options import BundleName, Force, Json, ProviderName
+from .options import BundleName, Force, Json, ProviderName, open_whole
 
 EXAMPLES = r"""
 lantern-rt build-engine scenes --backend onnxruntime --output engines/scenes-cpu
@@ -48,9 +48,7 @@ def build_engine(
     """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
     capabilities = tuple(compute_capability or ())
     options = BuildOptions(backend, provider, max_rows, max_nodes, max_past, optimization_level, capabilities)
-    with progress(lines=False) as show:
-        show("checking the bundle's files")
-        opened = open_bundle(bundle)
+    opened = open_whole(bundle)
     if backend != "onnxruntime" and opened.manifest.target.dtype == "float32":
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
             "half the memory")  # fmt: skip

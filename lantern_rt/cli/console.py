@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from ..errors import printable
@@ -104,16 +104,18 @@ def warnings_said() -> Iterator[None]:
 
 
 @contextmanager
-def progress(lines: bool = True, unit: str = "count", seconds: float | None = None) -> Iterator[Show]:
+def progress(
+    lines: bool = True, unit: str = "count", seconds: float | None = None, bars: bool = True
+) -> Iterator[Show]:
     """Shows on stderr what is being done, and from two seconds on how far it is and how long it still takes.
 
     On a terminal these are bars. Elsewhere it is a line every few seconds, also from within a call that takes long. If
     `lines`, each thing is a line when it begins, too. unit: of amounts, `count` or `bytes`. seconds: what all of it
-    takes together, where that is known beforehand.
+    takes together, where that is known beforehand. Without `bars` a terminal is left to others.
     """
     shown = _Lines(lines, unit, seconds)
     if sys.stderr.isatty():
-        with _bars(shown) as show:
+        with _bars(shown) if bars else nullcontext(_nothing) as show:
             yield show
         return
     shown.start()
@@ -206,6 +208,10 @@ def _bars(shown: _Lines) -> Iterator[Show]:
         finally:
             while passing:
                 bars.remove_task(tasks.pop(passing.pop()))
+
+
+def _nothing(what: str, done: int = 0, total: int = 0) -> None:
+    pass
 
 
 def _time(seconds: float) -> str:

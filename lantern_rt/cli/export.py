@@ -59,16 +59,17 @@ def export(
             f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
         )
     given.check(family)
-    from ..export.graph.precision import read_precisions
-    from ..export.writer import check_output, export_model
+    with progress(lines=False) as show:
+        show("loading PyTorch")
+        from ..export.graph.precision import read_precisions
+        from ..export.writer import check_output, export_model
 
     precisions = read_precisions(precision, drafter_precision, compute)
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
     start = time.perf_counter()
     with PeakMemory() as peak, progress() as show:
-        show("reading checkpoints")
-        found = read_family(family, fetched)
+        found = read_family(family, fetched, show)
         say(_described(found))
         export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())

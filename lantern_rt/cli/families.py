@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CheckpointError
+from .console import progress
 
 if TYPE_CHECKING:
+    from ..engines.contracts import Progress
     from ..export.writer import Model
 
 # Which options a family takes besides the target; each has a reader `read_<family>` in `export.families.<family>`.
@@ -68,21 +70,32 @@ class Checkpoints:
             raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
 
     def fetched(self, family: str) -> tuple[Checkpoints, dict[Path, str]]:
-        """The same on this machine, and where each path that was fetched came from; errors as `hub.fetch` has them."""
+        """The same on this machine, and where each path that was fetched came from; errors as `hub.fetch` has them.
+
+        On a terminal the hub's library shows bars of its own.
+        """
         from ..export.checkpoints.hub import fetch
 
         paths: dict[str, Any] = {}
         origins: dict[Path, str] = {}
-        for role in ("target", "vq", "drafter", "text_encoder"):
-            if place := getattr(self, role):
-                found = fetch(place, _SIDE_FILES.get((family, role), ("config.json",)))
-                paths[role] = found.path
-                origins |= {found.path: found.origin} if found.origin else {}
+        with progress(unit="bytes", bars=False) as show:
+            for role in ("target", "vq", "drafter", "text_encoder"):
+                if place := getattr(self, role):
+                    found = fetch(place, _SIDE_FILES.get((family, role), ("config.json",)), show)
+                    paths[role] = found.path
+                    origins |= {found.path: found.origin} if found.origin else {}
         return replace(self, **paths), origins
 
 
-def read_family(family: str, given: Checkpoints) -> Model:
-    """The model that a family's checkpoints, all on this machine, make. Raises: CheckpointError, RequestError."""
+def read_family(family: str, given: Checkpoints, show: Progress) -> Model:
+    """The model that a family's checkpoints, all on this machine, make.
+
+    show: told of every checkpoint how much of it is read. Raises: CheckpointError, RequestError.
+    """
+    show("reading checkpoints", 0, 0)
+    from ..export.progress import telling
+
     read = getattr(import_module(f"...export.families.{family}", __name__), f"read_{family}")
-    model: Model = read(given.target, **{option: getattr(given, option) for option in _TAKES[family]})
+    with telling(show):
+        model: Model = read(given.target, **{option: getattr(given, option) for option in _TAKES[family]})
     return model

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bundle.files import embedded_names, open_bundle
+from ..bundle.files import embedded_names
 from ..engines.engine_folder import is_engine_folder, open_engine_folder
 from .console import Facts, print_facts, print_json, progress
-from .options import Json
+from .options import Json, open_whole
 
 EXAMPLES = """
 lantern-rt inspect scenes
@@ -35,9 +35,7 @@ def inspect(
         shown = {key: value for key, value in manifest.items() if key != "command"}
         facts = describe("engines", {**head, **shown, "rebuild": engines.rebuild})
     else:
-        with progress(lines=False) as show:
-            show("checking the bundle's files")
-            opened = open_bundle(bundle)
+        opened = open_whole(bundle)
         size = sum(entry.bytes for entry in opened.manifest.files.values())
         head = {"folder": str(opened.folder), "digest": opened.digest, "bytes": size}
         manifest = opened.manifest.model_dump(mode="json")

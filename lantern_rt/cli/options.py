@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_origin, get_type_hints
 
@@ -66,33 +67,39 @@ class Running:
 
     def open_bundle(self, name: str) -> Bundle:
         """The bundle, without hashing the graphs that engines stand in for."""
-        from ..bundle.files import open_bundle
-        from .console import progress
+        from ..engines.engine_folder import open_engine_folder
 
-        with progress(lines=False) as show:
-            show("checking the bundle's files")
-            if self.engines is None:
-                return open_bundle(name)
-            from ..engines.engine_folder import open_engine_folder
-
-            return open_bundle(name, unread=open_engine_folder(self.engines).replaced())
+        return open_whole(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
 
     def load(self, bundle: Bundle, settings: Settings | None = None, picture_threads: int | None = None) -> Pipeline:
         """The bundle's graphs, or the engines in their place, ready to decode.
 
         settings: what is to be decoded with; None where that is several things. picture_threads: as of `Pipeline`.
-        Raises: RequestError: there is too little memory; counted where the bundle's own graphs run on the CPU.
+        Raises: RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
+        from ..engines.engine_folder import open_engine_folder
         from ..pipeline import Pipeline
         from ..planning.memory import check_memory
         from ..requests import resolve_settings
         from .console import progress
 
-        if self.provider == "cpu" and self.engines is None:
-            check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), self.expand_weights)
+        engines = None if self.engines is None else open_engine_folder(self.engines)
+        if engines.on_cpu if engines else self.provider == "cpu":
+            chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
+            check_memory(bundle, chosen, self.expand_weights, engines)
         with progress(lines=False) as show:
             show("loading graphs")
-            return Pipeline.from_bundle(bundle, **vars(self), picture_threads=picture_threads)
+            options = {**vars(self), "engines": engines, "picture_threads": picture_threads}
+            return Pipeline.from_bundle(bundle, **options)
+
+
+def open_whole(name: str, unread: Collection[str] = ()) -> Bundle:
+    """A bundle, and how far comparing its files is; `unread` as `open_bundle` has it."""
+    from ..bundle.files import open_bundle
+    from .console import progress
+
+    with progress(lines=False, unit="bytes") as show:
+        return open_bundle(name, unread=unread, counted=partial(show, "checking the bundle's files"))
 
 
 Shaping = Annotated[dict[str, Any], SAMPLING, Sampling]  # guidance, temperature and filters

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..bundle.files import Bundle, open_bundle
+from ..bundle.files import Bundle
 from ..checks import require_library
 from ..errors import CheckpointError, RequestError
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
 from .console import print_text, progress
 from .families import FAMILIES, Checkpoints, read_family
-from .options import BundleName, Force, Json
+from .options import BundleName, Force, Json, open_whole
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
-    from ..export.writer import Model
 
 EXAMPLES = """
 lantern-rt verify scenes
@@ -56,18 +55,20 @@ def verify(
         raise RequestError("verify: found checkpoint options without --against, expected the target's there")
     if report:
         check_output(report, force)
-    opened = open_bundle(bundle)
+    opened = open_whole(bundle)
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
-    from ..export.verify import verify as compare
-
+    with progress(lines=False) as show:
+        show("loading PyTorch")
+        from ..export.verify import verify as compare
+    given = None
+    if against is not None:
+        given = _fetched(opened, Checkpoints(against, vq, drafter, text_encoder, model, config))
     with progress() as show:
-        if against is None:
+        if given is None:
             result = compare(opened, progress=show)
         else:
-            show("reading checkpoints")
-            given = Checkpoints(against, vq, drafter, text_encoder, model, config)
-            result = compare(opened, _model(opened, given), str(against), show)
+            result = compare(opened, read_family(opened.manifest.family, given, show), str(against), show)
     if report:
         write_output(report, html_report(result).encode(), force)
     if json:
@@ -81,8 +82,8 @@ def verify(
         raise typer.Exit(2)
 
 
-def _model(bundle: Bundle, given: Checkpoints) -> Model:
-    """What the checkpoints make, as it would be written."""
+def _fetched(bundle: Bundle, given: Checkpoints) -> Checkpoints:
+    """The checkpoints on this machine, with what the bundle tells of them. Raises: CheckpointError."""
     manifest = bundle.manifest
     if manifest.family not in FAMILIES:
         raise CheckpointError(
@@ -99,7 +100,7 @@ def _model(bundle: Bundle, given: Checkpoints) -> Model:
             raise CheckpointError(f"--{option.replace(' ', '-')}: found {place or 'nothing'}, expected {wanted}")
     given, _ = given.fetched(manifest.family)
     heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
-    return read_family(manifest.family, replace(given, grid=manifest.grid_rows, heads=heads))
+    return replace(given, grid=manifest.grid_rows, heads=heads)
 
 
 def html_report(result: Verification) -> str:

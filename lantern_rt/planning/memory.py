@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
+from ..engines.engine_folder import EngineFolder
 from ..engines.host import available_memory
 from ..engines.kv_cache import round_up
 from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
@@ -40,15 +41,18 @@ def image_bytes(manifest: Manifest, settings: Settings) -> dict[str, int]:
     return found | {"passes": 2 * pass_bytes(manifest.target, rows, prefill, columns, size)}
 
 
-def check_memory(bundle: Bundle, settings: Settings, expand_weights: bool = False) -> None:
+def check_memory(
+    bundle: Bundle, settings: Settings, expand_weights: bool = False, engines: EngineFolder | None = None
+) -> None:
     """Refuse what this host has no memory for: weights, and the decoding of one image.
 
-    Raises: RequestError: with all the numbers.
+    engines: what runs on the CPU instead of graphs of the bundle. Raises: RequestError: with all the numbers.
     """
     manifest, drafts = bundle.manifest, _drafts(settings.method)
     roles = ("target", "drafter", "condition", "vq_decoder")
     graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
-    weights = sum(weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
+    built = engines.bytes_of_graphs() if engines else {}
+    weights = sum(built.get(role) or weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
     needed = {"weights": weights, **image_bytes(manifest, settings)}
     needed["painting"] = _PIXEL * manifest.image_height * manifest.image_width
     if (total := sum(needed.values())) > (free := available_memory()):

@@ -43,10 +43,11 @@ import json, sys
 from lantern_rt.errors import LanternError
 from lantern_rt.export.checkpoints.hub import fetch
 for place in sys.argv[1:]:
+    told = []
     try:
-        found = fetch(place, ("config.json", "tokenizer.json"))
+        found = fetch(place, ("config.json", "tokenizer.json"), lambda *one: told.append(one))
         files = sorted(p.name for p in (found.path.iterdir() if found.path.is_dir() else [found.path]))
-        print(json.dumps([str(found.path), found.origin, files]))
+        print(json.dumps([str(found.path), found.origin, files, told]))
     except LanternError as error:
         print(json.dumps(str(error)))
 """
@@ -79,7 +80,7 @@ class Hub(BaseHTTPRequestHandler):
         elif revision not in ("main", "v1", COMMIT, OLD):
             self.send({"error": "Revision not found"}, 404, {"X-Error-Code": "RevisionNotFound"})
         else:
-            siblings = [{"rfilename": name} for name in REPOSITORIES[repository]]
+            siblings = [{"rfilename": name, "size": len(file)} for name, file in REPOSITORIES[repository].items()]
             self.send({"id": repository, "sha": commit_of(revision), "siblings": siblings})
 
     def answer_file(self, repository: str, revision: str, name: str, body: bool) -> None:
@@ -162,7 +163,7 @@ def fetches(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Fetches:
 
 
 def test_what_an_exporter_reads_is_fetched_at_one_commit_and_nothing_else(fetches: Fetches) -> None:
-    assert [entry[1:] for entry in fetches.found] == [
+    assert [entry[1:3] for entry in fetches.found] == [
         [f"hf:owner/target@{COMMIT}", ["config.json", "model.safetensors"]],
         [f"hf:owner/target@{OLD}", ["config.json", "model.safetensors"]],
         [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}", ["vq_tiny.pt"]],
@@ -173,7 +174,17 @@ def test_what_an_exporter_reads_is_fetched_at_one_commit_and_nothing_else(fetche
 
 
 def test_what_was_fetched_once_is_found_without_the_hub(fetches: Fetches) -> None:
-    assert fetches.found_offline == fetches.found
+    assert [entry[:3] for entry in fetches.found_offline] == [entry[:3] for entry in fetches.found]
+
+
+def test_bytes_are_counted_as_files_come(fetches: Fetches) -> None:
+    index = len(REPOSITORIES["owner/shards"]["model.safetensors.index.json"])
+    vq = len(REPOSITORIES["owner/files"]["vq/vq_tiny.pt"])
+    assert [entry[3] for entry in fetches.found[2:]] == [
+        [["fetching hf:owner/files/vq/vq_tiny.pt", done, vq] for done in (0, vq)],
+        [["fetching hf:owner/shards", 0, index + 4]]
+        + [["fetching hf:owner/shards", index + more, index + 10] for more in (0, 2, 4, 7, 10)],
+    ]
 
 
 def test_what_is_not_there_is_said(fetches: Fetches) -> None:

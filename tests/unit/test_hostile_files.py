@@ -131,6 +131,25 @@ def test_a_bundle_cannot_reach_the_terminal(
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["inspect"], ["run", "--prompt", "red", "--bundle", "BUNDLE", "--engines"]])
+@pytest.mark.parametrize(
+    "field", ["backend", "builder", "builder_version", "processor", "bundle", "precision", "built"]
+)
+def test_a_record_of_engines_cannot_reach_the_terminal(
+    folder: Path, tmp_path: Path, command: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = tmp_path / "engines"
+    build_engines(open_bundle(folder), str(folder), BuildOptions("onnxruntime"), engines, False, lambda *_: None)
+    record = json.loads((engines / ENGINE_FILE).read_text())
+    record |= {field: HOSTILE, "bundle_sha256": "0" * 64, "command": ["lantern-rt", HOSTILE]}
+    (engines / ENGINE_FILE).write_text(json.dumps(record))
+    words = [str(folder) if word == "BUNDLE" else word for word in command]
+    assert run_program([*words, str(engines)]) == (0 if command == ["inspect"] else 2)
+    captured = capsys.readouterr()
+    assert "owned" in captured.out + captured.err
+    assert safe(captured.out + captured.err)
+
+
 def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         [HOSTILE],

@@ -98,6 +98,25 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_the_image_is_there(
     assert (tmp_path / "red-seed0.png").is_file()
 
 
+def test_tuning_that_cannot_be_kept_is_refused_and_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("red cube\ngreen sphere\n")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        command = ["tune", str(folder), "--minutes", "0.02", "--prompts", str(prompts), "--threads", "1"]
+        assert run_program(command) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"lantern-rt: {tmp_path / 'cache'}")
+    assert "cannot be written (File too large); set LANTERN_RT_CACHE to a folder that can" in line
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
 def test_a_full_disk_leaves_no_part_of_the_cache(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ def test_on_a_terminal_bars_show_the_time_that_is_left(tmp_path: Path) -> None:
         "with progress() as show:\n    show('sorting')\n    time.sleep(0.3)\n"
         "    for i in range(5):\n        show('codes', i, 4)\n        time.sleep(0.3)\n"
         "with progress(seconds=100) as show:\n    show('trying sjd')\n    time.sleep(0.3)\n"
+        "with progress(bars=False) as show:\n    show('fetching', 1, 2)\n    time.sleep(0.3)\n"
     )
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=theirs)
@@ -145,3 +146,4 @@ def test_on_a_terminal_bars_show_the_time_that_is_left(tmp_path: Path) -> None:
     assert re.search(r"codes .* 2/4 0:00:0\d 00:0\d", text), text
     assert re.search(r"trying sjd .* 1 min (39|40) s left", text), text
     assert re.search(r"sorting .*0:00:00", text), text
+    assert "fetching" not in text

@@ -142,6 +142,18 @@ def test_a_missing_onnxruntime_and_two_of_them_come_with_the_cure(monkeypatch: p
         import_onnxruntime()
 
 
+def test_ctrl_c_while_onnxruntime_is_imported_is_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "onnxruntime":
+                raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.delitem(sys.modules, "onnxruntime", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(KeyboardInterrupt):
+        import_onnxruntime()
+
+
 def test_numbers_of_threads_have_bounds() -> None:
     for count in (0, 1025):
         with refused(EngineError, f"threads: found {count}, expected 1 .. 1024"):

@@ -1,0 +1,57 @@
+"""Servers that several tests share: of the embedded model, and of a tiny one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `serve`")
+
+from running_server import RunningServer
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import Pipeline
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RunningServer]]:
+    """Starts a server that ends with the session at the latest."""
+    started: list[RunningServer] = []
+
+    def begin(*arguments: object, ready: bool = True) -> RunningServer:
+        started.append(RunningServer(tmp_path_factory.mktemp("server"), *arguments))
+        return started[-1].wait_until_ready() if ready else started[-1]
+
+    yield begin
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def scenes(start: Callable[..., RunningServer]) -> RunningServer:
+    """A server of `scenes`, at most four images together."""
+    return start("scenes", "--threads", 1, "--together", 4)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
+    """A server of a tiny bundle, whose images take milliseconds."""
+    return start(tiny_folder, "--threads", 1, "--together", 4)
+
+
+@pytest.fixture(scope="session")
+def tiny_pipe(tiny_folder: Path) -> Pipeline:
+    """The same bundle without a server."""
+    return Pipeline.from_bundle(tiny_folder, threads=1)
+
+
+@pytest.fixture(scope="session")
+def scenes_pipe() -> Pipeline:
+    return Pipeline.from_bundle("scenes", threads=1)

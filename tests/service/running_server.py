@@ -1,0 +1,118 @@
+"""A real server in a process of its own, and bare HTTP to talk to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+GENERATIONS = "/v1/images/generations"
+
+
+class RunningServer:
+    """`lantern-rt serve` with these arguments, on a free port; `log` is what it wrote so far."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self._log = folder / f"serve-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "lantern_rt", "serve", *map(str, arguments), "--port", "0"]
+        with self._log.open("wb") as log:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        self.url = self._wait_for(r"(http://\S+)")
+        self.address = urlsplit(self.url).netloc
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text("utf-8")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it logged of requests."""
+        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+
+    def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := re.search(pattern, self.log):
+                return found[1]
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern} is not in {self.log!r}")
+
+    def wait_until_ready(self) -> RunningServer:
+        until(lambda: self.get("/readyz")[0] == 200)
+        return self
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers with small letters, body."""
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        try:
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        status, found, body = self.request("GET", path, headers=headers)
+        return status, json.loads(body) if found.get("content-type") == "application/json" else body.decode()
+
+    def post(self, asked: Any, **headers: str) -> tuple[int, Any]:
+        """Ask for images; status and answer."""
+        given = {"content-type": "application/json", **headers}
+        body = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+        status, _, answer = self.request("POST", GENERATIONS, body, given)
+        return status, json.loads(answer)
+
+    @contextmanager
+    def open(self, asked: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+        """A connection on which images were asked for; leaving closes it."""
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        try:
+            connection.request("POST", GENERATIONS, json.dumps(asked).encode(), {"content-type": "application/json"})
+            yield connection
+        finally:
+            connection.close()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of /metrics; 0 if it is not there."""
+        text = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        pattern = rf"^{re.escape(f'{name}{{{text}}}' if text else name)} (\S+)$"
+        found = re.search(pattern, self.get("/metrics")[1], re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def stop(self, *signals: signal.Signals) -> int:
+        """Its exit code after these signals, by default SIGTERM."""
+        for one in signals or (signal.SIGTERM,):
+            self.process.send_signal(one)
+            time.sleep(0.2)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def until(condition: Any, seconds: float = 60.0) -> None:
+    """Wait for a condition that soon comes true."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    """Kinds and data of server-sent events."""
+    found = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
+    return [(kind.decode(), json.loads(data)) for kind, data in found]

@@ -1,0 +1,190 @@
+"""The official client of OpenAI, unchanged, against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+from running_server import RunningServer
+
+from lantern_rt import Pipeline
+from lantern_rt.output.images import png_bytes
+
+PROMPT = "a large red sphere left of a small blue cube on grass"
+
+
+def client(server: RunningServer, **options: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", **options)
+
+
+@pytest.fixture(scope="module")
+def scenes_client(scenes: RunningServer) -> Iterator[openai.OpenAI]:
+    with client(scenes) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def tiny_client(tiny: RunningServer) -> Iterator[openai.OpenAI]:
+    with client(tiny, max_retries=0) as one:
+        yield one
+
+
+def file_of(one: Any) -> bytes:
+    return base64.b64decode(one.b64_json)
+
+
+def pixels(file: bytes) -> Any:
+    with Image.open(io.BytesIO(file)) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
+    answer = scenes_client.images.generate(prompt=PROMPT, size="128x128", extra_body={"seed": 5, "method": "ar"})
+    expected = scenes_pipe(PROMPT, seed=5, method="ar").images[0]
+    assert file_of(answer.data[0]) == png_bytes(expected, expected.info)
+    assert (answer.output_format, answer.size, answer.background) == ("png", "128x128", "opaque")
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 256
+    assert answer.usage.total_tokens == 256 + answer.usage.input_tokens
+    assert answer.usage.input_tokens_details.text_tokens == scenes_pipe.bundle.manifest.condition.prefix
+
+
+def test_four_images_are_drawn_with_four_seeds(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
+    answer = scenes_client.images.generate(prompt=PROMPT, n=4, model="scenes", extra_body={"seed": 7})
+    expected = scenes_pipe(PROMPT, seed=7, num_images=4).images
+    assert [pixels(file_of(one)).tobytes() for one in answer.data] == [np.asarray(one).tobytes() for one in expected]
+    assert answer.model_extra["lantern"]["seeds"] == [7, 8, 9, 10]
+    assert answer.model_extra["lantern"]["tokens_per_forward_pass"] >= 1
+
+
+def test_without_a_seed_images_differ(tiny_client: openai.OpenAI) -> None:
+    answers = [tiny_client.images.generate(prompt="red cube") for _ in range(2)]
+    seeds = [answer.model_extra["lantern"]["seeds"] for answer in answers]
+    assert seeds[0] != seeds[1]
+    assert file_of(answers[0].data[0]) != file_of(answers[1].data[0])
+
+
+def test_a_stream_shows_partial_pictures_before_the_whole_one(
+    scenes_client: openai.OpenAI, scenes_pipe: Pipeline
+) -> None:
+    options = {"seed": 3, "method": "ar"}
+    with scenes_client.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=options) as stream:
+        events = list(stream)
+    *partial, last = events
+    assert [event.type for event in partial] == ["image_generation.partial_image"] * 3
+    assert [event.partial_image_index for event in partial] == [0, 1, 2]
+    assert last.type == "image_generation.completed"
+    assert last.usage.output_tokens == 256
+    whole = pixels(file_of(last))
+    assert whole.tobytes() == np.asarray(scenes_pipe(PROMPT, **options).images[0]).tobytes()
+    known = []
+    for event in partial:
+        picture = pixels(file_of(event))
+        rows = [row for row in range(0, 128, 8) if (picture[row : row + 8] != 128).any()]
+        known.append(len(rows))
+    assert known == sorted(known)
+    assert 2 <= known[0] < known[2] < 16, "pictures grow from the top"
+
+
+def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
+    for file in ("jpeg", "webp"):
+        answer = tiny_client.images.generate(prompt="red cube", output_format=file, output_compression=80)
+        with Image.open(io.BytesIO(file_of(answer.data[0]))) as image:
+            assert image.format == file.upper()
+    answer = tiny_client.images.generate(prompt="red cube", response_format="url", extra_body={"seed": 1})
+    url = answer.data[0].url
+    assert url is not None
+    assert url.startswith("data:image/png;base64,iVBOR")
+
+
+def test_tasks_share_the_server(tiny: RunningServer, tiny_pipe: Pipeline) -> None:
+    async def main() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="any") as one:
+            asked = (one.images.generate(prompt="red cube", extra_body={"seed": seed}) for seed in range(12))
+            return list(await asyncio.gather(*asked))
+
+    for seed, answer in enumerate(asyncio.run(main())):
+        expected = np.asarray(tiny_pipe("red cube", seed=seed).images[0])
+        assert pixels(file_of(answer.data[0])).tobytes() == expected.tobytes()
+
+
+def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
+    generate = tiny_client.images.generate
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompt": "a magic cube"}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "red cube", "size": "1024x1024"}, "size"),
+        ({"prompt": "red cube", "n": 11}, "n"),
+        ({"prompt": "red cube", "quality": "hd"}, "quality"),
+        ({"prompt": "red cube", "background": "transparent"}, "background"),
+        ({"prompt": "red cube", "style": "vivid"}, "style"),
+        ({"prompt": "red cube", "extra_body": {"strength": 3}}, "strength"),
+        ({"prompt": "red cube", "extra_body": {"method": "magic"}}, "method"),
+        ({"prompt": "red cube", "extra_body": {"temperature": -1}}, "temperature"),
+        ({"prompt": "red cube", "extra_body": {"seed": 1.5}}, "seed"),
+        ({"prompt": "red cube", "extra_body": {"seed": 2**70}}, "seed"),
+        ({"prompt": "red cube", "extra_body": {"quality_budget": "best"}}, "quality_budget"),
+        ({"prompt": "red cube", "extra_body": {"class_id": 3}}, None),
+        ({"prompt": "red cube", "extra_body": {"deadline": 1e9}}, "deadline"),
+        ({"prompt": "red cube", "n": 2, "stream": True}, "n"),
+        ({"prompt": "red cube", "partial_images": 2}, "partial_images"),
+        ({"prompt": "red cube", "output_compression": 50}, "output_compression"),
+    ]
+    for asked, parameter in wrong:
+        with pytest.raises(openai.BadRequestError) as caught:
+            generate(**asked)
+        assert caught.value.param == parameter, asked
+        assert caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        generate(prompt="red cube", model="gpt-image-1")
+    assert missing.value.code == "model_not_found"
+
+
+def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
+    (model,) = tiny_client.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert tiny_client.models.retrieve("tiny").model_extra["lantern"]["size"] == "24x24"
+    with pytest.raises(openai.NotFoundError):
+        tiny_client.models.retrieve("other")
+
+
+def test_the_client_comes_again_when_the_server_is_busy(
+    start: Callable[..., RunningServer], tiny_folder: Path
+) -> None:
+    server = start(tiny_folder, "--threads", 1, "--together", 1, "--waiting", 0)
+
+    async def main() -> tuple[list[Any], list[Any]]:
+        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "any"}
+        async with openai.AsyncOpenAI(max_retries=0, **options) as hasty:
+            asked = (hasty.images.generate(prompt="red cube") for _ in range(12))
+            refused = await asyncio.gather(*asked, return_exceptions=True)
+        async with openai.AsyncOpenAI(max_retries=20, **options) as patient:
+            return refused, list(await asyncio.gather(*(patient.images.generate(prompt="red cube") for _ in range(4))))
+
+    refused, answers = asyncio.run(main())
+    errors = [one for one in refused if isinstance(one, Exception)]
+    assert errors
+    assert {type(error) for error in errors} == {openai.RateLimitError}
+    assert int(errors[0].response.headers["retry-after"]) >= 1
+    assert len(answers) == 4
+
+
+def test_keys_are_asked_for(start: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys.txt").write_text("# of the test\nfirst-key\n\nsecond-key\n")
+    server = start(tiny_folder, "--threads", 1, "--api-key-file", tmp_path / "keys.txt")
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client(server).images.generate(prompt="red cube")
+    assert caught.value.code == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        client(server).models.list()
+    for key in ("first-key", "second-key"):
+        assert openai.OpenAI(base_url=f"{server.url}/v1", api_key=key).images.generate(prompt="red cube").data
+    assert not any(key in server.log for key in ("any", "first-key", "second-key"))
