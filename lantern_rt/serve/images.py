@@ -62,6 +62,10 @@ class _Answering:
         except (ClientLeftError, ConnectionError):
             status = DISCONNECTED
             self._front.metrics.aborted.labels(self._model, "disconnected").inc()
+        except asyncio.CancelledError:
+            status = 503
+            await self._refuse(HttpError(503, "the server stopped before the image was done", None, "stopped", 5))
+            raise
         except Exception as error:
             refusal = HttpError.of(error)
             status = refusal.status

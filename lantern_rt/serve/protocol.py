@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..checks import explain
+from ..checks import explain, short
 from ..errors import BundleError, BusyError, EngineError, LanternError, RequestError
 from .drawing import Order, Summary, Update
 
@@ -54,7 +54,11 @@ class ImagesRequest(BaseModel):
     steps: Annotated[bool, Field(strict=True)] | None = None
 
     def options(self) -> dict[str, Any]:
-        """What a call of a pipeline takes; a seed is drawn where none is given."""
+        """What a call of a pipeline takes; a seed is drawn where none is given. Raises: RequestError: a tree's file."""
+        if ".json" in (self.method or ""):
+            raise RequestError(
+                f"method: found {short(self.method)}, expected a tree by its name: files are the server's"
+            )
         given = {
             "prompts": self.prompt or (None if self.class_id is not None else self.prompt),
             "class_ids": self.class_id,
