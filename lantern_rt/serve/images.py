@@ -74,7 +74,9 @@ class _Answering:
                 self._front.metrics.aborted.labels(self._model, "deadline").inc()
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            self._facts["error"] = refusal.message
+            part, _, _ = refusal.message.partition(":")
+            hidden = part in ("prompt", "body") and not self._front.limits.log_prompts  # it may quote the prompt
+            self._facts["error"] = f"{part}: refused" if hidden else refusal.message
             with suppress(ConnectionError):
                 await self._refuse(refusal)
         finally:
@@ -192,9 +194,9 @@ async def with_pauses(updates: AsyncGenerator[T, None], seconds: float) -> Async
             pending = None
             yield update
     finally:
-        if pending is not None and not pending.done():
+        if pending is not None:
             pending.cancel()
-            await asyncio.wait({pending})
+            await asyncio.gather(pending, return_exceptions=True)
         await updates.aclose()
 
 

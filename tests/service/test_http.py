@@ -141,7 +141,11 @@ def test_requests_are_counted_and_logged_without_their_prompts(tiny: RunningServ
     until(lambda: any(line["request_id"] == "mine-1" for line in tiny.lines()))
     line = next(line for line in tiny.lines() if line["request_id"] == "mine-1")
     assert (line["status"], line["method"], line["images"], line["trace_id"]) == (200, "ar", 2, trace)
+    assert tiny.post({"prompt": "red dragon"}, **{"x-request-id": "mine-2"})[0] == 400
+    assert tiny.post(b'{"prompt": "red dragon', **{"x-request-id": "mine-3"})[0] == 400
+    until(lambda: any(line["request_id"] == "mine-3" for line in tiny.lines()))
     assert "red cube" not in tiny.log
+    assert "dragon" not in tiny.log
     assert tiny.post({"prompt": "red cube"}, **{"x-request-id": "a b"})[0] == 200
     assert not any(line["request_id"] == "a b" for line in tiny.lines())
 
