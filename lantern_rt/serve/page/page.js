@@ -28,7 +28,6 @@ async function load() {
   show(at("model-field"), known.length > 1);
   form.hidden = false;
   at("key-form").hidden = true;
-  report("Ready");
   useModel();
 }
 
@@ -59,7 +58,7 @@ function useModel() {
     if (form.elements[name]) form.elements[name].placeholder = value;
   }
   at("draw").disabled = takes === "embeddings";
-  if (takes === "embeddings") report("This model takes text embeddings, which this page cannot give.");
+  report(takes === "embeddings" ? "This model takes text embeddings, which this page cannot give." : "Ready");
   useMethods();
 }
 
