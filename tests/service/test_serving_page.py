@@ -195,5 +195,5 @@ def test_the_limits_of_the_page_are_those_of_the_command() -> None:
 def test_files_that_the_page_names_exist() -> None:
     found = re.findall(r"-f (\S+)", PAGE)
     assert set(found) == {"deploy/Dockerfile", "deploy/compose.yaml"}
-    for name in (*found, *(f"docs/{link}" for link in re.findall(r"\]\((\w+\.md)", PAGE))):
+    for name in (*found, *(f"docs/{link}" for link in re.findall(r"\]\(([\w/]+\.\w+)", PAGE))):
         assert (ROOT / name).is_file(), name
