@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..checks import explain, short
 from ..errors import BundleError, BusyError, EngineError, LanternError, RequestError
+from ..methods import PARAMETERS
 from .drawing import Order, Summary, Update
 
 Number = Annotated[int, Field(strict=True)]
@@ -198,7 +199,7 @@ class HttpError(Exception):
 def _parameter(message: str) -> str | None:
     """The field that a message is about: it begins with its name."""
     match = re.match(r"([a-z][a-z_ ]*?)(?: \d+ of \d+)?:", message)
-    own = {"num_images": "n", "quality": "quality_budget", "class_id": "class_id", "methods": "method"}
+    own = {**dict.fromkeys((*PARAMETERS, "methods"), "method"), "num_images": "n", "quality": "quality_budget"}
     name = match[1].replace(" ", "_") if match else ""
     name = own.get(name, name)
     return name if name in ImagesRequest.model_fields else None
