@@ -133,7 +133,9 @@ class Service:
         images, room = len(request.images), self.together + self.waiting
         ticket = Ticket(self, request, listener, steps, self._known(known, images))
         if images > room:
-            raise RequestError(f"found {images} images, expected at most {room} in one request; ask for fewer")
+            raise RequestError(
+                f"num_images: found {images} images, expected at most {room} in one request; ask for fewer"
+            )
         if (rows := 1 + request.settings.sampling.guided) > self._rows:
             raise RequestError(f"cfg_scale: found guidance, of {rows} rows, and engines of {self._rows}; build others")
         with self._changed:

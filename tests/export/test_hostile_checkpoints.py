@@ -166,6 +166,7 @@ def test_warnings_of_libraries_do_not_reach_the_terminal(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, "-m", "lantern_rt", *map(str, command)], capture_output=True, text=True)
     assert done.returncode == 2
     *progress, line = done.stderr.splitlines()
-    assert progress == ["reading checkpoints", "reading csr.pt (MB)"]
+    begun = [one for one in progress if "so far" not in one and " of " not in one]  # slow hosts hear of it meanwhile
+    assert begun == ["reading checkpoints", "reading csr.pt (MB)"]
     assert line.startswith(f"lantern-rt: {path}: expected a state dict of tensors")
     assert json.dumps(line).isascii()

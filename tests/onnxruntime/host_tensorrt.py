@@ -163,7 +163,8 @@ class _Context:
     def execute_async_v3(self, stream: int) -> bool:
         engine, memory = self.engine, self.engine.memory
         assert stream == memory.stream
-        assert self.memory is not None
+        if self.memory is None:
+            return engine.complain("no memory was set")
         memory.view(*self.memory)
         if missing := sorted({*engine.inputs, *engine.outputs} - self.addresses.keys()):
             return engine.complain(f"{missing[0]}: no address")

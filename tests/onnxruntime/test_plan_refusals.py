@@ -99,7 +99,7 @@ def test_a_call_that_fails_without_a_word_is_named(
 def test_memory_that_a_context_does_not_take_is_said(tiny: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.load()
     monkeypatch.setattr(_Context, "set_device_memory", lambda self, start, size: self.engine.complain(f"{size} bytes"))
-    with refused(EngineError, "does not take memory for intermediate results: 1000 bytes; rebuild with"):
+    with refused(EngineError, "does not run this plan: 1000 bytes; rebuild with"):
         tiny.last_of(engine)
 
 

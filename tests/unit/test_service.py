@@ -125,7 +125,7 @@ def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
         with pytest.raises(BusyError, match=r"found 3 images before this one; try again in about \d+ s") as busy:
             service.submit(Caller(), "red cube")
         assert busy.value.seconds >= 1
-        with pytest.raises(RequestError, match="found 4 images, expected at most 3 in one request; ask for fewer"):
+        with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
             service.submit(Caller(), "red cube", num_images=4)
         for caller in callers:
             caller.last()
