@@ -59,9 +59,11 @@ class _Answering:
             self._front.metrics.finished(summary)
             self._facts |= {"method": summary.method, "images": len(summary.seeds), "queue_seconds": summary.waited}
             self._facts |= {"tokens_per_forward_pass": round(summary.tokens_per_forward_pass, 3)}
-        except (ClientLeftError, ConnectionError):
+        except (ClientLeftError, ConnectionError, asyncio.CancelledError) as error:
             status = DISCONNECTED
             self._front.metrics.aborted.labels(self._model, "disconnected").inc()
+            if isinstance(error, asyncio.CancelledError):  # what other servers than uvicorn do when a client leaves
+                raise
         except Exception as error:
             refusal = HttpError.of(error)
             status = refusal.status

@@ -188,8 +188,9 @@ class RayDrawer:
                     if isinstance(error, RayTaskError) or not left:
                         raise
                     _LOG.warning("%s: lost a replica (%s); another one goes on", self.name, type(error).__name__)
-                finally:
+                except (GeneratorExit, asyncio.CancelledError):
                     response.cancel()
+                    raise
         finally:
             self._journals.discard(journal)
 
