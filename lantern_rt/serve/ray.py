@@ -38,7 +38,7 @@ class Settings(BaseModel):
     """What `app` takes. Everything else is Ray's own: `deployments` of its configuration file.
 
     bundles: folders, or names of embedded ones; one deployment each, of the folder's name. pipeline: what
-    `Pipeline.from_bundle` takes besides. together: images of a replica that share passes. waiting: images that may wait
+    `Pipeline.from_bundle` takes besides; of one bundle alone where `bundles` is a mapping to it. together: images of a replica that share passes. waiting: images that may wait
     there; queued: requests that may wait at an ingress until a replica has room. autoscaling: of each bundle, fields of
     Ray's `AutoscalingConfig`. threads: of a replica, and processors that Ray reserves for it; left out, a node has one
     replica of a bundle, which takes every core. deadline: seconds of a request, also of one when replicas shut down.
@@ -46,7 +46,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    bundles: list[str] | str = "scenes"
+    bundles: dict[str, dict[str, Any]] | list[str] | str = "scenes"
     threads: int | None = Field(default=None, ge=1)
     pipeline: dict[str, Any] = {}
     together: int = Field(default=8, ge=1)
@@ -61,7 +61,7 @@ class Settings(BaseModel):
 
 def app(settings: Settings) -> serve.Application:
     """The application for `serve run lantern_rt.serve.ray:app` and configuration files."""
-    bundles = [settings.bundles] if isinstance(settings.bundles, str) else settings.bundles
+    bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
     if not names or len({*names, "ingress"}) <= len(names):
         found = ", ".join(names) or "none"
@@ -81,9 +81,11 @@ def app(settings: Settings) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.deadline + GRACE,
     )(serve.ingress()(Ingress))
-    options = {"threads": settings.threads, "picture_threads": 1, **settings.pipeline}
-    given = (settings.together, settings.waiting, options)
-    replicas = [replica.options(name=name).bind(one, *given) for name, one in zip(names, bundles, strict=True)]
+    usual = {"threads": settings.threads, "picture_threads": 1, **settings.pipeline}
+    replicas = []
+    for name, bundle in zip(names, bundles, strict=True):
+        options = usual | (bundles[bundle] if isinstance(bundles, dict) else {})
+        replicas.append(replica.options(name=name).bind(bundle, settings.together, settings.waiting, options))
     return ingress.bind(settings, replicas)
 
 
