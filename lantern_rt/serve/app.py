@@ -30,6 +30,7 @@ PAGE = Path(str(files(__package__) / "page"))
 _SAFE = {
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # a new version's page is seen at once
     "referrer-policy": "no-referrer",
 }
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]

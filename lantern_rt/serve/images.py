@@ -59,11 +59,14 @@ class _Answering:
             self._front.metrics.finished(summary)
             self._facts |= {"method": summary.method, "images": len(summary.seeds), "queue_seconds": summary.waited}
             self._facts |= {"tokens_per_forward_pass": round(summary.tokens_per_forward_pass, 3)}
-        except (ClientLeftError, ConnectionError, asyncio.CancelledError) as error:
-            status = DISCONNECTED
-            self._front.metrics.aborted.labels(self._model, "disconnected").inc()
-            if isinstance(error, asyncio.CancelledError):  # what other servers than uvicorn do when a client leaves
-                raise
+        except (ClientLeftError, ConnectionError):
+            status = self._left()
+        except asyncio.CancelledError:  # by a server that stops, or by Ray Serve because the client left
+            status = 503 if self._front.draining else self._left()
+            if self._front.draining:
+                text = "the server stopped before the image was done"
+                await self._refuse(HttpError(503, text, None, "stopped", 5))
+            raise
         except Exception as error:
             refusal = HttpError.of(error)
             status = refusal.status
@@ -71,12 +74,18 @@ class _Answering:
                 self._front.metrics.aborted.labels(self._model, "deadline").inc()
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            self._facts["error"] = refusal.message
+            part, _, _ = refusal.message.partition(":")
+            hidden = part in ("prompt", "body") and not self._front.limits.log_prompts  # it may quote the prompt
+            self._facts["error"] = f"{part}: refused" if hidden else refusal.message
             with suppress(ConnectionError):
                 await self._refuse(refusal)
         finally:
             self._front.metrics.requests.labels(self._model, str(status)).inc()
             self._log(status)
+
+    def _left(self) -> int:
+        self._front.metrics.aborted.labels(self._model, "disconnected").inc()
+        return DISCONNECTED
 
     async def _draw(self) -> Summary:
         front = self._front
@@ -183,9 +192,9 @@ async def with_pauses(updates: AsyncGenerator[T, None], seconds: float) -> Async
             pending = None
             yield update
     finally:
-        if pending is not None and not pending.done():
+        if pending is not None:
             pending.cancel()
-            await asyncio.wait({pending})
+            await asyncio.gather(pending, return_exceptions=True)
         await updates.aclose()
 
 

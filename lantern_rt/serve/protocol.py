@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..checks import explain
+from ..checks import explain, short
 from ..errors import BundleError, BusyError, EngineError, LanternError, RequestError
+from ..methods import PARAMETERS
 from .drawing import Order, Summary, Update
 
 Number = Annotated[int, Field(strict=True)]
@@ -54,7 +55,11 @@ class ImagesRequest(BaseModel):
     steps: Annotated[bool, Field(strict=True)] | None = None
 
     def options(self) -> dict[str, Any]:
-        """What a call of a pipeline takes; a seed is drawn where none is given."""
+        """What a call of a pipeline takes; a seed is drawn where none is given. Raises: RequestError: a tree's file."""
+        if ".json" in (self.method or ""):
+            raise RequestError(
+                f"method: found {short(self.method)}, expected a tree by its name: files are the server's"
+            )
         given = {
             "prompts": self.prompt or (None if self.class_id is not None else self.prompt),
             "class_ids": self.class_id,
@@ -194,7 +199,7 @@ class HttpError(Exception):
 def _parameter(message: str) -> str | None:
     """The field that a message is about: it begins with its name."""
     match = re.match(r"([a-z][a-z_ ]*?)(?: \d+ of \d+)?:", message)
-    own = {"num_images": "n", "quality": "quality_budget", "class_id": "class_id", "methods": "method"}
+    own = {**dict.fromkeys((*PARAMETERS, "methods"), "method"), "num_images": "n", "quality": "quality_budget"}
     name = match[1].replace(" ", "_") if match else ""
     name = own.get(name, name)
     return name if name in ImagesRequest.model_fields else None

@@ -37,11 +37,12 @@ GRACE = 5.0  # seconds that a replica goes on after an order's deadline, which i
 class Settings(BaseModel):
     """What `app` takes. Everything else is Ray's own: `deployments` of its configuration file.
 
-    bundles: folders, or names of embedded ones; one deployment each, of the folder's name. pipeline: what
-    `Pipeline.from_bundle` takes besides; of one bundle alone where `bundles` is a mapping to it. together: images of a replica that share passes. waiting: images that may wait
-    there; queued: requests that may wait at an ingress until a replica has room. autoscaling: of each bundle, fields of
-    Ray's `AutoscalingConfig`. threads: of a replica, and processors that Ray reserves for it; left out, a node has one
-    replica of a bundle, which takes every core. deadline: seconds of a request, also of one when replicas shut down.
+    bundles: folders, or names of embedded ones; one deployment each, of the folder's name; a mapping gives options of
+    its own to each. pipeline: what `Pipeline.from_bundle` takes besides. threads: of a replica, and processors that Ray
+    reserves for it; left out, a node has one replica of a bundle, which takes every core. together: images of a replica
+    that share passes. waiting: images that may wait there. queued: requests that may wait at an ingress until a replica
+    has room. autoscaling: of each bundle, fields of Ray's `AutoscalingConfig`. deadline: seconds of a request, and
+    those that a replica has to end in.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -56,7 +56,7 @@ class Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=1,
         )
         self._uvicorn = _Uvicorn(config, self)
 

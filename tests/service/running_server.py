@@ -89,7 +89,7 @@ class RunningServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics; 0 if it is not there."""
-        text = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
         pattern = rf"^{re.escape(f'{name}{{{text}}}' if text else name)} (\S+)$"
         found = re.search(pattern, self.get("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else 0.0

@@ -1,0 +1,186 @@
+"""`lantern-rt serve` under load, against the pipeline alone, in one run.
+
+    python benchmarks/serve.py                    # the embedded model; about ten minutes
+    python benchmarks/serve.py --seconds 10 --json serve.json
+
+Offline: `Pipeline` one image at a time (`ar`, and `auto`), and `auto` in batches of 2 to 16, pictures and PNG files
+included, until races are decided and then timed; before and after the server is measured, and the better counts. Closed
+loop: 1 to 16 clients over HTTP, each asking again as soon as it has its picture. Open loop: requests come at random, at
+0.5 to 3 times the images a second of the best offline batch; `refused` is the share that was told to come again (429),
+and latencies are those of the others. The bound beside p99 is what a request may wait at worst: the images that share
+passes and the queue, at the images a second that were reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lantern_rt import Pipeline
+from lantern_rt.output.images import png_bytes
+
+BATCHES, CLIENTS, LOADS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (0.5, 1.0, 1.5, 2.0, 3.0)
+TOGETHER, WAITING = 8, 8
+
+
+@dataclass
+class Answers:
+    """Seconds of requests that were answered with a picture, and how many were refused."""
+
+    seconds: list[float] = field(default_factory=list)
+    refused: int = 0
+
+    def row(self, elapsed: float) -> dict[str, float]:
+        done = sorted(self.seconds) or [float("nan")]
+        percent = [done[min(len(done) - 1, int(share * len(done)))] for share in (0.5, 0.95, 0.99)]
+        return {
+            "images_per_second": len(self.seconds) / elapsed,
+            **dict(zip(("p50", "p95", "p99"), percent, strict=True)),
+            "refused": self.refused / max(1, self.refused + len(self.seconds)),
+        }
+
+
+def offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, method: str) -> float:
+    """Images a second of batches, drawn one after the other for so long."""
+    rates: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        asked = [prompts[(len(rates) * size + i) % len(prompts)] for i in range(size)]
+        for image in pipe(asked, seed=[*range(size)], method=method).images:
+            png_bytes(image, image.info)
+        rates.append(size / (time.perf_counter() - start))
+    return statistics.harmonic_mean(rates)
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[tuple[str, int]]:
+    """Host and port of a server that runs meanwhile."""
+    command = [sys.executable, "-m", "lantern_rt", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        found = None
+        for line in process.stderr:
+            found = found or re.search(r"http://(\S+):(\d+)", line)
+            if line.startswith("ready"):
+                break
+        assert found is not None
+        os.set_blocking(process.stderr.fileno(), False)
+        yield found[1], int(found[2])
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+async def ask(address: tuple[str, int], prompt: str, seed: int, answers: Answers) -> None:
+    """One request on a connection of its own."""
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(*address)
+    body = json.dumps({"prompt": prompt, "seed": seed}).encode()
+    head = (
+        f"POST /v1/images/generations HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    )
+    writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+    answer = await reader.read(-1)
+    writer.close()
+    if answer.startswith(b"HTTP/1.1 200"):
+        answers.seconds.append(time.perf_counter() - began)
+    elif answer.startswith(b"HTTP/1.1 429"):
+        answers.refused += 1
+    else:
+        raise SystemExit(answer[:500].decode())
+
+
+async def closed_loop(address: tuple[str, int], prompts: list[str], clients: int, seconds: float) -> dict[str, float]:
+    answers, began, seeds = Answers(), time.perf_counter(), iter(range(1 << 30))
+
+    async def client() -> None:
+        while time.perf_counter() - began < seconds:
+            await ask(address, random.choice(prompts), next(seeds), answers)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answers.row(time.perf_counter() - began)
+
+
+async def open_loop(address: tuple[str, int], prompts: list[str], rate: float, seconds: float) -> dict[str, float]:
+    answers, began, rng, asked = Answers(), time.perf_counter(), random.Random(0), list[asyncio.Task[None]]()
+    while time.perf_counter() - began < seconds:
+        asked.append(asyncio.create_task(ask(address, rng.choice(prompts), len(asked), answers)))
+        await asyncio.sleep(rng.expovariate(rate))
+    await asyncio.gather(*asked)
+    return answers.row(time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", default="scenes")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    seconds, rows = given.seconds, dict[str, dict[str, float]]()
+
+    def measure(name: str, run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        rows[name] = run()
+        print(f"{name:32}" + "".join(f"  {key} {value:7.3f}" for key, value in rows[name].items()), flush=True)
+        return rows[name]
+
+    pipe = Pipeline.from_bundle(given.bundle, threads=given.threads)
+    prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()
+    alone: dict[Any, float] = {}
+
+    def measure_offline(warm: float) -> None:
+        for key, size, method in [("ar", 1, "ar"), *((size, size, "auto") for size in BATCHES)]:
+            if warm:
+                offline(pipe, prompts, size, warm, method)
+            rate = offline(pipe, prompts, size, seconds, method)
+            alone[key] = max(rate, alone.get(key, 0.0))
+            measure(f"offline, {method}, batches of {size}", lambda rate=rate: {"images_per_second": rate})
+
+    measure_offline(seconds)
+    best = max(value for key, value in alone.items() if key != "ar")
+    limits = ["--together", str(TOGETHER), "--waiting", str(WAITING)]
+    threads = [] if given.threads is None else ["--threads", str(given.threads)]
+    with server(given.bundle, *limits, *threads) as address:
+        asyncio.run(closed_loop(address, prompts, 8, 3 * seconds))
+        for clients in CLIENTS:
+            asyncio.run(closed_loop(address, prompts, clients, seconds))
+            measure(f"clients: {clients}", lambda n=clients: asyncio.run(closed_loop(address, prompts, n, seconds)))
+        for load in LOADS:
+            row = measure(
+                f"offered: {load:g} x {best:.2f} images/s",
+                lambda load=load: asyncio.run(open_loop(address, prompts, load * best, 2 * seconds)),
+            )
+            row["p99_bound"] = (TOGETHER + WAITING) / row["images_per_second"]
+    measure_offline(0.0)
+    best = max(value for key, value in alone.items() if key != "ar")
+    saturated = max(row["images_per_second"] for name, row in rows.items() if name.startswith(("clients", "offered")))
+    ratios = {
+        "saturated_over_best_offline_batch": saturated / best,
+        "one_client_over_pipeline": rows["clients: 1"]["images_per_second"] / alone[1],
+        "eight_clients_over_ar_one_by_one": rows["clients: 8"]["images_per_second"] / alone["ar"],
+        "p99_over_bound_at_twice": next(
+            r["p99"] / r["p99_bound"] for n, r in rows.items() if n.startswith("offered: 2 ")
+        ),
+    }
+    print("".join(f"{name} {value:.2f}\n" for name, value in ratios.items()), end="")
+    if given.json:
+        given.json.write_text(json.dumps({**rows, "ratios": ratios}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

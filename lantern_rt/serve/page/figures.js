@@ -1,0 +1,59 @@
+// What pictures cost, as a table with a column for each, and in words.
+
+import { count, KINDS, paint } from "./map.js";
+import { same } from "./picture.js";
+
+const FIGURES = [
+  ["Tokens per forward pass", ({ figures }) => figures.tokens_per_forward_pass.toFixed(2)],
+  ["Target passes", ({ figures }) => figures.target_passes],
+  ["Seconds", ({ figures }) => figures.seconds.toFixed(2)],
+  ["Codes per second", ({ figures, kinds }) => Math.round(kinds.length / figures.seconds)],
+  ["Realised TVD per token", ({ figures }) => figures.realised_tvd_per_token?.toFixed(4).replace(/^0\.0000$/, "0")],
+];
+
+export function element(tag, text, attributes = {}) {
+  const made = document.createElement(tag);
+  made.append(text ?? "");
+  return Object.assign(made, attributes);
+}
+
+/** Head and bodies of the table. */
+export function rows(pictures) {
+  const row = (head, ...cells) => {
+    const made = element("tr");
+    made.append(head, ...cells.map((text) => element("td", text ?? "–")));
+    return made;
+  };
+  const title = (text) => element("th", text, { scope: "row" });
+  const head = element("tr");
+  head.append(element("td"), ...pictures.map(({ label }) => element("th", label, { scope: "col" })));
+  const kinds = Object.entries(KINDS).map(([kind, { text }]) => {
+    const name = title(""), swatch = element("canvas", "", { className: "swatch" });
+    paint(swatch, kind, 1, 1);
+    name.append(swatch, text);
+    return row(name, ...pictures.map((one) => one.kinds && count(one.kinds, kind)));
+  });
+  const figures = FIGURES.map(([text, value]) =>
+    row(title(text), ...pictures.map((one) => one.figures && value(one))));
+  const finished = pictures.filter(({ png }) => png);
+  if (finished.length > 1) {
+    const slowest = Math.max(...finished.map(({ figures }) => figures.seconds));
+    figures.unshift(row(title("Speed-up"), ...finished.map(({ figures }) => (slowest / figures.seconds).toFixed(2))));
+  }
+  const parts = [["thead", [head]], ["tbody", kinds], ["tbody", figures]];
+  return parts.map(([tag, lines]) => {
+    const part = element(tag);
+    part.append(...lines);
+    return part;
+  });
+}
+
+/** What two pictures of one seed say about their methods. */
+export function compared(one, two) {
+  const [fast, slow] = [one, two].toSorted((a, b) => a.figures.seconds - b.figures.seconds);
+  const times = slow.figures.seconds / fast.figures.seconds;
+  const relaxed = [one, two].some(({ figures }) => figures.realised_tvd_per_token > 0);
+  const alike = same(one, two) ? "Same picture, byte for byte." :
+    `Different pictures${relaxed ? ": relaxed acceptance may change them" : ""}.`;
+  return `${fast.label} was ${times.toFixed(2)} times as fast as ${slow.label}. ${alike}`;
+}

@@ -1,0 +1,163 @@
+// The page: a form, and what comes of it.
+
+import { compared, element, rows } from "./figures.js";
+import { Picture } from "./picture.js";
+import { apiKey, keepApiKey, models } from "./server.js";
+
+const PARAMETERS = { sjd: "window=7", eagle: "tree=chain-4", lantern: "delta=0.1", "lantern++": "lambda=2" };
+const NUMBERS = ["class_id", "seed", "cfg_scale", "temperature", "top_k"];
+const at = (id) => document.getElementById(id);
+const form = at("form"), method = at("method"), other = at("other");
+let known = [], pictures = [], running = null, dirty = false;
+
+function show(element, shown) {
+  element.hidden = !shown;
+  for (const field of element.querySelectorAll("input, select, textarea")) field.disabled = !shown;
+}
+
+const option = (value, text = value) => element("option", text, { value });
+
+async function load() {
+  try {
+    known = await models();
+  } catch (error) {
+    return fail(error);
+  }
+  if (!known.length) return setTimeout(load, 1000);  // the server is loading them
+  at("model").replaceChildren(...known.map(({ id }) => option(id)));
+  show(at("model-field"), known.length > 1);
+  form.hidden = false;
+  at("key-form").hidden = true;
+  useModel();
+}
+
+const model = () => {
+  const { id, lantern } = known[at("model").selectedIndex];
+  return { id, ...lantern };
+};
+
+function useModel() {
+  const { id, size, rows, columns, takes, classes, methods, sampling, examples } = model();
+  at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} codes`;
+  show(at("class-field"), takes === "class");
+  show(at("prompt-field"), takes !== "class");
+  at("class-id").max = (classes ?? 1) - 1;
+  at("class-id").value ||= 0;
+  const shortest = [...examples ?? []].sort((a, b) => a.length - b.length).slice(0, 4);
+  at("prompt").value ||= shortest[0] ?? "";
+  at("examples").replaceChildren(...shortest.map((text) => {
+    const chip = element("button", text, { type: "button" });
+    chip.addEventListener("click", () => { at("prompt").value = text; });
+    return chip;
+  }));
+  const explained = { ar: "ar: plain decoding", auto: "auto: the fastest here" };
+  const ordered = ["auto", ...methods.filter((name) => name !== "auto")];
+  method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
+  other.replaceChildren(option("", "nothing"), ...ordered.map((name) => option(name, explained[name])));
+  for (const [name, value] of Object.entries(sampling)) {
+    if (form.elements[name]) form.elements[name].placeholder = value;
+  }
+  at("draw").disabled = takes === "embeddings";
+  report(takes === "embeddings" ? "This model takes text embeddings, which this page cannot give." : "Ready");
+  useMethods();
+}
+
+function useMethods() {
+  for (const select of [method, other]) {
+    const parameters = at(`${select.id}-parameters`);
+    parameters.hidden = !(select.value in PARAMETERS);
+    parameters.placeholder = PARAMETERS[select.value] ?? "";
+  }
+  show(at("quality-field"), [method.value, other.value].includes("auto"));
+  at("fair").hidden = !other.value;
+}
+
+/** The request for one method: only what was filled in. */
+function request(select) {
+  const body = {}, parameters = at(`${select.id}-parameters`);
+  for (const [name, value] of new FormData(form)) {
+    if (value !== "") body[name] = NUMBERS.includes(name) ? Number(value) : value;
+  }
+  body.method = [select.value, ...(parameters.hidden || !parameters.value ? [] : [parameters.value.trim()])].join(":");
+  if (select.value === "auto") body.quality_budget = at("quality").value;
+  return body;
+}
+
+async function start() {
+  if (running || at("draw").disabled || !form.reportValidity()) return;
+  running = new AbortController();
+  at("error").hidden = true;
+  pictures = [method, ...(other.value ? [other] : [])].map((select) =>
+    new Picture(request(select), model(), !other.value, changed));
+  at("panels").replaceChildren(...pictures.map((picture) => picture.element));
+  at("output").hidden = at("overlay-field").hidden = false;
+  at("empty").hidden = true;
+  busy(true);
+  try {
+    for (const picture of pictures) {
+      report(`Drawing with ${picture.label}`);
+      await picture.draw(running.signal);
+    }
+    report(pictures.length > 1 ? compared(...pictures) : `Done in ${pictures[0].figures.seconds.toFixed(2)} s`);
+  } catch (error) {
+    if (running.signal.aborted) report("Cancelled");
+    else fail(error);
+  }
+  running = null;
+  busy(false);
+  changed();
+}
+
+function busy(yes) {
+  at("cancel").hidden = !yes;
+  at("draw").disabled = yes;
+  if (yes) at("cancel").focus();
+  else at("draw").focus({ preventScroll: true });
+}
+
+/** Show what changed, once per frame of the screen. */
+function changed() {
+  if (dirty) return;
+  dirty = true;
+  requestAnimationFrame(() => {
+    dirty = false;
+    for (const picture of pictures) picture.show();
+    at("figures").replaceChildren(...rows(pictures));
+  });
+}
+
+function report(text) {
+  at("status").textContent = text;
+}
+
+function fail(error) {
+  at("error").textContent = error.message;
+  at("error").hidden = false;
+  report("Not drawn");
+  if (!pictures.some(({ kinds }) => kinds)) at("output").hidden = at("overlay-field").hidden = true;
+  if (error.status === 401) {
+    at("key-form").hidden = false;
+    at("key").focus();
+  }
+}
+
+form.addEventListener("submit", (event) => { event.preventDefault(); start(); });
+form.addEventListener("change", useMethods);
+at("model").addEventListener("change", useModel);
+at("dice").addEventListener("click", () => { at("seed").value = Math.floor(Math.random() * 1e6); });
+at("cancel").addEventListener("click", () => running?.abort());
+at("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey) {
+    event.preventDefault();
+    start();
+  }
+});
+at("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keepApiKey(at("key").value);
+  at("error").hidden = true;
+  load();
+});
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
+at("key").value = apiKey();
+load();

@@ -1,0 +1,224 @@
+"""The page of `lantern-rt serve` in a browser: what a person sees there, and can do."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
+from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
+from running_server import RunningServer, until  # noqa: E402
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as in Debian's package `chromium`")
+QUIET = ("--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
+         "--no-first-run --no-sandbox")  # fmt: skip
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+CODES, SECONDS = 256, 60
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium with a new, empty profile."""
+    with playwright.sync_playwright() as programs:
+        browser = programs.chromium.launch(executable_path=CHROMIUM, args=QUIET.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(scenes: RunningServer, browser: Browser) -> Iterator[Page]:
+    """The page, ready to draw; whatever a test does, no request leaves the server and no script fails."""
+    yield from visit(f"{scenes.url}/", browser)
+
+
+@pytest.fixture
+def phone(scenes: RunningServer, browser: Browser) -> Iterator[Page]:
+    """The same on a phone."""
+    yield from visit(f"{scenes.url}/", browser, **PHONE)
+
+
+def visit(server: str, browser: Browser, **options: object) -> Iterator[Page]:
+    context = browser.new_context(**options)
+    page, errors, addresses = context.new_page(), [], []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("request", lambda request: addresses.append(request.url))
+    page.goto(server)
+    expect(page.locator("#draw")).to_be_enabled()
+    yield page
+    context.close()
+    refused = "Failed to load resource: the server responded with a status of 4"  # said of every refusal
+    assert [error for error in errors if not error.startswith(refused)] == []
+    assert [one for one in addresses if not one.startswith((server, "data:", f"blob:{server}"))] == []
+
+
+def draw(page: Page, method: str = "auto", other: str = "") -> None:
+    """Press Draw and wait for the end."""
+    page.select_option("#method", method)
+    page.select_option("#other", other)
+    page.click("#draw")
+    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
+
+
+def figures(page: Page) -> dict[str, list[str]]:
+    """The table, by the names of its rows."""
+    rows = page.locator("#figures tbody tr").all()
+    return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
+
+
+def test_a_picture_grows_before_it_is_done(page: Page) -> None:
+    page.evaluate("""() => {
+        window.seen = new Set();
+        const look = () => window.seen.add(document.querySelector(".stage img")?.src ?? "");
+        new MutationObserver(look).observe(document.body, { subtree: true, childList: true, attributes: true });
+    }""")
+    draw(page, "ar")
+    expect(page.locator("#status")).to_contain_text("Done in")
+    expect(page.locator(".count")).to_have_text(f"{CODES} of {CODES} codes")
+    assert page.evaluate("window.seen.size") > 4
+    assert page.locator(".stage img").evaluate("image => image.naturalWidth") == 128
+
+
+def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
+    draw(page, "sjd")
+    table = figures(page)
+    kinds = ["drafted and accepted", "accepted by relaxation", "draft rejected, redrawn", "nothing drafted"]
+    assert list(table)[:4] == kinds
+    assert sum(int(table[kind][0]) for kind in kinds) == CODES
+    assert int(table["drafted and accepted"][0]) > 0
+    assert table["accepted by relaxation"] == table["Realised TVD per token"] == ["0"]
+    assert float(table["Tokens per forward pass"][0]) == pytest.approx(CODES / int(table["Target passes"][0]), abs=0.01)
+    assert page.locator(".map").get_attribute("aria-label").startswith(f"Map of {CODES} codes: ")
+    expect(page.locator(".how")).to_contain_text("sjd:window=")
+    expect(page.locator(".over")).to_be_hidden()
+    page.check("#overlay")
+    expect(page.locator(".over")).to_be_visible()
+
+
+def test_auto_says_what_it_chose_and_why(page: Page) -> None:
+    draw(page)
+    expect(page.locator(".how")).to_contain_text("auto: ")
+
+
+def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> None:
+    draw(page, "sjd", "ar")
+    expect(page.locator("#status")).to_contain_text("times as fast as")
+    expect(page.locator("#status")).to_contain_text("Same picture, byte for byte.")
+    table = figures(page)
+    assert table["nothing drafted"][1] == str(CODES)
+    assert float(table["Tokens per forward pass"][0]) > float(table["Tokens per forward pass"][1]) == 1
+    assert "1.00" in table["Speed-up"]
+
+
+def test_a_relaxed_method_may_draw_another_picture(page: Page) -> None:
+    page.select_option("#method", "lantern++")
+    page.fill("#method-parameters", "lambda=3")
+    draw(page, "lantern++", "ar")
+    expect(page.locator("#status")).to_contain_text("Different pictures: relaxed acceptance may change them.")
+    assert float(figures(page)["Realised TVD per token"][0]) > 0
+    expect(page.locator("h2").first).to_have_text("lantern++:lambda=3")
+
+
+def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: RunningServer) -> None:
+    page.select_option("#method", "ar")
+    page.click("#draw")
+    expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} codes")
+    page.keyboard.press("Enter")  # on the button, which has the focus
+    expect(page.locator("#status")).to_have_text("Cancelled")
+    assert int(page.locator(".count").inner_text().split()[0]) < CODES
+    until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
+
+
+def test_an_unknown_word_gets_the_servers_own_message(page: Page) -> None:
+    page.fill("#prompt", "a red dragon")
+    with page.expect_response(re.compile("generations")) as answer:
+        page.click("#draw")
+    expect(page.locator("#error")).to_have_text(answer.value.json()["error"]["message"])
+    expect(page.locator("#error")).to_contain_text("dragon")
+    expect(page.locator("#draw")).to_be_enabled()
+
+
+def test_a_busy_server_says_when_to_try_again(page: Page) -> None:
+    error = {"error": {"message": "busy: found 9 images", "type": "rate_limit_error", "param": None, "code": "busy"}}
+    page.route("**/generations", lambda route: route.fulfill(status=429, headers={"Retry-After": "7"}, json=error))
+    draw(page)
+    expect(page.locator("#error")).to_have_text("busy: found 9 images; try again in 7 s")
+
+
+def test_a_key_is_asked_for_where_the_server_wants_one(page: Page) -> None:
+    def guard(route: Route) -> None:
+        if route.request.headers.get("authorization") == "Bearer secret":
+            return route.continue_()
+        return route.fulfill(status=401, json={"error": {"message": "wrong key"}})
+
+    page.route("**/v1/**", guard)
+    page.reload()
+    expect(page.locator("#error")).to_have_text("wrong key")
+    expect(page.locator("#form")).to_be_hidden()
+    page.keyboard.type("secret")
+    page.keyboard.press("Enter")
+    expect(page.locator("#draw")).to_be_enabled()
+    draw(page)
+    page.click(".curl")
+    expect(page.locator(".command")).to_contain_text("Bearer $LANTERN_API_KEY")
+
+
+def test_models_can_be_chosen_and_those_of_classes_take_a_class_id(page: Page, scenes: RunningServer) -> None:
+    known = scenes.get("/v1/models")[1]["data"]
+    classes = {"takes": "class", "classes": 1000, "methods": ["ar", "sjd", "auto"], "examples": []}
+    known.append(known[0] | {"id": "classes", "lantern": known[0]["lantern"] | classes})
+    page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": known}))
+    page.reload()
+    page.select_option("#model", "classes")
+    expect(page.locator("#prompt")).to_be_hidden()
+    page.fill("#class-id", "207")
+    page.click("summary")
+    page.fill("#temperature", "0.9")
+    page.select_option("#method", "ar")
+    with page.expect_request(re.compile("generations")) as request:
+        page.click("#draw")
+    asked = {"model": "classes", "class_id": 207, "method": "ar", "seed": 1, "temperature": 0.9}
+    assert request.value.post_data_json == asked | {"stream": True, "steps": True, "partial_images": 15}
+    expect(page.locator("#error")).to_contain_text("model: found 'classes'")
+
+
+def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: RunningServer) -> None:
+    page.fill("#seed", "7")
+    draw(page, "sjd")
+    with page.expect_download() as download:
+        page.click(".save")
+    assert download.value.suggested_filename == "scenes-7.png"
+    page.click(".curl")
+    command = page.inner_text(".command")
+    assert f"{scenes.url}/v1/images/generations" in command
+    _, answer = scenes.post(json.loads(re.findall(r"-d '(.*?)' \|", command, re.DOTALL)[0]))
+    picture = answer["data"][0]["b64_json"]
+    assert download.value.path().read_bytes() == base64.b64decode(picture)
+
+
+def test_everything_can_be_done_with_a_keyboard(page: Page) -> None:
+    page.focus("#prompt")
+    page.keyboard.press("Enter")
+    expect(page.locator("#cancel")).to_be_hidden(timeout=1000 * SECONDS)
+    expect(page.locator("#status")).to_contain_text("Done in")
+    expect(page.locator("#draw")).to_be_focused()
+
+
+def test_a_phone_shows_everything_in_its_width_and_large_enough_to_touch(phone: Page) -> None:
+    draw(phone, "sjd", "ar")
+    phone.click(".curl >> nth=0")
+    assert phone.evaluate("document.documentElement.scrollWidth") == 390
+    targets = phone.locator("button:visible, select:visible, input:not([type=checkbox]):visible, a:visible").all()
+    assert len(targets) > 8
+    assert min(target.bounding_box()["height"] for target in targets) >= 44
+
+
+def test_fields_have_labels(page: Page) -> None:
+    unnamed = "[...document.querySelectorAll('input, select, textarea')].filter(e => !e.labels.length && !e.ariaLabel)"
+    assert page.evaluate(f"{unnamed}.map(e => e.id)") == []

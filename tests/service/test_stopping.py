@@ -1,0 +1,148 @@
+"""How a server starts and ends: loading behind an open port, draining, giving up, and refusals before it starts."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import refused
+from running_server import RunningServer, until
+
+from lantern_rt import RequestError
+from lantern_rt.cli.main import run_program
+
+SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 4}
+
+
+def asking(server: RunningServer, asked: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+    """Asks in a thread; what it is answered. Returns once images are being drawn."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(server.post(asked))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    until(lambda: server.metric("lantern_images_running", model="scenes") > 0)
+    return thread, found
+
+
+@pytest.fixture
+def server(start: Callable[..., RunningServer]) -> RunningServer:
+    return start("scenes", "--threads", 1)
+
+
+def test_a_server_that_is_terminated_finishes_what_it_draws(server: RunningServer) -> None:
+    thread, found = asking(server, SLOW)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.get("/readyz") == (503, {"status": "draining"}))
+    assert server.get("/livez")[0] == 200
+    status, answer = server.post(SLOW)
+    assert (status, answer["error"]["code"]) == (503, "draining")
+    thread.join()
+    assert found[0][0] == 200
+    assert len(found[0][1]["data"]) == 4
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.log
+
+
+def test_ctrl_c_drains_and_a_second_one_ends_at_once(server: RunningServer) -> None:
+    thread, found = asking(server, {**SLOW, "n": 10})
+    began = time.monotonic()
+    assert server.stop(signal.SIGINT, signal.SIGINT) == 0
+    assert time.monotonic() - began < 5
+    thread.join()
+    assert isinstance(found[0], OSError) or found[0][0] == 503
+
+
+def test_draining_ends_when_its_time_is_over(start: Callable[..., RunningServer]) -> None:
+    server = start("scenes", "--threads", 1, "--drain-seconds", 0.3)
+    thread, found = asking(server, {**SLOW, "n": 10})
+    began = time.monotonic()
+    assert server.stop() == 0
+    assert time.monotonic() - began < 10
+    thread.join()
+    assert isinstance(found[0], OSError) or found[0][0] == 503
+
+
+def test_the_port_is_open_while_models_are_loaded(start: Callable[..., RunningServer]) -> None:
+    server = start("scenes", "--threads", 1, ready=False)
+    status, answer = server.post(SLOW)
+    assert (status, answer["error"]["code"]) in {(503, "loading"), (200, None)} or status == 503
+    assert server.get("/livez")[0] == 200
+    server.wait_until_ready()
+    assert server.stop() == 0
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: Path) -> None:
+    from tiny_bundle import make_tiny_bundle
+
+    folder = make_tiny_bundle(tmp_path / "tiny")
+    (folder / "target.onnx").write_bytes((folder / "vq_decoder.onnx").read_bytes())
+    import hashlib
+    import json
+
+    manifest = json.loads((folder / "bundle.json").read_text())
+    digest = hashlib.sha256((folder / "target.onnx").read_bytes()).hexdigest()
+    text = (folder / "bundle.json").read_text().replace(manifest["files"]["target"]["sha256"], digest)
+    size = str((folder / "target.onnx").stat().st_size)
+    manifest = json.loads(text)
+    manifest["files"]["target"] |= {"bytes": int(size)} if "bytes" in manifest["files"]["target"] else {}
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+    command = [sys.executable, "-m", "lantern_rt", "serve", str(folder), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("lantern-rt: ")
+    assert "target.onnx" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run_program(["serve", "--port", str(port)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("lantern-rt: --port: cannot listen at '127.0.0.1'")
+    assert run_program(["serve", "--host", "no.such.host.invalid", "--port", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begins"),
+    [
+        (["--port", "70000"], "--port: found 70000"),
+        (["--together", "0", "--port", "0"], "--together: found 0"),
+        (["--deadline", "0"], "--deadline: found 0"),
+        (["--drain-seconds", "nan"], "--drain-seconds: found nan"),
+        (["scenes", "scenes"], "bundles: found two of the name scenes"),
+        (["no/such/bundle"], "bundle 'no/such/bundle'"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    arguments: list[str], begins: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(["serve", *arguments]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].removeprefix("lantern-rt: ").startswith(begins)
+
+
+def test_a_file_of_keys_must_hold_one(tmp_path: Path) -> None:
+    from lantern_rt.serve.front import read_keys
+
+    (tmp_path / "keys.txt").write_text("# nobody\n\n")
+    with pytest.raises(RequestError, match="api key file: found no key"):
+        read_keys(tmp_path / "keys.txt")
+    with refused(
+        RequestError,
+        f"{tmp_path}: cannot be read (Is a directory), expected a file of API keys, one a line; give another file",
+    ):
+        read_keys(tmp_path)

@@ -1,0 +1,152 @@
+"""Requests of every kind at once, many of which go wrong: no image is lost or mixed up, and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from running_server import GENERATIONS, RunningServer, events, until
+
+from lantern_rt import Pipeline
+
+METHODS = ("ar", "sjd", "eagle", "lantern", "lantern++", "auto", "sjd:window=3", "eagle:tree=mc-25", "sjd:lambda=2")
+PROMPTS = ("red cube", "green sphere on sand")
+SEEDS = range(4)
+WRONG = (
+    b"{",
+    b'{"prompt": "magic"}',
+    b'{"prompt": "red cube", "n": 0}',
+    b'{"prompt": "red cube", "size": "9x9"}',
+    b"x" * (1 << 17),
+)
+
+
+class Crowd:
+    """Clients of one server that come, wait, leave and go wrong. outcomes: how often each thing happened."""
+
+    def __init__(self, server: RunningServer, expected: dict[tuple[str, str, int], bytes], seed: int) -> None:
+        self.server, self.expected, self.rng, self.outcomes = server, expected, random.Random(seed), Counter[str]()
+        host, port = server.address.split(":")
+        self.host, self.port = host, int(port)
+        self.images = 0
+
+    async def visit(self) -> None:
+        """One request of a random kind."""
+        kind = self.rng.choices(("whole", "stream", "leave", "wrong", "late"), (6, 3, 3, 1, 1))[0]
+        method, prompt, seed = self.rng.choice(METHODS), self.rng.choice(PROMPTS), self.rng.choice(SEEDS)
+        asked: dict[str, Any] = {"prompt": prompt, "seed": seed, "method": method}
+        if kind == "whole":
+            asked["n"] = self.rng.choice((1, 1, 2))
+        elif kind == "stream":
+            asked |= {"stream": True, "partial_images": self.rng.choice((0, 1, 3)), "steps": self.rng.random() < 0.5}
+        elif kind == "leave":
+            asked |= {"n": 3} if self.rng.random() < 0.5 else {"stream": True, "steps": True}
+        elif kind == "late":
+            asked |= {"n": 4, "deadline": self.rng.random() * 0.05 + 1e-6}
+        body = self.rng.choice(WRONG) if kind == "wrong" else json.dumps(asked).encode()
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        try:
+            if kind == "leave":
+                await asyncio.wait_for(reader.read(1), self.rng.random() * 0.05)
+                self.outcomes["left"] += 1
+                return
+            answer = await asyncio.wait_for(reader.read(-1), 60)
+        except TimeoutError:
+            assert kind == "leave"
+            self.outcomes["left"] += 1
+            return
+        except ConnectionError:  # of a body that is too long nobody reads the rest
+            assert kind == "wrong"
+            self.outcomes["400"] += 1
+            return
+        finally:
+            writer.close()
+        head_text, _, content = answer.partition(b"\r\n\r\n")
+        status = int(head_text.split()[1])
+        self.outcomes[str(400 if status == 413 else status)] += 1
+        assert status in {"whole": (200, 429), "stream": (200, 429), "wrong": (400, 413), "late": (200, 429, 504)}[kind]
+        if status == 200 and kind == "stream":
+            self.check(_events(head_text, content)[-1][1], method, prompt, seed, 1)
+        elif status == 200:
+            self.check(json.loads(content), method, prompt, seed, asked["n"])
+
+    def check(self, answer: dict[str, Any], method: str, prompt: str, seed: int, count: int) -> None:
+        """The pictures are those that the request gives alone."""
+        files = [one["b64_json"] for one in answer["data"]] if "data" in answer else [answer["b64_json"]]
+        assert len(files) == count
+        for i, file in enumerate(files):
+            with Image.open(io.BytesIO(base64.b64decode(file))) as image:
+                assert np.asarray(image).tobytes() == self.expected[method, prompt, seed + i]
+        self.images += count
+
+    async def come(self, visits: int, together: int) -> None:
+        """So many requests, so many at a time."""
+        left = iter(range(visits))
+
+        async def one_after_the_other() -> None:
+            for _ in left:
+                await self.visit()
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(together)))
+
+
+def _events(head: bytes, content: bytes) -> list[tuple[str, dict[str, Any]]]:
+    if b"chunked" in head.lower():
+        found = b""
+        while content:
+            size, _, content = content.partition(b"\r\n")
+            found, content = found + content[: int(size, 16)], content[int(size, 16) + 2 :]
+        content = found
+    return events(content)
+
+
+@pytest.mark.parametrize("visits", [150, pytest.param(4000, marks=pytest.mark.slow)])
+def test_no_image_is_lost_or_mixed_up_and_nothing_is_kept(
+    visits: int, start: Callable[..., RunningServer], tiny_folder: Path, tiny_pipe: Pipeline
+) -> None:
+    expected = {
+        (method, prompt, seed): np.asarray(tiny_pipe(prompt, seed=seed, method=method).images[0]).tobytes()
+        for method in METHODS
+        for prompt in PROMPTS
+        for seed in range(len(SEEDS) + 4)
+    }
+    server = start(tiny_folder, "--threads", 1, "--together", 6, "--waiting", 12)
+    process, crowd = psutil.Process(server.process.pid), Crowd(server, expected, visits)
+    asyncio.run(crowd.come(visits // 4, 16))
+    quiet(server)
+    before, images = memory(process.pid), crowd.images
+    asyncio.run(crowd.come(visits - visits // 4, 16))
+    quiet(server)
+    grown = memory(process.pid) - before
+    assert {"200", "400", "left"} <= set(crowd.outcomes), crowd.outcomes
+    assert sum(crowd.outcomes.values()) == visits
+    print(f"{dict(crowd.outcomes)}, {grown:.1f} MB more after {crowd.images - images} further images")
+    assert grown <= (2 * (crowd.images - images) / 1000 if visits >= 4000 else 16)
+    assert process.num_fds() < 64
+    assert "Traceback" not in server.log
+    assert server.stop() == 0
+
+
+def memory(process: int) -> float:
+    """Megabytes that a process holds itself."""
+    text = Path(f"/proc/{process}/status").read_text("utf-8")
+    return sum(map(int, re.findall(r"^(?:RssAnon|VmSwap):\s+(\d+) kB$", text, re.MULTILINE))) / 1024
+
+
+def quiet(server: RunningServer) -> None:
+    """Wait until nothing is being drawn; no place is taken for good."""
+    until(lambda: sum(server.metric(f"lantern_images_{one}", model="tiny") for one in ("running", "waiting")) == 0)
