@@ -31,6 +31,7 @@ from .front import Front, Limits, read_keys
 
 _LOG = logging.getLogger(__name__)
 LIVES = 5  # replicas that an order is given to: one that kills them all must not go on for ever
+AGAIN = 1.0  # seconds after which an order whose replica died asks again where there is no room
 GRACE = 5.0  # seconds that a replica goes on after an order's deadline, which is the ingress' to keep
 
 
@@ -102,10 +103,6 @@ class Replica:
         """The model's name, the size of its pictures, and what clients are told."""
         return self._drawer.name, self._drawer.size, self._drawer.describe()
 
-    def load(self) -> Load:
-        """What there is to do."""
-        return self._drawer.load()
-
     async def draw(self, order: Order) -> AsyncGenerator[Update | LanternError, None]:
         """Draw an order; an error of the user's is the last of its updates, so that it arrives as what it is."""
         deadline = None if order.deadline is None else order.deadline + GRACE
@@ -169,10 +166,10 @@ class RayDrawer:
 
     async def draw(self, order: Order) -> AsyncGenerator[Update, None]:
         """Draw an order, on another replica whenever one dies. Raises: BusyError: none has room."""
-        journal = Journal(order)
+        journal, lives = Journal(order), LIVES
         self._journals.add(journal)
         try:
-            for left in reversed(range(LIVES)):
+            while True:
                 response: Any = self._replicas.draw.remote(journal.order())  # Ray's own type has no types
                 try:
                     async for update in response:
@@ -182,13 +179,15 @@ class RayDrawer:
                             yield news
                     self._seconds = journal.seconds - (journal.waited or 0.0)
                     return
-                except BackPressureError as error:
-                    seconds = math.ceil(self._seconds)
-                    raise BusyError(f"every replica is; try again in about {seconds} s", seconds) from error
+                except (BackPressureError, BusyError) as error:
+                    if journal.waited is None:
+                        raise self._busy(error) from error
+                    await asyncio.sleep(AGAIN)  # it had a place, which died
                 except RayError as error:  # not an error of the replica, but its end
+                    lives -= 1
                     if journal.ended:
                         return
-                    if isinstance(error, RayTaskError) or not left:
+                    if isinstance(error, RayTaskError) or not lives:
                         raise
                     _LOG.warning("%s: lost a replica (%s); another one goes on", self.name, type(error).__name__)
                 except (GeneratorExit, asyncio.CancelledError):
@@ -196,6 +195,10 @@ class RayDrawer:
                     raise
         finally:
             self._journals.discard(journal)
+
+    def _busy(self, error: BackPressureError | BusyError) -> BusyError:
+        seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._seconds)
+        return BusyError(f"no replica has room; try again in about {seconds} s", seconds)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.errors import BusyError, EngineError
-from lantern_rt.serve import drawing
+from lantern_rt.serve import drawing, ray
 from lantern_rt.serve.drawing import Load, Order, Update
 from lantern_rt.serve.ray import LIVES, RayDrawer, Replica, Settings, app
 
@@ -47,9 +47,9 @@ class Response:
 
 
 class Replicas:
-    """A handle; each order that comes goes to a replica which dies after so many updates, None: never."""
+    """A handle; each order that comes goes to a replica which dies after so many updates, or fails at once."""
 
-    def __init__(self, replica: Any, *dies: int | None, error: BaseException | None = None) -> None:
+    def __init__(self, replica: Any, *dies: int | Exception, error: Exception | None = None) -> None:
         self._replica, self._dies = replica, iter(dies)
         self._error = error or ActorUnavailableError("lost", b"1" * 16)
         self.orders: list[Order] = []
@@ -62,7 +62,9 @@ class Replicas:
 
     def remote(self, order: Order) -> Response:
         self.orders.append(pickle.loads(pickle.dumps(order)))
-        self.responses.append(Response(self._replica.draw(order), next(self._dies, None), self._error))
+        dies = next(self._dies, None)
+        failure = (0, dies) if isinstance(dies, Exception) else (dies, self._error)
+        self.responses.append(Response(self._replica.draw(order), *failure))
         return self.responses[-1]
 
 
@@ -155,11 +157,22 @@ def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
 
 
 def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
-    replicas = Replicas(replica, 0, error=BackPressureError(4, 4))
-    with pytest.raises(BusyError, match="every replica is; try again in about 1 s") as caught:
+    replicas = Replicas(replica, BackPressureError(4, 4))
+    with pytest.raises(BusyError, match="no replica has room; try again in about 1 s") as caught:
         told(replicas, order_of())
     assert caught.value.seconds == 1
     assert len(replicas.orders) == 1
+
+
+def test_an_order_that_had_a_place_waits_for_another(
+    replica: Replica, tiny_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "AGAIN", 0.01)
+    full = [BackPressureError(4, 4), BusyError("full", 3)] * LIVES
+    replicas = Replicas(replica, 5, *full)
+    last = told(replicas, order_of())[-1]
+    assert pixels(last) == [tiny_pipe(PROMPT, seed=3).images[0].tobytes()]
+    assert len(replicas.orders) == 2 + len(full)
 
 
 @pytest.mark.parametrize(("error", "lives"), [(ActorDiedError(), LIVES), (RayTaskError("draw", "", KeyError()), 1)])
