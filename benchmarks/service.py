@@ -13,51 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lantern_rt import Pipeline
-from lantern_rt.results import StreamStep
+from lantern_rt.runner import Subjects, subjects_of
 from lantern_rt.service import Service
+from lantern_rt.tuning.callers import measure_callers
 
 
-def callers(service: Service, prompts: list[str], count: int, images: int) -> dict[str, float]:
+def callers(service: Service, subjects: Subjects, count: int, images: int) -> dict[str, float]:
     """Images a second, and seconds per image, of `count` callers who get `images` together."""
-    left, seconds, lock = iter(range(images)), list[float](), threading.Lock()
-
-    def call() -> None:
-        while (i := next_of(left, lock)) is not None:
-            done, began = threading.Event(), time.perf_counter()
-
-            def hear(news: StreamStep | BaseException, done: threading.Event = done) -> None:
-                if isinstance(news, BaseException) or news.stats is not None:
-                    done.set()
-
-            service.submit(hear, prompts[i % len(prompts)], seed=i)
-            done.wait()
-            seconds.append(time.perf_counter() - began)
-
-    threads, began = [threading.Thread(target=call) for _ in range(count)], time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    ordered = sorted(seconds)
-    return {
-        "images_per_second": images / (time.perf_counter() - began),
-        "median_seconds": statistics.median(ordered),
-        "p95_seconds": ordered[int(0.95 * (len(ordered) - 1))],
-    }
-
-
-def next_of(left: Any, lock: threading.Lock) -> int | None:
-    """The next number, for one of several threads."""
-    with lock:
-        found: int | None = next(left, None)
-        return found
+    found = measure_callers(service, count, images, subjects, {}, paint=False)
+    return {name: found[name] for name in ("images_per_second", "median_seconds", "p95_seconds")}
 
 
 def batches(pipe: Pipeline, prompts: list[str], size: int, images: int, method: str) -> dict[str, float]:
@@ -82,7 +51,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     pipe = Pipeline.from_bundle(given.bundle, threads=given.threads)
-    prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()
+    subjects = subjects_of(pipe.bundle, None)
+    prompts = list(subjects.items)
     rows: dict[str, dict[str, float]] = {}
 
     def measure(name: str, run: Callable[[int], dict[str, float]]) -> None:
@@ -95,7 +65,7 @@ def main() -> None:
     for count in given.callers:
         measure(f"auto, batches of {count}", lambda images, count=count: batches(pipe, prompts, count, images, "auto"))
         with Service(pipe, together=max(given.callers)) as service:
-            measure(f"service, callers: {count}", lambda images, count=count: callers(service, prompts, count, images))
+            measure(f"service, callers: {count}", lambda images, count=count: callers(service, subjects, count, images))
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))
 

@@ -85,7 +85,8 @@ def host_report() -> HostReport:
 
 
 def import_onnxruntime() -> Any:
-    """The onnxruntime module. Raises: EngineError that says what to install."""
+    """The onnxruntime module, kept from reporting to its makers. Raises: EngineError that says what to install."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is first imported
     with _import_lock:
         try:
             import onnxruntime  # type: ignore[import-untyped]

@@ -14,17 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime  # type: ignore[import-untyped]
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..checks import brief
+from ..engines.host import import_onnxruntime
 from ..errors import ParityError
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import Arrays, Graph
 from .graph.precision import GraphFile, fake_quantize
 
+onnxruntime: Any = import_onnxruntime()
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
 _LEAST_HALF = -6e4  # a mask's lowest number in float16
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
@@ -139,7 +140,7 @@ class Sessions:
 
     def __init__(self, path: Path, lean: bool = False) -> None:
         self.path, self.lean = path, lean
-        self._sessions: dict[bool, onnxruntime.InferenceSession] = {}
+        self._sessions: dict[bool, Any] = {}
 
     def run(self, inputs: Arrays) -> Arrays:
         """All outputs by name. A graph of float16 is given float32 rounded, and its outputs come back as float32."""
@@ -156,7 +157,7 @@ class Sessions:
         found = session.run(None, narrowed(inputs, halves))
         return dict(zip((o.name for o in session.get_outputs()), map(widened, found), strict=True))
 
-    def _options(self) -> onnxruntime.SessionOptions:
+    def _options(self) -> Any:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 4

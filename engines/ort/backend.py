@@ -17,7 +17,7 @@ from ..engine_folder import EngineFolder
 from ..host import import_onnxruntime, processor
 from ..profiles import BuildOptions, Profile
 from .engine import OrtDeviceEngine, OrtEngine
-from .session import GraphSession, save_optimised
+from .session import GraphSession, check_convolutions, save_optimised
 
 
 class OrtGraphs:
@@ -31,6 +31,8 @@ class OrtGraphs:
     ) -> None:
         self._bundle, self._folder, self._threads, self._provider = bundle, folder, threads, provider
         self._expand_weights = expand_weights
+        if provider == "cuda":
+            check_convolutions(provider)
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""

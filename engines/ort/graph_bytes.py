@@ -1,4 +1,4 @@
-"""Two small ONNX graphs as bytes, for helper operations on a device: a few nodes, no weights, no onnx package."""
+"""Small ONNX graphs as bytes, for helper operations on a device: a few nodes, no weights, no onnx package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def gather_graph(width: int, dtype: type[np.generic]) -> bytes:
     """`chosen`: rows `places` of `data [all, width]`."""
     inputs: list[_Value] = [("data", dtype, ["all", width]), ("places", np.int64, ["some"])]
     return _model([_node("Gather", ["data", "places"], "chosen")], inputs, [("chosen", dtype, ["some", width])])
+
+
+def convolution_graph() -> bytes:
+    """`result`: one pixel's kernel over an image of four."""
+    image: _Value = ("image", np.float32, [1, 1, 2, 2])
+    inputs: list[_Value] = [image, ("kernel", np.float32, [1, 1, 1, 1])]
+    return _model([_node("Conv", ["image", "kernel"], "result")], inputs, [("result", *image[1:])])
 
 
 def append_graph(tensors: int, entry: tuple[int, int], dtype: type[np.generic]) -> bytes:

@@ -6,7 +6,9 @@ kernel. Here the provider asked for takes the whole graph, or loading stops.
 
 from __future__ import annotations
 
+import io
 from collections import Counter
+from contextlib import redirect_stdout
 from typing import Any, NamedTuple
 
 from ...errors import EngineError
@@ -28,7 +30,7 @@ class Provider(NamedTuple):
 _ALL = (
     Provider("cpu", "CPUExecutionProvider", "onnxruntime", {}),
     # Float32 stays float32: TF32 products would not be those of another number of nodes.
-    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu", {"use_tf32": "0"}),
+    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu[cuda,cudnn]", {"use_tf32": "0"}),
     Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino", {}),
     Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
@@ -47,11 +49,22 @@ def find_provider(name: str, runtime: Any) -> Provider:
     return provider
 
 
+def preload(provider: Provider, runtime: Any) -> None:
+    """Load the libraries that a provider needs and does not find by itself.
+
+    CUDA's and cuDNN's come as packages whose folders no loader searches. What is missing shows when the provider loads.
+    """
+    if provider.name == "cuda":
+        with redirect_stdout(io.StringIO()):
+            runtime.preload_dlls()
+
+
 def check_taken(where: object, provider: Provider, session: Any) -> None:
     """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
     if provider.execution_provider not in (present := session.get_providers()):
         found = f"provider {provider.name} did not load, ONNX Runtime fell back to {', '.join(present)}"
-        raise EngineError(f"{where}: {found}; check its driver and libraries, or ask for provider cpu")
+        cure = f"check its driver, install {provider.package}, or ask for provider cpu"
+        raise EngineError(f"{where}: {found}; {cure}")
     if provider.name == "cpu":
         return
     if not hasattr(session, "get_provider_graph_assignment_info"):

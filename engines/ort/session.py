@@ -13,7 +13,8 @@ from ...errors import BundleError, EngineError
 from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
 from ..host import import_onnxruntime, thread_count
-from .providers import check_taken, find_provider
+from .graph_bytes import convolution_graph
+from .providers import check_taken, find_provider, preload
 
 _TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
@@ -93,6 +94,7 @@ def load_session(
     """A session of a file, or of a helper graph given as bytes. Raises: EngineError, BundleError."""
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
+    preload(chosen, runtime)
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -120,6 +122,19 @@ def load_session(
         raise EngineError(f"{where}: {what}; update onnxruntime") from error
     check_taken(where, chosen, session)
     return session
+
+
+def check_convolutions(provider: str) -> None:
+    """Raises: EngineError unless the provider runs one, which CUDA's does only with cuDNN.
+
+    Image decoders are made of them, and would fail when a whole image has been decoded.
+    """
+    session = load_session(convolution_graph(), 1, provider)
+    try:
+        session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
+    except Exception as error:
+        found = f"provider {provider}: ONNX Runtime cannot run a convolution ({brief(error, 200)})"
+        raise EngineError(f"{found}; install cuDNN: {find_provider(provider, import_onnxruntime()).package}") from error
 
 
 def _check(path: Path, kind: str, found: Sequence[Any], expected: Sequence[Tensor]) -> DTypes:

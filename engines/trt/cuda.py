@@ -16,6 +16,7 @@ LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 ALIGNMENT = 256  # bytes; what the driver gives, and what TensorRT asks of every tensor's address
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
+_RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 _Word, _Size, _Pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
 
@@ -61,6 +62,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_Pointer), ctypes.c_int),
     "cuCtxSetCurrent": (_Pointer,),
+    "cuDeviceGetDefaultMemPool": (ctypes.POINTER(_Pointer), ctypes.c_int),
+    "cuMemPoolSetAttribute": (_Pointer, ctypes.c_int, ctypes.POINTER(_Word)),
     "cuStreamCreate": (ctypes.POINTER(_Pointer), ctypes.c_uint),
     "cuStreamSynchronize": (_Pointer,),
     "cuMemAllocAsync": (ctypes.POINTER(_Word), _Size, _Pointer),
@@ -91,11 +94,14 @@ class CudaMemory:
         except (OSError, AttributeError) as error:
             raise EngineError(f"{library}: cannot be used ({error}); install or update the NVIDIA driver") from error
         self.lock = threading.RLock()
-        device, stream, self._context = ctypes.c_int(), _Pointer(), _Pointer()
+        device, stream, pool, self._context = ctypes.c_int(), _Pointer(), _Pointer(), _Pointer()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(device), 0)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
         self.use()
+        # what was freed stays in the pool for the next who asks; by default every synchronisation gives it back
+        self._call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), device)
+        self._call("cuMemPoolSetAttribute", pool, _RELEASE_THRESHOLD, ctypes.byref(_Word(2**64 - 1)))
         self._call("cuStreamCreate", ctypes.byref(stream), 1)  # 1: does not wait for the default stream
         self.stream = stream.value or 0
 

@@ -143,7 +143,6 @@ class Plan:
         if self._activations is None:
             self._activations = Block(self.memory, self._engine.device_memory_size_v2)  # enough for every profile
         context.set_device_memory(self._activations.address, self._activations.size)
-        self._check(not self._errors, "take memory for intermediate results")
         chosen = context.set_optimization_profile_async(profile, self.memory.stream)
         self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
         return context

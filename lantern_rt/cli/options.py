@@ -71,10 +71,10 @@ class Running:
 
         return open_whole(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
 
-    def load(self, bundle: Bundle, settings: Settings | None = None) -> Pipeline:
+    def load(self, bundle: Bundle, settings: Settings | None = None, picture_threads: int | None = None) -> Pipeline:
         """The bundle's graphs, or the engines in their place, ready to decode.
 
-        settings: what is to be decoded with; None where that is several things.
+        settings: what is to be decoded with; None where that is several things. picture_threads: as of `Pipeline`.
         Raises: RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
         from ..engines.engine_folder import open_engine_folder
@@ -89,9 +89,8 @@ class Running:
             check_memory(bundle, chosen, self.expand_weights, engines)
         with progress(lines=False) as show:
             show("loading graphs")
-            return Pipeline.from_bundle(
-                bundle, self.threads, provider=self.provider, engines=engines, expand_weights=self.expand_weights
-            )
+            options = {**vars(self), "engines": engines, "picture_threads": picture_threads}
+            return Pipeline.from_bundle(bundle, **options)
 
 
 def open_whole(name: str, unread: Collection[str] = ()) -> Bundle:

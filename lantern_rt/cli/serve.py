@@ -63,7 +63,7 @@ def serve(
     ] = 1,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have the log hold prompts.")] = False,
 ) -> None:
-    """Serve bundles over HTTP, as OpenAI's Images API and as a web page.
+    """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
     The log is a line of JSON for each request, on stderr. SIGTERM and Ctrl-C finish what is being drawn; a second
     Ctrl-C does not wait.

@@ -31,12 +31,13 @@ KEYS_LIMIT = 1 << 20  # bytes of a file of keys
 class Limits:
     """What one request may take, and who may ask.
 
-    deadline: seconds of a request. body: bytes. keys: hashes of those accepted, see `read_keys`; none: anybody's.
-    log_prompts: whether logs hold prompts.
+    deadline: seconds of a request. body: bytes; body_seconds: until all of them are there. keys: hashes of those
+    accepted, see `read_keys`; none: anybody's. log_prompts: whether logs hold prompts.
     """
 
     deadline: float = 600.0
     body: int = 64 << 10
+    body_seconds: float = 20.0
     keys: Sequence[bytes] = ()
     log_prompts: bool = False
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -57,9 +57,10 @@ class _Answering:
             summary = await self._draw()
             status = 200
             self._front.metrics.finished(summary)
-            self._facts |= {"method": summary.method, "images": len(summary.seeds), "queue_seconds": summary.waited}
-            self._facts |= {"tokens_per_forward_pass": round(summary.tokens_per_forward_pass, 3)}
-        except (ClientLeftError, ConnectionError):
+            self._facts |= {"method": summary.method, "images": len(summary.seeds)}
+            self._facts["queue_seconds"] = round(summary.waited, 4)
+            self._facts["tokens_per_forward_pass"] = round(summary.tokens_per_forward_pass, 3)
+        except (ClientLeftError, ClientDisconnect, ConnectionError):
             status = self._left()
         except asyncio.CancelledError:  # by a server that stops, or by Ray Serve because the client left
             status = 503 if self._front.draining else self._left()
@@ -102,13 +103,19 @@ class _Answering:
         return await self._within(work, order)
 
     async def _body(self) -> bytes:
-        kind, most, body = self._request.headers.get("content-type", ""), self._front.limits.body, b""
+        kind, limits, body = self._request.headers.get("content-type", ""), self._front.limits, b""
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, f"content-type: found {kind[:80]!r}, expected application/json")
-        async for part in self._request.stream():
-            body += part
-            if len(body) > most:
-                raise HttpError(413, f"body: found more than {most:,} bytes, expected at most that; shorten it")
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for part in self._request.stream():
+                    body += part
+                    if len(body) > limits.body:
+                        found = f"body: found more than {limits.body:,} bytes, expected at most that"
+                        raise HttpError(413, f"{found}; shorten it")
+        except TimeoutError as error:
+            found = f"body: not all of it was there after {limits.body_seconds:g} s"
+            raise HttpError(408, f"{found}; send it faster") from error
         return body
 
     async def _answer(self, updates: AsyncGenerator[Update, None], form: Form) -> Summary:

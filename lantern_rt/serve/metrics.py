@@ -38,9 +38,9 @@ class Metrics:
         self._nodes = Gauge("lantern_draft_nodes", "Nodes of a pass for each image.", ("model",), registry=registry)
 
     def finished(self, summary: Summary) -> None:
-        """Count an order that was drawn."""
-        model = summary.model
-        self.images.labels(model, summary.method).inc(len(summary.seeds))
+        """Count an order that was drawn; methods by name only, as clients may make up any number of parameters."""
+        model, method = summary.model, summary.method.partition(":")[0]
+        self.images.labels(model, method).inc(len(summary.seeds))
         self.tokens.labels(model).inc(summary.output_tokens)
         self.passes.labels(model).inc(summary.target_passes)
         self.tvd.labels(model).inc(summary.realised_tvd * len(summary.seeds))

@@ -12,6 +12,8 @@ typedef unsigned long long CUdeviceptr;
 typedef struct CUctx_st *CUcontext;
 typedef struct CUstream_st *CUstream;
 typedef struct CUarray_st *CUarray;
+typedef struct CUmemPoolHandle_st *CUmemoryPool;
+typedef int CUmemPool_attribute;
 typedef struct CUDA_MEMCPY2D_st {
     size_t srcXInBytes;
     size_t srcY;
@@ -53,6 +55,20 @@ CUresult cuInit(unsigned int flags) { return (CUresult)(flags ? 1 : 0); }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     CHECK(ordinal == 0, 101);
     *device = 3;
+    return (CUresult)0;
+}
+
+unsigned long long host_pool_keeps = 0; /* read by tests: bytes that a pool keeps when it is synchronised */
+
+CUresult cuDeviceGetDefaultMemPool(CUmemoryPool *pool, CUdevice device) {
+    CHECK(device == 3, 101);
+    *pool = (CUmemoryPool)&host_pool_keeps;
+    return (CUresult)0;
+}
+
+CUresult cuMemPoolSetAttribute(CUmemoryPool pool, CUmemPool_attribute attribute, void *value) {
+    CHECK((void *)pool == &host_pool_keeps && attribute == 4, 1);
+    host_pool_keeps = *(unsigned long long *)value;
     return (CUresult)0;
 }
 

@@ -55,6 +55,11 @@ def test_bytes_go_to_the_device_and_come_back(memory: CudaMemory) -> None:
     np.testing.assert_array_equal(found, sent)
 
 
+def test_freed_memory_stays_with_the_process(stand_in: Path) -> None:
+    CudaMemory(str(stand_in))
+    assert ctypes.c_uint64.in_dll(ctypes.CDLL(str(stand_in)), "host_pool_keeps").value == 2**64 - 1
+
+
 def test_zeros_and_lines_land_where_they_should(memory: CudaMemory) -> None:
     source, target = Block(memory, 40), Block(memory, 40)
     memory.upload(source.address, np.arange(40, dtype=np.uint8))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from refusals import refused
 
-from lantern_rt.engines.ort.providers import PROVIDERS, check_taken, find_provider
+from lantern_rt.engines.ort.providers import PROVIDERS, check_taken, find_provider, preload
+from lantern_rt.engines.ort.session import check_convolutions
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
@@ -61,14 +63,17 @@ def test_an_unknown_provider_is_answered_with_the_known_ones() -> None:
 
 
 def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
-    words = f"has no {CUDA}, found AzureExecutionProvider, {CPU}", "install onnxruntime-gpu instead"
+    words = f"has no {CUDA}, found AzureExecutionProvider, {CPU}", "install onnxruntime-gpu[cuda,cudnn] instead"
     with refused(EngineError, "provider cuda: onnxruntime 1.31.1", *words):
         find_provider("cuda", Runtime(["AzureExecutionProvider", CPU]))
     assert find_provider("cuda", Runtime([CUDA, CPU])).execution_provider == CUDA
 
 
 def test_a_provider_that_did_not_load_stops_instead_of_running_on_the_cpu() -> None:
-    words = "target.onnx: provider cuda did not load", "check its driver and libraries, or ask for provider cpu"
+    words = (
+        "target.onnx: provider cuda did not load",
+        "check its driver, install onnxruntime-gpu[cuda,cudnn], or ask for provider cpu",
+    )
     with refused(EngineError, *words):
         check_taken(GRAPH, PROVIDERS["cuda"], Session([CPU], []))
 
@@ -90,3 +95,33 @@ def test_an_onnxruntime_that_cannot_tell_is_refused_for_every_provider_but_the_c
     with refused(EngineError, "target.onnx: ", *words):
         check_taken(GRAPH, PROVIDERS["openvino"], OldSession(["OpenVINOExecutionProvider", CPU]))
     check_taken(GRAPH, PROVIDERS["cpu"], OldSession([CPU]))
+
+
+def test_cudas_libraries_are_loaded_before_its_provider_and_nothing_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loaded: list[str] = []
+
+    class Talking(Runtime):
+        def preload_dlls(self) -> None:
+            loaded.append("cudart")
+            print("Failed to load libcudnn.so.9")
+
+    preload(PROVIDERS["cpu"], Talking([CPU]))
+    assert loaded == []
+    preload(PROVIDERS["cuda"], Talking([CUDA, CPU]))
+    assert loaded == ["cudart"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    check_convolutions("cpu")
+
+    class NoConvolutions:
+        def run(self, *_: object) -> None:
+            raise RuntimeError("NOT_IMPLEMENTED: cuDNN is not there")
+
+    monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: NoConvolutions())
+    with refused(EngineError, "provider cpu: ONNX Runtime cannot run a convolution (NOT_IMPLEMENTED", "install cuDNN"):
+        check_convolutions("cpu")

@@ -1,0 +1,188 @@
+"""What surrounds the server in deploy/ names things that exist: metrics, labels, files, ports, options."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_server import RunningServer
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/lantern-rt.json").read_text("utf-8"))
+SCRAPED = {"job", "instance"}  # labels that Prometheus adds
+
+
+def read(name: str) -> Any:
+    return yaml.safe_load((DEPLOY / name).read_text("utf-8"))
+
+
+def instructions(kind: str) -> list[str]:
+    """What the Dockerfile says after this word, its continued lines joined."""
+    text = (DEPLOY / "Dockerfile").read_text("utf-8").replace("\\\n", " ")
+    return [line.partition(" ")[2].strip() for line in text.splitlines() if line.startswith(f"{kind} ")]
+
+
+COMPOSE = read("compose.yaml")
+SERVICES = COMPOSE["services"]
+CMD: list[str] = json.loads(instructions("CMD")[0])
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def expressions() -> list[str]:
+    """Everything in PromQL: panels, alerts, and what the variable of the dashboard lists."""
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    alerts = [rule["expr"] for group in read("alerts.yml")["groups"] for rule in group["rules"]]
+    return [*panels, *alerts, *(one["query"] for one in DASHBOARD["templating"]["list"])]
+
+
+@pytest.fixture(scope="module")
+def metrics(tiny: RunningServer) -> dict[str, set[str]]:
+    """Names of the samples of a server that has drawn, refused and given up, each with its labels."""
+    assert tiny.post({"prompt": "red cube"})[0] == 200
+    assert tiny.post({"prompt": "red cube", "n": 10, "deadline": 1e-6})[0] == 504
+    found: dict[str, set[str]] = {}
+    for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", tiny.get("/metrics")[1], re.MULTILINE):
+        found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    return found
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_every_metric_and_label_of_dashboard_and_alerts_is_one_of_the_server(
+    metrics: dict[str, set[str]], expression: str
+) -> None:
+    names = set(re.findall(r"\b(?:lantern|process)_\w+", expression))
+    assert names <= metrics.keys()
+    assert names or expression.startswith("up{")
+    labels = {name for part in re.findall(r"by \((.*?)\)", expression) for name in part.split(", ")}
+    labels |= set(re.findall(r"(\w+)(?:=~|=)\"", expression))
+    for name in names:
+        assert labels - SCRAPED <= metrics[name], name
+
+
+def test_every_metric_of_ours_is_on_the_dashboard(metrics: dict[str, set[str]]) -> None:
+    own = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in metrics if name.startswith("lantern_")}
+    own -= {name for name in own if f"{name}_total" in own}  # when a counter began
+    shown = " ".join(expressions())
+    assert {name for name in own if not re.search(rf"\b{name}(_bucket)?\b", shown)} == set()
+
+
+# ---------------------------------------------------------------- files and ports
+
+
+def test_what_compose_mounts_and_builds_exists() -> None:
+    build = SERVICES["lantern-rt"]["build"]
+    assert (DEPLOY / build["context"]).resolve() == ROOT
+    assert (DEPLOY / build["context"] / build["dockerfile"]).is_file()
+    for name, service in SERVICES.items():
+        for mount in service["volumes"]:
+            source = mount.split(":")[0]
+            assert (DEPLOY / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], (name, mount)
+
+
+def test_everything_is_reached_at_the_port_it_listens_at() -> None:
+    port = instructions("EXPOSE")[0]
+    command = SERVICES["lantern-rt"]["command"]
+    for arguments in (CMD, command):
+        assert arguments[arguments.index("--port") + 1] == port
+        assert arguments[arguments.index("--host") + 1] == "0.0.0.0"
+    assert f":{port}/" in instructions("HEALTHCHECK")[0]
+    (job,) = read("prometheus.yml")["scrape_configs"]
+    (config,) = job["static_configs"]
+    assert config["targets"] == [f"lantern-rt:{port}"]
+    assert 'job="lantern-rt"' in " ".join(expressions())
+    assert job["job_name"] == "lantern-rt"
+    assert [mapping.split(":")[-1] for service in SERVICES.values() for mapping in service["ports"]] == [
+        port, "9090", "3000",
+    ]  # fmt: skip
+    assert all(mapping.startswith("127.0.0.1:") for service in SERVICES.values() for mapping in service["ports"])
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {source["uid"]}
+    (provider,) = read("grafana/provisioning/dashboards/lantern-rt.yaml")["providers"]
+    mounts = dict(mount.split(":")[:2] for mount in SERVICES["grafana"]["volumes"])
+    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{provider['options']['path']}/lantern-rt.json"
+
+
+def test_prometheus_finds_the_rules() -> None:
+    mounts = dict(mount.split(":")[:2] for mount in SERVICES["prometheus"]["volumes"])
+    assert mounts["./prometheus.yml"] == "/etc/prometheus/prometheus.yml"
+    assert [mounts[f"./{name}"] for name in read("prometheus.yml")["rule_files"]] == ["/etc/prometheus/alerts.yml"]
+
+
+# ---------------------------------------------------------------- the image
+
+
+@pytest.mark.parametrize("command", [CMD, SERVICES["lantern-rt"]["command"]], ids=["Dockerfile", "compose.yaml"])
+def test_the_command_of_a_container_starts_a_server(start: Callable[..., RunningServer], command: list[str]) -> None:
+    assert instructions("ENTRYPOINT") == ['["lantern-rt"]']
+    assert command[0] == "serve"
+    server = start(*command[1:])
+    assert server.get("/readyz") == (200, {"status": "ready"})
+    assert server.stop() == 0
+
+
+def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
+    server = SERVICES["lantern-rt"]
+    drain = server["command"][server["command"].index("--drain-seconds") + 1]
+    assert float(server["stop_grace_period"].removesuffix("s")) >= float(drain) + 10
+    assert instructions("STOPSIGNAL") == ["SIGTERM"]
+
+
+def check_health(port: int) -> int:
+    """Exit code of the command that Docker runs."""
+    command = json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])
+    assert command[0] == "python"
+    code = command[2].replace(":8000/", f":{port}/")
+    return subprocess.run([sys.executable, command[1], code], stderr=subprocess.DEVNULL).returncode
+
+
+def test_the_health_check_tells_a_server_that_is_ready_from_one_that_is_not(tiny: RunningServer) -> None:
+    assert check_health(int(tiny.address.rpartition(":")[2])) == 0
+
+    class Loading(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(503)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Loading) as loading:
+        thread = threading.Thread(target=loading.handle_request)
+        thread.start()
+        assert check_health(loading.server_address[1]) == 1
+        thread.join()
+    assert check_health(loading.server_address[1]) == 1
+
+
+def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    sent = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").split() if line[0] == "!"}
+    folders = {folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()}
+    assert sent == folders | {"pyproject.toml", "constraints.txt", "LICENSE", "NOTICE", project["project"]["readme"]}
+    assert all((ROOT / name).exists() for name in sent)
+    (wheel, *_), (user, *_) = instructions("RUN"), instructions("RUN")[1:]
+    (extras,) = re.findall(r"\.whl\)\[([a-z,]+)\]", wheel)
+    assert set(extras.split(",")) <= project["project"]["optional-dependencies"].keys()
+    assert "-c constraints.txt" in wheel
+    account = shlex.split(user.partition("&&")[0])
+    assert instructions("USER") == [account[account.index("--uid") + 1]]
