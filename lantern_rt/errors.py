@@ -69,6 +69,9 @@ class BusyError(RequestError):
         super().__init__(message)
         self.seconds = seconds
 
+    def __reduce__(self) -> tuple[type[BusyError], tuple[str, int]]:
+        return type(self), (self.args[0], self.seconds)  # pickled by replicas
+
 
 class TreeError(RequestError):
     """A draft tree is malformed."""

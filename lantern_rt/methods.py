@@ -81,7 +81,7 @@ class MethodConfig(Config):
 
     def __str__(self) -> str:
         """The method string, which `parse_method` reads."""
-        given = {name: f"{value:g}" if isinstance(value, float) else value for name, value in self.parameters().items()}
+        given = {name: str(value).removesuffix(".0") for name, value in self.parameters().items()}
         return ":".join([self.method, *(f"{name}={value}" for name, value in given.items())])
 
 

@@ -101,6 +101,11 @@ class Service:
         self.close()
 
     @property
+    def open(self) -> bool:
+        """Whether it takes requests."""
+        return not self._closing
+
+    @property
     def images(self) -> int:
         """Images that are being drawn or wait."""
         return self._images

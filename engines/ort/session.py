@@ -105,6 +105,8 @@ def load_session(
         options.optimized_model_filepath, initializers = str(save_to), "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{initializers}file_name", f"{save_to.name}.data")
         options.add_session_config_entry(f"{initializers}min_size_in_bytes", "1024")
+        if provider == "cpu":  # weights as its products want them, which processes that map the file then share
+            options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimised else levels.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well

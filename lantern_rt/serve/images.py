@@ -61,11 +61,12 @@ class _Answering:
             self._facts["queue_seconds"] = round(summary.waited, 4)
             self._facts["tokens_per_forward_pass"] = round(summary.tokens_per_forward_pass, 3)
         except (ClientLeftError, ClientDisconnect, ConnectionError):
-            status = DISCONNECTED
-            self._front.metrics.aborted.labels(self._model, "disconnected").inc()
-        except asyncio.CancelledError:
-            status = 503
-            await self._refuse(HttpError(503, "the server stopped before the image was done", None, "stopped", 5))
+            status = self._left()
+        except asyncio.CancelledError:  # by a server that stops, or by Ray Serve because the client left
+            status = 503 if self._front.draining else self._left()
+            if self._front.draining:
+                text = "the server stopped before the image was done"
+                await self._refuse(HttpError(503, text, None, "stopped", 5))
             raise
         except Exception as error:
             refusal = HttpError.of(error)
@@ -82,6 +83,10 @@ class _Answering:
         finally:
             self._front.metrics.requests.labels(self._model, str(status)).inc()
             self._log(status)
+
+    def _left(self) -> int:
+        self._front.metrics.aborted.labels(self._model, "disconnected").inc()
+        return DISCONNECTED
 
     async def _draw(self) -> Summary:
         front = self._front

@@ -22,6 +22,8 @@ GENERATIONS = "/v1/images/generations"
 class RunningServer:
     """`lantern-rt serve` with these arguments, on a free port; `log` is what it wrote so far."""
 
+    root = ""  # what all paths begin with
+
     def __init__(self, folder: Path, *arguments: object) -> None:
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "lantern_rt", "serve", *map(str, arguments), "--port", "0"]
@@ -57,7 +59,7 @@ class RunningServer:
         """Status, headers with small letters, body."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
-            connection.request(method, path, body, headers or {})
+            connection.request(method, self.root + path, body, headers or {})
             answer = connection.getresponse()
             return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
         finally:
@@ -79,7 +81,8 @@ class RunningServer:
         """A connection on which images were asked for; leaving closes it."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
-            connection.request("POST", GENERATIONS, json.dumps(asked).encode(), {"content-type": "application/json"})
+            headers = {"content-type": "application/json"}
+            connection.request("POST", self.root + GENERATIONS, json.dumps(asked).encode(), headers)
             yield connection
         finally:
             connection.close()

@@ -12,7 +12,6 @@ from typing import Any
 import onnx
 import onnxruntime
 import pytest
-from onnx.external_data_helper import set_external_data
 from refusals import refused
 from tiny_bundle import make_tiny_bundle
 
@@ -86,6 +85,12 @@ def test_engines_give_bit_for_bit_the_images_of_the_bundle(bundle: Path, built: 
     run = Pipeline.from_bundle(bundle, threads=1, engines=built)("red cube", seed=3, method=method)
     assert run.codes[0].tolist() == raw.codes[0].tolist()
     assert run.images[0].tobytes() == raw.images[0].tobytes()
+
+
+def test_weights_are_stored_as_products_want_them_so_that_processes_share_them(built: Path) -> None:
+    model = onnx.load(built / "target.onnx", load_external_data=False)
+    (weight,) = (tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT)
+    assert "prepacked_0" in {entry.key for entry in weight.external_data}
 
 
 def test_what_was_built_is_recorded(bundle: Path, built: Path) -> None:
@@ -268,10 +273,10 @@ def test_an_engine_that_cannot_be_read_is_named(bundle: Path, engines: Path, mon
 
 
 def test_a_graph_that_reads_a_file_which_is_not_listed_is_refused(bundle: Path, engines: Path) -> None:
-    model = onnx.load(engines / "target.onnx")
+    model = onnx.load(engines / "target.onnx", load_external_data=False)
     (weight,) = (tensor for tensor in model.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT)
-    set_external_data(weight, "elsewhere.bin")
-    weight.ClearField("raw_data")
+    (location,) = (entry for entry in weight.external_data if entry.key == "location")
+    location.value = "elsewhere.bin"
     (engines / "target.onnx").write_bytes(model.SerializeToString())
     found = hashlib.blake2b((engines / "target.onnx").read_bytes(), digest_size=32).hexdigest()
     graphs = json.loads((engines / ENGINE_FILE).read_text())["graphs"]

@@ -1,0 +1,244 @@
+"""Replicas on two nodes, both of them on this machine, started as users do and asked over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import psutil
+import pytest
+from PIL import Image
+from running_server import GENERATIONS, RunningServer, events, until
+
+from lantern_rt import Pipeline
+
+pytest.importorskip("ray.serve", reason="needs the extra `ray`")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # Ray warns
+
+import yaml  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy" / "serve_config.yaml"
+PROMPTS = ["a red sphere on sand", "a green cube on snow", "a blue cone on grass"]
+METHODS = ["ar", "sjd:window=4", "lantern++", "auto"]
+ONE_THREAD = {"threads": None, "pipeline": {"threads": 1}}  # a replica on each node
+QUICK = {"upscale_delay_s": 0.5, "downscale_delay_s": 2, "metrics_interval_s": 0.3, "look_back_period_s": 1}
+STEADY = {"together": 4, "waiting": 8, "autoscaling": {"min_replicas": 2, "max_replicas": 2}}
+GROWING = {"together": 1, "waiting": 5, "queued": 4, "autoscaling": {"min_replicas": 1, "max_replicas": 2, **QUICK}}
+
+
+class Application(RunningServer):
+    """What is served on the cluster at a path, as a server like any other."""
+
+    def __init__(self, address: str, root: str) -> None:
+        self.address, self.root = address, root
+
+
+class Served:
+    """A cluster of two nodes that serves `steady`, with two replicas, and `growing`, with one or two."""
+
+    def __init__(self, folder: Path) -> None:
+        node: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 100 << 20}
+        self.cluster = Cluster(True, head_node_args={**node, "resources": {"head": 1}, "include_dashboard": False})
+        self.other = self.cluster.add_node(**node)
+        with socket.create_server(("127.0.0.1", 0)) as found:
+            port = found.getsockname()[1]
+        configuration = yaml.safe_load(CONFIGURATION.read_text())
+        configuration |= {"proxy_location": "HeadOnly", "http_options": {"host": "127.0.0.1", "port": port}}
+        [usual] = configuration["applications"]
+        ingress = {"name": "ingress", "ray_actor_options": {"num_cpus": 0, "resources": {"head": 0.1}}}
+        configuration["applications"] = [
+            {
+                **usual,
+                "name": name,
+                "route_prefix": f"/{name}",
+                "args": {**usual["args"], **ONE_THREAD, **own},
+                "deployments": [ingress],
+            }
+            for name, own in (("steady", STEADY), ("growing", GROWING))
+        ]
+        file = folder / "serve_config.json"
+        file.write_text(json.dumps(configuration))
+        serve = [str(Path(sys.executable).with_name("serve")), "run", "--address", self.cluster.address]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with (folder / "serve.log").open("wb") as log:
+            self._running = subprocess.Popen([*serve, str(file)], stdout=log, stderr=log, env=environment)
+        self.steady, self.growing = (Application(f"127.0.0.1:{port}", path) for path in ("/steady", "/growing"))
+        until(lambda: self.replicas("steady") == 2 and all(map(self._ready, (self.steady, self.growing))))
+
+    def _ready(self, application: Application) -> bool:
+        try:
+            return application.request("GET", "/readyz")[0] == 200
+        except OSError:
+            return False
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Replicas of `scenes` in an application."""
+        title = f"ray::ServeReplica:{name}:scenes"
+        return [one for one in psutil.Process().children(recursive=True) if _command(one).startswith(title)]
+
+    def replicas(self, name: str) -> int:
+        return len(self.processes(name))
+
+    def log(self) -> str:
+        """What the ingresses wrote."""
+        logs = Path(self.cluster.head_node.get_session_dir_path()) / "logs"
+        return "".join(file.read_text() for file in logs.glob("worker-*.err"))
+
+    def stop(self) -> None:
+        self._running.kill()
+        self._running.wait()
+        self.cluster.shutdown()
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    made = Served(tmp_path_factory.mktemp("ray"))
+    yield made
+    made.stop()
+
+
+def pixels(picture: str) -> bytes:
+    return Image.open(io.BytesIO(base64.b64decode(picture))).tobytes()
+
+
+def test_a_stream_shows_pictures_on_the_way_and_every_code(served: Served, scenes_pipe: Pipeline) -> None:
+    asked = {"prompt": PROMPTS[0], "seed": 5, "method": "sjd", "stream": True, "partial_images": 3, "steps": True}
+    status, _, body = served.steady.request(
+        "POST", GENERATIONS, json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    assert status == 200
+    found = events(body)
+    assert [data["partial_image_index"] for kind, data in found if kind.endswith("partial_image")] == [0, 1, 2]
+    assert sum(len(data["kinds"]) for kind, data in found if kind == "lantern.step") == 256
+    assert found[-1][0] == "image_generation.completed"
+    assert pixels(found[-1][1]["b64_json"]) == scenes_pipe(PROMPTS[0], seed=5, method="sjd").images[0].tobytes()
+
+
+def test_models_and_errors_are_those_of_one_server(served: Served) -> None:
+    assert [one["id"] for one in served.steady.get("/v1/models")[1]["data"]] == ["scenes"]
+    status, answer = served.steady.post({"prompt": PROMPTS[0], "top_k": -1})
+    assert (status, answer["error"]["param"]) == (400, "top_k")
+    assert served.steady.post({"prompt": PROMPTS[0], "model": "others"})[0] == 404
+    assert served.steady.request("GET", "/")[0] == 200
+
+
+def test_a_client_that_leaves_frees_its_place_on_the_replica(served: Served) -> None:
+    long, short = ({"prompt": PROMPTS[0], "seed": 1, "method": "ar", "n": n} for n in (6, 1))
+    seconds = []
+    for leave, asked in ((False, long), (True, short)):
+        began = time.perf_counter()
+        if leave:
+            with served.growing.open(long):
+                time.sleep(0.5)
+        assert served.growing.post(asked)[0] == 200
+        seconds.append(time.perf_counter() - began)
+    assert seconds[1] < 0.6 * seconds[0]  # one image draws at a time, so it did not wait for six others
+    assert served.growing.metric("lantern_aborted_total", model="scenes", reason="disconnected") == 1
+
+
+def test_replicas_come_with_load_and_go_without_it(served: Served) -> None:
+    until(lambda: served.replicas("growing") == 1)
+    enough = Event()
+
+    def draw(seed: int) -> int:
+        statuses = [0]
+        while not enough.is_set():
+            statuses.append(served.growing.post({"prompt": PROMPTS[0], "seed": seed, "method": "sjd"})[0])
+        return max(statuses)
+
+    with ThreadPoolExecutor(4) as pool:
+        statuses = [pool.submit(draw, seed) for seed in range(4)]
+        try:
+            until(lambda: served.replicas("growing") == 2)
+        finally:
+            enough.set()
+    assert [status.result() for status in statuses] == [200] * 4
+    until(lambda: served.replicas("growing") == 1)
+    assert served.growing.post({"prompt": PROMPTS[0], "seed": 1, "method": "sjd"})[0] == 200
+
+
+def test_too_many_requests_are_told_when_to_come_again(served: Served) -> None:
+    def draw(seed: int) -> tuple[int, dict[str, str], bytes]:
+        asked = {"prompt": PROMPTS[0], "seed": seed, "method": "sjd", "deadline": 10}
+        headers = {"content-type": "application/json"}
+        return served.growing.request("POST", GENERATIONS, json.dumps(asked).encode(), headers)
+
+    with ThreadPoolExecutor(30) as pool:
+        answers = [*pool.map(draw, range(30))]
+    refused = [(headers, json.loads(body)) for status, headers, body in answers if status == 429]
+    assert {status for status, _, _ in answers} <= {200, 429, 504}
+    assert len(refused) >= 10
+    for headers, body in refused:
+        assert body["error"]["code"] == "busy"
+        assert 1 <= int(headers["retry-after"]) <= 10
+
+
+def test_an_image_outlives_every_replica_there_is(served: Served, scenes_pipe: Pipeline) -> None:
+    asked = {"prompt": PROMPTS[1], "seed": 7, "method": "ar", "stream": True, "partial_images": 1}
+    with served.steady.open(asked) as connection:
+        answer = connection.getresponse()
+        body = answer.read1()  # it was taken, or drawn to half
+        for replica in served.processes("steady"):
+            replica.kill()
+        body += answer.read()
+    picture = events(body)[-1][1]["b64_json"]
+    assert pixels(picture) == scenes_pipe(PROMPTS[1], seed=7, method="ar").images[0].tobytes()
+    assert served.log().count("lost a replica") >= 1
+    until(lambda: served.replicas("steady") == 2)
+
+
+def test_when_a_node_dies_its_requests_go_on_elsewhere_and_give_the_same_images(
+    served: Served, scenes_pipe: Pipeline
+) -> None:
+    asked = [{"prompt": PROMPTS[i % 3], "seed": i, "method": METHODS[i % 4]} for i in range(20)]
+    wanted = [
+        scenes_pipe(one["prompt"], seed=one["seed"], method="ar" if one["method"] == "auto" else one["method"])
+        for one in asked
+    ]
+    begun, codes, lost = Event(), count(), served.log().count("lost a replica")
+
+    def draw(one: dict[str, Any]) -> dict[str, Any]:
+        if one["seed"] % 2:
+            status, answer = served.steady.post(one)
+            assert status == 200, answer
+            return answer["data"][0]
+        with served.steady.open({**one, "stream": True, "steps": True, "partial_images": 5}) as connection:
+            answer = connection.getresponse()
+            body = b""
+            while part := answer.read1():
+                body += part
+                if next(codes) > 60:
+                    begun.set()
+        found = events(body)
+        kinds = "".join(data["kinds"] for kind, data in found if kind == "lantern.step")
+        partial = [data["partial_image_index"] for kind, data in found if kind.endswith("partial_image")]
+        assert (len(kinds), partial) == (256, sorted({*partial}))
+        return found[-1][1]
+
+    with ThreadPoolExecutor(20) as pool:
+        drawn = [pool.submit(draw, one) for one in asked]
+        assert begun.wait(60)
+        served.cluster.remove_node(served.other, allow_graceful=False)
+        pictures = [one.result()["b64_json"] for one in drawn]
+    assert [pixels(one) for one in pictures] == [result.images[0].tobytes() for result in wanted]
+    assert served.log().count("lost a replica") > lost
