@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,20 +70,17 @@ def offline(pipe: Pipeline, prompts: list[str], size: int, seconds: float, metho
 def server(*arguments: str) -> Iterator[tuple[str, int]]:
     """Host and port of a server that runs meanwhile."""
     command = [sys.executable, "-m", "lantern_rt", "serve", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        found = None
-        for line in process.stderr:
-            found = found or re.search(r"http://(\S+):(\d+)", line)
-            if line.startswith("ready"):
-                break
-        assert found is not None
-        os.set_blocking(process.stderr.fileno(), False)
-        yield found[1], int(found[2])
-    finally:
-        process.terminate()
-        process.communicate()
+    with tempfile.NamedTemporaryFile("r") as log, subprocess.Popen(command, stderr=open(log.name, "w")) as process:
+        try:
+            text = ""
+            while "ready" not in text:
+                time.sleep(0.1)
+                text += log.read()
+            found = re.search(r"http://(\S+):(\d+)", text)
+            assert found is not None
+            yield found[1], int(found[2])
+        finally:
+            process.terminate()
 
 
 async def ask(address: tuple[str, int], prompt: str, seed: int, answers: Answers) -> None:

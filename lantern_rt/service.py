@@ -18,6 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
 from .checks import whole
 from .errors import BusyError, LanternError, RequestError
 from .methods import Auto
@@ -236,7 +238,8 @@ class Service:
         automatic = [ticket for ticket in dict.fromkeys(self._tickets.values()) if ticket.automatic]
         race = self._race(automatic[0].request.settings) if automatic else None
         for drawing in (drawing for ticket in automatic for drawing in ticket.drawings):
-            drawing.use(race.method if race is not None else drawing.method)
+            if race is not None and drawing.method != race.method:
+                drawing.use(race.method)
         self._scheduler.images = self._width.images
         prefill, began = self._scheduler.joining, time.perf_counter()
         try:
@@ -249,14 +252,17 @@ class Service:
         seconds = time.perf_counter() - began
         tokens = sum(len(part.codes) for part in parts)
         if race is None or race.decided:
-            self._width.record(max(len(parts), len(self._scheduler.active)), tokens, seconds)
+            images = self._width.images if self._scheduler.waiting else max(len(parts), len(self._scheduler.active))
+            self._width.record(images, tokens, seconds)
         elif not prefill and all(self._tickets[part.request].automatic for part in parts):
             race.record(tokens / len(parts), seconds)
         told: dict[Ticket, list[RequestStep]] = {}
         for part in parts:
             told.setdefault(self._tickets[part.request], []).append(part)
         for ticket, own in told.items():
-            self._tell(ticket, own, race)
+            ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
+            if ticket.steps or not any(drawing.missing for drawing in ticket.drawings):
+                self._tell(ticket, own, race)
 
     def _refuse(self, error: Exception) -> None:
         """End the requests that were to join, for whom there was no memory, say; the others are as they were."""
@@ -277,7 +283,6 @@ class Service:
 
     def _tell(self, ticket: Ticket, parts: list[RequestStep], race: Race | None) -> None:
         """Tell a request's listener what a pass gave its images."""
-        ticket.waited = time.perf_counter() - ticket.came if ticket.waited is None else ticket.waited
         settings, drawings = ticket.request.settings, ticket.drawings
         if ticket.automatic and race is not None:
             settings = replace(settings, method=race.method, choice=race.describe())
@@ -289,6 +294,8 @@ class Service:
             records = [drawing.statistics for drawing in drawings]
             statistics = summarise(settings.method.method, self.model.codes, target, drafter, records)
         own = [replace(part, request=part.request - first) for part in parts]
+        if not ticket.steps:  # all at once
+            own = [RequestStep(i, np.array(drawing.codes), self.model.codes) for i, drawing in enumerate(drawings)]
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
         step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
         if statistics is None:

@@ -76,6 +76,7 @@ class Race:
         self.timed: dict[Exact, Timed] = {one: known.get(one, Timed(method=one)) for one in self.methods}
         self._passes = 0
         self.method, self.decided = self._next()
+        self._described: tuple[Exact | None, bool, str] = (None, False, "")
 
     @property
     def speed_up(self) -> float:
@@ -93,7 +94,12 @@ class Race:
         self.method, self.decided = next(one for one in self.methods if one == method), True
 
     def describe(self) -> str:
-        """One line that says what runs and why."""
+        """One line that says what runs and why; asked after every pass."""
+        if self._described[:2] != (self.method, self.decided):
+            self._described = self.method, self.decided, self._describe()
+        return self._described[2]
+
+    def _describe(self) -> str:
         if not self.decided:
             return f"auto: {self.method} at last, still finding out while drawing what is fastest here"
         if not (self.timed[Ar()].tokens and self.timed[self.method].tokens):
