@@ -11,7 +11,7 @@ acceptance they take the most probable tokens instead, as does greedy decoding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -43,13 +43,14 @@ class Level:
 class Pending:
     """Slots of a request that were committed, and not run yet.
 
-    prefix: tokens of each row's prefix slots, until they are run. tokens: those after committed positions, the root
-    last. hidden: per row the target's hidden states at these positions, prefix included, `[slots, hidden_size]`.
+    prefix: tokens of each row's prefix slots, until they are run. tokens: pass by pass those after committed positions,
+    the root last. hidden: pass by pass, per row the target's hidden states at these positions, prefix included,
+    `[slots, hidden_size]`.
     """
 
     prefix: list[Ints]
-    tokens: Ints
-    hidden: list[Floats]
+    tokens: list[Ints] = field(default_factory=list)
+    hidden: list[list[Floats]] = field(default_factory=list)
 
 
 class TreeDrafts(Drafts):
@@ -75,14 +76,11 @@ class TreeDrafts(Drafts):
         if joining:
             self._join(joining)
         for one in committed:
-            hidden = one.hidden()
-            if (old := self.pending.get(one.request)) is not None:
-                tokens = np.concatenate([old.tokens, one.tokens])
-                hidden = [np.concatenate(pair) for pair in zip(old.hidden, hidden, strict=True)]
-                self.pending[one.request] = Pending(old.prefix, tokens, hidden)
-            else:
-                prefix = [row.drafter_tokens(self.layout) for row in one.request.rows]
-                self.pending[one.request] = Pending(prefix if one.request in joining else [], one.tokens, hidden)
+            if (pending := self.pending.get(one.request)) is None:
+                rows = one.request.rows if one.request in joining else []
+                pending = self.pending[one.request] = Pending([row.drafter_tokens(self.layout) for row in rows])
+            pending.tokens.append(one.tokens)
+            pending.hidden.append(one.hidden())
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
@@ -100,7 +98,10 @@ class TreeDrafts(Drafts):
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request; `requests` are all that take part."""
         (name,) = {request.method.tree for request in requests if isinstance(request.method, Drafted)}
-        shape, roots = self.shapes[name], np.array([self.pending[one].tokens[-1] for one in self.requests], np.int64)
+        shape, roots = (
+            self.shapes[name],
+            np.array([self.pending[one].tokens[-1][-1] for one in self.requests], np.int64),
+        )
         level = self._commit_slots()
         committed = self._cache.lengths.copy()
         if isinstance(shape, StaticTree):
@@ -147,9 +148,10 @@ class TreeDrafts(Drafts):
         """Run the committed slots, append them, and return the last slot as the root's level."""
         read, hidden, self.committed_masks = [], [], {}  # the first two per row
         for one in (self.pending.pop(request) for request in self.requests):
-            codes = one.tokens + self.layout.code_offset
-            read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(one.hidden)
-            hidden += one.hidden
+            codes = np.concatenate(one.tokens) + self.layout.code_offset
+            own = [np.concatenate(parts) for parts in zip(*one.hidden, strict=True)]
+            read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(own)
+            hidden += own
         rows, counts = len(read), [len(ids) for ids in read]
         slots = max(MINIMUM_NODES, *counts)
         tokens = np.zeros((rows, slots), np.int64)
