@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import Drafted, MethodConfig, Sampling, Sjd
-from .engine import Bools, Engine, Floats, Ints
+from .engine import Bools, Engine, Floats, Ints, Rows
 from .noise import Noise
-from .sampling import Probabilities, choose, guide, is_clear, shape_distribution
+from .sampling import Probabilities, choose, choose_together, guide, is_clear, shape_distribution
 from .statistics import RequestStatistics
 from .tree import DraftTree, TreeStructure
 from .tree_names import named_tree
@@ -152,6 +153,7 @@ class Answers:
     _seen: tuple[int, Floats, Floats | None] = field(init=False)  # what was guessed last: a node, logits, noise
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
     _chain: Floats | None = field(init=False, default=None)
+    _leads: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
@@ -162,7 +164,11 @@ class Answers:
         first, guided, noise = self._seen
         assert first <= node < first + len(guided), "a node of a tree is chosen at when it was guessed last"
         own = None if noise is None else noise[node - first]
-        if not is_clear(guided[node - first], own, code, self.sampling, self.slack):
+        if self._leads is not None and not self.sampling.filtered:
+            clear = bool(self._leads[node] > self.slack)
+        else:
+            clear = is_clear(guided[node - first], own, code, self.sampling, self.slack)
+        if not clear:
             logits = self.settle(node)
             (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
             self._choices[node] = code
@@ -177,6 +183,11 @@ class Answers:
             self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
             self._seen = first, guided, noise
         return self._choices[node]
+
+    def take(self, guided: Floats, noise: Floats | None, codes: Ints, leads: Floats) -> None:
+        """Take in all choices of a chain that were made elsewhere, see `guess_together`."""
+        self._chain, self._seen, self._leads = guided, (0, guided, noise), leads
+        self._choices.update(enumerate(codes.tolist()))
 
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`."""
@@ -203,6 +214,32 @@ class Answers:
         if self._chain is None:
             self._chain = guide(self.logits(slice(0, len(self.structure.depths))), self.sampling.cfg_scale)
         return self._chain[nodes]
+
+
+def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None:
+    """Make the choices of neighbours who draft chains of one length with one sampling: at once, which costs less.
+
+    logits: of a pass. asked: requests' answers, and their rows in it.
+    """
+
+    def alike(one: tuple[Answers, slice]) -> tuple[int, int, Sampling]:
+        answers, rows = one
+        nodes = len(answers.structure.depths) if answers.structure.chain else 0
+        return nodes, rows.stop - rows.start, answers.sampling
+
+    for (nodes, sides, sampling), group in groupby(asked, alike):
+        neighbours = list(group)
+        count, first, last = len(neighbours), neighbours[0][1].start, neighbours[-1][1].stop
+        if nodes == 0 or count == 1 or last - first != count * sides:  # others are between them
+            continue
+        own = logits[first:last, :nodes]
+        guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling.cfg_scale)
+        noise = None  # [requests, nodes, vocab_size], as guided
+        if not sampling.greedy:
+            noise = np.stack([one.noise.gumbel(one.position, *guided.shape[1:]) for one, _ in neighbours])
+        codes, leads = choose_together(guided, noise, sampling)
+        for i, (one, _) in enumerate(neighbours):
+            one.take(guided[i], None if noise is None else noise[i], codes[i], leads[i])
 
 
 @dataclass(frozen=True)

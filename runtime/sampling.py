@@ -61,6 +61,22 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     return codes
 
 
+def choose_together(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[Ints, Floats]:
+    """The same codes for logits and noise of more axes, `[..., vocab_size]`, and how far each is ahead of the next.
+
+    Raises: EngineError: as `choose`.
+    """
+    values = shape_logits(logits, sampling)
+    values = values.copy() if noise is None else values + noise
+    codes: Ints = values.argmax(-1)
+    where = codes[..., None]
+    best = np.take_along_axis(values, where, -1)
+    if not np.isfinite(best).all():
+        raise _damaged()
+    np.put_along_axis(values, where, np.float32(-np.inf), -1)
+    return codes, best[..., 0] - values.max(-1)
+
+
 def is_clear(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, slack: float) -> bool:
     """Whether the chosen code stays if differences of logits over the temperature move by up to `slack`.
 

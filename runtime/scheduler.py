@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 
 from ..methods import Drafted, Sjd
 from .acceptance import Acceptance, follow
 from .drafter import TreeDrafts
-from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request
+from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request, guess_together
 from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .jacobi import WindowDrafts
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
@@ -149,10 +149,12 @@ class Scheduler:
             own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
             trees.update(zip(own, source.draft(own), strict=True))
         output = self._verify(trees)
+        everybody = [self._answers(one, trees[one], output, self._rows[one]) for one in self.active]
+        exact = [request.method.exact for request in self.active]
+        guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
         parts, committed = [], []
-        for request, source in zip(self.active, drafted, strict=True):
+        for request, source, answers in zip(self.active, drafted, everybody, strict=True):
             tree, rows = trees[request], self._rows[request]
-            answers = self._answers(request, tree, output, rows)
             accepted = self._accept(request, tree, answers)
             codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
             count = min(len(codes), request.missing)
