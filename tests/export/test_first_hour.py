@@ -32,6 +32,7 @@ def test_the_page_goes_the_whole_way() -> None:
     assert re.findall(r"^## (.*)$", PAGE, re.MULTILINE) == headings
 
 
+@pytest.mark.slow
 def test_every_block_runs_in_turn(tmp_path: Path) -> None:
     for needed in ("torch", "onnx", "onnxruntime", "scipy", "matplotlib"):
         pytest.importorskip(needed)

@@ -15,7 +15,8 @@ from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
 from running_server import RunningServer, until  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as in Debian's package `chromium`")
+NEEDED = "needs Chromium, as in Debian's package `chromium`"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NEEDED)]
 QUIET = ("--disable-background-networking --disable-component-update --disable-gpu --disable-quic --disable-sync "
          "--no-first-run --no-sandbox")  # fmt: skip
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}

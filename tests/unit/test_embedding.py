@@ -173,13 +173,13 @@ def test_a_program_that_says_nothing_of_logging_sees_nothing(folder: Path, capfd
 
 
 def test_the_library_neither_prints_nor_sets_up_logging() -> None:
-    """Commands and recipes print; they are programs."""
+    """Commands, recipes and replicas print; they are programs."""
     names = {"print", "basicConfig", "addHandler", "StreamHandler", "dictConfig"}
     found = []
     for root in map(Path, lantern_rt.__path__):
         for file in root.rglob("*.py"):
             inside = file.relative_to(root).parts
-            if {"cli", "train", "tests", "benchmarks", "examples", "docs"} & {*inside[:2]}:
+            if {"cli", "train", "tests", "benchmarks", "examples", "docs"} & {*inside[:2]} or file.name == "ray.py":
                 continue
             for node in ast.walk(ast.parse(file.read_text("utf-8"))):
                 if isinstance(node, ast.Call):
