@@ -54,7 +54,7 @@ class OrtGraphs:
             return self._bundle.path(role), False
         path, listed = folder.path(role), {file.path for file in folder.manifest.graphs[role].files}
         with reading(path, "an ONNX graph", EngineError, f"rebuild with `{folder.rebuild}`"):
-            elsewhere = sorted(external_locations(path) - listed)
+            elsewhere = sorted(external_locations(path, prepacked=True) - listed)
         if elsewhere:
             raise folder.other(f"a graph that reads the file {short(elsewhere[0])}", "one that engine.json lists", path)
         return path, True

@@ -34,8 +34,12 @@ class NotOnnx(ValueError):  # noqa: N818
     """The bytes are not an ONNX model."""
 
 
-def external_locations(path: Path) -> set[str]:
-    """The `location` of every tensor that an ONNX file keeps elsewhere. Raises: NotOnnx, OSError."""
+def external_locations(path: Path, prepacked: bool = False) -> set[str]:
+    """The `location` of every tensor that an ONNX file keeps elsewhere.
+
+    prepacked: whether tensors may be stored in a form that a runtime makes for its processor, and takes unchecked.
+    Raises: NotOnnx, OSError.
+    """
     found: set[str] = set()
     with _mapped(path) as (data, model):
         todo, graphs = [("model", model)], 0
@@ -48,6 +52,8 @@ def external_locations(path: Path) -> set[str]:
                     todo.append((child, value))
                 elif kind == "entry":
                     texts[number] = data[value]
+            if texts.get(1, b"").startswith(b"prepacked") and not prepacked:
+                raise NotOnnx("weights in a form made for one processor, as only engine folders have")
             if texts.get(1) == b"location":
                 found.add(texts.get(2, b"").decode("utf-8", "backslashreplace"))
     if not graphs:

@@ -14,7 +14,7 @@ COMMANDS = {
     "run": ("run", "Turn prompts (or class ids, or embeddings of texts) into PNG files."),
     "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
-    "doctor": ("doctor", "Print versions, backends, cores and memory, what will be used, and what is wrong."),
+    "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
     "tune": ("tune", "Measure what is fastest here for a bundle, and keep it for method auto."),
