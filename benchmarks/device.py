@@ -1,0 +1,116 @@
+"""What decoding asks of a GPU, and what it costs the host: ONNX Runtime's CUDA provider on libraries that only count.
+
+    tests/cuda/build.sh build/null-cuda           # needs onnxruntime-gpu, a C compiler, binutils
+    python benchmarks/device.py build/null-cuda
+
+No GPU, no values: kernels do nothing, and every call is counted. A target with LlamaGen-XL's 36 layers, float16 and
+16,384 codes, but narrow, since operations do not depend on the width. *Operations* of a target pass and of appending
+accepted nodes: kernels, matrix products, copies. *Steps*: milliseconds of the host for a step of each method with a
+device that takes no time; logits read as noise, so that acceptance has something to do. Nothing is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cuda"))
+
+import null_cuda
+
+COUNTS = ("total", "kernels", "gemms", "h2d", "d2h", "d2d", "syncs")
+METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynamic-59-5-10")
+ROWS, PAST, CODES = 2, 200, 16384
+
+
+def main() -> None:
+    """Build the bundle, count, time, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("libraries", type=Path, help="the folder that build.sh wrote")
+    parser.add_argument("--steps", type=int, default=30, help="of each method")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    null_cuda.load(given.libraries)  # before anything uses CUDA
+    from random_bundle import SHAPES, random_bundle
+
+    from lantern_rt import Pipeline
+    from lantern_rt.engines.ort import backend
+
+    backend.check_convolutions = lambda provider: None  # there is no stand-in for cuDNN; no image is decoded
+    shape = replace(SHAPES["GPT-XL"], num_heads=2, hidden_size=128, intermediate_size=192, vq_width=32)
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = random_bundle(shape, Path(folder) / "narrow-xl", "float16")
+        pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
+        rows |= operations(pipe)
+        null_cuda.noise(4 * CODES)
+        for method in METHODS:
+            rows[f"step of {method}"] = step(pipe, method, given.steps)
+    for name, row in rows.items():
+        print(f"{name:36}" + "".join(f"  {key} {value:g}" for key, value in row.items()))
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+
+
+def operations(pipe: Any) -> dict[str, dict[str, float]]:
+    """Counts of target passes, and of appending what was accepted: a chain, and a path of a tree."""
+    from lantern_rt.runtime.engine import Pass
+
+    target = pipe.engines.target
+    cache = target.new_cache(ROWS, PAST + 64)
+    cache.lengths = np.full(ROWS, PAST)
+
+    def run(nodes: int) -> Any:
+        tokens = np.zeros((ROWS, nodes), np.int64)
+        mask = np.ones((ROWS, nodes, target.next_past_length(cache, nodes) + nodes), bool)
+        return target.run(Pass(positions=tokens, attention_mask=mask, tokens=tokens), cache)
+
+    def append(nodes: list[int]) -> None:
+        cache.append(output.new_kv, [np.array(nodes)] * ROWS)
+        cache.truncate(np.full(ROWS, PAST))
+
+    found = {f"target pass over {nodes} nodes": count(lambda nodes=nodes: run(nodes)) for nodes in (2, 16, 64)}
+    output = run(64)
+    found["append 4 nodes of a chain"] = count(lambda: append([0, 1, 2, 3]))
+    found["append 4 nodes of a tree"] = count(lambda: append([0, 3, 17, 40]))
+    return found
+
+
+def count(act: Callable[[], object]) -> dict[str, float]:
+    """Operations of one call, once memory has been taken, and its milliseconds."""
+    for _ in range(3):
+        act()
+    began = time.perf_counter()
+    with null_cuda.counting() as ops:
+        act()
+    return {**{name: getattr(ops, name) for name in COUNTS}, "ms": round(1e3 * (time.perf_counter() - began), 2)}
+
+
+def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
+    """Median milliseconds of a step, by the processor's clock, and operations of one; the prefill left out."""
+    seconds: list[float] = []
+    running = pipe.stream(class_ids=1, method=method, cfg_scale=7.5, top_k=1000)
+    next(running)
+    with null_cuda.counting() as ops:
+        began = time.process_time()
+        for _ in islice(running, steps):
+            now = time.process_time()
+            seconds.append(now - began)
+            began = now
+    running.close()
+    return {"ms": round(1e3 * statistics.median(seconds), 2), "operations": round(ops.total / len(seconds))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""ONNX Runtime's real CUDA provider on libraries that only count: what it takes, how much it asks of a GPU, what fails.
+
+No GPU and no values. Needs onnxruntime-gpu, a C compiler and binutils; one process has either CUDA or the stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+try:
+    importlib.metadata.version("onnxruntime-gpu")
+except importlib.metadata.PackageNotFoundError:
+    pytest.skip("needs onnxruntime-gpu", allow_module_level=True)
+if sys.platform != "linux" or not all(map(shutil.which, ("cc", "nm", "readelf", "bash"))):
+    pytest.skip("needs Linux, a C compiler and binutils", allow_module_level=True)
+
+import null_cuda
+
+from lantern_rt import EngineError, Pipeline, open_bundle
+from lantern_rt.engines.gpu import gpu_report
+from lantern_rt.engines.ort import backend
+from lantern_rt.runtime.engine import Pass
+
+PAST = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("null-cuda")
+    subprocess.run(["bash", Path(__file__).with_name("build.sh"), folder, sys.executable], check=True)
+    null_cuda.load(folder)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    """scenes on the provider, which takes every node of its graphs, or loading would stop."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "check_convolutions", lambda provider: None)  # there is no stand-in for cuDNN
+        return Pipeline.from_bundle("scenes", provider="cuda")
+
+
+def test_without_cudnn_opening_a_bundle_says_so_not_the_first_picture() -> None:
+    with pytest.raises(EngineError, match=r"provider cuda: ONNX Runtime cannot run a convolution .*install cuDNN"):
+        Pipeline.from_bundle("scenes", provider="cuda")
+
+
+def test_the_providers_library_loads_and_doctor_has_nothing_to_say_of_it() -> None:
+    assert not any("do not load" in problem for problem in gpu_report().problems)
+
+
+def test_a_pass_and_an_append_keep_to_their_operations(pipe: Pipeline) -> None:
+    """Ceilings, for each layer: what a change adds shows here."""
+    target, layers = pipe.engines.target, open_bundle("scenes").manifest.target.num_layers
+    cache = target.new_cache(2, PAST + 16)
+    cache.lengths = np.full(2, PAST)  # type: ignore[misc]
+    tokens = np.zeros((2, 16), np.int64)
+    mask = np.ones((2, 16, target.next_past_length(cache, 16) + 16), bool)
+
+    def run() -> None:
+        output = target.run(Pass(tokens, mask, tokens), cache)
+        cache.append(output.new_kv, [np.arange(3)] * 2)
+        cache.truncate(np.full(2, PAST))
+
+    for _ in range(3):
+        run()
+    with null_cuda.counting() as ops:
+        run()
+    assert ops.gemms <= 10 * layers + 1
+    assert ops.kernels <= (24 + 4) * layers + 10
+    assert ops.d2h == 0, "logits stay on the device until they are read"
+    assert ops.allocations == 0, "memory is taken once"
+
+
+@pytest.mark.parametrize(
+    "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++"]
+)
+def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> None:
+    null_cuda.noise(4 * pipe.bundle.manifest.codebook_size)
+    try:
+        steps = list(islice(pipe.stream("a red sphere on sand", method=method, num_images=2), 12))
+    finally:
+        null_cuda.noise(0)
+    assert steps[-1].done >= 2 * len(steps)
