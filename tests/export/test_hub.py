@@ -207,6 +207,7 @@ def test_offline_it_says_what_to_download_by_hand(fetches: Fetches) -> None:
     assert str(file).endswith("; try again, or download other.pt of owner/files by hand and give its path")
 
 
+@pytest.mark.slow
 def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from_the_cache(
     endpoint: str, tmp_path: Path
 ) -> None:
