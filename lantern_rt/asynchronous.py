@@ -26,7 +26,8 @@ class AsyncPipeline:
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
         self.pipeline, self.service = pipeline, Service(pipeline, together, waiting)
-        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # checks requests and decodes pictures
+        self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes pictures
+        self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests, which wait for no picture
         self._callers, self._closed, self._alone = 0, False, asyncio.Event()
 
     @classmethod
@@ -61,7 +62,8 @@ class AsyncPipeline:
         while self._callers:  # their pictures are still to be decoded
             self._alone.clear()
             await self._alone.wait()
-        await loop.run_in_executor(None, self._workers.shutdown)
+        for pool in (self._workers, self._checks):
+            await loop.run_in_executor(None, pool.shutdown)
         self.pipeline.close()
 
     async def generate(self, prompts: Any = None, **options: Any) -> Result:
@@ -112,7 +114,7 @@ class AsyncPipeline:
 
         submit = partial(self.service.submit, hear, prompts, **options)
         self._check_open()
-        submitting = loop.run_in_executor(self._workers, submit)
+        submitting = loop.run_in_executor(self._checks, submit)
         try:
             ticket = await asyncio.shield(submitting)
         except asyncio.CancelledError:

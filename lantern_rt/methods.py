@@ -199,7 +199,7 @@ class Sjd(Relaxed):
 def _quality(text: str) -> str:
     match = re.fullmatch(r"[Tt][Vv][Dd]=(0?\.\d{1,9})", text)
     if match and float(match[1]) > 0:
-        return f"TVD={float(match[1]):g}"
+        return "TVD=" + f"{float(match[1]):.9f}".rstrip("0")
     if text not in ("strict", "balanced", "fast"):
         raise ValueError("expected strict, balanced, fast, or TVD=x with x between 0 and 1")
     return text

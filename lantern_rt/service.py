@@ -31,10 +31,13 @@ from .requests import Request, Settings, resolve_settings
 from .results import Progress, StreamStep
 from .runtime.decode import Step
 from .runtime.drafts import Request as Drawing
+from .runtime.drafts import nodes_of
 from .runtime.scheduler import RequestStep, Scheduler
 from .runtime.statistics import Clock, summarise
 
 _LOG = logging.getLogger(__name__)
+MOST_NODES = 65  # of a request in a pass: all that share it are padded to the widest
+MOST_FAILURES = 3  # passes that failed one after the other
 _NEWEST = 0.2  # weight of the last image in the mean time that one takes
 
 Listener = Callable[[StreamStep | BaseException], None]
@@ -82,7 +85,7 @@ class Service:
         self.together = whole("together", together, usual, 1, 4096)
         self.waiting = whole("waiting", waiting, 256, 0, 1 << 20)
         self._rows = min(2 * self.together, engines.most_rows)
-        self._width = Width(self.together)
+        self._width, self._group = Width(self.together), 0  # images that shared passes when the last ones joined
         self._scheduler = Scheduler(self.model, self._rows, self._width.images)
         self._races: dict[tuple[int, bool, str], tuple[Settings, Race]] = {}
         self._tickets: dict[int, Ticket] = {}  # by the index of a drawing
@@ -93,6 +96,7 @@ class Service:
         self._images = 0  # accepted and not ended
         self._since = time.perf_counter()  # when there was nothing to do, or an image was done
         self._closing = self._draining = False
+        self._failures = 0  # passes since the last image that was done
         self._thread = threading.Thread(target=self._run, name="lantern-rt-service", daemon=True)
         self._thread.start()
 
@@ -104,8 +108,8 @@ class Service:
 
     @property
     def open(self) -> bool:
-        """Whether it takes requests."""
-        return not self._closing
+        """Whether it takes requests and draws them; several passes that fail one after the other say that it cannot."""
+        return not self._closing and self._failures < MOST_FAILURES
 
     @property
     def images(self) -> int:
@@ -137,18 +141,22 @@ class Service:
         Raises: RequestError: as a call of the pipeline does; or the service was closed. BusyError: too many wait.
         """
         request = self.pipeline.check(prompts, racing=True, **options)
-        images, room = len(request.images), self.together + self.waiting
+        images, most, room = len(request.images), self.together + self.waiting, self._width.images + self.waiting
         ticket = Ticket(self, request, listener, steps, self._known(known, images))
-        if images > room:
+        if (nodes := nodes_of(request.settings.method)) > (widest := min(MOST_NODES, self._engines.most_nodes)):
             raise RequestError(
-                f"num_images: found {images} images, expected at most {room} in one request; ask for fewer"
+                f"method: found {nodes} nodes in a pass, expected at most {widest} where passes are shared"
+            )
+        if images > most:
+            raise RequestError(
+                f"num_images: found {images} images, expected at most {most} in one request; ask for fewer"
             )
         if (rows := 1 + request.settings.sampling.guided) > self._rows:
             raise RequestError(f"cfg_scale: found guidance, of {rows} rows, and engines of {self._rows}; build others")
         with self._changed:
             if self._closing:
                 raise RequestError("service: found it closed, expected an open one; make another")
-            if (excess := self._images + images - room) > 0:
+            if self._images and (excess := self._images + images - room) > 0:
                 seconds = max(1, math.ceil(excess * self.seconds_per_image))
                 raise BusyError(f"found {self._images} images before this one; try again in about {seconds} s", seconds)
             self._images += images
@@ -250,12 +258,15 @@ class Service:
             self._refuse(error)
             return
         seconds = time.perf_counter() - began
-        tokens = sum(len(part.codes) for part in parts)
-        if race is None or race.decided:
-            images = self._width.images if self._scheduler.waiting else max(len(parts), len(self._scheduler.active))
-            self._width.record(images, tokens, seconds)
-        elif not prefill and all(self._tickets[part.request].automatic for part in parts):
-            race.record(tokens / len(parts), seconds)
+        if prefill:
+            self._group = len(self._scheduler.active)  # passes of its last images are part of what it costs
+        raced = [len(part.codes) for part in parts if self._tickets[part.request].automatic]
+        if race is not None and not race.decided and raced:
+            if not prefill:
+                race.record(sum(raced) / len(raced), seconds)
+        else:
+            images = self._group if self._scheduler.waiting else max(len(parts), len(self._scheduler.active))
+            self._width.record(images, sum(len(part.codes) for part in parts), seconds)
         told: dict[Ticket, list[RequestStep]] = {}
         for part in parts:
             told.setdefault(self._tickets[part.request], []).append(part)
@@ -299,9 +310,9 @@ class Service:
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
         step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
         if statistics is None:
-            if ticket.steps:
-                self._hear(ticket, step)
+            self._hear(ticket, step)
         else:
+            self._failures = 0
             now, before = time.perf_counter(), self._since
             each, self._since = (now - before) / len(drawings), now
             self.seconds_per_image += _NEWEST * (each - self.seconds_per_image) if self.seconds_per_image else each
@@ -334,6 +345,7 @@ class Service:
         """End all requests with an error, and begin anew."""
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
+        self._failures += 1
         self._scheduler = Scheduler(self.model, self._rows, self._width.images)
         ended = {*self._tickets.values()}
         while self._closing and (ticket := self._next(self._arriving)) is not None:

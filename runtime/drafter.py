@@ -24,6 +24,8 @@ from .statistics import Clock
 from .tree import DraftTree, DynamicTree, StaticTree
 from .tree_names import named_tree
 
+MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
+
 
 def _slots(shape: StaticTree | DynamicTree) -> int:
     """Cache slots that drafting takes; pruned nodes are drafted too."""
@@ -64,6 +66,7 @@ class TreeDrafts(Drafts):
         self.clock, self.layout = clock, model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
         self.slots = max(map(_slots, self.shapes.values()))
+        self.most = min(model.most_nodes, MOST_SLOTS)
         self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
         self.cache: Cache | None = None
         self.pending: dict[Request, Pending] = {}
@@ -145,19 +148,47 @@ class TreeDrafts(Drafts):
         return [guide(logits[first : first + sides, nodes], scale) for first, sides, scale in rows]
 
     def _commit_slots(self) -> Level:
-        """Run the committed slots, append them, and return the last slot as the root's level."""
-        read, hidden, self.committed_masks = [], [], {}  # the first two per row
+        """Run the committed slots, append them, and return the last slot as the root's level.
+
+        As many as `self.most` of each row at a time, besides its prefix: those of many passes by other methods, if any.
+        """
+        read, hidden = self._pending_slots()
+        rows, most = len(read), [self.most + self.prefix_padding.shape[1] * (not n) for n in self._cache.lengths]
+        last_hidden = np.zeros((rows, 1, hidden[0].shape[-1]), np.float32)
+        last_logits: list[Floats] = [last_hidden] * rows  # per row [1, vocab_size]
+        while any(map(len, read)):
+            counts = [min(len(tokens), bound) for tokens, bound in zip(read, most, strict=True)]
+            output = self._run_committed(read, hidden, counts)
+            ends = [count > 0 and count == len(tokens) for tokens, count in zip(read, counts, strict=True)]
+            last = np.flatnonzero(ends), np.array(counts)[ends] - 1
+            last_hidden[last[0], 0] = output.hidden[last]
+            for row, logits in zip(last[0].tolist(), output.logits[last], strict=True):
+                last_logits[row] = logits[None]
+            read = [tokens[count:] for tokens, count in zip(read, counts, strict=True)]
+            hidden = [states[count:] for states, count in zip(hidden, counts, strict=True)]
+            most = [self.most] * rows
+        guided = self._guided(np.stack(last_logits), slice(None))
+        return Level(np.zeros((len(self.requests), 1, 0), bool), last_hidden, guided)
+
+    def _pending_slots(self) -> tuple[list[Ints], list[Floats]]:
+        """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
+        read: list[Ints] = []
+        hidden: list[Floats] = []
         for one in (self.pending.pop(request) for request in self.requests):
             codes = np.concatenate(one.tokens) + self.layout.code_offset
             own = [np.concatenate(parts) for parts in zip(*one.hidden, strict=True)]
             read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(own)
             hidden += own
-        rows, counts = len(read), [len(ids) for ids in read]
-        slots = max(MINIMUM_NODES, *counts)
+        return read, hidden
+
+    def _run_committed(self, read: list[Ints], hidden: list[Floats], counts: list[int]) -> PassOutput:
+        """A pass over the first `counts` slots of each row, which are appended."""
+        rows, slots = len(read), max(MINIMUM_NODES, *counts)
         tokens = np.zeros((rows, slots), np.int64)
         states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
-            tokens[row, :count], states[row, :count] = read[row], hidden[row]
+            tokens[row, :count], states[row, :count] = read[row][:count], hidden[row][:count]
+        self.committed_masks = {}
         lengths, prefix = self._cache.lengths, self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
@@ -167,9 +198,7 @@ class TreeDrafts(Drafts):
         output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(count) for count in counts])
         self.committed_masks = {}
-        last = np.arange(rows), np.array(counts) - 1
-        hidden_last, logits = output.hidden[last][:, None], output.logits[last][:, None]  # [rows, 1, ...]
-        return Level(np.zeros((len(self.requests), 1, 0), bool), hidden_last, self._guided(logits, slice(None)))
+        return output
 
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from .sampling import Probabilities, choose, choose_together, guide, is_clear, s
 from .statistics import RequestStatistics
 from .tree import DraftTree, TreeStructure
 from .tree_names import named_tree
+
+MOST_TOGETHER = 256  # nodes whose choices are made at once
 
 
 @dataclass(frozen=True)
@@ -228,9 +230,12 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         return nodes, rows.stop - rows.start, answers.sampling
 
     for (nodes, sides, sampling), group in groupby(asked, alike):
-        neighbours = list(group)
-        count, first, last = len(neighbours), neighbours[0][1].start, neighbours[-1][1].stop
-        if nodes == 0 or count == 1 or last - first != count * sides:  # others are between them
+        neighbours = list(islice(group, MOST_TOGETHER // max(1, nodes)))  # the others choose alone: memory is bounded
+        count = len(neighbours)
+        if nodes == 0 or count < 2:
+            continue
+        first, last = neighbours[0][1].start, neighbours[-1][1].stop
+        if last - first != count * sides:  # others are between them
             continue
         own = logits[first:last, :nodes]
         guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling.cfg_scale)

@@ -97,10 +97,10 @@ class Scheduler:
     def _next(self, most: int) -> list[Request]:
         """The first of those who wait, as far as there is room for them.
 
-        If they fill all places, they begin together when all are free: a pass reads as many columns of every row as the
-        longest has, so that rows of one length cost less.
+        If they fill all places, they begin together when half are free: a pass reads as many columns of every row as
+        the longest has, so that rows of one length cost less.
         """
-        if self.active and len(self.waiting) >= self.images:
+        if len(self.waiting) >= self.images and 2 * len(self.active) > self.images:
             return []
         places = min(most, self.images - len(self.active))
         rows, joining = self.rows - len(self._padding), list[Request]()

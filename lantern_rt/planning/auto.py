@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..engines.loader import Engines
 
 PROBE_SECONDS = 2.0
+MOST_PREDICTED = 256  # situations that are remembered: services are asked for budgets of all sizes
 PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain decoding
 Decode = Callable[[Settings], Iterator[object]]
 
@@ -109,6 +110,8 @@ class Chooser:
                 return self._exact(settings)
             rows = images * (2 if settings.sampling.guided else 1)
             costs = self._costs(rows, situation, settings, decode)
+            if len(self._predicted) > MOST_PREDICTED:
+                self._predicted.clear()
             if (situation, rows) not in self._predicted:
                 self._predicted[situation, rows] = predicted_choice(known, costs, situation.quality)
             found = self._predicted[situation, rows]
@@ -123,10 +126,10 @@ class Chooser:
         return replace(settings, method=checked.method, choice=reason)
 
     def _exact(self, settings: Settings) -> Settings:
-        """Those given, for a race; plain decoding where only that draws its pictures."""
+        """Of a race that gives nothing away; plain decoding where only that draws its pictures."""
         integers = self.engines.integers
         if not integers and self.bundle.manifest.target.dtype == "float32":
-            return settings
+            return replace(settings, method=Auto(quality="strict"))
         cure = ", or give --expand-weights" if integers else ""
         why = f"as at this precision other methods draw other pictures; name one, or run `lantern-rt tune`{cure}"
         return replace(settings, method=Ar(), choice=f"auto: ar, {why}")

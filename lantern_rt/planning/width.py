@@ -13,6 +13,7 @@ from dataclasses import dataclass
 FIRST = 8  # images together while nothing is known
 ENOUGH = 2.0  # seconds of passes that say what a width gives
 MEMORY = 10.0  # seconds that are remembered
+STALE = 600.0  # seconds of passes after which what another width gave is asked again
 CLEARLY = 1.05
 
 
@@ -22,6 +23,7 @@ class _Passes:
 
     tokens: float = 0.0
     seconds: float = 0.0
+    at: float = 0.0  # of all seconds, when the last of them was
 
     @property
     def rate(self) -> float:
@@ -40,11 +42,16 @@ class Width:
         self.most = most
         self.images = self._best = min(FIRST, most)
         self._passes: dict[int, _Passes] = {}
+        self._seconds = 0.0  # of all passes
 
     def record(self, images: int, tokens: int, seconds: float) -> None:
         """A pass that so many images shared, the tokens it gave them together, and what it took."""
         width = bucket(images, self.most)
-        self._passes.setdefault(width, _Passes()).add(tokens, seconds)
+        self._seconds += seconds
+        self._passes = {one: known for one, known in self._passes.items() if self._seconds - known.at < STALE}
+        own = self._passes.setdefault(width, _Passes())
+        own.add(tokens, seconds)
+        own.at = self._seconds
         known = {width: passes.rate for width, passes in self._passes.items() if passes.seconds >= ENOUGH}
         if width != self.images or width not in known or self._best not in known:
             return

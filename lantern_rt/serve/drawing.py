@@ -273,6 +273,7 @@ class _Pictures:
         """Nobody wants them any more."""
         for _, task in self.under_way:
             task.cancel()
+            task.add_done_callback(lambda one: one.cancelled() or one.exception())  # nobody else asks
 
 
 def kinds_of(part: RequestStep) -> str:

@@ -48,8 +48,12 @@ def read_keys(path: Path) -> list[bytes]:
     Raises: RequestError: the file cannot be read, or has no key.
     """
     with reading(path, "a file of API keys, one a line", RequestError, "give another file"):
-        lines = [line.strip() for line in read_plain_file(path, KEYS_LIMIT).decode("utf-8").splitlines()]
+        lines = [line.strip() for line in read_plain_file(path, KEYS_LIMIT).decode("utf-8-sig").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
+    if not all(key.isascii() for key in keys):
+        raise RequestError(
+            f"api key file: found a key of other characters than ASCII in {path}, which no header carries; change it"
+        )
     if not keys:
         raise RequestError(
             f"api key file: found no key in {path}, expected one a line; write one, or leave the file out"

@@ -18,6 +18,7 @@ from .front import Front
 from .protocol import Form, HttpError, error_event, read_request
 
 HEARTBEAT = 15.0  # seconds without news after which a comment keeps a stream open
+PATIENCE = 5.0  # seconds that a client has to take in a refusal
 DISCONNECTED = 499  # what logs say of a client that left
 T = TypeVar("T")
 
@@ -78,8 +79,9 @@ class _Answering:
             part, _, _ = refusal.message.partition(":")
             hidden = part in ("prompt", "body") and not self._front.limits.log_prompts  # it may quote the prompt
             self._facts["error"] = f"{part}: refused" if hidden else refusal.message
-            with suppress(ConnectionError):
-                await self._refuse(refusal)
+            with suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(PATIENCE):  # a client that reads nothing must not hold a place
+                    await self._refuse(refusal)
         finally:
             self._front.metrics.requests.labels(self._model, str(status)).inc()
             self._log(status)
@@ -132,6 +134,8 @@ class _Answering:
         async with aclosing(with_pauses(updates, HEARTBEAT)) as news:
             async for update in news:
                 if not self._streaming:
+                    if update is None:  # it may still be refused
+                        continue
                     await self._begin_stream()
                 data = b": waiting\n\n" if update is None else form.events(update)
                 if data:

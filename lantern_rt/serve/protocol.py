@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..checks import explain, short
-from ..errors import BundleError, BusyError, EngineError, LanternError, RequestError
+from ..errors import BusyError, LanternError, RequestError
 from ..methods import PARAMETERS
 from .drawing import Order, Summary, Update
 
@@ -61,7 +61,7 @@ class ImagesRequest(BaseModel):
                 f"method: found {short(self.method)}, expected a tree by its name: files are the server's"
             )
         given = {
-            "prompts": self.prompt or (None if self.class_id is not None else self.prompt),
+            "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
             "class_ids": self.class_id,
             "seed": secrets.randbelow(RANDOM_SEEDS) if self.seed is None else self.seed,
             "num_images": self.n,
@@ -174,10 +174,11 @@ class HttpError(Exception):
         if isinstance(error, BusyError):
             return cls(429, f"busy: {text}", None, "busy", error.seconds)
         if isinstance(error, RequestError):
+            if text.startswith(("service: ", "pipeline: ")):  # it ended
+                return cls(503, "the model does not run any more; ask another server", None, "stopped", 5)
             return cls(400, text, _parameter(text), "invalid_value")
-        if isinstance(error, BundleError | EngineError):
-            return cls(500, text, None, "engine_failed")
-        return cls(500, text if isinstance(error, LanternError) else "an error in the server; its log says more")
+        failed = isinstance(error, LanternError)  # its words may name files of the server
+        return cls(500, "the server failed to draw; its log says more", None, "engine_failed" if failed else None)
 
     @property
     def type(self) -> str:

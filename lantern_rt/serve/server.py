@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from ..asynchronous import AsyncPipeline
 from ..checks import brief, short
-from ..errors import LanternError, RequestError
+from ..errors import RequestError
 from .app import make_app
 from .drawing import Drawer, LocalDrawer
 from .front import Front, Limits
@@ -42,7 +42,7 @@ class Server:
         drain: float = 300.0,
     ) -> None:
         self.front = Front(limits or Limits())
-        self.failure: LanternError | None = None
+        self.failure: Exception | None = None
         self._models, self._drain, self._pipelines = models, drain, list[LocalDrawer]()
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
@@ -67,7 +67,7 @@ class Server:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serve until a signal ends it. Raises: LanternError: a model cannot be loaded."""
+        """Serve until a signal ends it. Raises: LanternError, or what else it was, where a model cannot be loaded."""
         self._uvicorn.run([self._socket])
         if self.failure is not None:
             raise self.failure
@@ -93,7 +93,7 @@ class Server:
                 self._pipelines.append(drawer)
                 await asyncio.get_running_loop().run_in_executor(None, pipeline.pipeline.warm_up)
                 drawers[drawer.name] = drawer
-        except LanternError as error:
+        except Exception as error:  # also for want of memory: a server that loads for ever helps nobody
             self.failure = error
             self._uvicorn.should_exit = True
             return

@@ -146,3 +146,15 @@ def test_a_file_of_keys_must_hold_one(tmp_path: Path) -> None:
         f"{tmp_path}: cannot be read (Is a directory), expected a file of API keys, one a line; give another file",
     ):
         read_keys(tmp_path)
+
+
+def test_keys_that_no_header_carries_are_refused_and_byte_order_marks_ignored(tmp_path: Path) -> None:
+    from lantern_rt.serve.front import read_keys
+
+    (tmp_path / "keys.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    plain = tmp_path / "plain.txt"
+    plain.write_text("one\ntwo\n")
+    assert read_keys(tmp_path / "keys.txt") == read_keys(plain)
+    plain.write_text("schl\u00fcssel\n", "utf-8")
+    with pytest.raises(RequestError, match="other characters than ASCII"):
+        read_keys(plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -208,3 +209,44 @@ def test_known_tokens_fit_the_widest_pass() -> None:
         assert all(part.tree is None or part.tree.nodes <= 3 for part in scheduler.step())
     assert request.codes[:CODES] == expected
     assert request.statistics.codes_per_step == [3, 3, 2]
+
+
+def test_what_other_methods_drew_is_run_by_the_drafter_in_pieces_that_fit() -> None:
+    narrow, sampling = make_model(vocabulary=VOCABULARY, codes=40, round_span=4), SAMPLINGS[1]
+    narrow = replace(narrow, most_nodes=8)
+    methods = (Eagle(tree="chain-2"), Ar())
+    (expected,) = (one for one in [_tokens(narrow, sampling, (Ar(),), ())])
+    for known, late in (((), 25), (expected[:30], 0)):
+        narrow.drafter.passes.clear()  # type: ignore[union-attr]
+        assert _tokens(narrow, sampling, methods, known, late) == expected
+        prefix = len(prompt(1).cond.embeds)
+        assert max(nodes for _, nodes in narrow.drafter.passes) <= 8 + prefix  # type: ignore[union-attr]
+
+
+def _tokens(
+    model: Model, sampling: Sampling, methods: tuple[MethodConfig, ...], known: Sequence[int], late: int = 0
+) -> list[int]:
+    """Tokens of one request; the first `late` passes are drawn by the last method."""
+    scheduler = Scheduler(model)
+    request = Request(0, model.codes, prompt(1).rows(sampling), sampling, methods, 1, known)
+    scheduler.submit(request)
+    for step in range(1000):
+        request.use(methods[-1] if step < late else methods[0])
+        if not scheduler.step():
+            break
+    return request.codes[: model.codes]
+
+
+def test_who_fills_all_places_begins_when_half_are_free_and_few_join_at_once() -> None:
+    scheduler = Scheduler(model(), images=4)
+    slow = [submitted(scheduler, i, Visit(i, SAMPLINGS[0], (Ar(),), 0, 0)) for i in range(4)]
+    scheduler.step()
+    others = [submitted(scheduler, i, Visit(i, SAMPLINGS[0], (Ar(),), 0, 0)) for i in range(4, 9)]
+    scheduler.cancel(slow[:1])
+    assert not scheduler.joining
+    scheduler.cancel(slow[1:2])
+    assert scheduler.joining, "half of the places are free"
+    scheduler.step()
+    assert scheduler.active == [*slow[2:], *others[:2]]
+    scheduler.cancel([slow[2], others[4]])
+    assert scheduler.joining, "two wait, who do not fill all places"

@@ -350,3 +350,46 @@ def test_the_page_on_services_says_what_works(tmp_path: Path, monkeypatch: pytes
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("256 of 256 codes\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picture-0.png", "picture-1.png"]
+
+
+def test_small_budgets_of_any_number_are_taken_and_share_one_race(service: Service) -> None:
+    for quality in ("TVD=.000001", "TVD=0.00001", "TVD=0.1", "strict"):
+        caller = Caller()
+        service.submit(caller, "red cube", method="auto", quality=quality)
+        caller.last()
+    assert {quality for _, _, quality in vars(service)["_races"]} <= {"auto:quality=strict"}
+
+
+def test_passes_as_wide_as_nobody_shares_are_refused(service: Service) -> None:
+    with pytest.raises(RequestError, match="method: found 129 nodes in a pass, expected at most 65"):
+        service.submit(Caller(), "red cube", method="sjd:window=128")
+
+
+def test_a_race_goes_on_beside_requests_of_one_method(pipe: Pipeline) -> None:
+    with Service(pipe, together=4) as service:
+        for _ in range(6):
+            callers = [Caller(), Caller()]
+            service.submit(callers[0], "red cube", method="ar")
+            service.submit(callers[1], "red cube")
+            for caller in callers:
+                caller.last()
+        races = [race for _, race in vars(service)["_races"].values()]
+        assert any(sum(map(len, (timed.tokens for timed in race.timed.values()))) for race in races)
+
+
+def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Service(pipe, together=2) as service:
+        assert service.open
+        with monkeypatch.context() as patch:
+            patch.setattr(KVCache, "append", lambda *_: (_ for _ in ()).throw(MemoryError("no more")))
+            for _ in range(3):
+                caller = Caller()
+                service.submit(caller, "red cube", method="ar")
+                assert caller.done.wait(30)
+        assert not service.open
+        caller = Caller()
+        service.submit(caller, "red cube", method="ar")
+        caller.last()
+        assert service.open

@@ -60,3 +60,11 @@ def test_the_width_stays_within_its_bounds(most: int, passes: list[tuple[int, in
     for images, tokens, seconds in passes:
         width.record(min(images, most), tokens, seconds)
         assert 1 <= width.images <= most
+
+
+def test_what_is_long_ago_is_asked_again() -> None:
+    width = Width(16)
+    serve(width, lambda images: {8: 100.0, 16: 50.0}.get(images, 40.0), 60, 1000)
+    assert width.images == 8
+    serve(width, lambda images: {8: 100.0, 16: 200.0}.get(images, 40.0), 800, 1000)
+    assert width.images == 16
