@@ -28,6 +28,7 @@ from .ties import settled_logits, slack
 from .tree import DraftTree
 
 UNLIMITED = 1 << 30
+IDLE = 0.25  # of the tokens of all places
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,13 @@ class Scheduler:
     def _next(self, most: int) -> list[Request]:
         """The first of those who wait, as far as there is room for them.
 
-        If they fill all places, they begin together when half are free: a pass reads as many columns of every row as
-        the longest has, so that rows of one length cost less.
+        If they fill all places, they wait to begin together, unless too much stands idle until the last of those before
+        them is done: a pass reads as many columns of every row as the longest has, so rows of one length cost less.
         """
-        if len(self.waiting) >= self.images and 2 * len(self.active) > self.images:
-            return []
+        if self.active and len(self.waiting) >= self.images:
+            idle = (self.images - len(self.active)) * max(request.missing for request in self.active)
+            if idle <= IDLE * self.images * self.model.codes:
+                return []
         places = min(most, self.images - len(self.active))
         rows, joining = self.rows - len(self._padding), list[Request]()
         for request in islice(self.waiting, max(0, places)):

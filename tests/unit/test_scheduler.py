@@ -237,7 +237,7 @@ def _tokens(
     return request.codes[: model.codes]
 
 
-def test_who_fills_all_places_begins_when_half_are_free_and_few_join_at_once() -> None:
+def test_who_fills_all_places_waits_for_all_unless_too_much_stands_idle_and_few_join_at_once() -> None:
     scheduler = Scheduler(model(), images=4)
     slow = [submitted(scheduler, i, Visit(i, SAMPLINGS[0], (Ar(),), 0, 0)) for i in range(4)]
     scheduler.step()
@@ -245,7 +245,7 @@ def test_who_fills_all_places_begins_when_half_are_free_and_few_join_at_once() -
     scheduler.cancel(slow[:1])
     assert not scheduler.joining
     scheduler.cancel(slow[1:2])
-    assert scheduler.joining, "half of the places are free"
+    assert scheduler.joining, "two of four places would be idle for long"
     scheduler.step()
     assert scheduler.active == [*slow[2:], *others[:2]]
     scheduler.cancel([slow[2], others[4]])
