@@ -177,8 +177,9 @@ class HttpError(Exception):
             if text.startswith(("service: ", "pipeline: ")):  # it ended
                 return cls(503, "the model does not run any more; ask another server", None, "stopped", 5)
             return cls(400, text, _parameter(text), "invalid_value")
-        failed = isinstance(error, LanternError)  # its words may name files of the server
-        return cls(500, "the server failed to draw; its log says more", None, "engine_failed" if failed else None)
+        if isinstance(error, LanternError):  # its words may name files of the server
+            return cls(500, "the server's engines failed; its log says more", None, "engine_failed")
+        return cls(500, "an error in the server; its log says more")
 
     @property
     def type(self) -> str:
