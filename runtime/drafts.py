@@ -166,7 +166,7 @@ class Answers:
         first, guided, noise = self._seen
         assert first <= node < first + len(guided), "a node of a tree is chosen at when it was guessed last"
         own = None if noise is None else noise[node - first]
-        if self._leads is not None and not self.sampling.filtered:
+        if self._leads is not None:
             clear = bool(self._leads[node] > self.slack)
         else:
             clear = is_clear(guided[node - first], own, code, self.sampling, self.slack)
@@ -186,7 +186,7 @@ class Answers:
             self._seen = first, guided, noise
         return self._choices[node]
 
-    def take(self, guided: Floats, noise: Floats | None, codes: Ints, leads: Floats) -> None:
+    def take(self, guided: Floats, noise: Floats | None, codes: Ints, leads: Floats | None) -> None:
         """Take in all choices of a chain that were made elsewhere, see `guess_together`."""
         self._chain, self._seen, self._leads = guided, (0, guided, noise), leads
         self._choices.update(enumerate(codes.tolist()))
@@ -242,9 +242,13 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         noise = None  # [requests, nodes, vocab_size], as guided
         if not sampling.greedy:
             noise = np.stack([one.noise.gumbel(one.position, *guided.shape[1:]) for one, _ in neighbours])
-        codes, leads = choose_together(guided, noise, sampling)
+        leads: Floats | None = None  # where filters may turn a choice, each finds out alone
+        if sampling.filtered:
+            codes = choose(guided, noise, sampling)
+        else:
+            codes, leads = choose_together(guided, noise, sampling)
         for i, (one, _) in enumerate(neighbours):
-            one.take(guided[i], None if noise is None else noise[i], codes[i], leads[i])
+            one.take(guided[i], None if noise is None else noise[i], codes[i], None if leads is None else leads[i])
 
 
 @dataclass(frozen=True)

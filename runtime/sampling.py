@@ -45,9 +45,9 @@ def softmax(logits: Floats) -> Probabilities:
 
 
 def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
-    """The codes `[nodes]` drawn from the distributions of guided logits `[nodes, vocab_size]` with this Gumbel noise.
+    """The codes `[...]` drawn from the distributions of guided logits `[..., vocab_size]` with this Gumbel noise.
 
-    noise: float32 `[nodes, vocab_size]`; None draws the most probable codes. Sums are float32: rounding decides between
+    noise: float32 as logits; None draws the most probable codes. Sums are float32: rounding decides between
     two codes about once in a million draws, which moves a distribution less than the rounding of logits does; and
     whoever has the same logits makes the same sums.
     Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
@@ -62,11 +62,11 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
 
 
 def choose_together(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[Ints, Floats]:
-    """The same codes for logits and noise of more axes, `[..., vocab_size]`, and how far each is ahead of the next.
+    """What `choose` gives without filters, and how far each code is ahead of the next.
 
     Raises: EngineError: as `choose`.
     """
-    values = shape_logits(logits, sampling)
+    values = scale(logits, sampling)
     values = values.copy() if noise is None else values + noise
     codes: Ints = values.argmax(-1)
     where = codes[..., None]

@@ -60,7 +60,7 @@ def test_a_pass_and_an_append_keep_to_their_operations(pipe: Pipeline) -> None:
     """Ceilings, for each layer: what a change adds shows here."""
     target, layers = pipe.engines.target, open_bundle("scenes").manifest.target.num_layers
     cache = target.new_cache(2, PAST + 16)
-    cache.lengths = np.full(2, PAST)  # type: ignore[misc]
+    cache.lengths = np.full(2, PAST)
     tokens = np.zeros((2, 16), np.int64)
     mask = np.ones((2, 16, target.next_past_length(cache, 16) + 16), bool)
 
