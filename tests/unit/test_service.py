@@ -365,7 +365,9 @@ def test_passes_as_wide_as_nobody_shares_are_refused(service: Service) -> None:
         service.submit(Caller(), "red cube", method="sjd:window=128")
 
 
-def test_a_race_goes_on_beside_requests_of_one_method(pipe: Pipeline) -> None:
+def test_a_race_goes_on_beside_requests_of_one_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))  # no race of another test may have settled it
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
     with Service(pipe, together=4) as service:
         for _ in range(6):
             callers = [Caller(), Caller()]
