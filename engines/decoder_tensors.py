@@ -8,7 +8,7 @@ import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..errors import BundleError
-from ..runtime.engine import Floats, Pass
+from ..runtime.engine import Floats, Pass, Taken
 from .contracts import Array, DTypes, Tensor
 from .kv_cache import CacheRows
 
@@ -62,7 +62,8 @@ def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, 
     if table is None:
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
-        hidden = np.ascontiguousarray(batch.hidden, dtypes["target_hidden"])
+        states = batch.hidden.read() if isinstance(batch.hidden, Taken) else batch.hidden
+        hidden = np.ascontiguousarray(states, dtypes["target_hidden"])
         rows = {"input_ids": np.ascontiguousarray(batch.tokens, np.int64), "target_hidden": hidden}
     else:
         if (batch.tokens is None) == (batch.embeds is None):

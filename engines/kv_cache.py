@@ -68,13 +68,18 @@ class CacheRows:
 
         Raises: ValueError if they do not fit.
         """
-        rows = len(self.lengths)
+        rows, lengths = len(self.lengths), self.grown(accepted_indices)
+        row = np.repeat(np.arange(rows), lengths - self.lengths)
+        column = np.concatenate([np.arange(start, end) for start, end in zip(self.lengths, lengths, strict=True)])
+        return np.concatenate(accepted_indices) * rows + row, column * rows + row, lengths
+
+    def grown(self, accepted_indices: list[Ints]) -> Ints:
+        """Lengths once nodes `accepted_indices[r]` of row r are appended. Raises: ValueError if they do not fit."""
         counts = np.array([len(indices) for indices in accepted_indices], np.int64)
-        if len(counts) != rows or (self.lengths + counts > self.capacity).any():
+        if len(counts) != len(self.lengths) or (self.lengths + counts > self.capacity).any():
             raise ValueError(f"{len(counts)} rows of {counts} entries do not fit {self.lengths}, {self.capacity}")
-        row = np.repeat(np.arange(rows), counts)
-        column = np.concatenate([np.arange(n) + start for n, start in zip(counts, self.lengths, strict=True)])
-        return np.concatenate(accepted_indices) * rows + row, column * rows + row, self.lengths + counts
+        lengths: Ints = self.lengths + counts
+        return lengths
 
     def join(self, other: CacheRows) -> None:
         """Count the rows of another cache among one's own; the larger capacity is for all."""

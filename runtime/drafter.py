@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..methods import Drafted
+from .device import Asked, DeviceLogits, Resident
 from .drafts import Committed, Drafts, Model, Request
-from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows
+from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows, Taken
 from .passes import MINIMUM_NODES, committed_mask, stack_padding
 from .sampling import Probabilities, best_codes, guide, shape_logits, softmax
 from .statistics import Clock
@@ -34,11 +35,13 @@ def _slots(shape: StaticTree | DynamicTree) -> int:
 
 @dataclass
 class Level:
-    """Slots that were run together."""
+    """Slots that were run together, and where the output has what came of them."""
 
     sees: Bools  # what each saw of the draft: [requests, slots, drafted]
-    hidden: Floats  # [rows, slots, hidden_size]
-    logits: list[Floats]  # guided, per request: [slots, vocab_size]
+    logits: Rows
+    hidden: Rows
+    nodes: Ints  # of the output, [rows, slots]
+    guided: list[Floats] = field(default_factory=list)  # logits per request, once they have been asked for
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Pending:
 
     prefix: list[Ints]
     tokens: list[Ints] = field(default_factory=list)
-    hidden: list[list[Floats]] = field(default_factory=list)
+    hidden: list[list[Floats | Taken]] = field(default_factory=list)
 
 
 class TreeDrafts(Drafts):
@@ -82,6 +85,7 @@ class TreeDrafts(Drafts):
             if (pending := self.pending.get(one.request)) is None:
                 rows = one.request.rows if one.request in joining else []
                 pending = self.pending[one.request] = Pending([row.drafter_tokens(self.layout) for row in rows])
+            pending.hidden = [[_read(states) for states in earlier] for earlier in pending.hidden]
             pending.tokens.append(one.tokens)
             pending.hidden.append(one.hidden())
 
@@ -141,53 +145,74 @@ class TreeDrafts(Drafts):
         padding = stack_padding([~row.real for request in self.requests for row in request.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
-    def _guided(self, logits: Rows, nodes: slice) -> list[Floats]:
-        """Guided logits of each request at `nodes`, `[nodes, vocab_size]`."""
-        scales = [request.sampling.cfg_scale for request in self.requests]
-        rows = zip(self.first_row.tolist(), self._sides(), scales, strict=True)
-        return [guide(logits[first : first + sides, nodes], scale) for first, sides, scale in rows]
+    def _guided(self, level: Level) -> list[Floats]:
+        """Guided logits of each request in a level, `[slots, vocab_size]`."""
+        if not level.guided:
+            for request, first, sides in zip(self.requests, self.first_row, self._sides(), strict=True):
+                rows = np.arange(first, first + sides)
+                logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
+                level.guided.append(guide(logits, request.sampling.cfg_scale))
+        return level.guided
+
+    def _best(self, level: Level, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
+        """The `most` best children of every slot of a level, and their log-probabilities, per request."""
+        noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.requests]
+        logits = level.logits
+        if isinstance(logits, DeviceLogits) and all(logits.draws(request.sampling) for request in self.requests):
+            asked = []
+            for request, first, sides, noise in zip(self.requests, self.first_row, self._sides(), noises, strict=True):
+                rows, positions = slice(first, first + sides), np.full(level.nodes.shape[1], len(request.codes) + depth)
+                asked.append(Asked(rows, level.nodes[rows], request.sampling, noise, positions))
+            return logits.best(asked, most)
+        found = []
+        for request, noise, guided in zip(self.requests, noises, self._guided(level), strict=True):
+            values = shape_logits(guided, request.sampling)
+            if noise is not None:
+                values = values + noise.gumbel(len(request.codes) + depth, 1, values.shape[1])
+            found.append(best_codes(values, most))
+        return found
 
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level.
 
         As many as `self.most` of each row at a time, besides its prefix: those of many passes by other methods, if any.
         """
-        read, hidden = self._pending_slots()
+        read, states = self._pending_slots()
         rows, most = len(read), [self.most + self.prefix_padding.shape[1] * (not n) for n in self._cache.lengths]
-        last_hidden = np.zeros((rows, 1, hidden[0].shape[-1]), np.float32)
-        last_logits: list[Floats] = [last_hidden] * rows  # per row [1, vocab_size]
+        nothing, logits, hidden = np.zeros((len(self.requests), 1, 0), bool), dict[int, Floats](), dict[int, Floats]()
         while any(map(len, read)):
             counts = [min(len(tokens), bound) for tokens, bound in zip(read, most, strict=True)]
-            output = self._run_committed(read, hidden, counts)
+            output = self._run_committed(read, states, counts)
             ends = [count > 0 and count == len(tokens) for tokens, count in zip(read, counts, strict=True)]
+            if all(ends):
+                return Level(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
             last = np.flatnonzero(ends), np.array(counts)[ends] - 1
-            last_hidden[last[0], 0] = output.hidden[last]
-            for row, logits in zip(last[0].tolist(), output.logits[last], strict=True):
-                last_logits[row] = logits[None]
+            logits.update(zip(last[0].tolist(), output.logits[last], strict=True))
+            hidden.update(zip(last[0].tolist(), output.hidden[last], strict=True))
             read = [tokens[count:] for tokens, count in zip(read, counts, strict=True)]
-            hidden = [states[count:] for states, count in zip(hidden, counts, strict=True)]
+            states = [_read(own)[count:] for own, count in zip(states, counts, strict=True)]
             most = [self.most] * rows
-        guided = self._guided(np.stack(last_logits), slice(None))
-        return Level(np.zeros((len(self.requests), 1, 0), bool), last_hidden, guided)
+        found = (np.stack([last[row] for row in range(rows)])[:, None] for last in (logits, hidden))
+        return Level(nothing, *found, np.zeros((rows, 1), np.int64))
 
-    def _pending_slots(self) -> tuple[list[Ints], list[Floats]]:
+    def _pending_slots(self) -> tuple[list[Ints], list[Floats | Taken]]:
         """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
         read: list[Ints] = []
-        hidden: list[Floats] = []
+        hidden: list[Floats | Taken] = []
         for one in (self.pending.pop(request) for request in self.requests):
             codes = np.concatenate(one.tokens) + self.layout.code_offset
-            own = [np.concatenate(parts) for parts in zip(*one.hidden, strict=True)]
+            own = [p[0] if len(p) == 1 else np.concatenate([*map(_read, p)]) for p in zip(*one.hidden, strict=True)]
             read += [np.concatenate([prefix, codes]) for prefix in one.prefix] or [codes] * len(own)
             hidden += own
         return read, hidden
 
-    def _run_committed(self, read: list[Ints], hidden: list[Floats], counts: list[int]) -> PassOutput:
+    def _run_committed(self, read: list[Ints], states: list[Floats | Taken], counts: list[int]) -> PassOutput:
         """A pass over the first `counts` slots of each row, which are appended."""
         rows, slots = len(read), max(MINIMUM_NODES, *counts)
         tokens = np.zeros((rows, slots), np.int64)
-        states = np.zeros((rows, slots, hidden[0].shape[-1]), np.float32)
         for row, count in enumerate(counts):
-            tokens[row, :count], states[row, :count] = read[row][:count], hidden[row][:count]
+            tokens[row, :count] = read[row][:count]
+        hidden = _joined(states, counts, slots)
         self.committed_masks = {}
         lengths, prefix = self._cache.lengths, self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
@@ -195,7 +220,7 @@ class TreeDrafts(Drafts):
         for row in np.flatnonzero(lengths == 0).tolist():  # the prefix itself is being committed
             seen = ~self.prefix_padding[row] | np.eye(slots, prefix, dtype=bool)
             attention_mask[row, :, past_length : past_length + prefix] &= seen[:, :slots]
-        output = self._run(tokens, states, lengths[:, None] + np.arange(slots), attention_mask)
+        output = self._run(tokens, hidden, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(count) for count in counts])
         self.committed_masks = {}
         return output
@@ -209,7 +234,7 @@ class TreeDrafts(Drafts):
         attention_mask[:, :, :past_length] = self.committed_masks[past_length]
         return attention_mask, past_length
 
-    def _run(self, tokens: Ints, hidden: Floats, positions: Ints, attention_mask: Bools) -> PassOutput:
+    def _run(self, tokens: Ints, hidden: Floats | Taken, positions: Ints, attention_mask: Bools) -> PassOutput:
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self._cache)
 
@@ -219,13 +244,14 @@ class TreeDrafts(Drafts):
         tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`.
         """
         requests, slots = tokens.shape
-        rows, _, width = level.hidden.shape
+        rows = len(level.nodes)
         padded, drafted = max(MINIMUM_NODES, slots), level.sees.shape[2]
         base = self._cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.request_of] + self.layout.code_offset
-        states = np.zeros((rows, padded, width), np.float32)
-        states[:, :slots] = level.hidden[np.arange(rows)[:, None], parents[self.request_of]]
+        before = np.repeat(level.nodes[:, :1], padded, 1)
+        before[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.request_of]]
+        states = _take(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), before)
         sees = np.zeros((requests, slots, drafted + slots), bool)
         sees[:, :, :drafted] = level.sees[np.arange(requests)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
@@ -236,7 +262,7 @@ class TreeDrafts(Drafts):
         positions = np.repeat((base + depth - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
-        return Level(sees, output.hidden[:, :slots], self._guided(output.logits, slice(slots)))
+        return Level(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
 
     def _draft_static(self, shape: StaticTree, roots: Ints, level: Level) -> list[DraftTree]:
         requests = len(roots)
@@ -249,18 +275,20 @@ class TreeDrafts(Drafts):
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
             most = max(len(shape.children[node]) for node in inner)
-            for r, request in enumerate(self.requests):
-                weights = shape_logits(level.logits[r], request.sampling)
-                noise = self._noise(request, depth, weights.shape[1])
-                codes, scores = best_codes(weights if noise is None else weights + noise, most)
+            for r, (codes, scores) in enumerate(self._best(level, depth, most, noisy=True)):
                 for slot, node in enumerate(inner.tolist()):
                     if not alive[r, node]:
                         continue
                     drawn = codes[slot, np.isfinite(scores[slot])]
                     filled = shape.children[node][: len(drawn)]
                     tokens[r, filled], alive[r, filled] = drawn[: len(filled)], True
-                    if self.relaxed and not request.sampling.greedy:
-                        proposals[r][node] = softmax(weights[slot])
+            if self.relaxed:
+                for r, (request, guided) in enumerate(zip(self.requests, self._guided(level), strict=True)):
+                    if not request.sampling.greedy:
+                        drawn_from = softmax(shape_logits(guided, request.sampling))
+                        proposals[r].update(
+                            (n, q) for n, q in zip(inner.tolist(), drawn_from, strict=True) if alive[r, n]
+                        )
         leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
         trees = [DraftTree(tokens[r], shape.parents, proposals[r], order) for r, order in enumerate(leaf_orders)]
         # a peaked distribution may run out of codes
@@ -276,16 +304,10 @@ class TreeDrafts(Drafts):
                 codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 level = self._expand(codes, parents, depth, level)
-            for request, growth, nodes, logits in zip(self.requests, grown, chosen, level.logits, strict=True):
-                weights = shape_logits(logits[: len(nodes)], request.sampling)
-                noise = None if self.relaxed else self._noise(request, depth, weights.shape[1])
-                weights = weights if noise is None else weights + noise
-                growth.add_children(nodes, *best_codes(weights, shape.branch))
+            found = self._best(level, depth, shape.branch, noisy=not self.relaxed)
+            for growth, nodes, (codes, scores) in zip(grown, chosen, found, strict=True):
+                growth.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
         return [growth.prune(shape.nodes) for growth in grown]
-
-    def _noise(self, request: Request, depth: int, size: int) -> Floats | None:
-        """The noise that children of nodes at `depth` are drawn with, `[1, size]`."""
-        return None if request.sampling.greedy else request.noise.gumbel(len(request.codes) + depth, 1, size)
 
 
 class _Growth:
@@ -324,3 +346,29 @@ def _subtree(tree: DraftTree, kept: Ints) -> DraftTree:
     renumber[kept] = np.arange(len(kept))
     proposals = {int(renumber[node]): q for node, q in tree.proposals.items()}
     return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], proposals)
+
+
+def _take(source: Rows, rows: Ints, nodes: Ints) -> Floats | Taken:
+    """Hidden states of an output at `rows` and `nodes`, both of any one shape; left on the device where they stay."""
+    taken = Taken(source, rows, nodes)
+    return taken if isinstance(source, Resident) else taken.read()
+
+
+def _read(states: Floats | Taken) -> Floats:
+    return states.read() if isinstance(states, Taken) else states
+
+
+def _joined(states: list[Floats | Taken], counts: list[int], slots: int) -> Floats | Taken:
+    """The first `counts` states of each row, `[rows, slots, hidden_size]`, filled up with any."""
+    sources = {id(own.source) if isinstance(own, Taken) else None for own in states}
+    if isinstance(first := states[0], Taken) and len(sources) == 1:
+        rows, nodes = np.zeros((2, len(states), slots), np.int64)
+        for row, (own, count) in enumerate(zip(states, counts, strict=True)):
+            if isinstance(own, Taken):
+                rows[row, :count], nodes[row, :count] = own.rows[:count], own.nodes[:count]
+        return Taken(first.source, rows, nodes)
+    read = [_read(own) for own in states]
+    joined = np.zeros((len(read), slots, read[0].shape[-1]), np.float32)
+    for row, count in enumerate(counts):
+        joined[row, :count] = read[row][:count]
+    return joined

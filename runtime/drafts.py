@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..methods import Drafted, MethodConfig, Sampling, Sjd
-from .engine import Bools, Engine, Floats, Ints, Rows
+from .engine import Bools, Engine, Floats, Ints, Rows, Taken
 from .noise import Noise
 from .sampling import Probabilities, choose, choose_together, guide, is_clear, shape_distribution
 from .statistics import RequestStatistics
@@ -191,6 +191,10 @@ class Answers:
         self._chain, self._seen, self._leads = guided, (0, guided, noise), leads
         self._choices.update(enumerate(codes.tolist()))
 
+    def know(self, codes: Ints) -> None:
+        """Take in the choices after all nodes, made where the logits are."""
+        self._choices.update(enumerate(codes.tolist()))
+
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`."""
         if node not in self._distributions:
@@ -256,7 +260,8 @@ class Committed:
     """What a pass committed of one request.
 
     source: whose draft it was. tokens: the root of the next draft last. nodes: per row those whose keys and values
-    were kept. hidden: the target's hidden states at them, per row `[nodes, hidden_size]`, fetched when called.
+    were kept. hidden: the target's hidden states at them, per row `[nodes, hidden_size]`, fetched when called, unless they
+    stay on a device.
     answers: what the target said.
     """
 
@@ -264,7 +269,7 @@ class Committed:
     source: Drafts
     tokens: Ints
     nodes: list[Ints]
-    hidden: Callable[[], list[Floats]]
+    hidden: Callable[[], list[Floats | Taken]]
     answers: Answers
 
 

@@ -17,23 +17,6 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Input of one pass; exactly one of `tokens` and `embeds` is given.
-
-    positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, past columns first, as
-    many as the engine's `next_past_length` says; every node sees at least itself. tokens: int64 `[rows, nodes]`.
-    embeds: prefix rows, float32 `[rows, nodes, hidden_size]`. hidden: float32 `[rows, nodes, hidden_size]`, for
-    drafters only (they take tokens and hidden states).
-    """
-
-    positions: Ints
-    attention_mask: Bools
-    tokens: Ints | None = None
-    embeds: Floats | None = None
-    hidden: Floats | None = None
-
-
 class Rows(Protocol):
     """Numbers `[rows, nodes, size]`, perhaps on a device: indexing the first two axes gives float32 `[..., size]`.
 
@@ -42,6 +25,37 @@ class Rows(Protocol):
 
     def __getitem__(self, key: Any, /) -> Any:
         """The rows at `key`, as NumPy would index them."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Hidden states from an earlier output: row and node there of each node, both int64 `[rows, nodes]`."""
+
+    source: Rows
+    rows: Ints
+    nodes: Ints
+
+    def read(self) -> Floats:
+        """The states, float32 `[rows, nodes, hidden_size]`."""
+        states: Floats = self.source[self.rows, self.nodes]
+        return states
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Input of one pass; exactly one of `tokens` and `embeds` is given.
+
+    positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, past columns first, as
+    many as the engine's `next_past_length` says; every node sees at least itself. tokens: int64 `[rows, nodes]`.
+    embeds: prefix rows, float32 `[rows, nodes, hidden_size]`. hidden: float32 `[rows, nodes, hidden_size]`, for
+    drafters only (they take tokens and hidden states), or where an earlier output has them.
+    """
+
+    positions: Ints
+    attention_mask: Bools
+    tokens: Ints | None = None
+    embeds: Floats | None = None
+    hidden: Floats | Taken | None = None
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     if noise is not None:
         values = values + noise
     if not isfinite(values.max()):  # NaN counts as the largest
-        raise _damaged()
+        raise damaged()
     codes: Ints = values.argmax(-1)
     return codes
 
@@ -72,7 +72,7 @@ def choose_together(logits: Floats, noise: Floats | None, sampling: Sampling) ->
     where = codes[..., None]
     best = np.take_along_axis(values, where, -1)
     if not np.isfinite(best).all():
-        raise _damaged()
+        raise damaged()
     np.put_along_axis(values, where, np.float32(-np.inf), -1)
     return codes, best[..., 0] - values.max(-1)
 
@@ -131,11 +131,12 @@ def _highest(logits: Floats) -> Floats:
     """Maxima along the last axis, kept as an axis of one; EngineError if one is NaN or infinite."""
     top: Floats = logits.max(-1, keepdims=True)
     if not np.isfinite(top).all():
-        raise _damaged()
+        raise damaged()
     return top
 
 
-def _damaged() -> EngineError:
+def damaged() -> EngineError:
+    """The error for logits that are no numbers."""
     return EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
 
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from ..methods import Drafted, Sjd
 from .acceptance import Acceptance, follow
+from .device import Asked, DeviceLogits, Resident
 from .drafter import TreeDrafts
 from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request, guess_together
-from .engine import Cache, Floats, Ints, Pass, PassOutput
+from .engine import Cache, Floats, Ints, Pass, PassOutput, Taken
 from .jacobi import WindowDrafts
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
 from .relaxation import Relaxation, walk, walk_greedy
@@ -154,7 +155,10 @@ class Scheduler:
         output = self._verify(trees)
         everybody = [self._answers(one, trees[one], output, self._rows[one]) for one in self.active]
         exact = [request.method.exact for request in self.active]
-        guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
+        if isinstance(output.logits, DeviceLogits):
+            self._ask_device(output.logits, trees, [*compress(zip(self.active, everybody, strict=True), exact)])
+        else:
+            guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
         parts, committed = [], []
         for request, source, answers in zip(self.active, drafted, everybody, strict=True):
             tree, rows = trees[request], self._rows[request]
@@ -201,6 +205,20 @@ class Scheduler:
         return Answers(
             partial(_logits, output, rows), tree.structure, request.noise, position, sampling, margin, settle
         )
+
+    def _ask_device(
+        self, logits: DeviceLogits, trees: dict[Request, DraftTree], asking: Sequence[tuple[Request, Answers]]
+    ) -> None:
+        """Have all choices of these requests made where the logits are, as far as that is possible there."""
+        asking = [(one, own) for one, own in asking if own.settle is None and logits.draws(one.sampling)]
+        asked = []
+        for request, _ in asking:
+            depths, rows = trees[request].structure.depths, self._rows[request]
+            nodes = np.tile(np.arange(len(depths)), (rows.stop - rows.start, 1))
+            noise = None if request.sampling.greedy else request.noise
+            asked.append(Asked(rows, nodes, request.sampling, noise, len(request.codes) + depths))
+        for (_, answers), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
+            answers.know(codes[:, 0])
 
     def _settle(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
         """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
@@ -264,5 +282,9 @@ def _logits(output: PassOutput, rows: slice, nodes: slice) -> Floats:
     return logits
 
 
-def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats]:
-    return [output.hidden[row, own] for row, own in zip(range(rows.start, rows.stop), nodes, strict=True)]
+def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | Taken]:
+    taken = [
+        Taken(output.hidden, np.full(len(own), row), own)
+        for row, own in zip(range(rows.start, rows.stop), nodes, strict=True)
+    ]
+    return taken if isinstance(output.hidden, Resident) else [states.read() for states in taken]

@@ -16,7 +16,9 @@ from ..contracts import Function, Progress, Tensor
 from ..engine_folder import EngineFolder
 from ..host import import_onnxruntime, processor
 from ..profiles import BuildOptions, Profile
-from .engine import OrtDeviceEngine, OrtEngine
+from .device import Device
+from .device_engine import OrtDeviceEngine
+from .engine import OrtEngine
 from .session import GraphSession, check_convolutions, save_optimised
 
 
@@ -31,14 +33,16 @@ class OrtGraphs:
     ) -> None:
         self._bundle, self._folder, self._threads, self._provider = bundle, folder, threads, provider
         self._expand_weights = expand_weights
+        self._device = Device(provider) if provider != "cpu" else None
         if provider == "cuda":
             check_convolutions(provider)
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""
-        engine, (path, optimised) = OrtDeviceEngine if self._provider == "cuda" else OrtEngine, self._locate(role)
-        expand_weights = self._expand_weights and role == "target"
-        return engine(path, spec, code_embeddings, self._threads, self._provider, optimised, expand_weights)
+        if self._device is not None:
+            return OrtDeviceEngine(self._bundle.path(role), spec, code_embeddings, self._threads, self._device)
+        (path, optimised), expand_weights = self._locate(role), self._expand_weights and role == "target"
+        return OrtEngine(path, spec, code_embeddings, self._threads, self._provider, optimised, expand_weights)
 
     def function(
         self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None

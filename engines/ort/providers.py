@@ -19,18 +19,19 @@ _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """A provider: ONNX Runtime's name for it, the package that has it, and its options."""
+    """A provider: ONNX Runtime's name for it, the package that has it, its options, and where its memory is."""
 
     name: str
     execution_provider: str
     package: str
     options: dict[str, str]
+    device: str = "cpu"
 
 
 _ALL = (
     Provider("cpu", "CPUExecutionProvider", "onnxruntime", {}),
     # Float32 stays float32: TF32 products would not be those of another number of nodes.
-    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu[cuda,cudnn]", {"use_tf32": "0"}),
+    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu[cuda,cudnn]", {"use_tf32": "0"}, "cuda"),
     Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino", {}),
     Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),

@@ -12,11 +12,11 @@ from ...checks import brief
 from ...errors import BundleError, EngineError
 from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
+from ..graph_bytes import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .graph_bytes import convolution_graph
 from .providers import check_taken, find_provider, preload
 
-_TYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64"}
+_TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 
@@ -24,7 +24,8 @@ _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 class GraphSession:
     """A loaded graph, `optimised` if `save_optimised` wrote it. `run` may be called from several threads at once.
 
-    expand_weights: integer weights become float32, and their products those of float32.
+    expand_weights: integer weights become float32, and their products those of float32. model: run instead of the
+    file, whose folder holds its weights.
 
     Raises: EngineError if the provider does not take the graph, BundleError if the file is damaged or another graph
     than expected.
@@ -39,9 +40,11 @@ class GraphSession:
         provider: str = "cpu",
         optimised: bool = False,
         expand_weights: bool = False,
+        model: bytes | None = None,
     ) -> None:
-        self.path, self.provider = path, provider
-        self.session = load_session(path, thread_count(threads), provider, optimised, expand_weights)
+        self.path, self.provider, source = path, provider, path if model is None else model
+        folder = path.parent if model is not None else None
+        self.session = load_session(source, thread_count(threads), provider, optimised, expand_weights, folder=folder)
         with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: DTypes = {
                 **_check(path, "input", self.session.get_inputs(), inputs),
@@ -90,8 +93,9 @@ def load_session(
     optimised: bool = False,
     expand_weights: bool = False,
     save_to: Path | None = None,
+    folder: Path | None = None,
 ) -> Any:
-    """A session of a file, or of a helper graph given as bytes. Raises: EngineError, BundleError."""
+    """A session of a file, or of a graph given as bytes, its weights in `folder`. Raises: EngineError, BundleError."""
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
     preload(chosen, runtime)
@@ -101,6 +105,8 @@ def load_session(
     options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != "cpu")))
     if expand_weights:  # DequantizeLinear is then computed once, not fused into products that round what they multiply
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     if save_to is not None:
         options.optimized_model_filepath, initializers = str(save_to), "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{initializers}file_name", f"{save_to.name}.data")
@@ -110,7 +116,7 @@ def load_session(
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimised else levels.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
-    graph, where = (source, "a helper graph") if isinstance(source, bytes) else (str(source), source)
+    graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
     providers = [(chosen.execution_provider, chosen.options)]
     try:
         session = runtime.InferenceSession(graph, options, providers=providers, enable_fallback=False)

@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 # Messages of onnx.proto that lead to a tensor: field number -> message kind.
 _CHILDREN: dict[str, dict[int, str]] = {
@@ -28,6 +32,7 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "entry": {},
 }
 _FLOATS = {1, 10, 16}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
+_NUMPY = {1: "float32", 10: "float16"}
 
 
 class NotOnnx(ValueError):  # noqa: N818
@@ -71,6 +76,46 @@ def float_weights(path: Path) -> int:
     return total
 
 
+class Weight(NamedTuple):
+    """An initialiser of a graph: its message as it stands in the file, shape, NumPy type ("" for others), and file.
+
+    place: offset and length in the file `location` beside the graph; None: `message` holds the numbers.
+    """
+
+    message: bytes
+    shape: tuple[int, ...]
+    dtype: str
+    place: tuple[str, int, int] | None
+
+    def array(self, folder: Path) -> NDArray[np.floating[Any]]:
+        """The numbers; `folder` holds the graph. Raises: NotOnnx, OSError."""
+        if self.place is None:
+            fields = _fields(self.message, slice(0, len(self.message)))
+            data = next((self.message[value] for number, value in fields if number == 9), b"")
+        else:
+            location, offset, length = self.place
+            with (folder / location).open("rb") as file:
+                file.seek(offset)
+                data = file.read(length)
+        if not self.dtype or len(data) != math.prod(self.shape) * np.dtype(self.dtype).itemsize:
+            raise NotOnnx("a weight of another size than its shape says")
+        return np.frombuffer(data, self.dtype).reshape(self.shape)
+
+
+def graph_weights(path: Path) -> dict[str, Weight]:
+    """The initialisers of a graph by name. Raises: NotOnnx, OSError."""
+    found: dict[str, Weight] = {}
+    with _mapped(path) as (data, model):
+        for tensor in _inside(data, model, 7, 5):  # graph, initializer
+            shape, kinds = (tuple(_varints(data, _inside(data, tensor, number))) for number in (1, 2))
+            (name,) = (data[value].decode() for value in _inside(data, tensor, 8))
+            entries = [{n: data[value].decode() for n, value in _fields(data, e)} for e in _inside(data, tensor, 13)]
+            own = {entry.get(1, ""): entry.get(2, "") for entry in entries}
+            place = (own["location"], int(own.get("offset", 0)), int(own["length"])) if "location" in own else None
+            found[name] = Weight(data[tensor], shape, _NUMPY.get(kinds[0], ""), place)
+    return found
+
+
 def place_of_node(path: Path, index: int) -> str | None:
     """The last dotted name (`layers.3.attention.qkv.weight`) that node `index` or one before it reads or writes.
 
@@ -94,14 +139,14 @@ def _mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
         yield data, slice(0, len(data))
 
 
-def _inside(data: mmap.mmap, message: slice, first: int, *numbers: int) -> Iterator[slice]:
+def _inside(data: mmap.mmap | bytes, message: slice, first: int, *numbers: int) -> Iterator[slice]:
     """The fields of one number of a message, or those further inside, down `numbers`."""
     for number, value in _fields(data, message):
         if number == first:
             yield from _inside(data, value, *numbers) if numbers else (value,)
 
 
-def _fields(data: mmap.mmap, message: slice) -> Iterator[tuple[int, slice]]:
+def _fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slice]]:
     """Number and bytes of the fields of a message; those of fixed size are left out."""
     at, end = message.start, message.stop
     while at < end:
@@ -122,7 +167,7 @@ def _fields(data: mmap.mmap, message: slice) -> Iterator[tuple[int, slice]]:
             yield tag >> 3, slice(start, at)
 
 
-def _varints(data: mmap.mmap, fields: Iterator[slice]) -> Iterator[int]:
+def _varints(data: mmap.mmap | bytes, fields: Iterator[slice]) -> Iterator[int]:
     """The numbers in fields that hold one each, or many packed."""
     for field in fields:
         at = field.start
@@ -131,7 +176,7 @@ def _varints(data: mmap.mmap, fields: Iterator[slice]) -> Iterator[int]:
             yield value
 
 
-def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
     value = shift = 0
     while at < end and shift < 70:
         value |= (data[at] & 0x7F) << shift

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +13,24 @@ import numpy as np
 import torch
 from host_tensorrt import HostLibrary, HostMemory, write_plan
 from numpy.typing import NDArray
-from tiny_graphs import DrafterGraph, TargetGraph, export_decoder
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt.backend import TensorRTBackend, import_library
 from lantern_rt.engines.trt.cuda import open_gpu
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import Plan
+from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
+from lantern_rt.runtime.engine import Engine
 
 SMALL = DecoderConfig(
     hidden_size=32,
@@ -55,14 +60,16 @@ class SmallModel:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
         torch.set_num_threads(1)
-        self.decoder, drafter = Decoder(SMALL).eval(), DrafterGraph(Decoder(SMALL).eval())
+        self.decoder = Decoder(SMALL).eval()
+        head = torch.nn.Linear(SMALL.hidden_size, SMALL.vocab_size, bias=False)
+        drafter = EagleDrafter(replace(SMALL, final_norm=False), head, bias=True).eval()
         with torch.no_grad():
-            for head in (self.decoder.head, drafter.decoder.head):
-                head.weight.mul_(4)  # distributions far from uniform
+            for own in (self.decoder.head, drafter.head):
+                own.weight.mul_(4)  # distributions far from uniform
         self.folder = folder
-        export_decoder(TargetGraph(self.decoder), folder / "target.onnx")
-        export_decoder(drafter, folder / "drafter.onnx")
         self.table = np.random.default_rng(0).normal(size=(SMALL.vocab_size, SMALL.hidden_size)).astype(np.float32)
+        write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
+        write_graph(drafter_graph(drafter), folder)
         sizes = {
             name: getattr(SMALL, name)
             for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
@@ -81,10 +88,13 @@ class SmallModel:
             paths[role] = self.folder / f"{role}.onnx"
             if optimised:
                 paths[role] = save_optimised(paths[role], "cpu", self.folder / f"{role}.optimised.onnx")[0]
-        kinds = {"onnxruntime, device": OrtDeviceEngine, "onnxruntime, cuda": OrtDeviceEngine}
-        engine, provider = kinds.get(backend, OrtEngine), "cuda" if backend == "onnxruntime, cuda" else "cpu"
-        target = engine(paths["target"], self.target_spec, self.table, ONE, provider, optimised)
-        drafter = engine(paths["drafter"], self.drafter_spec, None, ONE, provider, optimised)
+        if backend in ("onnxruntime, device", "onnxruntime, cuda"):
+            device = Device("cuda" if backend == "onnxruntime, cuda" else "cpu")
+            target: Engine = OrtDeviceEngine(paths["target"], self.target_spec, self.table, ONE, device)
+            drafter: Engine = OrtDeviceEngine(paths["drafter"], self.drafter_spec, None, ONE, device)
+        else:
+            target = OrtEngine(paths["target"], self.target_spec, self.table, ONE, "cpu", optimised)
+            drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, ONE, "cpu", optimised)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
     def _on_tensorrt(self, name: str, where: str) -> Model:

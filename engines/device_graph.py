@@ -1,0 +1,250 @@
+"""Decoder graphs for accelerators, made from a bundle's own when they are loaded: other nodes over the same weights.
+
+A bundle's graph is laid out for CPUs: embeddings, a mask and the past go in, new keys and values come out. Here token
+ids go in and embeddings are looked up; the mask is made from a few bits a node; keys and values of new nodes are
+written into the caches, outputs that are bound to the memory of inputs; attention, norms and rotation are one node
+each. Weights stay in the bundle's files, whose names for them are those of `export/graph/decoder_graph.py`.
+
+A row's cache columns may be filled in any order: whoever runs the graph says where new nodes go and which columns a
+node sees. Committing nodes is then bookkeeping, and moves nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..bundle.onnx_scan import Weight, graph_weights
+from ..errors import BundleError
+from ..user_files import reading
+from .contracts import Tensor
+from .graph_bytes import GraphWriter, Value
+
+WORD = 16  # columns of a mask per number
+_HEAD_EPSILON = 1e-5  # of norms of single heads
+MASKED = {"float32": -1e9, "float16": -6e4}  # added to scores of columns that are not seen; finite
+
+
+class DeviceGraph(NamedTuple):
+    """A model as bytes, what goes in and comes out, and the type of its caches and hidden states."""
+
+    model: bytes
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    dtype: str
+
+
+def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> DeviceGraph:
+    """The device layout of the target or drafter graph in a file, whose folder holds its weights.
+
+    Inputs: `token_ids` int32 `[rows, nodes]`, rows of `embeddings [entries, hidden_size]` (of a target; a drafter has
+    its own) and, of a drafter, `hidden_ids` int32, rows of `hidden [any, any, hidden_size]` with its
+    first axes as one; `position_ids` int64
+    `[rows, nodes]`; `write` int64 `[rows, nodes, 2]`, row and column where each node's keys and values go; `seen_by_all`
+    int32 `[rows, words]`, bit c of word w: whether all nodes see column 16 w + c; `columns` int32 `[rows, 16 words]`,
+    further columns, and `seen` int32 `[rows, nodes, words]`, which of them each node sees; `column_ids` int32
+    `[capacity]`, 0 .. capacity - 1; `past_key_values.{i}.key/.value [rows, capacity, num_kv_heads * head_dim]`.
+    Outputs: `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
+    memory of the past. Raises: BundleError if the file is not one that this version exports.
+    """
+    with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
+        weights = graph_weights(path)
+        try:
+            return _Writer(path.parent, weights, spec).write(drafts)
+        except KeyError as error:
+            raise BundleError(f"{path}: has no weight {error}; for accelerators export the bundle again") from error
+
+
+class _Writer:
+    """Writes one decoder; `x` are names of values `[rows, nodes, width]`."""
+
+    def __init__(self, folder: Path, weights: dict[str, Weight], spec: DecoderSpec | DrafterSpec) -> None:
+        self.folder, self.weights, self.spec, self.graph = folder, weights, spec, GraphWriter()
+        self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
+        out = weights.get("layers.0.attention.out.weight")
+        self.half = out is not None and out.dtype == "float16"
+        self.dtype = "float16" if self.half else "float32"
+        epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
+        self.epsilon = next(iter(epsilons - {_HEAD_EPSILON}), _HEAD_EPSILON)
+        swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
+        self.interleaved = int(swap[0].argmax() == 1)  # the number that is the first one's partner
+
+    def write(self, drafts: bool) -> DeviceGraph:
+        """The whole decoder."""
+        graph, spec, width = self.graph, self.spec, self.spec.hidden_size
+        if drafts:
+            states = graph.op("Reshape", "hidden", graph.ints(-1, width))
+            joint = [self.look_up(), graph.op("Gather", states, "hidden_ids")]
+            x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
+        else:
+            x = graph.op("Gather", "embeddings", "token_ids")
+        mask, tables = self.mask(), self.rotary_tables()
+        for i in range(spec.num_layers):
+            x = self.layer(x, i, mask, tables)
+        hidden = self.norm(x, "norm.weight", name="hidden_states")
+        self.head(hidden)
+        cache = (None, None, spec.num_kv_heads * spec.head_dim)
+        names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
+        states = Tensor("hidden", (self.dtype,), (None, None, width))
+        inputs = [
+            states if drafts else Tensor("embeddings", (self.dtype,), (None, width)),
+            Tensor("token_ids", ("int32",), (None, None)),
+            *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
+            Tensor("position_ids", ("int64",), (None, None)),
+            Tensor("write", ("int64",), (None, None, 2)),
+            Tensor("seen_by_all", ("int32",), (None, None)),
+            Tensor("columns", ("int32",), (None, None)),
+            Tensor("seen", ("int32",), (None, None, None)),
+            Tensor("column_ids", ("int32",), (None,)),
+            *(Tensor(f"past_{name}", (self.dtype,), cache) for name in names),
+        ]
+        outputs = [
+            Tensor("logits", ("float32",), (None, None, spec.vocab_size)),
+            Tensor("hidden_states", (self.dtype,), (None, None, width)),
+            *(Tensor(f"present_{name}", (self.dtype,), cache) for name in names),
+        ]
+        return DeviceGraph(graph.model(map(_value, inputs), map(_value, outputs)), inputs, outputs, self.dtype)
+
+    def layer(self, x: str, index: int, mask: str, tables: list[str]) -> str:
+        """Attention and feed-forward."""
+        graph, at = self.graph, f"layers.{index}"
+        x = graph.op("Add", x, self.attention(self.norm(x, f"{at}.attention_norm.weight"), index, mask, tables))
+        normed = self.norm(x, f"{at}.ffn_norm.weight")
+        gate, up = (self.linear(normed, f"{at}.ffn.{part}") for part in ("gate", "up"))
+        active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+        return graph.op("Add", x, self.linear(active, f"{at}.ffn.down"))
+
+    def attention(self, x: str, index: int, mask: str, tables: list[str]) -> str:
+        """Attention over the cache, with the new nodes written into it."""
+        graph, spec, at = self.graph, self.spec, f"layers.{index}"
+        turned, width = self.heads + spec.num_kv_heads, spec.head_dim
+        sizes = graph.ints(turned * width, spec.num_kv_heads * width)
+        joint = self.linear(x, f"{at}.attention.qkv")
+        rotated, value = graph.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.new_value"], axis=-1)
+        if f"{at}.attention.head_norm.weight" in self.weights:
+            rotated = self.head_norms(rotated, f"{at}.attention.head_norm", turned)
+        how = {"interleaved": self.interleaved, "num_heads": turned}
+        rotated = graph.op("RotaryEmbedding", rotated, *tables, "position_ids", **how)
+        sizes = graph.ints(self.heads * width, spec.num_kv_heads * width)
+        query, key = graph.many("Split", [rotated, sizes], [f"{at}.query", f"{at}.new_key"], axis=-1)
+        caches = [
+            graph.op(
+                "ScatterND", f"past_key_values.{index}.{part}", "write", new, name=f"present_key_values.{index}.{part}"
+            )
+            for part, new in (("key", key), ("value", value))
+        ]
+        scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
+        heads = {"q_num_heads": self.heads, "kv_num_heads": spec.num_kv_heads}
+        mixed = graph.op("Attention", query, *caches, mask, **heads, scale=scale)
+        return self.linear(mixed, f"{at}.attention.out")
+
+    def head_norms(self, x: str, prefix: str, heads: int) -> str:
+        """Every head of queries and keys normed by itself, in float32."""
+        graph, spec = self.graph, self.spec
+        x = self.wide(graph.op("Reshape", x, graph.ints(0, 0, heads, spec.head_dim)))
+        centred = graph.op("Sub", x, graph.op("ReduceMean", x, graph.ints(-1), keepdims=1))
+        mean = graph.op("ReduceMean", graph.op("Mul", centred, centred), graph.ints(-1), keepdims=1)
+        eps = graph.constant(np.array(_HEAD_EPSILON, np.float32))
+        normed = graph.op("Div", centred, graph.op("Sqrt", graph.op("Add", mean, eps)))
+        scaled = graph.op(
+            "Add", graph.op("Mul", normed, self.weight(f"{prefix}.weight")), self.weight(f"{prefix}.bias")
+        )
+        return self.narrow(graph.op("Reshape", scaled, graph.ints(0, 0, heads * spec.head_dim)))
+
+    def norm(self, x: str, weight: str, name: str | None = None) -> str:
+        """x / rms(x), scaled; `x` itself where there is no such weight."""
+        if weight not in self.weights:
+            return x if name is None else self.graph.op("Identity", x, name=name)
+        scale = self.narrow(self.weight(weight))
+        return self.graph.op("RMSNormalization", x, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
+
+    def head(self, hidden: str) -> None:
+        """Hidden states to float32 logits."""
+        graph, own = self.graph, "narrow_logits" if self.half else "logits"
+        if "head.first.bias" in self.weights:
+            second = graph.op(
+                "MatMul", graph.op("Gelu", self.linear(hidden, "head.first")), self.weight("head.second.weight")
+            )
+            graph.op("Add", second, self.weight("head.second.bias"), name=own)
+        else:
+            graph.op("MatMul", hidden, self.weight("head.weight"), name=own)
+        if self.half:
+            graph.op("Cast", own, name="logits", to=1)
+
+    def look_up(self) -> str:
+        """Rows of the drafter's embedding table, in the type it computes in."""
+        stored = "embed.weight" if "embed.weight" in self.weights else "embed.weight.half"
+        self.take(stored)
+        rows = self.graph.op("Gather", stored, "token_ids")
+        return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
+
+    def linear(self, x: str, name: str) -> str:
+        """A product with a weight `[in, out]`, and its bias if it has one."""
+        y = self.graph.op("MatMul", x, self.weight(f"{name}.weight"))
+        return self.graph.op("Add", y, self.weight(f"{name}.bias")) if f"{name}.bias" in self.weights else y
+
+    def weight(self, name: str) -> str:
+        """A weight in what the graph computes with, whatever it is stored as."""
+        if name in self.weights:
+            return self.take(name)
+        kinds = ("half", "int8", "int4")
+        stored = next((own for kind in kinds if (own := f"{name}.{kind}") in self.weights), name)
+        if stored not in self.decoded:
+            if stored.endswith(".half"):
+                self.decoded[stored] = self.graph.cast(self.take(stored), "float32")
+            else:
+                block = self.weights[stored].shape[0] // self.weights[f"{name}.scales"].shape[0]
+                parts = self.take(stored), self.take(f"{name}.scales")
+                self.decoded[stored] = self.graph.op("DequantizeLinear", *parts, axis=0, block_size=block)
+        return self.decoded[stored]
+
+    def take(self, name: str) -> str:
+        """A weight as it is stored."""
+        self.graph.weights[name] = self.weights[name].message
+        return name
+
+    def wide(self, x: str) -> str:
+        """`x` in float32."""
+        return self.graph.cast(x, "float32") if self.half else x
+
+    def narrow(self, x: str) -> str:
+        """`x` in what the graph computes in."""
+        return self.graph.cast(x, "float16") if self.half else x
+
+    def rotary_tables(self) -> list[str]:
+        """Cosines and sines `[positions, head_dim / 2]`, from tables that have each twice, the first sine negated."""
+        graph, width = self.graph, self.spec.head_dim
+        second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
+        place = [graph.ints(number) for number in second]
+        return [
+            graph.op("Slice", self.narrow(self.weight(name)), *place[:2], graph.ints(1), place[2])
+            for name in ("rotary.cos", "rotary.sin")
+        ]
+
+    def mask(self) -> str:
+        """What is added to scores, `[rows, 1, nodes, capacity]`."""
+        graph = self.graph
+        by_all = graph.op("Unsqueeze", self.bits("seen_by_all"), graph.ints(1))  # [rows, 1, capacity]
+        places = graph.op("Equal", graph.op("Unsqueeze", "columns", graph.ints(-1)), "column_ids")
+        own = graph.op("MatMul", self.bits("seen"), graph.cast(places, "float32"))  # [rows, nodes, capacity]
+        half, masked = (graph.constant(np.array(number, np.float32)) for number in (0.5, MASKED[self.dtype]))
+        hidden = graph.cast(graph.op("Less", graph.op("Add", by_all, own), half), "float32")
+        return self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), graph.ints(1)))
+
+    def bits(self, words: str) -> str:
+        """The bits of numbers `[..., words]` as float32 `[..., 16 words]`, the lowest of each first."""
+        graph, powers = self.graph, 0.5 ** np.arange(WORD, dtype=np.float32)
+        half, two = (graph.constant(np.array(number, np.float32)) for number in (0.5, 2.0))
+        wide = graph.op("Unsqueeze", graph.cast(words, "float32"), graph.ints(-1))
+        shifted = graph.op("Floor", graph.op("Mul", wide, graph.constant(powers)))
+        even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
+        kept = (0, 0, -1) if words == "seen" else (0, -1)
+        return graph.op("Reshape", graph.op("Sub", shifted, even), graph.ints(*kept))
+
+
+def _value(tensor: Tensor) -> Value:
+    axes = [axis or f"{tensor.name}.{i}" for i, axis in enumerate(tensor.shape)]
+    return Value(tensor.name, tensor.dtypes[0], axes)

@@ -1,0 +1,202 @@
+"""What the device path does on a provider's device besides running decoders: small graphs, and noise that lies there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...runtime.device import Asked
+from ...runtime.engine import Floats, Ints
+from ...runtime.noise import GROUP
+from ...runtime.sampling import damaged
+from ..columns import node_count
+from ..contracts import Array
+from ..graph_bytes import GraphWriter, Value
+from ..host import import_onnxruntime
+from ..sampling_head import LEFT_OUT, Head
+from .providers import find_provider
+from .session import load_session
+
+_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+_GROUPS = 32  # of positions whose noise is kept on the device, at least
+
+
+class Device:
+    """The device of a provider; values there are ONNX Runtime's. For several threads."""
+
+    def __init__(self, provider: str) -> None:
+        self.provider, self.name = provider, find_provider(provider, import_onnxruntime()).device
+        self._sessions: dict[object, Any] = {}
+        self._noise: dict[int, NoiseTable] = {}  # by vocabulary
+        self._lock = threading.Lock()
+
+    def run(
+        self, key: object, graph: Callable[[], bytes], feeds: Mapping[str, Any], goals: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Run a helper graph, made when it is first needed; feeds are arrays, or values on the device.
+
+        goals: values that outputs are written to, None for the host's memory; others get new values on the device.
+        """
+        if key not in self._sessions:
+            self._sessions[key] = load_session(graph(), 1, self.provider)
+        session, goals = self._sessions[key], goals or {}
+        binding, names = session.io_binding(), [output.name for output in session.get_outputs()]
+        for name, value in feeds.items():
+            if isinstance(value, np.ndarray):
+                binding.bind_cpu_input(name, value)
+            else:
+                binding.bind_ortvalue_input(name, value)
+        for name in names:
+            if goals.get(name) is not None:
+                binding.bind_ortvalue_output(name, goals[name])
+            else:
+                binding.bind_output(name, "cpu" if name in goals else self.name)
+        session.run_with_iobinding(binding)
+        return [
+            value.numpy() if name in goals else value for name, value in zip(names, binding.get_outputs(), strict=True)
+        ]
+
+    def put(self, array: Array) -> Any:
+        """A copy of an array on the device."""
+        return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        """Zeros on the device, made there."""
+
+        def graph() -> bytes:
+            writer = GraphWriter()
+            writer.op("Expand", writer.constant(np.zeros(1, dtype)), "shape", name="out")
+            axes = [f"axis.{i}" for i in range(len(shape))]
+            return writer.model([Value("shape", "int64", [len(shape)])], [Value("out", dtype, axes)])
+
+        return self.run(("zeros", len(shape), dtype), graph, {"shape": np.array(shape, np.int64)})[0]
+
+    def read(self, value: Any, places: Ints) -> Floats:
+        """Rows `places` (of any shape) of a value `[rows, nodes, width]`, its first two axes taken as one; float32."""
+        dtype, width = dtype_of(value), value.shape()[2]
+
+        def graph() -> bytes:
+            writer = GraphWriter()
+            flat = writer.op("Reshape", "data", writer.ints(-1, width))
+            writer.op("Gather", flat, "places", name="out")
+            inputs = [Value("data", dtype, ["rows", "nodes", width]), Value("places", "int64", ["some"])]
+            return writer.model(inputs, [Value("out", dtype, ["some", width])])
+
+        feeds = {"data": value, "places": np.ascontiguousarray(places.ravel(), np.int64)}
+        (found,) = self.run(("read", dtype, width), graph, feeds, {"out": None})
+        rows: Floats = found.reshape(*places.shape, width).astype(np.float32, copy=False)
+        return rows
+
+    def take_rows(self, value: Any, rows: Ints) -> Any:
+        """The value's `rows [some]`."""
+        dtype, width = dtype_of(value), value.shape()[2]
+
+        def graph() -> bytes:
+            writer = GraphWriter()
+            writer.op("Gather", "data", "rows", name="out")
+            inputs = [Value("data", dtype, ["all", "columns", width]), Value("rows", "int64", ["some"])]
+            return writer.model(inputs, [Value("out", dtype, ["some", "columns", width])])
+
+        return self.run(("take", dtype, width), graph, {"data": value, "rows": np.ascontiguousarray(rows, np.int64)})[0]
+
+    def join(self, first: Any, second: Any, columns: int) -> Any:
+        """The rows of both, with zeros up to so many columns."""
+        dtype, width = dtype_of(first), first.shape()[2]
+
+        def graph() -> bytes:
+            writer = GraphWriter()
+            parts = [writer.op("Pad", f"data.{i}", f"pads.{i}") for i in range(2)]
+            writer.op("Concat", *parts, name="out", axis=0)
+            inputs = [Value(f"data.{i}", dtype, [f"rows.{i}", f"columns.{i}", width]) for i in range(2)]
+            inputs += [Value(f"pads.{i}", "int64", [6]) for i in range(2)]
+            return writer.model(inputs, [Value("out", dtype, ["rows", "columns", width])])
+
+        pads = [np.array([0, 0, 0, 0, columns - one.shape()[1], 0], np.int64) for one in (first, second)]
+        feeds = {"data.0": first, "data.1": second, "pads.0": pads[0], "pads.1": pads[1]}
+        return self.run(("join", dtype, width), graph, feeds)[0]
+
+    def draw(self, head: Head, logits: Any, asked: Sequence[Asked]) -> tuple[Ints, Floats]:
+        """Codes and scores of all that ask, `[asked, nodes, most]`, filled up to as many nodes as the longest has.
+
+        Raises: EngineError: the logits hold NaN or infinity.
+        """
+        nodes = node_count(max(len(one.positions) for one in asked))
+        sides = np.zeros((2, len(asked), nodes, 2), np.int64)
+        numbers = np.ones((3, len(asked), 1, 1), np.float32)
+        for i, one in enumerate(asked):
+            count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
+            sides[:, i, :, 0] = one.rows.start
+            sides[1, i, :, 0] += last
+            sides[0, i, :count, 1], sides[1, i, :count, 1] = one.nodes[0], one.nodes[last]
+            numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
+        feeds = {"logits": logits, "conditional": sides[0], "unconditional": sides[1]}
+        names = ("cfg_scale", "temperature", "top_p") if head.top_p else ("cfg_scale", "temperature")
+        feeds |= dict(zip(names, numbers, strict=False))
+        with self._lock:
+            if head.noisy:
+                table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
+                feeds["noise_ids"] = table.ids(asked, nodes)
+                feeds["noise"] = table.value
+            codes, scores = self.run(head, head.graph, feeds, {"codes": None, "scores": None})
+        for own, one in zip(scores, asked, strict=True):
+            if not np.isfinite(own[: len(one.positions), 0]).all():
+                raise damaged()
+        scores[scores <= LEFT_OUT / 2] = -np.inf
+        return codes, scores
+
+
+class NoiseTable:
+    """Noise on a device, `[entries, vocab_size]`, in groups of positions; those used last stay."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device, self.size, self.value = device, size, None
+        self._places: dict[tuple[int, int], int] = {}  # of groups by seed, the one used longest ago first
+        self._free: list[int] = []
+
+    def ids(self, asked: Sequence[Asked], nodes: int) -> Array:
+        """Where the noise of every node is, int64 `[asked, nodes]`; brings up what is not there."""
+        needed = {}
+        for one in asked:
+            if one.noise is not None:
+                needed |= {(one.noise.seed, group): one.noise for group in (one.positions // GROUP).tolist()}
+        if len(needed) > len(self._places) + len(self._free):
+            self._take(max(_GROUPS, 2 * len(needed)))
+        self._places |= {key: self._places.pop(key) for key in needed if key in self._places}
+        for key in [key for key in needed if key not in self._places]:
+            place = self._free.pop() if self._free else self._places.pop(next(iter(self._places)))
+            self._places[key] = place
+            self._bring(place, needed[key].gumbel(key[1] * GROUP, GROUP, self.size))
+        ids = np.zeros((len(asked), nodes), np.int64)
+        for row, one in zip(ids, asked, strict=True):
+            if one.noise is not None:
+                own = [self._places[one.noise.seed, group] for group in (one.positions // GROUP).tolist()]
+                row[: len(own)] = np.array(own) * GROUP + one.positions % GROUP
+        return ids
+
+    def _take(self, groups: int) -> None:
+        """Room for so many groups, all of it free."""
+        self.value = self.device.zeros((groups * GROUP, self.size), "float32")
+        self._places, self._free = {}, list(range(groups))
+
+    def _bring(self, place: int, noise: Floats) -> None:
+        """Write the noise of a group."""
+
+        def graph() -> bytes:
+            writer = GraphWriter()
+            writer.op("ScatterND", "table", "places", "noise", name="written")
+            axes = ["entries", self.size]
+            inputs = [Value("table", "float32", axes), Value("places", "int64", [GROUP, 1])]
+            inputs.append(Value("noise", "float32", [GROUP, self.size]))
+            return writer.model(inputs, [Value("written", "float32", axes)])
+
+        places = np.arange(place * GROUP, (place + 1) * GROUP)[:, None]
+        feeds = {"table": self.value, "places": places, "noise": np.ascontiguousarray(noise)}
+        self.device.run(("noise", self.size), graph, feeds, {"written": self.value})
+
+
+def dtype_of(value: Any) -> str:
+    """The NumPy name of a value's type."""
+    return _DTYPES[value.data_type()]

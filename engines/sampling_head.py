@@ -1,0 +1,90 @@
+"""Drawing codes where the logits are: a graph for guidance, temperature, filters, noise and the best codes.
+
+What `runtime/sampling.py` does in NumPy; from the device come a few numbers a node instead of a vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..methods import Sampling
+from .graph_bytes import GraphWriter, Value
+
+LEFT_OUT = -1e30  # for codes that filters leave out; finite, as not every provider's TopK takes infinity
+
+
+class Head(NamedTuple):
+    """What a graph is made for. most: codes a node. top_k: 0 for none. top_p: whether there is a bound. noisy: drawn."""
+
+    vocab_size: int
+    most: int
+    top_k: int
+    top_p: bool
+    noisy: bool
+
+    @classmethod
+    def of(cls, sampling: Sampling, vocab_size: int, most: int, noisy: bool) -> Head:
+        """The head for these settings; greedy ones know no filters."""
+        top_k = sampling.top_k if sampling.filtered and sampling.top_k < vocab_size else 0
+        return cls(vocab_size, min(most, vocab_size), top_k, sampling.filtered and sampling.top_p < 1, noisy)
+
+    @staticmethod
+    def can(sampling: Sampling) -> bool:
+        """Whether there is a graph for these settings: top-p before top-k is left to the host."""
+        both = sampling.filtered and sampling.top_k > 0 and sampling.top_p < 1
+        return not both or sampling.filter_order.startswith("top-k")
+
+    def graph(self) -> bytes:
+        """The graph. Of each image's nodes, `[images, nodes]`:
+
+        Inputs: `logits` float32 `[rows, nodes, vocab_size]`; `conditional`, `unconditional` int64
+        `[images, nodes, 2]`, row and node of their logits, the same twice without guidance; `cfg_scale`, `temperature`
+        and `top_p` float32 `[images, 1, 1]`; `noise` float32 `[entries, vocab_size]` and `noise_ids` int64
+        `[images, nodes]`. Outputs: `codes` int64 and `scores` float32 `[images, nodes, most]`, best first: logarithms
+        of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
+        """
+        graph = GraphWriter()
+        unconditional = graph.op("GatherND", "logits", "unconditional")
+        apart = graph.op("Sub", graph.op("GatherND", "logits", "conditional"), unconditional)
+        guided = graph.op("Add", graph.op("Mul", apart, "cfg_scale"), unconditional)
+        values = self._filtered(graph, graph.op("Div", guided, "temperature"))
+        if self.noisy:
+            values = graph.op("Add", values, graph.op("Gather", "noise", "noise_ids"))
+        best, _ = graph.many("TopK", [values, graph.ints(self.most)], ["best", "codes"])
+        highest = graph.op("Slice", best, graph.ints(0), graph.ints(1), graph.ints(-1))
+        weights = graph.op("Exp", graph.op("Sub", values, highest))
+        sums = graph.op("Log", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
+        graph.op("Sub", graph.op("Sub", best, highest), sums, name="scores")
+        inputs = [
+            Value("logits", "float32", ("rows", "all", self.vocab_size)),
+            Value("conditional", "int64", ("images", "nodes", 2)),
+            Value("unconditional", "int64", ("images", "nodes", 2)),
+            Value("cfg_scale", "float32", ("images", 1, 1)),
+            Value("temperature", "float32", ("images", 1, 1)),
+        ]
+        if self.top_p:
+            inputs.append(Value("top_p", "float32", ("images", 1, 1)))
+        if self.noisy:
+            inputs.append(Value("noise", "float32", ("entries", self.vocab_size)))
+            inputs.append(Value("noise_ids", "int64", ("images", "nodes")))
+        axes = ("images", "nodes", self.most)
+        return graph.model(inputs, [Value("codes", "int64", axes), Value("scores", "float32", axes)])
+
+    def _filtered(self, graph: GraphWriter, scaled: str) -> str:
+        """Minus infinity for codes below the lowest that the filters keep."""
+        if not (self.top_k or self.top_p):
+            return scaled
+        kept = self.top_k or self.vocab_size
+        ordered, _ = graph.many("TopK", [scaled, graph.ints(kept)], ["ordered", "order"])
+        if self.top_p:
+            sums = graph.op("CumSum", graph.op("Softmax", ordered, axis=-1), graph.ints(-1))
+            within = graph.cast(graph.op("LessOrEqual", sums, "top_p"), "float32")
+            count = graph.op("ReduceSum", within, graph.ints(-1), keepdims=1)
+            place = graph.op("Min", count, graph.constant(np.array([kept - 1], np.float32)))
+            lowest = graph.op("GatherElements", ordered, graph.cast(place, "int64"), axis=-1)
+        else:
+            lowest = graph.op("Slice", ordered, graph.ints(kept - 1), graph.ints(kept), graph.ints(-1))
+        left_out = graph.constant(np.array(LEFT_OUT, np.float32))
+        return graph.op("Where", graph.op("GreaterOrEqual", scaled, lowest), scaled, left_out)

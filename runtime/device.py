@@ -1,0 +1,50 @@
+"""What an engine may do beyond the protocol where logits and hidden states stay on a device: draw codes there."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..methods import Sampling
+from .engine import Floats, Ints
+from .noise import Noise
+
+
+class Resident(ABC):
+    """Rows that stay on a device, unchanged for as long as they are referred to: what a later pass may read there."""
+
+    @abstractmethod
+    def __getitem__(self, key: Any, /) -> Any:
+        """The rows at `key`, as NumPy would index them."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where codes are to be drawn for one request, and how.
+
+    rows: of the pass, the conditional one first; nodes: int64 `[sides, count]`, where those rows have their logits.
+    noise: with that of `positions`, int64 `[count]`; None for the most probable codes.
+    """
+
+    rows: slice
+    nodes: Ints
+    sampling: Sampling
+    noise: Noise | None
+    positions: Ints
+
+
+class DeviceLogits(Resident):
+    """Logits `[rows, nodes, vocab_size]` on a device that guides, filters and draws there."""
+
+    @abstractmethod
+    def draws(self, sampling: Sampling) -> bool:
+        """Whether the device can draw with these settings."""
+
+    @abstractmethod
+    def best(self, asked: Sequence[Asked], most: int) -> list[tuple[Ints, Floats]]:
+        """The `most` best codes of log p + noise for each that asks, and their log-probabilities after the noise.
+
+        Both `[count, most]`, best first, as `sampling.best_codes` gives them. Raises: EngineError: as that.
+        """
