@@ -22,16 +22,16 @@ _NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last
 class ColumnCache(CacheRows):
     """Where each row's entries are.
 
-    places: column of each entry, int64 `[rows, columns]`; past a row's length they mean nothing. The last column is for
+    column_of: that of each entry, int64 `[rows, columns]`; past a row's length it means nothing. The last column is for
     nodes that only fill up a shape, and never seen. written: columns of the last pass's nodes, int64 `[rows, nodes]`.
     """
 
-    places: Ints = field(init=False)
+    column_of: Ints = field(init=False)
     written: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        self.places = np.zeros((len(self.lengths), self.columns), np.int64)
-        self.written = self.places[:, :0]
+        self.column_of = np.zeros((len(self.lengths), self.columns), np.int64)
+        self.written = self.column_of[:, :0]
 
     @property
     def columns(self) -> int:
@@ -44,19 +44,19 @@ class ColumnCache(CacheRows):
             raise ValueError("keys and values of a pass that was not the last one on this cache")
         lengths = self.grown(accepted_indices)
         for row, nodes in enumerate(accepted_indices):
-            self.places[row, self.lengths[row] : lengths[row]] = new_kv[row, nodes]
+            self.column_of[row, self.lengths[row] : lengths[row]] = new_kv[row, nodes]
         self.lengths = lengths
 
     def select(self, rows: Ints) -> None:
         """Keep only these rows, in this order."""
-        self.lengths, self.places, self.written = self.lengths[rows], self.places[rows], self.written[:0]
+        self.lengths, self.column_of, self.written = self.lengths[rows], self.column_of[rows], self.written[:0]
 
     def join_rows(self, other: ColumnCache) -> None:
         """Count the rows of another cache after one's own."""
-        places = self.places, other.places
+        places = self.column_of, other.column_of
         self.join(other)
-        self.places = np.concatenate([np.pad(own, ((0, 0), (0, self.columns - own.shape[1]))) for own in places])
-        self.written = self.places[:, :0]
+        self.column_of = np.concatenate([np.pad(own, ((0, 0), (0, self.columns - own.shape[1]))) for own in places])
+        self.written = self.column_of[:, :0]
 
     def free(self, nodes: int) -> Ints:
         """The first free columns of each row, int64 `[rows, nodes]`."""
@@ -70,7 +70,7 @@ class ColumnCache(CacheRows):
         """Columns of `entries [rows, at most columns]`, bool `[rows, columns]`."""
         row, entry = entries.nonzero()
         found = np.zeros((len(entries), self.columns), bool)
-        found[row, self.places[row, entry]] = True
+        found[row, self.column_of[row, entry]] = True
         return found
 
     def encode(self, batch: Pass) -> dict[str, Array]:
@@ -81,8 +81,8 @@ class ColumnCache(CacheRows):
         rows, nodes = batch.positions.shape
         past, spare = batch.attention_mask.shape[2] - nodes, self.columns - 1
         on_past = batch.attention_mask[:, :, :past]
-        by_all = on_past.all(1)  # [rows, past]
-        by_some = on_past.any(1) & ~by_all
+        by_all: Bools = on_past.all(1)  # [rows, past]
+        by_some = np.logical_or.reduce(on_past, 1) & ~by_all
         self.written = self.free(nodes)
         padded, drafted = node_count(nodes), int(by_some.sum(1).max(initial=0))
         further = drafted + nodes
@@ -92,7 +92,7 @@ class ColumnCache(CacheRows):
         seen[:, :nodes, drafted:further] = batch.attention_mask[:, :, past:]
         for row in np.flatnonzero(by_some.any(1)).tolist():
             own = np.flatnonzero(by_some[row])
-            columns[row, : len(own)] = self.places[row, own]
+            columns[row, : len(own)] = self.column_of[row, own]
             seen[row, :nodes, : len(own)] = on_past[row][:, own]
         write = np.zeros((rows, padded, 2), np.int64)
         write[..., 0], write[..., 1] = np.arange(rows)[:, None], spare

@@ -43,9 +43,9 @@ def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> D
     Inputs: `token_ids` int32 `[rows, nodes]`, rows of `embeddings [entries, hidden_size]` (of a target; a drafter has
     its own) and, of a drafter, `hidden_ids` int32, rows of `hidden [any, any, hidden_size]` with its
     first axes as one; `position_ids` int64
-    `[rows, nodes]`; `write` int64 `[rows, nodes, 2]`, row and column where each node's keys and values go; `seen_by_all`
-    int32 `[rows, words]`, bit c of word w: whether all nodes see column 16 w + c; `columns` int32 `[rows, 16 words]`,
-    further columns, and `seen` int32 `[rows, nodes, words]`, which of them each node sees; `column_ids` int32
+    `[rows, nodes]`; `write` int64 `[rows, nodes, 2]`, row and column where each node's keys and values go;
+    `seen_by_all` int32 `[rows, words]`, bit c of word w: whether all nodes see column 16 w + c; `columns` int32
+    `[rows, 16 words]`, further columns, and `seen` int32 `[rows, nodes, words]`, which of them each node sees; `column_ids` int32
     `[capacity]`, 0 .. capacity - 1; `past_key_values.{i}.key/.value [rows, capacity, num_kv_heads * head_dim]`.
     Outputs: `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
     memory of the past. Raises: BundleError if the file is not one that this version exports.
@@ -88,9 +88,9 @@ class _Writer:
         self.head(hidden)
         cache = (None, None, spec.num_kv_heads * spec.head_dim)
         names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
-        states = Tensor("hidden", (self.dtype,), (None, None, width))
+        given = Tensor("hidden", (self.dtype,), (None, None, width))
         inputs = [
-            states if drafts else Tensor("embeddings", (self.dtype,), (None, width)),
+            given if drafts else Tensor("embeddings", (self.dtype,), (None, width)),
             Tensor("token_ids", ("int32",), (None, None)),
             *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
             Tensor("position_ids", ("int64",), (None, None)),
@@ -126,8 +126,8 @@ class _Writer:
         rotated, value = graph.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.new_value"], axis=-1)
         if f"{at}.attention.head_norm.weight" in self.weights:
             rotated = self.head_norms(rotated, f"{at}.attention.head_norm", turned)
-        how = {"interleaved": self.interleaved, "num_heads": turned}
-        rotated = graph.op("RotaryEmbedding", rotated, *tables, "position_ids", **how)
+        turn = [rotated, *tables, "position_ids"]
+        rotated = graph.op("RotaryEmbedding", *turn, interleaved=self.interleaved, num_heads=turned)
         sizes = graph.ints(self.heads * width, spec.num_kv_heads * width)
         query, key = graph.many("Split", [rotated, sizes], [f"{at}.query", f"{at}.new_key"], axis=-1)
         caches = [
@@ -137,8 +137,8 @@ class _Writer:
             for part, new in (("key", key), ("value", value))
         ]
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
-        heads = {"q_num_heads": self.heads, "kv_num_heads": spec.num_kv_heads}
-        mixed = graph.op("Attention", query, *caches, mask, **heads, scale=scale)
+        given, (heads, kv_heads) = [query, *caches, mask], (self.heads, spec.num_kv_heads)
+        mixed = graph.op("Attention", *given, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
         return self.linear(mixed, f"{at}.attention.out")
 
     def head_norms(self, x: str, prefix: str, heads: int) -> str:

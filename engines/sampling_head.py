@@ -16,7 +16,7 @@ LEFT_OUT = -1e30  # for codes that filters leave out; finite, as not every provi
 
 
 class Head(NamedTuple):
-    """What a graph is made for. most: codes a node. top_k: 0 for none. top_p: whether there is a bound. noisy: drawn."""
+    """What a graph is made for. most: codes a node. top_k: 0 for none. top_p: if there is a bound. noisy: if drawn."""
 
     vocab_size: int
     most: int

@@ -192,8 +192,8 @@ class TreeDrafts(Drafts):
             read = [tokens[count:] for tokens, count in zip(read, counts, strict=True)]
             states = [_read(own)[count:] for own, count in zip(states, counts, strict=True)]
             most = [self.most] * rows
-        found = (np.stack([last[row] for row in range(rows)])[:, None] for last in (logits, hidden))
-        return Level(nothing, *found, np.zeros((rows, 1), np.int64))
+        found = [np.stack([last[row] for row in range(rows)])[:, None] for last in (logits, hidden)]
+        return Level(nothing, found[0], found[1], np.zeros((rows, 1), np.int64))
 
     def _pending_slots(self) -> tuple[list[Ints], list[Floats | Taken]]:
         """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""

@@ -260,9 +260,8 @@ class Committed:
     """What a pass committed of one request.
 
     source: whose draft it was. tokens: the root of the next draft last. nodes: per row those whose keys and values
-    were kept. hidden: the target's hidden states at them, per row `[nodes, hidden_size]`, fetched when called, unless they
-    stay on a device.
-    answers: what the target said.
+    were kept. hidden: the target's hidden states at them, per row `[nodes, hidden_size]`, fetched when called
+    unless they stay on a device. answers: what the target said.
     """
 
     request: Request

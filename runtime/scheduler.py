@@ -283,8 +283,6 @@ def _logits(output: PassOutput, rows: slice, nodes: slice) -> Floats:
 
 
 def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | Taken]:
-    taken = [
-        Taken(output.hidden, np.full(len(own), row), own)
-        for row, own in zip(range(rows.start, rows.stop), nodes, strict=True)
-    ]
-    return taken if isinstance(output.hidden, Resident) else [states.read() for states in taken]
+    stays, places = isinstance(output.hidden, Resident), zip(range(rows.start, rows.stop), nodes, strict=True)
+    taken = (Taken(output.hidden, np.full(len(own), row), own) for row, own in places)
+    return [states if stays else states.read() for states in taken]

@@ -1,4 +1,4 @@
-"""What the device path does on a provider's device besides running decoders: small graphs, and noise that lies there."""
+"""What happens on a provider's device besides running decoders: small graphs, and the noise that lies there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ...runtime.device import Asked
 from ...runtime.engine import Floats, Ints
-from ...runtime.noise import GROUP
+from ...runtime.noise import GROUP, Noise
 from ...runtime.sampling import damaged
 from ..columns import node_count
 from ..contracts import Array
@@ -158,7 +158,7 @@ class NoiseTable:
 
     def ids(self, asked: Sequence[Asked], nodes: int) -> Array:
         """Where the noise of every node is, int64 `[asked, nodes]`; brings up what is not there."""
-        needed = {}
+        needed: dict[tuple[int, int], Noise] = {}
         for one in asked:
             if one.noise is not None:
                 needed |= {(one.noise.seed, group): one.noise for group in (one.positions // GROUP).tolist()}
@@ -187,7 +187,7 @@ class NoiseTable:
         def graph() -> bytes:
             writer = GraphWriter()
             writer.op("ScatterND", "table", "places", "noise", name="written")
-            axes = ["entries", self.size]
+            axes = ("entries", self.size)
             inputs = [Value("table", "float32", axes), Value("places", "int64", [GROUP, 1])]
             inputs.append(Value("noise", "float32", [GROUP, self.size]))
             return writer.model(inputs, [Value("written", "float32", axes)])

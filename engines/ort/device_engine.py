@@ -19,7 +19,6 @@ from ...methods import Sampling
 from ...runtime.device import Asked, DeviceLogits, Resident
 from ...runtime.engine import Cache, Floats, Ints, Pass, PassOutput, Taken
 from ..columns import ColumnCache, fill_up
-from ..contracts import Array
 from ..decoder_tensors import past_length_of
 from ..device_graph import device_graph
 from ..kv_cache import CacheRows
@@ -30,7 +29,7 @@ from .session import GraphSession
 
 @dataclass
 class DeviceCache(ColumnCache):
-    """Keys and values as ONNX Runtime's values `[rows, columns, num_kv_heads * head_dim]`, key 0, value 0, key 1, ..."""
+    """Keys and values on a device, values `[rows, columns, num_kv_heads * head_dim]`: key 0, value 0, key 1, ..."""
 
     device: Device
     tensors: list[Any]
@@ -112,7 +111,7 @@ class OrtDeviceEngine:
         own = DeviceCache.own(cache)
         past_length_of(batch, own)
         feeds = own.encode(batch)
-        rows, nodes, _ = feeds["seen"].shape
+        nodes = feeds["seen"].shape[1]
         if own.columns not in self._column_ids:
             self._column_ids[own.columns] = self.device.put(np.arange(own.columns, dtype=np.int32))
         start, binding = time.perf_counter(), self._graph.session.io_binding()
@@ -135,24 +134,23 @@ class OrtDeviceEngine:
     def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:
         """What nodes read, filled up to so many of a row."""
         if not self._drafts:
-            if (batch.tokens is None) == (batch.embeds is None):
-                raise ValueError("a target reads either `tokens` or `embeds`")
-            if batch.tokens is not None:
+            if batch.tokens is not None and batch.embeds is None:
                 return {"embeddings": self._table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
+            if batch.tokens is not None or batch.embeds is None:
+                raise ValueError("a target reads either `tokens` or `embeds`")
             rows, given, width = batch.embeds.shape  # a prefix is a table of its own
             ids = np.arange(rows * given).reshape(rows, given)
-            return {
-                "embeddings": np.ascontiguousarray(batch.embeds.reshape(-1, width), self._dtype),
-                "token_ids": fill_up(ids, nodes, np.int32),
-            }
+            table = np.ascontiguousarray(batch.embeds.reshape(-1, width), self._dtype)
+            return {"embeddings": table, "token_ids": fill_up(ids, nodes, np.int32)}
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
         tokens = {"token_ids": fill_up(batch.tokens, nodes, np.int32)}
-        taken, width = batch.hidden, self.spec.hidden_size
+        taken = batch.hidden
         if isinstance(taken, Taken) and isinstance(taken.source, DeviceRows) and taken.source.device is self.device:
             ids = taken.rows * taken.source.value.shape()[1] + taken.nodes
             return {**tokens, "hidden": taken.source.value, "hidden_ids": fill_up(ids, nodes, np.int32)}
         hidden = taken.read() if isinstance(taken, Taken) else taken
-        ids = np.arange(hidden.shape[0] * hidden.shape[1]).reshape(hidden.shape[:2])
+        rows, given, width = hidden.shape
+        ids = np.arange(rows * given).reshape(rows, given)
         states = np.ascontiguousarray(hidden.reshape(1, -1, width), self._dtype)
         return {**tokens, "hidden": states, "hidden_ids": fill_up(ids, nodes, np.int32)}
