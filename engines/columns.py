@@ -81,7 +81,7 @@ class ColumnCache(CacheRows):
         rows, nodes = batch.positions.shape
         past, spare = batch.attention_mask.shape[2] - nodes, self.columns - 1
         on_past = batch.attention_mask[:, :, :past]
-        by_all: Bools = on_past.all(1)  # [rows, past]
+        by_all: Bools = np.logical_and.reduce(on_past, 1)  # [rows, past]
         by_some = np.logical_or.reduce(on_past, 1) & ~by_all
         self.written = self.free(nodes)
         padded, drafted = node_count(nodes), int(by_some.sum(1).max(initial=0))

@@ -41,12 +41,12 @@ def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> D
     """The device layout of the target or drafter graph in a file, whose folder holds its weights.
 
     Inputs: `token_ids` int32 `[rows, nodes]`, rows of `embeddings [entries, hidden_size]` (of a target; a drafter has
-    its own) and, of a drafter, `hidden_ids` int32, rows of `hidden [any, any, hidden_size]` with its
-    first axes as one; `position_ids` int64
-    `[rows, nodes]`; `write` int64 `[rows, nodes, 2]`, row and column where each node's keys and values go;
-    `seen_by_all` int32 `[rows, words]`, bit c of word w: whether all nodes see column 16 w + c; `columns` int32
-    `[rows, 16 words]`, further columns, and `seen` int32 `[rows, nodes, words]`, which of them each node sees; `column_ids` int32
-    `[capacity]`, 0 .. capacity - 1; `past_key_values.{i}.key/.value [rows, capacity, num_kv_heads * head_dim]`.
+    its own) and, of a drafter, `hidden_ids` int32, rows of `hidden [any, any, hidden_size]`, its first axes taken as
+    one; `position_ids` int64 `[rows, nodes]`; `write` int64 `[rows, nodes, 2]`, row and column where keys and values of
+    each node go; `seen_by_all` int32 `[rows, words]`, bit c of word w: whether all nodes see column 16 w + c; `columns`
+    int32 `[rows, 16 words]`, further columns, and `seen` int32 `[rows, nodes, words]`, which of them each node sees;
+    `column_ids` int32 `[capacity]`, 0 .. capacity - 1; and `past_key_values.{i}.key/.value`, the caches `[rows,
+    capacity, num_kv_heads * head_dim]`.
     Outputs: `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
     memory of the past. Raises: BundleError if the file is not one that this version exports.
     """
