@@ -69,12 +69,15 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
 
     target = pipe.engines.target
     cache = target.new_cache(ROWS, PAST + 64)
-    cache.lengths = np.full(ROWS, PAST)
 
     def run(nodes: int) -> Any:
         tokens = np.zeros((ROWS, nodes), np.int64)
-        mask = np.ones((ROWS, nodes, target.next_past_length(cache, nodes) + nodes), bool)
+        mask = np.zeros((ROWS, nodes, target.next_past_length(cache, nodes) + nodes), bool)
+        mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
         return target.run(Pass(positions=tokens, attention_mask=mask, tokens=tokens), cache)
+
+    while cache.lengths[0] < PAST:
+        cache.append(run(50).new_kv, [np.arange(50)] * ROWS)
 
     def append(nodes: list[int]) -> None:
         cache.append(output.new_kv, [np.array(nodes)] * ROWS)

@@ -28,7 +28,8 @@ class Device:
     """The device of a provider; values there are ONNX Runtime's. For several threads."""
 
     def __init__(self, provider: str) -> None:
-        self.provider, self.name = provider, find_provider(provider, import_onnxruntime()).device
+        found = find_provider(provider, import_onnxruntime())
+        self.provider, self.name, self.records = provider, found.device, bool(found.recording)
         self._sessions: dict[object, Any] = {}
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
         self._lock = threading.Lock()
@@ -55,13 +56,17 @@ class Device:
             else:
                 binding.bind_output(name, "cpu" if name in goals else self.name)
         session.run_with_iobinding(binding)
-        return [
-            value.numpy() if name in goals else value for name, value in zip(names, binding.get_outputs(), strict=True)
-        ]
+        found = zip(names, binding.get_outputs(), strict=True)
+        return [value.numpy() if name in goals and goals[name] is None else value for name, value in found]
 
     def put(self, array: Array) -> Any:
         """A copy of an array on the device."""
         return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """A value on the device that holds anything."""
+        values = import_onnxruntime().OrtValue
+        return values.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, self.name, 0)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         """Zeros on the device, made there."""
@@ -90,8 +95,8 @@ class Device:
         rows: Floats = found.reshape(*places.shape, width).astype(np.float32, copy=False)
         return rows
 
-    def take_rows(self, value: Any, rows: Ints) -> Any:
-        """The value's `rows [some]`."""
+    def take_rows(self, value: Any, rows: Ints, goal: Any) -> None:
+        """Write the value's `rows [some]` to another one."""
         dtype, width = dtype_of(value), value.shape()[2]
 
         def graph() -> bytes:
@@ -100,10 +105,11 @@ class Device:
             inputs = [Value("data", dtype, ["all", "columns", width]), Value("rows", "int64", ["some"])]
             return writer.model(inputs, [Value("out", dtype, ["some", "columns", width])])
 
-        return self.run(("take", dtype, width), graph, {"data": value, "rows": np.ascontiguousarray(rows, np.int64)})[0]
+        feeds = {"data": value, "rows": np.ascontiguousarray(rows, np.int64)}
+        self.run(("take", dtype, width), graph, feeds, {"out": goal})
 
-    def join(self, first: Any, second: Any, columns: int) -> Any:
-        """The rows of both, with zeros up to so many columns."""
+    def join(self, first: Any, second: Any, goal: Any) -> None:
+        """Write the rows of both to a value of as many, with zeros up to its columns."""
         dtype, width = dtype_of(first), first.shape()[2]
 
         def graph() -> bytes:
@@ -114,9 +120,9 @@ class Device:
             inputs += [Value(f"pads.{i}", "int64", [6]) for i in range(2)]
             return writer.model(inputs, [Value("out", dtype, ["rows", "columns", width])])
 
-        pads = [np.array([0, 0, 0, 0, columns - one.shape()[1], 0], np.int64) for one in (first, second)]
+        pads = [np.array([0, 0, 0, 0, goal.shape()[1] - one.shape()[1], 0], np.int64) for one in (first, second)]
         feeds = {"data.0": first, "data.1": second, "pads.0": pads[0], "pads.1": pads[1]}
-        return self.run(("join", dtype, width), graph, feeds)[0]
+        self.run(("join", dtype, width), graph, feeds, {"out": goal})
 
     def draw(self, head: Head, logits: Any, asked: Sequence[Asked]) -> tuple[Ints, Floats]:
         """Codes and scores of all that ask, `[asked, nodes, most]`, filled up to as many nodes as the longest has.

@@ -7,7 +7,7 @@ is the host's memory. An engine may serve several threads, each with caches of i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,39 +25,59 @@ from ..kv_cache import CacheRows
 from ..sampling_head import Head
 from .device import Device
 from .session import GraphSession
+from .slabs import Bound, Lease, Slabs, run_once
+
+MOST_NODES = 64  # of a row, in passes whose shapes come again
 
 
 @dataclass
 class DeviceCache(ColumnCache):
-    """Keys and values on a device, values `[rows, columns, num_kv_heads * head_dim]`: key 0, value 0, key 1, ..."""
+    """Keys and values on a device."""
 
-    device: Device
-    tensors: list[Any]
+    slabs: Slabs
+    lease: Lease
+    turn: int = 0  # which of two places the outputs of the next pass go to
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
-        self.tensors = [self.device.take_rows(tensor, rows) for tensor in self.tensors]
+        before = self.lease.slab
+        self.lease = self.slabs.take((len(rows), *before.shape[1:]))
+        for tensor, goal in zip(before.tensors, self.lease.slab.tensors, strict=True):
+            self.slabs.device.take_rows(tensor, rows, goal)
         self.select(rows)
 
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; copied on the device."""
-        added = DeviceCache.own(other)
-        columns = max(self.columns, added.columns)
-        pairs = zip(self.tensors, added.tensors, strict=True)
-        self.tensors = [self.device.join(mine, its, columns) for mine, its in pairs]
+        added, mine = DeviceCache.own(other), self.lease.slab
+        its = added.lease.slab
         self.join_rows(added)
+        self.lease = self.slabs.take((len(self.lengths), self.columns, mine.shape[2]))
+        for first, second, goal in zip(mine.tensors, its.tensors, self.lease.slab.tensors, strict=True):
+            self.slabs.device.join(first, second, goal)
 
 
 class DeviceRows(Resident):
-    """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32."""
+    """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
-    def __init__(self, device: Device, value: Any) -> None:
-        self.device, self.value = device, value
+    bound: the pass whose output they are, which overwrites them when it runs again; None: nothing does.
+    """
+
+    def __init__(self, device: Device, value: Any, bound: Bound | None) -> None:
+        self.device, self.bound, self._value = device, bound, value
+        self._number = 0 if bound is None else bound.number
+
+    @property
+    def value(self) -> Any:
+        """All of them. Raises: ValueError once they are overwritten."""
+        if self.bound is not None and self.bound.number != self._number:
+            raise ValueError("outputs of a pass that has been run again since")
+        return self._value
 
     def __getitem__(self, key: Any) -> Floats:
-        rows, nodes, _ = self.value.shape()
+        value = self.value
+        rows, nodes, _ = value.shape()
         places: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
-        return self.device.read(self.value, places)
+        return self.device.read(value, places)
 
 
 class LogitRows(DeviceRows, DeviceLogits):
@@ -88,19 +108,19 @@ class OrtDeviceEngine:
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
         made = device_graph(path, spec, drafts=code_embeddings is None)
-        self._graph = GraphSession(path, made.inputs, made.outputs, threads, device.provider, model=made.model)
+        self._graph = GraphSession(path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True)
         self.spec, self.device, self._dtype = spec, device, made.dtype
         self._drafts = code_embeddings is None
         self._table = None if code_embeddings is None else device.put(code_embeddings.astype(made.dtype))
-        self._past = [tensor.name for tensor in made.inputs if tensor.name.startswith("past_")]
-        self._column_ids: dict[int, Any] = {}  # by number of columns
+        past = [tensor.name for tensor in made.inputs if tensor.name.startswith("past_")]
+        self._past, self._column_ids = past, dict[int, Any]()  # by number of columns
+        self._slabs = Slabs(device, len(past), made.dtype, self._graph.session.release_captured_graph)
 
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
         """An empty cache in the device's memory, all of it taken at once."""
-        cache = DeviceCache(np.zeros(rows, np.int64), capacity, self.device, [])
-        shape = (rows, cache.columns, self.spec.num_kv_heads * self.spec.head_dim)
-        cache.tensors = [self.device.zeros(shape, self._dtype) for _ in self._past]
-        return cache
+        lengths = np.zeros(rows, np.int64)
+        shape = (rows, ColumnCache(lengths, capacity).columns, self.spec.num_kv_heads * self.spec.head_dim)
+        return DeviceCache(lengths, capacity, self._slabs, self._slabs.take(shape))
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up."""
@@ -110,26 +130,46 @@ class OrtDeviceEngine:
         """Run one pass; logits and hidden states come back as rows on the device."""
         own = DeviceCache.own(cache)
         past_length_of(batch, own)
-        feeds = own.encode(batch)
-        nodes = feeds["seen"].shape[1]
+        start, encoded = time.perf_counter(), own.encode(batch)
+        nodes = encoded["seen"].shape[1]
         if own.columns not in self._column_ids:
             self._column_ids[own.columns] = self.device.put(np.arange(own.columns, dtype=np.int32))
-        start, binding = time.perf_counter(), self._graph.session.io_binding()
-        for name, value in {**feeds, **self._read(batch, nodes), "column_ids": self._column_ids[own.columns]}.items():
-            if isinstance(value, np.ndarray):
-                binding.bind_cpu_input(name, value)
-            else:
-                binding.bind_ortvalue_input(name, value)
-        for name in self._graph.output_names[:2]:
-            binding.bind_output(name, self.device.name)
-        for name, tensor in zip(self._past, own.tensors, strict=True):
-            binding.bind_ortvalue_input(name, tensor)
-            binding.bind_ortvalue_output(name.replace("past", "present", 1), tensor)  # the same memory
-        self._graph.run_bound(binding)
+        feeds = {**encoded, **self._read(batch, nodes), "column_ids": self._column_ids[own.columns]}
+        tensors, names = dict(zip(self._past, own.lease.slab.tensors, strict=True)), self._graph.output_names[:2]
+        bound = self._bound(own, batch, feeds, tensors)
+        if bound is None:
+            logits, hidden = run_once(self._graph, self.device, feeds, tensors, names)
+        else:
+            bound.run(feeds)
+            logits, hidden = (bound.outputs[name] for name in names)
         own.seconds += time.perf_counter() - start
         own.passes += 1
-        logits, hidden = binding.get_outputs()[:2]
-        return PassOutput(LogitRows(self.device, logits), DeviceRows(self.device, hidden), own.written)
+        rows = LogitRows(self.device, logits, bound), DeviceRows(self.device, hidden, bound)
+        return PassOutput(*rows, own.written)
+
+    def _bound(
+        self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> Bound | None:
+        """The pass of this shape on the cache's memory; None for those that will hardly come again.
+
+        Outputs go to two places in turn, so that a pass may read those of the one before.
+        """
+        rows, nodes, words = feeds["seen"].shape
+        hidden = batch.hidden
+        lasting = hidden is None or (isinstance(hidden, Taken) and getattr(hidden.source, "bound", None) is not None)
+        if nodes > MOST_NODES or batch.embeds is not None or not lasting:
+            return None
+        cache.turn = 1 - cache.turn
+        key = (cache.turn, nodes, words, id(feeds.get("hidden")))
+        bound = cache.lease.slab.bound
+        if key not in bound:
+            spec, record = self.spec, self._slabs.number() if self.device.records else None
+            outputs = {
+                "logits": self.device.empty((rows, nodes, spec.vocab_size), "float32"),
+                "hidden_states": self.device.empty((rows, nodes, spec.hidden_size), self._dtype),
+            }
+            bound[key] = Bound(self._graph, self.device, feeds, tensors, outputs, record)
+        return bound[key]
 
     def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:
         """What nodes read, filled up to so many of a row."""

@@ -19,19 +19,23 @@ _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """A provider: ONNX Runtime's name for it, the package that has it, its options, and where its memory is."""
+    """A provider: ONNX Runtime's name for it, the package that has it, its options, where its memory is.
+
+    recording: further options with which it records passes as graphs; none: it cannot.
+    """
 
     name: str
     execution_provider: str
     package: str
     options: dict[str, str]
     device: str = "cpu"
+    recording: dict[str, str] = {}
 
 
 _ALL = (
     Provider("cpu", "CPUExecutionProvider", "onnxruntime", {}),
     # Float32 stays float32: TF32 products would not be those of another number of nodes.
-    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu[cuda,cudnn]", {"use_tf32": "0"}, "cuda"),
+    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu[cuda,cudnn]", {"use_tf32": "0"}, "cuda", {"enable_cuda_graph": "1"}),
     Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino", {}),
     Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),

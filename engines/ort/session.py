@@ -25,7 +25,7 @@ class GraphSession:
     """A loaded graph, `optimised` if `save_optimised` wrote it. `run` may be called from several threads at once.
 
     expand_weights: integer weights become float32, and their products those of float32. model: run instead of the
-    file, whose folder holds its weights.
+    file, whose folder holds its weights. records: passes may be recorded as graphs, if the provider can.
 
     Raises: EngineError if the provider does not take the graph, BundleError if the file is damaged or another graph
     than expected.
@@ -41,10 +41,12 @@ class GraphSession:
         optimised: bool = False,
         expand_weights: bool = False,
         model: bytes | None = None,
+        records: bool = False,
     ) -> None:
         self.path, self.provider, source = path, provider, path if model is None else model
         folder = path.parent if model is not None else None
-        self.session = load_session(source, thread_count(threads), provider, optimised, expand_weights, folder=folder)
+        count = thread_count(threads)
+        self.session = load_session(source, count, provider, optimised, expand_weights, folder=folder, records=records)
         with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
             self.dtypes: DTypes = {
                 **_check(path, "input", self.session.get_inputs(), inputs),
@@ -69,9 +71,9 @@ class GraphSession:
         shapes = f"gave {list(found)}, expected {expected}"
         return BundleError(f"{self.path}: output `{name}`: {shapes}; the graph is damaged, export the bundle again")
 
-    def run_bound(self, binding: Any) -> None:
+    def run_bound(self, binding: Any, options: Any = None) -> None:
         """Run on inputs and outputs that were bound before (`session.io_binding()`)."""
-        self._call(self.session.run_with_iobinding, binding)
+        self._call(self.session.run_with_iobinding, binding, options)
 
     def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -94,6 +96,7 @@ def load_session(
     expand_weights: bool = False,
     save_to: Path | None = None,
     folder: Path | None = None,
+    records: bool = False,
 ) -> Any:
     """A session of a file, or of a graph given as bytes, its weights in `folder`. Raises: EngineError, BundleError."""
     runtime = import_onnxruntime()
@@ -117,7 +120,7 @@ def load_session(
     options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimised else levels.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
-    providers = [(chosen.execution_provider, chosen.options)]
+    providers = [(chosen.execution_provider, {**chosen.options, **(chosen.recording if records else {})})]
     try:
         session = runtime.InferenceSession(graph, options, providers=providers, enable_fallback=False)
     except Exception as error:
