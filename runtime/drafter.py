@@ -10,19 +10,20 @@ acceptance they take the most probable tokens instead, as does greedy decoding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from ..methods import Drafted
+from ..methods import Drafted, Sampling
 from .device import Asked, DeviceLogits, Resident
 from .drafts import Committed, Drafts, Model, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows, Taken
 from .passes import MINIMUM_NODES, committed_mask, stack_padding
-from .sampling import Probabilities, best_codes, guide, shape_logits, softmax
+from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .statistics import Clock
-from .tree import DraftTree, DynamicTree, StaticTree
+from .tree import DraftTree, DynamicTree, Proposals, StaticTree
 from .tree_names import named_tree
 
 MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
@@ -41,7 +42,7 @@ class Level:
     logits: Rows
     hidden: Rows
     nodes: Ints  # of the output, [rows, slots]
-    guided: list[Floats] = field(default_factory=list)  # logits per request, once they have been asked for
+    read: list[Floats] = field(default_factory=list)  # logits per request, once they have been asked for
 
 
 @dataclass
@@ -145,28 +146,27 @@ class TreeDrafts(Drafts):
         padding = stack_padding([~row.real for request in self.requests for row in request.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
-    def _guided(self, level: Level) -> list[Floats]:
-        """Guided logits of each request in a level, `[slots, vocab_size]`."""
-        if not level.guided:
-            for request, first, sides in zip(self.requests, self.first_row, self._sides(), strict=True):
+    def _read(self, level: Level) -> list[Floats]:
+        """Logits of each request in a level, `[sides, slots, vocab_size]`."""
+        if not level.read:
+            for first, sides in zip(self.first_row, self._sides(), strict=True):
                 rows = np.arange(first, first + sides)
-                logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
-                level.guided.append(guide(logits, request.sampling.cfg_scale))
-        return level.guided
+                level.read.append(level.logits[rows[:, None], level.nodes[rows]])
+        return level.read
 
     def _best(self, level: Level, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
         """The `most` best children of every slot of a level, and their log-probabilities, per request."""
         noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.requests]
-        logits = level.logits
-        if isinstance(logits, DeviceLogits) and all(logits.draws(request.sampling) for request in self.requests):
+        on_device = level.logits
+        if isinstance(on_device, DeviceLogits) and all(on_device.draws(request.sampling) for request in self.requests):
             asked = []
             for request, first, sides, noise in zip(self.requests, self.first_row, self._sides(), noises, strict=True):
                 rows, positions = slice(first, first + sides), np.full(level.nodes.shape[1], len(request.codes) + depth)
                 asked.append(Asked(rows, level.nodes[rows], request.sampling, noise, positions))
-            return logits.best(asked, most)
+            return on_device.best(asked, most)
         found = []
-        for request, noise, guided in zip(self.requests, noises, self._guided(level), strict=True):
-            values = shape_logits(guided, request.sampling)
+        for request, noise, logits in zip(self.requests, noises, self._read(level), strict=True):
+            values = shape_logits(guide(logits, request.sampling.cfg_scale), request.sampling)
             if noise is not None:
                 values = values + noise.gumbel(len(request.codes) + depth, 1, values.shape[1])
             found.append(best_codes(values, most))
@@ -269,7 +269,7 @@ class TreeDrafts(Drafts):
         tokens = np.zeros((requests, shape.nodes), np.int64)
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
         tokens[:, 0], alive[:, 0] = roots, True
-        proposals: list[dict[int, Probabilities]] = [{} for _ in range(requests)]
+        makers: list[dict[int, Callable[[], Probabilities]]] = [{} for _ in range(requests)]
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
@@ -283,14 +283,12 @@ class TreeDrafts(Drafts):
                     filled = shape.children[node][: len(drawn)]
                     tokens[r, filled], alive[r, filled] = drawn[: len(filled)], True
             if self.relaxed:
-                for r, (request, guided) in enumerate(zip(self.requests, self._guided(level), strict=True)):
-                    if not request.sampling.greedy:
-                        drawn_from = softmax(shape_logits(guided, request.sampling))
-                        proposals[r].update(
-                            (n, q) for n, q in zip(inner.tolist(), drawn_from, strict=True) if alive[r, n]
-                        )
+                for own, request, logits, live in zip(makers, self.requests, self._read(level), alive, strict=True):
+                    for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():
+                        own[int(inner[slot])] = partial(_distribution, logits[:, slot], request.sampling)
         leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
-        trees = [DraftTree(tokens[r], shape.parents, proposals[r], order) for r, order in enumerate(leaf_orders)]
+        drawn = zip(tokens, makers, leaf_orders, strict=True)
+        trees = [DraftTree(own, shape.parents, Proposals(made), order) for own, made, order in drawn]
         # a peaked distribution may run out of codes
         return [t if own.all() else _subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
@@ -344,8 +342,13 @@ def _subtree(tree: DraftTree, kept: Ints) -> DraftTree:
     """The tree of some nodes in their order, every one's parent among them."""
     renumber = np.full(tree.nodes + 1, -1, np.int64)
     renumber[kept] = np.arange(len(kept))
-    proposals = {int(renumber[node]): q for node, q in tree.proposals.items()}
-    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], proposals)
+    proposals = {int(renumber[node]): partial(tree.proposals.__getitem__, node) for node in tree.proposals}
+    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], Proposals(proposals))
+
+
+def _distribution(logits: Floats, sampling: Sampling) -> Probabilities:
+    """Of a request's rows `[sides, vocab_size]` at one node."""
+    return shape_distribution(guide(logits, sampling.cfg_scale), sampling)
 
 
 def _take(source: Rows, rows: Ints, nodes: Ints) -> Floats | Taken:

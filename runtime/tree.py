@@ -5,7 +5,7 @@ A `StaticTree` fixes the shape in advance; a `DynamicTree` (EAGLE-2) only bounds
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -102,6 +102,24 @@ class DynamicTree:
             raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
 
 
+class Proposals(Mapping[int, Probabilities]):
+    """Distributions by node that are computed when they are asked for: a walk visits few nodes of a tree."""
+
+    def __init__(self, make: Mapping[int, Callable[[], Probabilities]]) -> None:
+        self._make, self._made = make, dict[int, Probabilities]()
+
+    def __getitem__(self, node: int) -> Probabilities:
+        if node not in self._made:
+            self._made[node] = self._make[node]()
+        return self._made[node]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._make)
+
+    def __len__(self) -> int:
+        return len(self._make)
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """A filled tree of one request.
@@ -114,7 +132,7 @@ class DraftTree:
 
     tokens: Ints
     parents: Ints
-    proposals: dict[int, Probabilities] = field(default_factory=dict)
+    proposals: Mapping[int, Probabilities] = field(default_factory=dict)
     leaf_order: Sequence[int] | None = None
 
     @property

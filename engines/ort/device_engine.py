@@ -108,7 +108,9 @@ class OrtDeviceEngine:
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
         made = device_graph(path, spec, drafts=code_embeddings is None)
-        self._graph = GraphSession(path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True)
+        self._graph = GraphSession(
+            path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True
+        )
         self.spec, self.device, self._dtype = spec, device, made.dtype
         self._drafts = code_embeddings is None
         self._table = None if code_embeddings is None else device.put(code_embeddings.astype(made.dtype))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import redirect_stdout
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...errors import EngineError
@@ -29,13 +31,20 @@ class Provider(NamedTuple):
     package: str
     options: dict[str, str]
     device: str = "cpu"
-    recording: dict[str, str] = {}
+    recording: Mapping[str, str] = MappingProxyType({})
 
 
 _ALL = (
     Provider("cpu", "CPUExecutionProvider", "onnxruntime", {}),
     # Float32 stays float32: TF32 products would not be those of another number of nodes.
-    Provider("cuda", "CUDAExecutionProvider", "onnxruntime-gpu[cuda,cudnn]", {"use_tf32": "0"}, "cuda", {"enable_cuda_graph": "1"}),
+    Provider(
+        "cuda",
+        "CUDAExecutionProvider",
+        "onnxruntime-gpu[cuda,cudnn]",
+        {"use_tf32": "0"},
+        "cuda",
+        {"enable_cuda_graph": "1"},
+    ),
     Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino", {}),
     Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
