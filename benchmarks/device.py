@@ -5,8 +5,9 @@
 
 No GPU, no values: kernels do nothing, and every call is counted. A target with LlamaGen-XL's 36 layers, float16 and
 16,384 codes, but narrow, since operations do not depend on the width. *Operations* of a target pass and of appending
-accepted nodes: kernels, matrix products, copies. *Steps*: milliseconds of the host for a step of each method with a
-device that takes no time; logits read as noise, so that acceptance has something to do. Nothing is judged.
+accepted nodes: kernels, matrix products, copies; once op by op, and once its shape has come again and was recorded.
+*Steps*: milliseconds of the host for a step of each method with a device that takes no time. Logits that are read come
+as noise; codes that are drawn on the device come as zeros, so that every draft is accepted. Nothing is judged.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cuda"))
 
 import null_cuda
 
-COUNTS = ("total", "kernels", "gemms", "h2d", "d2h", "d2d", "syncs")
+COUNTS = ("total", "graph_launches", "kernels", "gemms", "h2d", "d2h", "d2d", "syncs", "bytes_up", "bytes_down")
 METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynamic-59-5-10")
 ROWS, PAST, CODES = 2, 200, 16384
+WARM = 10  # steps after which shapes that come again have been recorded
 
 
 def main() -> None:
@@ -65,7 +67,10 @@ def main() -> None:
 
 def operations(pipe: Any) -> dict[str, dict[str, float]]:
     """Counts of target passes, and of appending what was accepted: a chain, and a path of a tree."""
+    from lantern_rt.methods import Sampling
+    from lantern_rt.runtime.device import Asked
     from lantern_rt.runtime.engine import Pass
+    from lantern_rt.runtime.noise import Noise
 
     target = pipe.engines.target
     cache = target.new_cache(ROWS, PAST + 64)
@@ -83,16 +88,26 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
         cache.append(output.new_kv, [np.array(nodes)] * ROWS)
         cache.truncate(np.full(ROWS, PAST))
 
-    found = {f"target pass over {nodes} nodes": count(lambda nodes=nodes: run(nodes)) for nodes in (2, 16, 64)}
-    output = run(64)
+    def choose(nodes: int) -> None:
+        position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
+        places = np.tile(np.arange(nodes), (ROWS, 1))
+        asked = Asked(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
+        run(nodes).logits.best([asked], 1)
+
+    noise = Noise(1)
+    found = {f"target pass over {nodes} nodes, op by op": count(lambda nodes=nodes: run(nodes), 2) for nodes in (2, 59)}
+    found |= {f"target pass over {nodes} nodes, again": count(lambda nodes=nodes: run(nodes), 6) for nodes in (2, 59)}
+    found["the same, and choices at 59 nodes"] = count(lambda: choose(59), 6)
+    output = run(59)
     found["append 4 nodes of a chain"] = count(lambda: append([0, 1, 2, 3]))
+    output = run(59)
     found["append 4 nodes of a tree"] = count(lambda: append([0, 3, 17, 40]))
     return found
 
 
-def count(act: Callable[[], object]) -> dict[str, float]:
-    """Operations of one call, once memory has been taken, and its milliseconds."""
-    for _ in range(3):
+def count(act: Callable[[], object], before: int = 0) -> dict[str, float]:
+    """Operations of one call after some before it, and its milliseconds."""
+    for _ in range(before):
         act()
     began = time.perf_counter()
     with null_cuda.counting() as ops:
@@ -101,10 +116,11 @@ def count(act: Callable[[], object]) -> dict[str, float]:
 
 
 def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
-    """Median milliseconds of a step, by the processor's clock, and operations of one; the prefill left out."""
+    """Median milliseconds of a step, by the processor's clock, and what one asks for; the first steps left out."""
     seconds: list[float] = []
     running = pipe.stream(class_ids=1, method=method, cfg_scale=7.5, top_k=1000)
-    next(running)
+    for _ in islice(running, WARM):
+        pass
     with null_cuda.counting() as ops:
         began = time.process_time()
         for _ in islice(running, steps):
@@ -112,7 +128,8 @@ def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
             seconds.append(now - began)
             began = now
     running.close()
-    return {"ms": round(1e3 * statistics.median(seconds), 2), "operations": round(ops.total / len(seconds))}
+    asked = {name: round(getattr(ops, name) / len(seconds)) for name in ("total", "graph_launches")}
+    return {"ms": round(1e3 * statistics.median(seconds), 2), **asked}
 
 
 if __name__ == "__main__":

@@ -39,15 +39,16 @@ class Head(NamedTuple):
     def graph(self) -> bytes:
         """The graph. Of each image's nodes, `[images, nodes]`:
 
-        Inputs: `logits` float32 `[rows, nodes, vocab_size]`; `conditional`, `unconditional` int64
-        `[images, nodes, 2]`, row and node of their logits, the same twice without guidance; `cfg_scale`, `temperature`
-        and `top_p` float32 `[images, 1, 1]`; `noise` float32 `[entries, vocab_size]` and `noise_ids` int64
+        Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional`, `unconditional` int32 `[images, nodes]`, where
+        their logits are, rows and nodes taken as one, the same twice without guidance; `cfg_scale`, `temperature` and
+        `top_p` float32 `[images, 1, 1]`; `noise` float32 `[entries, vocab_size]` and `noise_ids` int32
         `[images, nodes]`. Outputs: `codes` int64 and `scores` float32 `[images, nodes, most]`, best first: logarithms
         of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
         """
         graph = GraphWriter()
-        unconditional = graph.op("GatherND", "logits", "unconditional")
-        apart = graph.op("Sub", graph.op("GatherND", "logits", "conditional"), unconditional)
+        flat = graph.op("Reshape", "logits", graph.ints(-1, self.vocab_size))
+        unconditional = graph.op("Gather", flat, "unconditional")
+        apart = graph.op("Sub", graph.op("Gather", flat, "conditional"), unconditional)
         guided = graph.op("Add", graph.op("Mul", apart, "cfg_scale"), unconditional)
         values = self._filtered(graph, graph.op("Div", guided, "temperature"))
         if self.noisy:
@@ -59,8 +60,8 @@ class Head(NamedTuple):
         graph.op("Sub", graph.op("Sub", best, highest), sums, name="scores")
         inputs = [
             Value("logits", "float32", ("rows", "all", self.vocab_size)),
-            Value("conditional", "int64", ("images", "nodes", 2)),
-            Value("unconditional", "int64", ("images", "nodes", 2)),
+            Value("conditional", "int32", ("images", "nodes")),
+            Value("unconditional", "int32", ("images", "nodes")),
             Value("cfg_scale", "float32", ("images", 1, 1)),
             Value("temperature", "float32", ("images", 1, 1)),
         ]
@@ -68,7 +69,7 @@ class Head(NamedTuple):
             inputs.append(Value("top_p", "float32", ("images", 1, 1)))
         if self.noisy:
             inputs.append(Value("noise", "float32", ("entries", self.vocab_size)))
-            inputs.append(Value("noise_ids", "int64", ("images", "nodes")))
+            inputs.append(Value("noise_ids", "int32", ("images", "nodes")))
         axes = ("images", "nodes", self.most)
         return graph.model(inputs, [Value("codes", "int64", axes), Value("scores", "float32", axes)])
 

@@ -130,13 +130,12 @@ class Device:
         Raises: EngineError: the logits hold NaN or infinity.
         """
         nodes = node_count(max(len(one.positions) for one in asked))
-        sides = np.zeros((2, len(asked), nodes, 2), np.int64)
+        sides, width = np.zeros((2, len(asked), nodes), np.int32), logits.shape()[1]
         numbers = np.ones((3, len(asked), 1, 1), np.float32)
         for i, one in enumerate(asked):
             count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
-            sides[:, i, :, 0] = one.rows.start
-            sides[1, i, :, 0] += last
-            sides[0, i, :count, 1], sides[1, i, :count, 1] = one.nodes[0], one.nodes[last]
+            for side, row in ((0, 0), (1, last)):
+                sides[side, i, :count] = (one.rows.start + row) * width + one.nodes[row]
             numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
         feeds = {"logits": logits, "conditional": sides[0], "unconditional": sides[1]}
         names = ("cfg_scale", "temperature", "top_p") if head.top_p else ("cfg_scale", "temperature")
@@ -163,7 +162,7 @@ class NoiseTable:
         self._free: list[int] = []
 
     def ids(self, asked: Sequence[Asked], nodes: int) -> Array:
-        """Where the noise of every node is, int64 `[asked, nodes]`; brings up what is not there."""
+        """Where the noise of every node is, int32 `[asked, nodes]`; brings up what is not there."""
         needed: dict[tuple[int, int], Noise] = {}
         for one in asked:
             if one.noise is not None:
@@ -175,7 +174,7 @@ class NoiseTable:
             place = self._free.pop() if self._free else self._places.pop(next(iter(self._places)))
             self._places[key] = place
             self._bring(place, needed[key].gumbel(key[1] * GROUP, GROUP, self.size))
-        ids = np.zeros((len(asked), nodes), np.int64)
+        ids = np.zeros((len(asked), nodes), np.int32)
         for row, one in zip(ids, asked, strict=True):
             if one.noise is not None:
                 own = [self._places[one.noise.seed, group] for group in (one.positions // GROUP).tolist()]

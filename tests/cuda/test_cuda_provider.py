@@ -9,6 +9,7 @@ import importlib.metadata
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -56,27 +57,55 @@ def test_the_providers_library_loads_and_doctor_has_nothing_to_say_of_it() -> No
     assert not any("do not load" in problem for problem in gpu_report().problems)
 
 
-def test_a_pass_and_an_append_keep_to_their_operations(pipe: Pipeline) -> None:
-    """Ceilings, for each layer: what a change adds shows here."""
-    target, layers = pipe.engines.target, open_bundle("scenes").manifest.target.num_layers
+def chains(pipe: Pipeline) -> Callable[[], None]:
+    """A target pass over a chain of 16 nodes on a past of 100, three of which are appended and forgotten again."""
+    target = pipe.engines.target
     cache = target.new_cache(2, PAST + 16)
-    cache.lengths = np.full(2, PAST)
-    tokens = np.zeros((2, 16), np.int64)
-    mask = np.ones((2, 16, target.next_past_length(cache, 16) + 16), bool)
 
-    def run() -> None:
-        output = target.run(Pass(tokens, mask, tokens), cache)
-        cache.append(output.new_kv, [np.arange(3)] * 2)
-        cache.truncate(np.full(2, PAST))
+    def run(nodes: int = 16, kept: int = 3, length: int = PAST) -> None:
+        start = int(cache.lengths[0])
+        mask = np.zeros((2, nodes, target.next_past_length(cache, nodes) + nodes), bool)
+        mask[:, :, :start], mask[:, :, -nodes:] = True, np.tri(nodes, dtype=bool)
+        tokens = np.zeros((2, nodes), np.int64)
+        cache.append(target.run(Pass(tokens, mask, tokens), cache).new_kv, [np.arange(kept)] * 2)
+        cache.truncate(np.full(2, length))
 
-    for _ in range(3):
+    run(50, 50, 50)
+    run(50, 50)
+    return run
+
+
+def test_a_pass_keeps_to_its_operations_and_appending_asks_for_none(pipe: Pipeline) -> None:
+    """Ceilings, for each layer: what a change adds shows here."""
+    run, layers = chains(pipe), open_bundle("scenes").manifest.target.num_layers
+    for _ in range(2):  # outputs have two places, in turns
         run()
     with null_cuda.counting() as ops:
         run()
-    assert ops.gemms <= 10 * layers + 1
-    assert ops.kernels <= (24 + 4) * layers + 10
+    assert ops.gemms <= 5 * layers + 2
+    assert ops.kernels <= 14 * layers + 40
+    assert ops.h2d <= 6
     assert ops.d2h == 0, "logits stay on the device until they are read"
+
+
+def test_a_pass_whose_shape_comes_again_is_one_launch(pipe: Pipeline) -> None:
+    run = chains(pipe)
+    for _ in range(6):  # both places of its outputs, each twice before it is recorded
+        run()
+    with null_cuda.counting() as ops:
+        run()
+    assert ops.graph_launches == 1
+    assert ops.kernels + ops.gemms == 0
+    assert ops.h2d <= 6
     assert ops.allocations == 0, "memory is taken once"
+
+
+def test_images_one_after_the_other_use_the_memory_and_the_recordings_of_the_first(pipe: Pipeline) -> None:
+    target = pipe.engines.target
+    first = target.new_cache(2, PAST)
+    slab = first.lease.slab
+    del first
+    assert target.new_cache(2, PAST).lease.slab is slab
 
 
 @pytest.mark.parametrize(
