@@ -39,10 +39,10 @@ class Head(NamedTuple):
     def graph(self) -> bytes:
         """The graph. Of each image's nodes, `[images, nodes]`:
 
-        Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional`, `unconditional` int32 `[images, nodes]`, where
-        their logits are, rows and nodes taken as one, the same twice without guidance; `cfg_scale`, `temperature` and
-        `top_p` float32 `[images, 1, 1]`; `noise` float32 `[entries, vocab_size]` and `noise_ids` int32
-        `[images, nodes]`. Outputs: `codes` int64 and `scores` float32 `[images, nodes, most]`, best first: logarithms
+        Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`:
+        where their logits are, rows and nodes taken as one, the same without guidance; `cfg_scale`, `temperature`,
+        `top_p` float32 `[images, 1, 1]`; `noise` float32 `[entries, vocab_size]`, `noise_ids` int32 `[images, nodes]`.
+        Outputs: `codes` int64 and `scores` float32 `[images, nodes, most]`, best first: logarithms
         of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
         """
         graph = GraphWriter()

@@ -196,6 +196,20 @@ class Sjd(Relaxed):
     lambda_: Lambda = None
 
 
+class RowParallel(MethodConfig):
+    """Row-parallel decoding: every row of the grid follows the one above at a distance; not exact."""
+
+    method: Literal["rows"] = "rows"
+    window: Annotated[
+        int, Field(ge=1, le=128, description="Tokens that a row stays behind the one above, 1 .. 128.")
+    ] = 6
+
+    @property
+    def exact(self) -> bool:
+        """Never: tokens see less than the target was trained to see."""
+        return False
+
+
 def _quality(text: str) -> str:
     match = re.fullmatch(r"[Tt][Vv][Dd]=(0?\.\d{1,9})", text)
     if match and float(match[1]) > 0:
@@ -214,8 +228,8 @@ class Auto(MethodConfig):
     )
 
 
-Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd, Field(discriminator="method")]
-MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "auto"]
+Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel, Field(discriminator="method")]
+MethodName = Literal["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
 _CLASSES: tuple[type[MethodConfig], ...] = (*get_args(get_args(Method)[0]), Auto)
 METHODS: dict[str, type[MethodConfig]] = {one.model_fields["method"].default: one for one in _CLASSES}
 

@@ -9,15 +9,16 @@ from itertools import groupby, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Drafted, MethodConfig, Sampling, Sjd
+from ..methods import Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints, Rows, Taken
 from .noise import Noise
 from .sampling import Probabilities, choose, choose_together, guide, is_clear, shape_distribution
 from .statistics import RequestStatistics
-from .tree import DraftTree, TreeStructure
+from .tree import DraftTree, Front, TreeStructure
 from .tree_names import named_tree
 
 MOST_TOGETHER = 256  # nodes whose choices are made at once
+MOST_ACTIVE_ROWS = 64  # of a grid that are drawn at the same time
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Request:
     def columns(self) -> int:
         """Columns of a cache for prefix and image, whatever method draws it."""
         prefix = max(len(row.embeds) for row in self.rows)
-        return prefix + self.length + max(nodes_of(method) for method in self.methods) + 2
+        fronts = (MOST_ACTIVE_ROWS if isinstance(method, RowParallel) else nodes_of(method) for method in self.methods)
+        return prefix + self.length + max(fronts) + 2
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Answers:
     `[1, vocab_size]` after a node by another computation, asked where the slack could turn a choice.
     """
 
-    logits: Callable[[slice], Floats]
+    logits: Callable[[slice | Sequence[int]], Floats]
     structure: TreeStructure
     noise: Noise
     position: int
@@ -191,9 +193,20 @@ class Answers:
         self._chain, self._seen, self._leads = guided, (0, guided, noise), leads
         self._choices.update(enumerate(codes.tolist()))
 
-    def know(self, codes: Ints) -> None:
-        """Take in the choices after all nodes, made where the logits are."""
-        self._choices.update(enumerate(codes.tolist()))
+    def draw(self, nodes: Sequence[int]) -> Ints:
+        """The choices after some nodes that are no chain, at once."""
+        if not all(node in self._choices for node in nodes):
+            guided = guide(self.logits(nodes), self.sampling.cfg_scale)
+            noise = None
+            if not self.sampling.greedy:
+                size = guided.shape[1]
+                noise = np.concatenate([self.noise.gumbel(self._position(node), 1, size) for node in nodes])
+            self._choices.update(zip(nodes, choose(guided, noise, self.sampling).tolist(), strict=True))
+        return np.array([self._choices[node] for node in nodes], np.int64)
+
+    def know(self, nodes: Sequence[int], codes: Ints) -> None:
+        """Take in choices after nodes, made where the logits are."""
+        self._choices.update(zip(nodes, codes.tolist(), strict=True))
 
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`."""
@@ -281,7 +294,7 @@ class Drafts:
     def commit(self, committed: Sequence[Committed]) -> None:
         """Take in what the prefill, or a pass over drafts of this or another source, committed."""
 
-    def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
+    def draft(self, requests: Sequence[Request]) -> Sequence[DraftTree | Front]:
         """A tree for every request, below its last token."""
         return [DraftTree(np.array(request.codes[-1:], np.int64), np.array([-1], np.int64)) for request in requests]
 

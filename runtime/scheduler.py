@@ -8,14 +8,15 @@ a request is two rows that come and go together. A request's cache columns are r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, islice
+from typing import Any
 
 import numpy as np
 
-from ..methods import Drafted, Sjd
+from ..methods import Drafted, RowParallel, Sjd
 from .acceptance import Acceptance, follow
 from .device import Asked, DeviceLogits, Resident
 from .drafter import TreeDrafts
@@ -24,9 +25,10 @@ from .engine import Cache, Floats, Ints, Pass, PassOutput, Taken
 from .jacobi import WindowDrafts
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
 from .relaxation import Relaxation, walk, walk_greedy
+from .rows import RowFronts
 from .statistics import Clock
 from .ties import settled_logits, slack
-from .tree import DraftTree
+from .tree import DraftTree, Front
 
 UNLIMITED = 1 << 30
 IDLE = 0.25  # of the tokens of all places
@@ -60,6 +62,7 @@ class Scheduler:
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
         self._windows, self._plain, self._known = WindowDrafts(model.columns), Drafts(), KnownDrafts(model.most_nodes)
+        self._fronts = RowFronts(model.columns)
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
         self._arrange()
 
@@ -148,77 +151,94 @@ class Scheduler:
 
     def _advance(self) -> list[RequestStep]:
         drafted = [self._source(request) for request in self.active]
-        trees: dict[Request, DraftTree] = {}
+        trees: dict[Request, DraftTree | Front] = {}
         for source in {*drafted}:
             own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
             trees.update(zip(own, source.draft(own), strict=True))
         output = self._verify(trees)
         everybody = [self._answers(one, trees[one], output, self._rows[one]) for one in self.active]
-        exact = [request.method.exact for request in self.active]
         if isinstance(output.logits, DeviceLogits):
-            self._ask_device(output.logits, trees, [*compress(zip(self.active, everybody, strict=True), exact)])
+            self._ask_device(output.logits, trees, everybody)
         else:
+            exact = [request.method.exact for request in self.active]
             guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
         parts, committed = [], []
         for request, source, answers in zip(self.active, drafted, everybody, strict=True):
-            tree, rows = trees[request], self._rows[request]
-            accepted = self._accept(request, tree, answers)
-            codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
+            tree, rows, how = trees[request], self._rows[request], tuple[Any, ...]()
+            if isinstance(tree, Front):
+                drawn, kept = answers.draw(tree.drawn), tree.kept
+                codes = self._fronts.take(request, tree, drawn)
+            else:
+                accepted = self._accept(request, tree, answers)
+                kept, how = np.array(accepted.path, np.int64), () if source is self._plain else (tree, accepted)
+                drawn = codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
+                request.statistics.realised_tvd += accepted.realised_tvd
             count = min(len(codes), request.missing)
             request.codes += codes.tolist()
             request.noise.forget(len(request.codes))
-            request.statistics.codes_per_step.append(len(codes))
-            request.statistics.realised_tvd += accepted.realised_tvd
-            nodes = [np.array(accepted.path, np.int64)] * len(request.rows)
+            request.statistics.codes_per_step.append(len(drawn))
+            nodes = [kept] * len(request.rows)
             hidden = partial(_hidden, output, rows, nodes)
             committed.append(Committed(request, source, codes, nodes, hidden, answers))
-            how = () if source is self._plain else (tree, accepted)
             parts.append(RequestStep(request.index, codes, count, *how))
         assert self._cache is not None
-        kept = [nodes for one in committed for nodes in one.nodes]
-        self.target_clock.append(self._cache, output.new_kv, kept)
+        self.target_clock.append(self._cache, output.new_kv, [nodes for one in committed for nodes in one.nodes])
         self._tell(committed)
         return parts
 
-    def _verify(self, trees: dict[Request, DraftTree]) -> PassOutput:
-        """One target pass over all trees, padded to the same number of nodes."""
+    def _verify(self, trees: Mapping[Request, DraftTree | Front]) -> PassOutput:
+        """One target pass over all trees and fronts, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
         nodes = max(MINIMUM_NODES, *(max(request.nodes, tree.nodes) for request, tree in trees.items()))
         past_length = target.next_past_length(self._cache, nodes)
-        tokens, depths = np.zeros((2, len(lengths), nodes), np.int64)
+        tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = committed_mask(lengths, self._padding, past_length)[:, None]
         attention_mask[:, :, past_length:] = themselves(nodes)
         for request, tree in trees.items():
             rows, count = self._rows[request], tree.nodes
-            tokens[rows, :count], depths[rows, :count] = tree.tokens, tree.structure.depths
+            prefixes = np.array([len(row.embeds) for row in request.rows])
+            starts = prefixes + self._first_cell(request, tree)
+            tokens[rows, :count], positions[rows, :count] = tree.tokens, starts[:, None] + tree.structure.depths
             attention_mask[rows, :count, past_length : past_length + count] = tree.structure.ancestors
-        positions = np.minimum(lengths[:, None] + depths, self.model.positions - 1)
+            if isinstance(tree, Front):
+                for row, start in enumerate(prefixes.tolist(), rows.start):
+                    attention_mask[row, :count, start : start + len(tree.order)] &= tree.on_past
+        positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
-    def _answers(self, request: Request, tree: DraftTree, output: PassOutput, rows: slice) -> Answers:
+    def _first_cell(self, request: Request, tree: DraftTree | Front) -> int:
+        """The cell that depth 0 stands in."""
+        return 0 if isinstance(tree, Front) else len(request.codes) - 1
+
+    def _answers(self, request: Request, tree: DraftTree | Front, output: PassOutput, rows: slice) -> Answers:
         """What a pass says of a request's tree."""
-        position, sampling = len(request.codes), request.sampling
+        position, sampling = self._first_cell(request, tree) + 1, request.sampling
         margin = slack(self.model, sampling) if request.method.exact else 0.0
-        settle = partial(self._settle, request, tree, position) if margin else None
+        settle = partial(self._settle, request, tree, position) if margin and isinstance(tree, DraftTree) else None
         return Answers(
             partial(_logits, output, rows), tree.structure, request.noise, position, sampling, margin, settle
         )
 
     def _ask_device(
-        self, logits: DeviceLogits, trees: dict[Request, DraftTree], asking: Sequence[tuple[Request, Answers]]
+        self, logits: DeviceLogits, trees: Mapping[Request, DraftTree | Front], everybody: Sequence[Answers]
     ) -> None:
-        """Have all choices of these requests made where the logits are, as far as that is possible there."""
-        asking = [(one, own) for one, own in asking if own.settle is None and logits.draws(one.sampling)]
-        asked = []
-        for request, _ in asking:
-            depths, rows = trees[request].structure.depths, self._rows[request]
-            nodes = np.tile(np.arange(len(depths)), (rows.stop - rows.start, 1))
+        """Have all choices made where the logits are, as far as that is possible there."""
+        asking, asked = list[tuple[Answers, Sequence[int]]](), list[Asked]()
+        for request, answers in zip(self.active, everybody, strict=True):
+            tree, rows = trees[request], self._rows[request]
+            choosing = request.method.exact or isinstance(tree, Front)
+            if not choosing or answers.settle or not logits.draws(request.sampling):
+                continue
+            nodes: Sequence[int] = tree.drawn if isinstance(tree, Front) else range(tree.nodes)
+            places = np.tile(np.array(nodes, np.int64), (rows.stop - rows.start, 1))
             noise = None if request.sampling.greedy else request.noise
-            asked.append(Asked(rows, nodes, request.sampling, noise, len(request.codes) + depths))
-        for (_, answers), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
-            answers.know(codes[:, 0])
+            positions = answers.position + tree.structure.depths[places[0]]
+            asking.append((answers, nodes))
+            asked.append(Asked(rows, places, request.sampling, noise, positions))
+        for (answers, nodes), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
+            answers.know(nodes, codes[:, 0])
 
     def _settle(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
         """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
@@ -241,6 +261,8 @@ class Scheduler:
         codes, known = request.codes, request.known
         if len(known) > len(codes) and known[len(codes) - 1] == codes[-1] and request.method.exact:
             return self._known
+        if isinstance(request.method, RowParallel):
+            return self._fronts
         if isinstance(request.method, Sjd):
             return self._windows
         return self._trees[request] if isinstance(request.method, Drafted) else self._plain
@@ -261,7 +283,7 @@ class Scheduler:
         elif self._cache is not None:
             rows = np.arange(len(self._padding))
             self._cache.keep_rows(np.concatenate([rows[self._rows[request]] for request in self.active]))
-        for source in (self._windows, *dict.fromkeys(self._trees.values())):
+        for source in (self._windows, self._fronts, *dict.fromkeys(self._trees.values())):
             source.leave(requests)
         for request in requests:
             self._trees.pop(request, None)
@@ -277,7 +299,7 @@ class Scheduler:
             first += len(request.rows)
 
 
-def _logits(output: PassOutput, rows: slice, nodes: slice) -> Floats:
+def _logits(output: PassOutput, rows: slice, nodes: slice | Sequence[int]) -> Floats:
     logits: Floats = output.logits[rows, nodes]  # [sides, nodes, vocab_size]
     return logits
 

@@ -170,6 +170,40 @@ class TreeStructure:
     chain: bool
 
 
+@dataclass(frozen=True)
+class Front:
+    """The nodes of one pass over the active rows of a grid, see `rows.py`; what a tree is to other methods.
+
+    tokens: int64 `[nodes]`. cells: the cell each token stands in, or stands in for, int64 `[nodes]`; it is followed by
+    the next cell. drawn: nodes after which that is drawn. kept: nodes whose keys and values stay. order: cells in the
+    order in which the cache has them, int64 `[entries]`.
+    """
+
+    tokens: Ints
+    cells: Ints
+    drawn: list[int]
+    kept: Ints
+    order: Ints
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the pass."""
+        return len(self.tokens)
+
+    @property
+    def structure(self) -> TreeStructure:
+        """What nodes see of each other: kept ones before them in raster order. `depths` are their cells."""
+        before: Bools = self.cells[None] < self.cells[:, None]
+        before &= np.isin(np.arange(self.nodes), self.kept)[None]
+        return TreeStructure(self.cells, [], before | np.eye(self.nodes, dtype=bool), self.cells, False)
+
+    @property
+    def on_past(self) -> Bools:
+        """Which of the cache's tokens each node sees, bool `[nodes, entries]`."""
+        seen: Bools = self.order[None] < self.cells[:, None]
+        return seen
+
+
 @lru_cache(maxsize=64)
 def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
     parents = np.frombuffer(parents_bytes, np.int64).tolist()

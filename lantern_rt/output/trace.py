@@ -12,7 +12,7 @@ flattened: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
     part_step          int64 [parts]       which step; 0 is the prefill
     part_image         int64 [parts]       which image
     part_committed     int64 [parts]       codes that the image kept of it (the last step may overshoot)
-    part_bonus         int64 [parts]       the code drawn after the accepted path
+    part_bonus         int64 [parts]       the code drawn after the accepted path; -1 if the part has no codes
     tree_offsets       int64 [parts + 1]   empty trees: the prefill, and every step of method ar
     tree_tokens        int64 [nodes]       code of each node; the root is the last code committed before
     tree_parents       int64 [nodes]       parent of each node within its tree, -1 for the root
@@ -82,7 +82,7 @@ class Trace:
             "part_step": [part.step for part in self.parts],
             "part_image": [part.image for part in self.parts],
             "part_committed": [part.committed for part in self.parts],
-            "part_bonus": [part.codes[-1] for part in self.parts],
+            "part_bonus": [part.codes[-1] if len(part.codes) else -1 for part in self.parts],
             "tree_offsets": np.cumsum([0, *map(len, trees)]),
             "tree_tokens": np.concatenate([_EMPTY, *trees]),
             "tree_parents": np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)]),

@@ -141,7 +141,7 @@ class LocalDrawer:
     def describe(self) -> dict[str, Any]:
         """What clients are told of the model."""
         manifest, bundle = self.manifest, self.pipeline.pipeline.bundle
-        methods = ["ar", "sjd", *(["eagle", "lantern", "lantern++"] if manifest.drafter else []), "auto"]
+        methods = ["ar", "sjd", "rows", *(["eagle", "lantern", "lantern++"] if manifest.drafter else []), "auto"]
         examples = bundle.path("prompts").read_text("utf-8").splitlines()[:8] if "prompts" in manifest.files else []
         return {
             "size": self.size,

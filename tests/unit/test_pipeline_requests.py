@@ -70,7 +70,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Checker:
         ({"method": "auto", "window": 4}, "window: method auto does not take it"),
         ({"method": "eagle", "quality": "fast"}, "quality: method eagle .* use method auto"),
         ({"method": "auto", "quality": "superb"}, "quality: found 'superb', expected strict, balanced, fast, or TVD=x"),
-        ({"method": "magic"}, r"method: found 'magic', expected ar, eagle, lantern, lantern\+\+, sjd or auto"),
+        ({"method": "magic"}, r"method: found 'magic', expected ar, eagle, lantern, lantern\+\+, sjd, rows or auto"),
         ({"method": ["ar"]}, "method: found .*, expected ar, eagle"),
         ({"method": "eagle:three=chain-4"}, "found 'three=chain-4' .* expected PARAMETER=VALUE, of tree"),
         ({"method": "sjd", "neighbors": 3}, "neighbors: method sjd .* unless bounded; give delta or lambda"),

@@ -59,7 +59,7 @@ def test_parameters_of_a_call_are_these() -> None:
     from lantern_rt.requests import SAMPLING
 
     assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p")
-    assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "auto"]
+    assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
     assert PARAMETERS == {
         "tree": ["eagle", "lantern", "lantern++"],
         "neighbors": ["lantern", "lantern++", "sjd"],
@@ -68,7 +68,7 @@ def test_parameters_of_a_call_are_these() -> None:
         "anneal": ["lantern", "lantern++", "sjd"],
         "delta": ["lantern", "sjd"],
         "lambda": ["lantern++", "sjd"],
-        "window": ["sjd"],
+        "window": ["sjd", "rows"],
         "quality": ["auto"],
     }
 

@@ -47,7 +47,7 @@ class Session:
     def run(self, names: list[str], feeds: Mapping[str, Any]) -> None:
         raise RuntimeError("Gather node:\n index out of bounds")
 
-    def run_with_iobinding(self, binding: Any) -> None:
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
         raise RuntimeError("no memory")
 
 
