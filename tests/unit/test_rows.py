@@ -1,0 +1,202 @@
+"""Row-parallel decoding draws what its definition says, written down once more here, plainly and for one picture."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+from tiny_bundle import make_tiny_bundle
+from toy_engine import Hashes, ToyCache, ToyTarget, make_prompt, naive_distribution
+
+from lantern_rt import Pipeline
+from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
+from lantern_rt.results import StreamStep
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafts import Model, Prompt
+from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.rows import Grid
+from lantern_rt.service import Service
+
+GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
+Known = dict[int, int]  # codes by cell
+
+
+@dataclass
+class AnyOrder(ToyTarget):
+    """The toy target without its checks of order: what a node sees is only told by its logits."""
+
+    contiguous = False
+
+    def _sums(self, batch: Pass, cache: ToyCache, new: Hashes) -> tuple[Hashes, NDArray[np.bool_]]:
+        context, right = super()._sums(batch, cache, new)
+        return context, np.ones_like(right)
+
+
+def toy(rows: int, columns: int, vocabulary: int = 5) -> Model:
+    return Model(AnyOrder(vocabulary), None, rows * columns, 200, columns=columns)
+
+
+def drawn(
+    model: Model, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling
+) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in prompts]
+    for step in decode(model, prompts, seeds, sampling, RowParallel(window=window)):
+        for part in step.parts:
+            found[part.request] += part.codes[: part.committed].tolist()
+    return found
+
+
+def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling) -> NDArray[np.float64]:
+    """The target's distribution after these tokens in these cells, from its table."""
+    target, sides = model.target, []
+    assert isinstance(target, ToyTarget)
+    for side in (prompt.cond, prompt.uncond):
+        parts = target.prefix_hash(side.embeds)[side.real]
+        cells = np.array([*seen], np.int64)
+        hashes = np.append(parts, target.code_hash(np.array([*seen.values()], np.int64), len(side.real) + cells))
+        sides.append(target.logits(hashes.sum(dtype=np.uint64, keepdims=True))[0].astype(np.float64))
+    return naive_distribution(sides[1] + sampling.cfg_scale * (sides[0] - sides[1]), sampling)
+
+
+def passes(known: Known, cached: set[int], rows: int, columns: int, window: int) -> Iterator[tuple[int, Known]]:
+    """Of the next pass: every cell that is drawn, and what it is drawn from; says in `cached` what stays."""
+    ends = [sum(row * columns + c in known for c in range(columns)) for row in range(rows)]
+    kept, read = {}, []
+    for row, end in enumerate(ends):
+        first = row * columns
+        far = ends[row - 1] if row else columns
+        if 0 < end < columns and far >= min(columns, end + window):
+            kept[first + end - 1] = known[first + end - 1]
+            read.append((first + end - 1, known[first + end - 1]))
+        elif end == 0 and window <= far < columns:
+            read.append((first - 1, known[first - columns + far - 1]))  # in place of the last token above
+        elif end == columns and row < rows - 1 and first + columns - 1 not in cached:
+            kept[first + columns - 1] = known[first + columns - 1]
+            if ends[row + 1] == 0:
+                read.append((first + columns - 1, known[first + columns - 1]))
+    for cell, token in read:
+        before = {c: known[c] for c in sorted({*cached, *kept}) if c < cell}
+        yield cell + 1, {**before, cell: token}
+    cached.update(kept)
+
+
+def told(
+    model: Model, prompt: Prompt, window: int, sampling: Sampling, draw: Callable[[int, NDArray], int]
+) -> list[int]:
+    """The picture by the definition; `draw(cell, p)` draws from a distribution."""
+    columns, rows = model.columns, model.codes // model.columns
+    known, cached = {0: draw(0, distribution(model, prompt, {}, sampling))}, set[int]()
+    while len(known) < model.codes:
+        found = {
+            c: draw(c, distribution(model, prompt, s, sampling))
+            for c, s in passes(known, cached, rows, columns, window)
+        }
+        known |= found
+    return [known[cell] for cell in range(model.codes)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
+@pytest.mark.parametrize(("rows", "columns", "window"), [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (2, 4, 7)])
+def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
+    rows: int, columns: int, window: int, sampling: Sampling
+) -> None:
+    model, prompt = toy(rows, columns), make_prompt(3, padding=1)
+    for seed in range(3):
+        noise = Noise(seed)
+
+        def draw(cell: int, p: NDArray, noise: Noise = noise) -> int:
+            own = 0 if sampling.greedy else noise.gumbel(cell, 1, len(p))[0]
+            return int(np.argmax(np.log(p) + own))
+
+        assert drawn(model, [prompt], window, [seed], sampling) == [told(model, prompt, window, sampling, draw)]
+
+
+def test_pictures_are_distributed_as_the_definition_says() -> None:
+    model, prompt, count = toy(2, 2, vocabulary=3), make_prompt(1), 6000
+    expected = np.zeros((3,) * 4)
+    for codes in itertools.product(range(3), repeat=4):
+        probability = 1.0
+
+        def draw(cell: int, p: NDArray, codes: tuple[int, ...] = codes) -> int:
+            nonlocal probability
+            probability *= p[codes[cell]]
+            return codes[cell]
+
+        told(model, prompt, 1, GUIDED, draw)
+        expected[codes] = probability
+    assert expected.sum() == pytest.approx(1)
+    counts = np.zeros_like(expected)
+    for codes in drawn(model, [prompt] * count, 1, range(count), GUIDED):
+        counts[tuple(codes)] += 1
+    assert chisquare(counts.ravel(), count * expected.ravel()).pvalue > 1e-4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 10))
+def test_every_cell_is_drawn_once_and_every_row_stays_behind_the_one_above(
+    rows: int, columns: int, window: int
+) -> None:
+    cells = np.full(rows * columns, -1, np.int64)
+    cells[0] = 0
+    grid, passes = Grid(cells, columns, window), 0
+    while (grid.cells < 0).any():
+        before = (grid.cells.reshape(rows, columns) >= 0).sum(1)
+        front, passes = grid.front(), passes + 1
+        goals = front.cells[front.drawn] + 1
+        assert (grid.cells[goals] == -1).all()
+        assert len({*goals.tolist()}) == len(goals) > 0
+        for goal in goals.tolist():
+            row, column = divmod(goal, columns)
+            assert row == 0 or before[row - 1] >= min(columns, column + window)
+        grid.take(front, np.ones(len(goals), np.int64))
+    assert len(grid.order) == len({*grid.order})
+    assert passes == min(window, columns) * (rows - 1) + columns - 1
+
+
+def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding() -> None:
+    model, prompt = toy(3, 4), make_prompt(2)
+    plain = [code for step in decode(model, [prompt], [5], GUIDED, Ar()) for code in step.parts[0].codes.tolist()]
+    assert drawn(model, [prompt], 4, [5], GUIDED) == [plain]
+    assert drawn(model, [prompt], 1, [5], GUIDED) != [plain]
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("rows") / "tiny"), threads=1)
+
+
+def test_neighbours_in_a_batch_change_nothing(pipe: Pipeline) -> None:
+    prompts = ["red cube", "a green sphere", "red sphere on sand"]
+    together = pipe(prompts, seed=4, method="rows:window=3")
+    for prompt, seed, codes in zip(prompts, together.seeds, together.codes, strict=True):
+        assert np.array_equal(pipe(prompt, seed=seed, method="rows:window=3").codes[0], codes)
+
+
+@pytest.mark.parametrize("method", [Sjd(window=4), Eagle(tree="chain-2"), Ar()])
+def test_beside_requests_of_other_methods_a_picture_stays_the_same(pipe: Pipeline, method: MethodConfig) -> None:
+    alone = pipe("red cube", seed=9, method="rows:window=2").codes[0]
+    with Service(pipe, together=4) as service:
+        heard: queue.Queue[StreamStep | BaseException] = queue.Queue()
+        for seed in (1, 2):
+            service.submit(lambda news: None, "a green sphere", seed=seed, method=method)
+        service.submit(heard.put, "red cube", seed=9, method="rows:window=2")
+        while not isinstance(news := heard.get(timeout=60), StreamStep) or news.stats is None:
+            assert not isinstance(news, BaseException), news
+    assert np.array_equal(news.codes[0], alone)
+
+
+def test_statistics_count_the_tokens_of_every_pass(pipe: Pipeline) -> None:
+    stats = pipe("red cube", seed=1, method="rows:window=2").stats
+    codes, (one,) = pipe.bundle.manifest.codes_per_image, stats.per_image
+    assert sum(one.codes_per_step) == codes - 1
+    assert stats.target_passes == 1 + len(one.codes_per_step)
+    assert stats.tokens_per_forward_pass == pytest.approx(codes / stats.target_passes)
