@@ -25,34 +25,57 @@ from .tree import Front
 
 @dataclass
 class Grid:
-    """One picture: `cells` as far as they are drawn, -1 elsewhere; `order`: those in the cache, in its order."""
+    """One picture. cells: its codes as far as they are drawn, -1 elsewhere. order: cells in the cache, in its order.
 
-    cells: Ints
+    drawn: how many of every row. ends: rows whose last token is in the cache.
+    """
+
+    cells: list[int]
     columns: int
     window: int
     order: list[int] = field(default_factory=list)
+    drawn: list[int] = field(init=False)
+    ends: set[int] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.drawn = [0] * (len(self.cells) // self.columns)
+        self.drawn[0] = 1  # by the prefill
 
     def front(self) -> Front:
         """The next pass."""
-        rows = self.cells.reshape(-1, self.columns)
-        drawn = [int((row >= 0).sum()) for row in rows]
-        found: list[tuple[int, int, bool, bool]] = []  # cell, token, whether the next is drawn, whether it is kept
-        for row, count in enumerate(drawn):
-            first, above = row * self.columns, drawn[row - 1] if row else self.columns
-            if 0 < count < self.columns and above >= min(self.columns, count + self.window):
-                found.append((first + count - 1, rows[row, count - 1], True, True))
-            elif count == 0 and self.window <= above < self.columns:
-                found.append((first - 1, rows[row - 1, above - 1], True, False))
-            elif count == self.columns and row + 1 < len(rows) and (last := first + count - 1) not in self.order:
-                found.append((last, rows[row, -1], drawn[row + 1] == 0, True))
-        cells, tokens, following, kept = (np.array(column) for column in zip(*found[:MOST_ACTIVE_ROWS], strict=True))
-        order = np.array(self.order, np.int64)
-        return Front(tokens, cells, np.flatnonzero(following).tolist(), np.flatnonzero(kept), order)
+        cells, tokens, drawn, kept = list[int](), list[int](), list[int](), list[int]()
+        above = self.columns
+        for row, count in enumerate(self.drawn):
+            first = row * self.columns
+            cell = token = first + count - 1
+            ended = count == self.columns and row + 1 < len(self.drawn) and row not in self.ends
+            if count == 0 and self.window <= above < self.columns:
+                token = first - self.columns + above - 1  # in place of the last one of the row above
+            elif not ended and not (0 < count < self.columns and above >= min(self.columns, count + self.window)):
+                above = count
+                continue
+            if count > 0:
+                kept.append(len(cells))
+            if not ended or self.drawn[row + 1] == 0:
+                drawn.append(len(cells))
+            cells.append(cell)
+            tokens.append(self.cells[token])
+            above = count
+            if len(cells) == MOST_ACTIVE_ROWS:
+                break
+        arrays = [np.array(numbers, np.int64) for numbers in (tokens, cells, kept, self.order)]
+        return Front(arrays[0], arrays[1], drawn, *arrays[2:])
 
     def take(self, front: Front, codes: Ints) -> None:
         """Take in what was drawn after the front's nodes."""
-        self.cells[front.cells[front.drawn] + 1] = codes
-        self.order += front.cells[front.kept].tolist()
+        cells = front.cells.tolist()
+        for node, code in zip(front.drawn, codes.tolist(), strict=True):
+            self.cells[cells[node] + 1] = code
+            self.drawn[(cells[node] + 1) // self.columns] += 1
+        for node in front.kept.tolist():
+            self.order.append(cells[node])
+            if (cells[node] + 1) % self.columns == 0:
+                self.ends.add(cells[node] // self.columns)
 
 
 class RowFronts(Drafts):
@@ -70,8 +93,10 @@ class RowFronts(Drafts):
         """Take in what was drawn; returns what that adds to the codes known without a gap, in raster order."""
         grid, known = self.grids[request], len(request.codes)
         grid.take(front, codes)
-        missing = np.flatnonzero(grid.cells < 0)
-        return grid.cells[known : missing[0] if len(missing) else None].copy()
+        end = known
+        while end < len(grid.cells) and grid.cells[end] >= 0:
+            end += 1
+        return np.array(grid.cells[known:end], np.int64)
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
@@ -81,7 +106,6 @@ class RowFronts(Drafts):
     def _grid(self, request: Request) -> Grid:
         if request not in self.grids:
             assert isinstance(request.method, RowParallel)
-            cells = np.full(request.length, -1, np.int64)
-            cells[0] = request.codes[0]
+            cells = [request.codes[0], *[-1] * (request.length - 1)]
             self.grids[request] = Grid(cells, self.columns, request.method.window)
         return self.grids[request]

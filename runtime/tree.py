@@ -190,12 +190,12 @@ class Front:
         """Nodes of the pass."""
         return len(self.tokens)
 
-    @property
+    @cached_property
     def structure(self) -> TreeStructure:
         """What nodes see of each other: kept ones before them in raster order. `depths` are their cells."""
-        before: Bools = self.cells[None] < self.cells[:, None]
-        before &= np.isin(np.arange(self.nodes), self.kept)[None]
-        return TreeStructure(self.cells, [], before | np.eye(self.nodes, dtype=bool), self.cells, False)
+        seen = np.eye(self.nodes, dtype=bool)
+        seen[:, self.kept] |= self.cells[self.kept] < self.cells[:, None]
+        return TreeStructure(self.cells, [], seen, self.cells, False)
 
     @property
     def on_past(self) -> Bools:

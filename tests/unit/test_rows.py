@@ -145,14 +145,13 @@ def test_pictures_are_distributed_as_the_definition_says() -> None:
 def test_every_cell_is_drawn_once_and_every_row_stays_behind_the_one_above(
     rows: int, columns: int, window: int
 ) -> None:
-    cells = np.full(rows * columns, -1, np.int64)
-    cells[0] = 0
-    grid, passes = Grid(cells, columns, window), 0
-    while (grid.cells < 0).any():
-        before = (grid.cells.reshape(rows, columns) >= 0).sum(1)
+    grid, passes = Grid([0, *[-1] * (rows * columns - 1)], columns, window), 0
+    while -1 in grid.cells:
+        before = (np.array(grid.cells).reshape(rows, columns) >= 0).sum(1)
+        assert before.tolist() == grid.drawn
         front, passes = grid.front(), passes + 1
         goals = front.cells[front.drawn] + 1
-        assert (grid.cells[goals] == -1).all()
+        assert all(grid.cells[goal] == -1 for goal in goals)
         assert len({*goals.tolist()}) == len(goals) > 0
         for goal in goals.tolist():
             row, column = divmod(goal, columns)
