@@ -2,12 +2,14 @@
 
 A row starts when the row above is `window` tokens ahead, and stays behind it (ZipAR, arXiv 2412.04062). One pass gives
 every active row its next token, so nothing that is computed is thrown away; but a token sees less than the target was
-trained to see: the tokens before it in raster order that are committed, and those of the same pass. That is another
-distribution than plain decoding's. With the noise of a position shared by all methods, a picture is a function of seed
-and window, and a window as wide as the grid gives plain decoding's picture.
+trained to see. Token c of row r sees the c tokens before it in its row and, of the row i above it, the first
+c + i * window: no more, whatever else is known by then. That is another distribution than plain decoding's. With the
+noise of a position shared by all methods, a picture is a function of seed and window, and a window as wide as the grid
+gives plain decoding's picture.
 
-The first token of a row has no left neighbour yet: its pass reads the newest token of the row above in place of that
-row's last one, and forgets it again. A row's real last token enters the cache when it is known.
+The first token of a row has no left neighbour yet: its pass reads the newest token of the row above that it sees in
+place of that row's last one, and forgets it again. A row's real last token enters the cache when it is known, and sees
+all that is before it.
 """
 
 from __future__ import annotations
@@ -43,28 +45,28 @@ class Grid:
 
     def front(self) -> Front:
         """The next pass."""
-        cells, tokens, drawn, kept = list[int](), list[int](), list[int](), list[int]()
+        nodes, drawn, stay = list[tuple[int, int, int, int]](), list[int](), list[int]()
         above = self.columns
         for row, count in enumerate(self.drawn):
             first = row * self.columns
             cell = token = first + count - 1
             ended = count == self.columns and row + 1 < len(self.drawn) and row not in self.ends
             if count == 0 and self.window <= above < self.columns:
-                token = first - self.columns + above - 1  # in place of the last one of the row above
+                token = first - self.columns + self.window - 1  # in place of the last one of the row above
             elif not ended and not (0 < count < self.columns and above >= min(self.columns, count + self.window)):
                 above = count
                 continue
             if count > 0:
-                kept.append(len(cells))
+                stay.append(len(nodes))
             if not ended or self.drawn[row + 1] == 0:
-                drawn.append(len(cells))
-            cells.append(cell)
-            tokens.append(self.cells[token])
+                drawn.append(len(nodes))
+            nodes.append((self.cells[token], cell, row, count))
             above = count
-            if len(cells) == MOST_ACTIVE_ROWS:
+            if len(nodes) == MOST_ACTIVE_ROWS:
                 break
-        arrays = [np.array(numbers, np.int64) for numbers in (tokens, cells, kept, self.order)]
-        return Front(arrays[0], arrays[1], drawn, *arrays[2:])
+        tokens, cells, rows, counts = np.array(nodes, np.int64).T
+        kept, order = np.array(stay, np.int64), np.array(self.order, np.int64)
+        return Front(tokens, cells, rows, counts, drawn, kept, order, self.columns, self.window)
 
     def take(self, front: Front, codes: Ints) -> None:
         """Take in what was drawn after the front's nodes."""

@@ -204,7 +204,7 @@ class Scheduler:
             attention_mask[rows, :count, past_length : past_length + count] = tree.structure.ancestors
             if isinstance(tree, Front):
                 for row, start in enumerate(prefixes.tolist(), rows.start):
-                    attention_mask[row, :count, start : start + len(tree.order)] &= tree.on_past
+                    attention_mask[row, :count, start : start + len(tree.order)] &= tree.sees(tree.order)
         positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 

@@ -174,16 +174,21 @@ class TreeStructure:
 class Front:
     """The nodes of one pass over the active rows of a grid, see `rows.py`; what a tree is to other methods.
 
-    tokens: int64 `[nodes]`. cells: the cell each token stands in, or stands in for, int64 `[nodes]`; it is followed by
-    the next cell. drawn: nodes after which that is drawn. kept: nodes whose keys and values stay. order: cells in the
-    order in which the cache has them, int64 `[entries]`.
+    tokens: int64 `[nodes]`. cells: the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the
+    next cell. rows, counts: the row each node belongs to, and how many tokens of it are known to it, both int64
+    `[nodes]`. drawn: nodes after which a code is drawn. kept: nodes whose keys and values stay, int64. order: cells in
+    the order in which the cache has them, int64 `[entries]`. columns: of the grid. window: how far rows are apart.
     """
 
     tokens: Ints
     cells: Ints
+    rows: Ints
+    counts: Ints
     drawn: list[int]
     kept: Ints
     order: Ints
+    columns: int
+    window: int
 
     @property
     def nodes(self) -> int:
@@ -192,15 +197,16 @@ class Front:
 
     @cached_property
     def structure(self) -> TreeStructure:
-        """What nodes see of each other: kept ones before them in raster order. `depths` are their cells."""
+        """What nodes see of each other: themselves, and those that are kept. `depths` are their cells."""
         seen = np.eye(self.nodes, dtype=bool)
-        seen[:, self.kept] |= self.cells[self.kept] < self.cells[:, None]
+        seen[:, self.kept] |= self.sees(self.cells[self.kept])
         return TreeStructure(self.cells, [], seen, self.cells, False)
 
-    @property
-    def on_past(self) -> Bools:
-        """Which of the cache's tokens each node sees, bool `[nodes, entries]`."""
-        seen: Bools = self.order[None] < self.cells[:, None]
+    def sees(self, cells: Ints) -> Bools:
+        """Which of these cells each node may see, bool `[nodes, cells]`; those of rows above as far as the window."""
+        row, column = np.divmod(cells, self.columns)
+        above = self.rows[:, None] - row
+        seen: Bools = (above >= 0) & (column < self.counts[:, None] + above * self.window)
         return seen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,41 +67,24 @@ def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling) 
     return naive_distribution(sides[1] + sampling.cfg_scale * (sides[0] - sides[1]), sampling)
 
 
-def passes(known: Known, cached: set[int], rows: int, columns: int, window: int) -> Iterator[tuple[int, Known]]:
-    """Of the next pass: every cell that is drawn, and what it is drawn from; says in `cached` what stays."""
-    ends = [sum(row * columns + c in known for c in range(columns)) for row in range(rows)]
-    kept, read = {}, []
-    for row, end in enumerate(ends):
-        first = row * columns
-        far = ends[row - 1] if row else columns
-        if 0 < end < columns and far >= min(columns, end + window):
-            kept[first + end - 1] = known[first + end - 1]
-            read.append((first + end - 1, known[first + end - 1]))
-        elif end == 0 and window <= far < columns:
-            read.append((first - 1, known[first - columns + far - 1]))  # in place of the last token above
-        elif end == columns and row < rows - 1 and first + columns - 1 not in cached:
-            kept[first + columns - 1] = known[first + columns - 1]
-            if ends[row + 1] == 0:
-                read.append((first + columns - 1, known[first + columns - 1]))
-    for cell, token in read:
-        before = {c: known[c] for c in sorted({*cached, *kept}) if c < cell}
-        yield cell + 1, {**before, cell: token}
-    cached.update(kept)
+def sight(row: int, count: int, columns: int, window: int) -> set[int]:
+    """The cells that a row sees which has so many tokens."""
+    return {q * columns + d for q in range(row + 1) for d in range(min(columns, count + (row - q) * window))}
 
 
 def told(
     model: Model, prompt: Prompt, window: int, sampling: Sampling, draw: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """The picture by the definition; `draw(cell, p)` draws from a distribution."""
-    columns, rows = model.columns, model.codes // model.columns
-    known, cached = {0: draw(0, distribution(model, prompt, {}, sampling))}, set[int]()
-    while len(known) < model.codes:
-        found = {
-            c: draw(c, distribution(model, prompt, s, sampling))
-            for c, s in passes(known, cached, rows, columns, window)
-        }
-        known |= found
-    return [known[cell] for cell in range(model.codes)]
+    """The picture by the definition, cell by cell in raster order; `draw(cell, p)` draws from a distribution."""
+    columns = model.columns
+    known = [draw(0, distribution(model, prompt, {}, sampling))]
+    for cell in range(1, model.codes):
+        row, column = divmod(cell, columns)
+        seen = {c: known[c] for c in sight(row, column, columns, window) if c < cell}
+        if column == 0 and window < columns:
+            seen[cell - 1] = known[cell - columns + window - 1]
+        known.append(draw(cell, distribution(model, prompt, seen, sampling)))
+    return known
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
