@@ -1,12 +1,13 @@
 """Whether a graph computes what its torch module computes, in ONNX Runtime on the CPU: part of every export.
 
-Neither side ever holds all weights as float32: those of the module are converted where they are used, and large graphs
+A decoder's file is compared twice: as it stands, and in the layout that accelerators get from it. Neither side ever holds all weights as float32: those of the module are converted where they are used, and large graphs
 run from the mapped file. Weights that were rounded for storage are rounded in the module too, so that what is compared
 is the graph.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,16 +19,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..bundle.manifest import DrafterSpec
 from ..checks import brief
+from ..engines.columns import ColumnCache, fill_up
+from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
 from ..errors import ParityError
+from ..runtime.engine import Pass
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import Arrays, Graph
 from .graph.precision import GraphFile, fake_quantize
+from .models.decoder import LayerStack
 
 onnxruntime: Any = import_onnxruntime()
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
 _LEAST_HALF = -6e4  # a mask's lowest number in float16
+_SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 
 
@@ -47,24 +54,32 @@ def check_parity(
     large = plan is not None and plan.size > LARGE
     integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
     # Fused products of integer weights round activations as well: look at the graph without them.
-    sessions = Sessions(path, lean=large or integers)
+    lean = large or integers
+    layouts: dict[str, Callable[[], Sessions | DeviceLayout]] = {"": lambda: Sessions(path, lean)}
+    if isinstance(graph.module, LayerStack):
+        layouts[", device layout"] = lambda: DeviceLayout(graph, path, lean)
     cases = list(graph.cases.items())
     cases = [cases[0], cases[-1]] if large else cases
-    results = []
-    for done, (case, inputs) in enumerate(cases):
-        counted(done, 2 * len(cases))
-        try:
-            results.append(sessions.run(inputs))
-        except Exception as error:  # ONNX Runtime's own exceptions share no base class
-            raise ParityError(f"{path.name}: does not run in ONNX Runtime on {case}: {brief(error)}") from error
-    del sessions  # and its memory, before the module takes as much
+    done, total = itertools.count(), (len(layouts) + 1) * len(cases)
+    results: dict[str, list[Arrays]] = {}  # per layout
+    for layout, opened in layouts.items():
+        sessions, results[layout] = opened(), []
+        for case, inputs in cases:
+            counted(next(done), total)
+            try:
+                results[layout].append(sessions.run(inputs))
+            except Exception as error:  # ONNX Runtime's own exceptions share no base class
+                where = f"on {case}{layout}: {brief(error)}"
+                raise ParityError(f"{path.name}: does not run in ONNX Runtime {where}") from error
+        del sessions  # and its memory, before the next or the module takes as much
     worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
-    for done, ((case, inputs), found) in enumerate(zip(cases, results, strict=True), len(cases)):
-        counted(done, 2 * len(cases))
+    for (case, inputs), *found in zip(cases, *results.values(), strict=True):
+        counted(next(done), total)
         for name, expected in run_module(graph, inputs, plan).items():
-            here = differences(found[name], expected)[2], case
-            worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
-    counted(2 * len(cases), 2 * len(cases))
+            for layout, arrays in zip(layouts, found, strict=True):
+                here = differences(arrays[name], expected)[2], f"{case}{layout}"
+                worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
+    counted(total, total)
     wrong = [f"{name} by {d:.3g} ({case})" for name, (d, case) in worst.items() if d > tolerance]
     if wrong:
         raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}")
@@ -136,10 +151,11 @@ class Sessions:
 
     lean: nothing is fused, folded or copied: weights are read where the file is mapped, and those stored in other
     types are decoded one at a time, if nodes run in the order they are written in (66 MB at the peak instead of 800).
+    model: run instead of the file, whose folder holds its weights.
     """
 
-    def __init__(self, path: Path, lean: bool = False) -> None:
-        self.path, self.lean = path, lean
+    def __init__(self, path: Path, lean: bool = False, model: bytes | None = None) -> None:
+        self.path, self.lean, self.model = path, lean, model
         self._sessions: dict[bool, Any] = {}
 
     def run(self, inputs: Arrays) -> Arrays:
@@ -147,7 +163,7 @@ class Sessions:
         empty = not self.lean and any(array.size == 0 for array in inputs.values())
         if empty not in self._sessions:
             self._sessions[empty] = onnxruntime.InferenceSession(
-                self.path,
+                self.path if self.model is None else self.model,
                 self._options(),
                 providers=["CPUExecutionProvider"],
                 disabled_optimizers=["MatmulTransposeFusion"] if empty else None,
@@ -161,12 +177,49 @@ class Sessions:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
+        folder = str(self.path.parent)  # taken only where no file says it
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # which outlive the session
         if self.lean:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
             options.add_session_config_entry("session.disable_prepacking", "1")
         return options
+
+
+class DeviceLayout:
+    """A decoder's file in the device layout, given the inputs of the file's own graph: past entries lie anywhere."""
+
+    def __init__(self, graph: Graph, path: Path, lean: bool = False) -> None:
+        sizes = {name: getattr(graph.module.config, name) for name in _SIZES}
+        made = device_graph(path, DrafterSpec(**sizes), drafts=graph.role == "drafter")
+        self._sessions, self._heads = Sessions(path, lean, made.model), (sizes["num_kv_heads"], sizes["head_dim"])
+
+    def run(self, inputs: Arrays) -> Arrays:
+        """All outputs by the names and in the shapes that the file's own graph has."""
+        (rows, nodes), (heads, width) = inputs["position_ids"].shape, self._heads
+        past, row = inputs["attention_mask"].shape[3] - nodes, np.arange(rows)[:, None]
+        cache, generator = ColumnCache(np.full(rows, past), past + nodes), np.random.default_rng(0)
+        places = cache.places[:, :past] = generator.permutation(cache.columns - 1)[:past]
+        feeds = cache.encode(Pass(inputs["position_ids"], inputs["attention_mask"][:, 0] == 0))
+        count = feeds["position_ids"].shape[1]
+        ids = fill_up(np.arange(rows * nodes).reshape(rows, nodes), count, np.int32)
+        if "input_ids" in inputs:
+            tokens = fill_up(inputs["input_ids"], count, np.int32)
+            feeds |= {"token_ids": tokens, "hidden": inputs["target_hidden"], "hidden_ids": ids}
+        else:
+            embeds = inputs["input_embeds"]
+            feeds |= {"token_ids": ids, "embeddings": embeds.reshape(-1, embeds.shape[2])}
+        feeds["column_ids"] = np.arange(cache.columns, dtype=np.int32)
+        for name in [name for name in inputs if name.startswith("past_")]:
+            feeds[name] = np.zeros((rows, cache.columns, heads * width), np.float32)
+            feeds[name][:, places] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, heads * width)
+        found = self._sessions.run(feeds)
+        results = {name: found.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
+        for name, array in found.items():
+            new = array[row, cache.written].reshape(rows, nodes, heads, width)
+            results[name.replace("present", "new", 1)] = new.transpose(1, 0, 2, 3)
+        return results
 
 
 def narrowed(inputs: Arrays, names: Collection[str]) -> Arrays:

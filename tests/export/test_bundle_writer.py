@@ -224,7 +224,7 @@ def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
         assert seen == sorted(seen)
         assert seen[0][0] == 0
         assert seen[-1][0] == seen[-1][1] > 0
-    assert amounts["comparing target.onnx with the checkpoint"] == [(done, 10) for done in range(11)]
+    assert amounts["comparing target.onnx with the checkpoint"] == [(done, 15) for done in range(16)]
 
 
 def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(

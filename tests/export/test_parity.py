@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.errors import ParityError
 from lantern_rt.export.families.common import vq_graphs
 from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph, write_graph
@@ -37,6 +38,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         grid=draw(st.integers(2, 5)),
         prefix=draw(st.integers(1, 5)),
         prefix_rotation=draw(st.sampled_from(["zero", "identity"])),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-6, 1e-3])),
         input_norm=draw(st.booleans()),
         final_norm=draw(st.booleans()),
         rotary=draw(st.sampled_from(["grid", "sequence"])),
@@ -161,6 +163,19 @@ def test_a_graph_that_differs_is_refused_with_every_tensor_named(tmp_path: Path)
     )
     assert "new_key_values.0" not in message
     assert "new_key_values.1.key" not in message
+
+
+def test_a_device_layout_that_differs_is_refused_and_told_from_the_graph_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = small_target()
+    path = write_graph(graph, tmp_path)[0]
+    monkeypatch.setitem(MASKED, "float32", 0.0)  # every node sees every column
+    with pytest.raises(ParityError) as caught:
+        check_parity(graph, path)
+    named = str(caught.value).partition(": logits by ")[2].split(", ")
+    assert "new_key_values.0" not in str(caught.value)  # what goes in is the same
+    assert [part for part in named if part.endswith(")")] == ["device layout)"] * 4  # logits, states, key, value
 
 
 def test_a_graph_whose_weights_changed_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.export.parity import Sessions, check_parity, computing
+from lantern_rt.export.parity import DeviceLayout, Sessions, check_parity, computing
 
 MEGABYTE = 1 << 20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
@@ -115,6 +115,7 @@ def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path) -> None:
         with torch.no_grad(), computing(graph.module, plan):
             graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
         Sessions(path, lean=True).run(inputs)
+        DeviceLayout(graph, path, lean=True).run(inputs)
     assert (peak.bytes or 0) - before < 5 * layer
 
 
