@@ -42,7 +42,9 @@ class ColumnCache(CacheRows):
         """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote."""
         if new_kv is not self.written:
             raise ValueError("keys and values of a pass that was not the last one on this cache")
-        lengths = self.grown(accepted_indices)
+        lengths, spare = self.grown(accepted_indices), self.columns - 1
+        if any((new_kv[row, nodes] == spare).any() for row, nodes in enumerate(accepted_indices)):
+            raise ValueError("a node that only filled up its row")
         for row, nodes in enumerate(accepted_indices):
             self.column_of[row, self.lengths[row] : lengths[row]] = new_kv[row, nodes]
         self.lengths = lengths
@@ -59,12 +61,17 @@ class ColumnCache(CacheRows):
         self.written = self.column_of[:, :0]
 
     def free(self, nodes: int) -> Ints:
-        """The first free columns of each row, int64 `[rows, nodes]`."""
+        """The first free columns of each row, int64 `[rows, nodes]`; the last column for nodes that find none.
+
+        A request reserves columns for its own nodes, which come first; further ones only fill up its rows.
+        """
         used = self._at(np.arange(self.columns) < self.lengths[:, None])
+        found = np.full((len(used), nodes), self.columns - 1)
         used[:, -1] = True
-        found = [np.flatnonzero(~row)[:nodes] for row in used]
-        assert all(len(own) == nodes for own in found), "a request reserves columns for the nodes of its passes"
-        return np.stack(found)
+        for row, own in enumerate(used):
+            free = np.flatnonzero(~own)[:nodes]
+            found[row, : len(free)] = free
+        return found
 
     def _at(self, entries: Bools) -> Bools:
         """Columns of `entries [rows, at most columns]`, bool `[rows, columns]`."""

@@ -88,4 +88,4 @@ class Head(NamedTuple):
         else:
             lowest = graph.op("Slice", ordered, graph.ints(kept - 1), graph.ints(kept), graph.ints(-1))
         left_out = graph.constant(np.array(LEFT_OUT, np.float32))
-        return graph.op("Where", graph.op("GreaterOrEqual", scaled, lowest), scaled, left_out)
+        return graph.op("Where", graph.op("Less", scaled, lowest), left_out, scaled)  # NaN stays, to be refused

@@ -200,7 +200,7 @@ class DeviceLayout:
         (rows, nodes), (heads, width) = inputs["position_ids"].shape, self._heads
         past, row = inputs["attention_mask"].shape[3] - nodes, np.arange(rows)[:, None]
         cache, generator = ColumnCache(np.full(rows, past), past + nodes), np.random.default_rng(0)
-        places = cache.places[:, :past] = generator.permutation(cache.columns - 1)[:past]
+        places = cache.column_of[:, :past] = generator.permutation(cache.columns - 1)[:past]
         feeds = cache.encode(Pass(inputs["position_ids"], inputs["attention_mask"][:, 0] == 0))
         count = feeds["position_ids"].shape[1]
         ids = fill_up(np.arange(rows * nodes).reshape(rows, nodes), count, np.int32)

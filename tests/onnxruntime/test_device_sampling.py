@@ -1,0 +1,162 @@
+"""Codes drawn where the logits are, against the runtime's own sampling: the same codes and scores."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import refused
+
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device_engine import LogitRows
+from lantern_rt.errors import EngineError
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.device import Asked
+from lantern_rt.runtime.engine import Floats, Ints
+from lantern_rt.runtime.noise import GROUP, Noise
+from lantern_rt.runtime.sampling import best_codes, guide, shape_logits
+
+VOCABULARY = 200
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 17},
+    {"top_k": VOCABULARY + 1},
+    {"top_p": 0.8},
+    {"top_p": 1e-6},
+    {"temperature": 1.4, "top_k": 50, "top_p": 0.9},
+    {"temperature": 0.0, "top_k": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device("cpu")
+
+
+def logits_of(rows: int = 4, nodes: int = 6, seed: int = 0) -> Floats:
+    return 3 * np.random.default_rng(seed).standard_normal((rows, nodes, VOCABULARY), np.float32)
+
+
+def on(device: Device, logits: Floats) -> LogitRows:
+    return LogitRows(device, device.put(logits))
+
+
+def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int = 0, count: int = 5) -> Asked:
+    """Someone whose rows are `first` and on, at other nodes of the unconditional row than of the conditional one."""
+    sides = 1 + sampling.guided
+    nodes = np.stack([np.arange(count) + side for side in range(sides)])
+    return Asked(slice(first, first + sides), nodes, sampling, noise, start + np.arange(count))
+
+
+def on_host(logits: Floats, asked: Asked, most: int) -> tuple[Ints, Floats]:
+    rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
+    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling.cfg_scale), asked.sampling)
+    if asked.noise is not None:
+        noise = [asked.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in asked.positions]
+        values = values + np.stack(noise)
+    return best_codes(values, most)
+
+
+def agree(found: tuple[Ints, Floats], expected: tuple[Ints, Floats]) -> None:
+    (codes, scores), (own, wanted) = found, expected
+    possible = np.isfinite(wanted)
+    np.testing.assert_array_equal(np.isfinite(scores), possible)
+    np.testing.assert_array_equal(codes[possible], own[possible])
+    np.testing.assert_allclose(scores[possible], wanted[possible], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("most", [1, 10])
+@pytest.mark.parametrize("noisy", [False, True], ids=["", "noisy"])
+@pytest.mark.parametrize("cfg_scale", [1.0, 4.0], ids=["", "guided"])
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_device_draws_what_the_host_draws(
+    device: Device, filters: dict[str, Any], cfg_scale: float, noisy: bool, most: int
+) -> None:
+    sampling, logits = Sampling(cfg_scale=cfg_scale, **filters), logits_of()
+    rows = on(device, logits)
+    assert rows.draws(sampling)
+    asked = asking(sampling, Noise(7) if noisy and not sampling.greedy else None, first=1, start=GROUP - 2)
+    (found,) = rows.best([asked], most)
+    agree(found, on_host(logits, asked, most))
+
+
+def test_top_p_before_top_k_is_left_to_the_host(device: Device) -> None:
+    both = {"top_k": 5, "top_p": 0.5, "filter_order": "top-p, top-k"}
+    rows = on(device, logits_of())
+    assert not rows.draws(Sampling(**both))
+    assert rows.draws(Sampling(**both, temperature=0))
+    assert rows.draws(Sampling(**{**both, "top_k": 0}))
+
+
+def test_many_with_settings_of_their_own_are_drawn_together(device: Device) -> None:
+    logits, asked = logits_of(rows=8, nodes=9), []
+    settings = [Sampling(), Sampling(cfg_scale=3.0), Sampling(temperature=0.7), Sampling(cfg_scale=2.0, top_k=9)]
+    for i, sampling in enumerate(settings):
+        asked.append(asking(sampling, Noise(i), first=2 * i, start=20 * i, count=2 + 2 * i))
+    for found, one in zip(on(device, logits).best(asked, 3), asked, strict=True):
+        assert found[0].shape == (len(one.positions), 3)
+        agree(found, on_host(logits, one, 3))
+
+
+def test_a_filter_that_keeps_few_gives_no_score_to_the_others(device: Device) -> None:
+    asked = asking(Sampling(top_k=3), Noise(1))
+    ((_, scores),) = on(device, logits_of()).best([asked], 10)
+    assert (np.isfinite(scores).sum(1) == 3).all()
+    assert (scores[:, 3:] == -np.inf).all()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_refused(device: Device, filters: dict[str, Any], value: float) -> None:
+    sampling, logits = Sampling(cfg_scale=2.0, **filters), logits_of()
+    logits[0, 3, 5] = value
+    for noise in (None, Noise(1)):
+        with refused(EngineError, "NaN or infinite logits", "export the bundle again"):
+            on(device, logits).best([asking(sampling, noise)], 2)
+        on(device, logits).best([asking(sampling, noise, first=2)], 2)  # others may go on
+
+
+def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_right() -> None:
+    device, logits = Device("cpu"), logits_of(rows=2, nodes=70)
+    rows, generator = on(device, logits), np.random.default_rng(0)
+    for count in (5, 40, 3, 70):  # with positions in up to 6 groups of each of up to 12 seeds
+        seeds = generator.choice(1000, 12, replace=False).tolist()
+        asked = [asking(Sampling(), Noise(seed), first=i % 2, start=11 * i, count=count) for i, seed in enumerate(seeds)]
+        for found, one in zip(rows.best(asked, 2), asked, strict=True):
+            agree(found, on_host(logits, one, 2))
+
+
+def test_noise_that_has_made_room_for_other_comes_back() -> None:
+    device, logits = Device("cpu"), logits_of(rows=1, nodes=4)
+    rows = on(device, logits)
+    asked = [asking(Sampling(), Noise(seed), start=GROUP * seed, count=2) for seed in range(80)]
+    for one in [*asked, *asked[::3], *asked[::-1]]:
+        (found,) = rows.best([one], 1)
+        agree(found, on_host(logits, one, 1))
+    table = device._noise[VOCABULARY]
+    assert table.value.shape()[0] < GROUP * len(asked)  # or nothing had to make room
+
+
+def test_several_threads_draw_at_once_what_each_draws_alone() -> None:
+    device, logits = Device("cpu"), logits_of(rows=2, nodes=6)
+    rows = on(device, logits)
+
+    def draw(seed: int) -> None:
+        noise, sampling = Noise(seed), Sampling(top_k=10 * (seed % 3))
+        for start in range(0, 20 * GROUP, GROUP - 1):
+            asked = asking(sampling, noise, first=seed % 2, start=start)
+            (found,) = rows.best([asked], 3)
+            agree(found, on_host(logits, asked, 3))
+
+    with ThreadPoolExecutor(6) as threads:
+        assert [*threads.map(draw, range(12))] == [None] * 12
+
+
+def test_logits_are_read_as_numpy_would_index_them(device: Device) -> None:
+    logits = logits_of()
+    rows = on(device, logits)
+    for key in ((1, 2), (slice(1, 3), slice(0, 2)), (np.arange(4), np.array([3, 0, 5, 1])), np.array([2, 0])):
+        np.testing.assert_array_equal(rows[key], logits[key])
