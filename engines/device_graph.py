@@ -53,9 +53,14 @@ def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> D
     with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
         weights = graph_weights(path)
         try:
-            return _Writer(path.parent, weights, spec).write(drafts)
+            made = (writer := _Writer(path.parent, weights, spec)).write(drafts)
         except KeyError as error:
             raise BundleError(f"{path}: has no weight {error}; for accelerators export the bundle again") from error
+        named = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
+        if unread := next((name for name in named if name not in writer.graph.weights), None):
+            found = f"found the weight {unread}, which the decoder in bundle.json does not have"
+            raise BundleError(f"{path}: {found}; export the bundle again")
+        return made
 
 
 class _Writer:
