@@ -1,0 +1,218 @@
+"""Decoders on a device: caches that change size, hidden states read where they lie, and files that are no graphs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_backends import ONE, SMALL, SmallModel
+from refusals import refused
+from tiny_graphs import TINY, DrafterGraph, TargetGraph, export_decoder
+from tiny_rig import drafter_spec_of, spec_of
+
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device_engine import DeviceCache, OrtDeviceEngine
+from lantern_rt.errors import BundleError
+from lantern_rt.export.graph.graphs import target_graph, write_graph
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.runtime.engine import Floats, Pass, Taken
+from lantern_rt.runtime.passes import causal_pass, prefill_pass
+
+RNG = np.random.default_rng(0)
+PREFIX = RNG.standard_normal((8, SMALL.prefix, SMALL.hidden_size), np.float32)
+NO_PADDING = np.zeros((1, 0), bool)
+TABLE = np.zeros((TINY.vocab_size, TINY.hidden_size), np.float32)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return SmallModel(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def target(small: SmallModel) -> OrtDeviceEngine:
+    engine = small.on("onnxruntime, device").target
+    assert isinstance(engine, OrtDeviceEngine)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def drafter(small: SmallModel, target: OrtDeviceEngine) -> OrtDeviceEngine:
+    return OrtDeviceEngine(small.folder / "drafter.onnx", small.drafter_spec, None, ONE, target.device)
+
+
+def causal(engine: OrtDeviceEngine, cache: DeviceCache, tokens: Any, hidden: Any = None) -> Pass:
+    return causal_pass(engine, cache, np.array(tokens), SMALL.positions - 1, NO_PADDING, hidden)
+
+
+def holding(engine: OrtDeviceEngine, first: int, codes: list[list[int]], capacity: int) -> DeviceCache:
+    """A cache whose rows hold prefixes `first` and on, and then these codes."""
+    cache = engine.new_cache(len(codes), capacity)
+    prefix = list(PREFIX[first : first + len(codes)])
+    output = engine.run(prefill_pass(engine, cache, prefix, np.zeros((len(codes), SMALL.prefix), bool)), cache)
+    cache.append(output.new_kv, [np.arange(SMALL.prefix)] * len(codes))
+    longest = max(map(len, codes))
+    for start in range(0, longest, 8):
+        parts = [own[start : start + 8] for own in codes]
+        tokens = np.zeros((len(codes), max(2, *map(len, parts))), np.int64)
+        for row, part in enumerate(parts):
+            tokens[row, : len(part)] = part
+        output = engine.run(causal(engine, cache, tokens), cache)
+        cache.append(output.new_kv, [np.arange(len(part)) for part in parts])
+    return cache
+
+
+def after(engine: OrtDeviceEngine, cache: DeviceCache, codes: list[int]) -> Floats:
+    """Logits after one more code per row, which is not kept."""
+    found: Floats = engine.run(causal(engine, cache, [[code, 0] for code in codes]), cache).logits[:, 0]
+    return found
+
+
+CODES: list[list[int]] = [[0, 1, 2], [3] * 20, [1, 2], [], [2, 0, 3, 1] * 22]
+
+
+@pytest.mark.parametrize(("first", "second"), [((0, 2), (2, 5)), ((2, 5), (0, 2))], ids=["larger", "smaller"])
+def test_rows_that_join_and_leave_caches_keep_what_they_hold(
+    target: OrtDeviceEngine, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    last = [1, 0, 2, 3, 1]
+    capacities = {(0, 2): 40, (2, 5): 150}
+
+    def cache(own: tuple[int, int]) -> DeviceCache:
+        return holding(target, own[0], CODES[slice(*own)], capacities[own])
+
+    alone = {own: after(target, cache(own), last[slice(*own)]) for own in (first, second)}
+    joined, rows = cache(first), [*range(*first), *range(*second)]
+    joined.extend(cache(second))
+    assert joined.capacity == 150
+    assert joined.lengths.tolist() == [SMALL.prefix + len(CODES[row]) for row in rows]
+    expected = np.concatenate([*alone.values()])
+    np.testing.assert_allclose(after(target, joined, [last[row] for row in rows]), expected, atol=1e-5)
+    kept = np.array([4, 0, 3])
+    joined.keep_rows(kept)
+    np.testing.assert_allclose(after(target, joined, [last[rows[row]] for row in kept]), expected[kept], atol=1e-5)
+    output = target.run(causal(target, joined, [[last[rows[row]], 1] for row in kept]), joined)  # and go on
+    joined.append(output.new_kv, [np.arange(2)] * 3)
+    undisturbed = [holding(target, rows[r], [[*CODES[rows[r]], last[rows[r]], 1]], 150) for r in kept]
+    for own, one in zip(after(target, joined, [2, 2, 2]), undisturbed, strict=True):
+        np.testing.assert_allclose(own, after(target, one, [2])[0], atol=1e-5)
+
+
+def test_entries_that_were_truncated_are_forgotten(target: OrtDeviceEngine) -> None:
+    cache = holding(target, 0, [[0, 1, 2, 3, 0], [3, 3, 3]], 40)
+    cache.truncate(np.array([SMALL.prefix + 2, SMALL.prefix + 3]))
+    expected = holding(target, 0, [[0, 1], [3, 3, 3]], 40)
+    np.testing.assert_allclose(after(target, cache, [2, 2]), after(target, expected, [2, 2]), atol=1e-5)
+
+
+def test_a_row_that_is_nearly_full_shares_passes_with_rows_of_many_nodes(target: OrtDeviceEngine) -> None:
+    full, fresh = [1] * 118, [2, 1]
+    cache = holding(target, 0, [full, fresh], capacity=127)
+    codes = RNG.integers(0, 4, (2, 16))
+    found = target.run(causal(target, cache, codes), cache)
+    cache.append(found.new_kv, [np.arange(4), np.arange(16)])
+    for row, (own, count) in enumerate([(full, 6), (fresh, 16)]):  # 6 columns are free
+        alone = holding(target, row, [own], capacity=190)
+        expected = target.run(causal(target, alone, codes[row : row + 1, :count]), alone).logits[0, :count]
+        np.testing.assert_allclose(found.logits[row, :count], expected, atol=1e-5)
+    expected = holding(target, 0, [[*full, *codes[0, :4]], [*fresh, *codes[1]]], capacity=190)
+    np.testing.assert_allclose(after(target, cache, [3, 3]), after(target, expected, [3, 3]), atol=1e-5)
+
+
+def test_what_a_pass_on_another_cache_wrote_is_refused(target: OrtDeviceEngine) -> None:
+    one, other = (holding(target, 0, [[0]], 40) for _ in range(2))
+    found = target.run(causal(target, one, [[1, 2]]), one)
+    target.run(causal(target, other, [[1, 2]]), other)
+    with pytest.raises(ValueError, match="a pass that was not the last one on this cache"):
+        other.append(found.new_kv, [np.arange(2)])
+    one.append(found.new_kv, [np.arange(2)])
+
+
+def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
+    cache = holding(target, 0, [[0], [1], [2]], 40)
+    source = target.run(causal(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
+    rows, nodes = np.array([[2, 0, 1], [1, 1, 0]]), np.array([[4, 0, 3], [2, 2, 1]])  # 5 nodes lie as 8
+    states = Taken(source, rows, nodes).read()
+    assert states.shape == (2, 3, SMALL.hidden_size)
+    np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
+    elsewhere = type(source)(Device("cpu"), source.value)
+    ways = [states, Taken(source, rows, nodes), Taken(source[:, :5], rows, nodes), Taken(elsewhere, rows, nodes)]
+    found = []
+    for hidden in ways:
+        own = drafter.new_cache(2, 40)
+        output = drafter.run(causal(drafter, own, [[0, 1, 2], [3, 2, 1]], hidden), own)
+        found.append([output.logits[:, :3], output.hidden[:, :3]])
+    for logits, predicted in found[1:]:
+        np.testing.assert_array_equal(logits, found[0][0])
+        np.testing.assert_array_equal(predicted, found[0][1])
+    assert np.abs(found[0][0][0] - found[0][0][1]).max() > 0.1
+
+
+def test_a_pass_that_lacks_what_its_decoder_reads_is_refused(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
+    for engine, message in ((target, "either `tokens` or `embeds`"), (drafter, "`tokens` and `hidden`")):
+        cache = engine.new_cache(1, 40)
+        mask = np.zeros((1, 2, 64 + 2), bool)
+        tokens = None if engine is target else np.zeros((1, 2), np.int64)
+        with pytest.raises(ValueError, match=message):
+            engine.run(Pass(np.zeros((1, 2), np.int64), mask, tokens), cache)
+        with pytest.raises(ValueError, match="a pass over 4 past columns, expected 64"):
+            engine.run(Pass(np.zeros((1, 2), np.int64), mask[:, :, :6], tokens), cache)
+
+
+def opened(path: Path, spec: Any, table: Floats | None) -> OrtDeviceEngine:
+    return OrtDeviceEngine(path, spec, table, ONE, Device("cpu"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no graph", b"\x3a\x05abc"], ids=["empty", "text", "cut short"])
+def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "target.onnx"
+    path.write_bytes(content)
+    with refused(BundleError, "target.onnx: ", "export the bundle again"):
+        opened(path, spec_of(TINY), TABLE)
+    path.unlink()
+    with refused(BundleError, "target.onnx: ", "export the bundle again"):
+        opened(path, spec_of(TINY), TABLE)
+
+
+def test_a_graph_that_another_exporter_wrote_is_refused(tmp_path: Path) -> None:
+    export_decoder(TargetGraph(Decoder(TINY)), tmp_path / "target.onnx")
+    export_decoder(DrafterGraph(Decoder(TINY)), tmp_path / "drafter.onnx")
+    with refused(BundleError, "target.onnx: has no weight", "export the bundle again"):
+        opened(tmp_path / "target.onnx", spec_of(TINY), TABLE)
+    with refused(BundleError, "drafter.onnx: has no weight", "export the bundle again"):
+        opened(tmp_path / "drafter.onnx", drafter_spec_of(TINY), None)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_a_graph_without_its_weights_is_refused(tmp_path: Path, damage: str) -> None:
+    torch.manual_seed(0)
+    config = DecoderConfig(128, 2, 4, 4, 512, 300, 3, 2, spare_positions=8)
+    path, data = write_graph(target_graph(Decoder(config).eval(), torch.randn(300, 128)), tmp_path)
+    table = np.zeros((300, 128), np.float32)
+    opened(path, spec_of(config), table)
+    if damage == "missing":
+        data.unlink()
+    else:
+        data.write_bytes(data.read_bytes()[:5000])
+    with refused(BundleError, "target.onnx", "export the bundle again"):
+        opened(path, spec_of(config), table)
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 1}, {"num_layers": 3}, {"vocab_size": 5}], ids=str)
+def test_a_graph_of_other_sizes_than_the_bundle_says_is_refused(small: SmallModel, change: dict[str, int]) -> None:
+    spec = small.target_spec.model_copy(update=change)
+    with refused(BundleError, "target.onnx: ", "; "):
+        opened(small.folder / "target.onnx", spec, small.table)
+
+
+def test_target_and_drafter_are_not_taken_for_each_other(small: SmallModel, tmp_path: Path) -> None:
+    shutil.copy(small.folder / "target.onnx", tmp_path / "drafter.onnx")
+    shutil.copy(small.folder / "drafter.onnx", tmp_path / "target.onnx")
+    with refused(BundleError, "drafter.onnx: has no weight 'embed.weight"):
+        opened(tmp_path / "drafter.onnx", small.drafter_spec, None)
+    with refused(BundleError, "target.onnx: found the weight embed.weight", "export the bundle again"):
+        opened(tmp_path / "target.onnx", small.target_spec, small.table)

@@ -1,0 +1,97 @@
+"""The embedded model on a device draws the codes that it draws on a CPU, and drafts as well."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lantern_rt import Pipeline
+from lantern_rt.engines.ort.backend import OrtGraphs
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.requests import check_request
+from lantern_rt.runtime.drafts import Request
+from lantern_rt.runtime.scheduler import Scheduler
+
+LENGTH = 80  # codes of each picture: five rows
+PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone"]
+SEEDS = [3, 4, 5]  # no choice of theirs is a near tie: rounding turns none
+FILTERS = {"temperature": 0.8, "top_k": 200, "top_p": 0.95}
+METHODS: list[dict[str, Any]] = [
+    {"method": "ar"},
+    {"method": "sjd:window=7"},
+    {"method": "eagle:tree=mc-25"},
+    {"method": "eagle:tree=mc-25", **FILTERS},
+    {"method": "eagle:tree=dynamic-16-6-4"},
+    {"method": "eagle:tree=dynamic-16-6-4", "temperature": 0.0},
+    {"method": "lantern++"},
+    {"method": "lantern:tree=dynamic-16-6-4", "cfg_scale": 1.0},
+]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Pipeline:
+    return Pipeline.from_bundle("scenes", threads=1)
+
+
+@pytest.fixture(scope="module")
+def on_device() -> Pipeline:
+    with pytest.MonkeyPatch.context() as patch:
+        opened = OrtGraphs.__init__
+
+        def open_there(self: OrtGraphs, *given: Any) -> None:
+            opened(self, *given)
+            self._device = Device("cpu")
+
+        patch.setattr(OrtGraphs, "__init__", open_there)
+        pipe = Pipeline.from_bundle("scenes", threads=1)
+    pipe.engines.rounding = 0.0  # as on a GPU: whatever the device draws is taken
+    assert all(isinstance(engine, OrtDeviceEngine) for engine in (pipe.engines.target, pipe.engines.drafter))
+    return pipe
+
+
+def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
+    requests = []
+    for i in picked:
+        checked = check_request(pipe.bundle.manifest, pipe._tokenizer, PROMPTS[i], seed=SEEDS[i], **options)
+        (prompt,), sampling = pipe.prefixes(pipe.engines, checked.images), checked.settings.sampling
+        requests.append(Request(i, LENGTH, prompt.rows(sampling), sampling, [checked.settings.method], SEEDS[i]))
+    return requests
+
+
+def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any], every: int = 0) -> list[Request]:
+    """Requests that were drawn together, one joining `every` so many steps."""
+    waiting = requests_of(pipe, picked, options)
+    scheduler, requests = Scheduler(pipe.model(pipe.engines, [one.method for one in waiting])), [*waiting]
+    while waiting or scheduler.busy:
+        for request in waiting[: 1 if every else None]:
+            scheduler.submit(waiting.pop(waiting.index(request)))
+        for _ in range(every or 1):
+            scheduler.step()
+    return requests
+
+
+@pytest.mark.parametrize("options", METHODS, ids=str)
+def test_pictures_of_a_device_have_the_codes_of_the_same_on_a_cpu(
+    on_cpu: Pipeline, on_device: Pipeline, options: dict[str, Any]
+) -> None:
+    expected, found = (drawn(pipe, [0, 1, 2], options) for pipe in (on_cpu, on_device))
+    for one, other in zip(found, expected, strict=True):
+        assert one.codes[:LENGTH] == other.codes[:LENGTH]
+        assert not other.statistics.settling_passes  # or rounding might decide
+        passes, usual = (len(request.statistics.codes_per_step) for request in (one, other))
+        assert abs(passes - usual) <= 1  # else its drafts would be others
+    if options["method"] != "ar":
+        assert len({tuple(one.statistics.codes_per_step) for one in found}) == 3  # the rows were ragged
+    (alone,) = drawn(on_device, [1], options)
+    assert alone.codes == found[1].codes
+
+
+@pytest.mark.parametrize("method", ["eagle:tree=mc-25", "sjd:window=7"])
+def test_pictures_that_join_late_have_the_codes_they_have_alone(
+    on_cpu: Pipeline, on_device: Pipeline, method: str
+) -> None:
+    expected = drawn(on_cpu, [0, 1, 2], {"method": method})
+    found = drawn(on_device, [0, 1, 2], {"method": method}, every=7)
+    assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
