@@ -139,7 +139,7 @@ def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter:
     states = Taken(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
-    elsewhere = type(source)(Device("cpu"), source.value)
+    elsewhere = type(source)(Device("cpu"), source.value, None)
     ways = [states, Taken(source, rows, nodes), Taken(source[:, :5], rows, nodes), Taken(elsewhere, rows, nodes)]
     found = []
     for hidden in ways:

@@ -41,7 +41,7 @@ def logits_of(rows: int = 4, nodes: int = 6, seed: int = 0) -> Floats:
 
 
 def on(device: Device, logits: Floats) -> LogitRows:
-    return LogitRows(device, device.put(logits))
+    return LogitRows(device, device.put(logits), None)
 
 
 def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int = 0, count: int = 5) -> Asked:
