@@ -67,7 +67,6 @@ class ColumnCache(CacheRows):
         """
         used = self._at(np.arange(self.columns) < self.lengths[:, None])
         found = np.full((len(used), nodes), self.columns - 1)
-        used[:, -1] = True
         for row, own in enumerate(used):
             free = np.flatnonzero(~own)[:nodes]
             found[row, : len(free)] = free

@@ -1,8 +1,8 @@
 """Whether a graph computes what its torch module computes, in ONNX Runtime on the CPU: part of every export.
 
-A decoder's file is compared twice: as it stands, and in the layout that accelerators get from it. Neither side ever holds all weights as float32: those of the module are converted where they are used, and large graphs
-run from the mapped file. Weights that were rounded for storage are rounded in the module too, so that what is compared
-is the graph.
+A decoder's file is compared twice: as it stands, and in the layout that accelerators get from it. Neither side ever
+holds all weights as float32: those of the module are converted where they are used, and large graphs run from the
+mapped file. Weights that were rounded for storage are rounded in the module too, so that what is compared is the graph.
 """
 
 from __future__ import annotations

@@ -35,6 +35,14 @@ def stored(dtype: torch.dtype, config: DecoderConfig = CONFIG) -> Graph:
     return target_graph(decoder, torch.randn(config.vocab_size, config.hidden_size))
 
 
+def randomise_norms(decoder: nn.Module) -> None:
+    """Norms are ones and zeros at the start, which would hide a weight in the wrong place."""
+    for name, weight in decoder.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(weight)
+    decoder.eval()
+
+
 SIZES = {
     "vocab_size": 50,
     "d_model": 32,

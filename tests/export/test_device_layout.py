@@ -9,8 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from small_models import CONFIG, stored
-from test_parity import randomise_norms
+from small_models import CONFIG, randomise_norms, stored
 from torch import nn
 
 from lantern_rt.bundle.manifest import Precision

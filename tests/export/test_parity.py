@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from small_models import randomise_norms
 from torch import Tensor, nn
 
 from lantern_rt.engines.device_graph import MASKED
@@ -46,14 +47,6 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
         query_key_norm=draw(st.booleans()),
         head_hidden=draw(st.sampled_from([0, 24])),
     )
-
-
-def randomise_norms(decoder: nn.Module) -> None:
-    """Norms are ones and zeros at the start, which would hide a weight in the wrong place."""
-    for name, weight in decoder.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(weight)
-    decoder.eval()
 
 
 few = settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

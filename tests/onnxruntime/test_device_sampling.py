@@ -27,6 +27,7 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 0.8},
     {"top_p": 1e-6},
     {"temperature": 1.4, "top_k": 50, "top_p": 0.9},
+    {"top_k": 3, "top_p": 0.99},
     {"temperature": 0.0, "top_k": 5},
 ]
 
@@ -124,7 +125,7 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
     rows, generator = on(device, logits), np.random.default_rng(0)
     for count in (5, 40, 3, 70):  # with positions in up to 6 groups of each of up to 12 seeds
         seeds = generator.choice(1000, 12, replace=False).tolist()
-        asked = [asking(Sampling(), Noise(seed), first=i % 2, start=11 * i, count=count) for i, seed in enumerate(seeds)]
+        asked = [asking(Sampling(), Noise(seed), i % 2, 11 * i, count) for i, seed in enumerate(seeds)]
         for found, one in zip(rows.best(asked, 2), asked, strict=True):
             agree(found, on_host(logits, one, 2))
 
@@ -136,6 +137,9 @@ def test_noise_that_has_made_room_for_other_comes_back() -> None:
     for one in [*asked, *asked[::3], *asked[::-1]]:
         (found,) = rows.best([one], 1)
         agree(found, on_host(logits, one, 1))
+    for old, new in zip(asked[31::-1], asked[40:72], strict=True):  # the one used longest ago must not make room
+        for found, one in zip(rows.best([new, old], 1), (new, old), strict=True):
+            agree(found, on_host(logits, one, 1))
     table = device._noise[VOCABULARY]
     assert table.value.shape()[0] < GROUP * len(asked)  # or nothing had to make room
 
