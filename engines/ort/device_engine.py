@@ -40,30 +40,31 @@ class DeviceCache(ColumnCache):
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
-        before = self.lease.slab
-        self.lease = self.slabs.take((len(rows), *before.shape[1:]))
-        for tensor, goal in zip(before.tensors, self.lease.slab.tensors, strict=True):
+        before = self.lease  # held until it has been read
+        self.lease = self.slabs.take((len(rows), *before.slab.shape[1:]))
+        for tensor, goal in zip(before.slab.tensors, self.lease.slab.tensors, strict=True):
             self.slabs.device.take_rows(tensor, rows, goal)
         self.select(rows)
 
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; copied on the device."""
-        added, mine = DeviceCache.own(other), self.lease.slab
-        its = added.lease.slab
+        added, mine = DeviceCache.own(other), self.lease  # held until it has been read
         self.join_rows(added)
-        self.lease = self.slabs.take((len(self.lengths), self.columns, mine.shape[2]))
-        for first, second, goal in zip(mine.tensors, its.tensors, self.lease.slab.tensors, strict=True):
+        self.lease = self.slabs.take((len(self.lengths), self.columns, mine.slab.shape[2]))
+        tensors = (lease.slab.tensors for lease in (mine, added.lease, self.lease))
+        for first, second, goal in zip(*tensors, strict=True):
             self.slabs.device.join(first, second, goal)
 
 
 class DeviceRows(Resident):
     """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
-    bound: the pass whose output they are, which overwrites them when it runs again; None: nothing does.
+    bound: the pass whose output they are, which overwrites them when it runs again; None: nothing does. lease: held,
+    so that no other cache runs it meanwhile.
     """
 
-    def __init__(self, device: Device, value: Any, bound: Bound | None) -> None:
-        self.device, self.bound, self._value = device, bound, value
+    def __init__(self, device: Device, value: Any, bound: Bound | None = None, lease: Lease | None = None) -> None:
+        self.device, self.bound, self._value, self._lease = device, bound, value, lease
         self._number = 0 if bound is None else bound.number
 
     @property
@@ -146,7 +147,8 @@ class OrtDeviceEngine:
             logits, hidden = (bound.outputs[name] for name in names)
         own.seconds += time.perf_counter() - start
         own.passes += 1
-        rows = LogitRows(self.device, logits, bound), DeviceRows(self.device, hidden, bound)
+        lease = None if bound is None else own.lease
+        rows = LogitRows(self.device, logits, bound, lease), DeviceRows(self.device, hidden, bound, lease)
         return PassOutput(*rows, own.written)
 
     def _bound(

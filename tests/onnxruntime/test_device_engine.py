@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,40 @@ def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter:
         np.testing.assert_array_equal(logits, found[0][0])
         np.testing.assert_array_equal(predicted, found[0][1])
     assert np.abs(found[0][0][0] - found[0][0][1]).max() > 0.1
+
+
+def test_outputs_stay_as_they_are_when_their_cache_has_gone(target: OrtDeviceEngine) -> None:
+    cache = holding(target, 0, CODES[:2], 40)
+    output = target.run(causal(target, cache, [[1, 2], [3, 0]]), cache)
+    before = output.hidden[:, :2]
+    del cache
+    for _ in range(2):  # of the same shape, so that memory may be used again
+        other = holding(target, 2, CODES[:2], 40)
+        for _ in range(2):
+            after(target, other, [1, 2])
+    np.testing.assert_array_equal(output.hidden[:, :2], before)
+
+
+def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:
+    def draw(first: int) -> list[Floats]:
+        found = []
+        for length in range(6):
+            cache = holding(target, first, [[first % 4] * length, [1] * length], 40)
+            found.append(after(target, cache, [2, 3]))
+            cache.keep_rows(np.array([1]))
+            found.append(after(target, cache, [3]))
+        return found
+
+    expected, usual = [draw(first) for first in range(6)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # seconds: threads take turns wherever they can
+    try:
+        with ThreadPoolExecutor(6) as threads:
+            for _ in range(3):
+                for found, alone in zip(threads.map(draw, range(6)), expected, strict=True):
+                    for one, other in zip(found, alone, strict=True):
+                        np.testing.assert_array_equal(one, other)
+    finally:
+        sys.setswitchinterval(usual)
 
 
 def test_a_pass_that_lacks_what_its_decoder_reads_is_refused(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
