@@ -55,15 +55,13 @@ def check_parity(
     integers = plan is not None and bool({"int8", "int4"} & set(plan.storages.values()))
     # Fused products of integer weights round activations as well: look at the graph without them.
     lean = large or integers
-    layouts: dict[str, Callable[[], Sessions | DeviceLayout]] = {"": lambda: Sessions(path, lean)}
-    if isinstance(graph.module, LayerStack):
-        layouts[", device layout"] = lambda: DeviceLayout(graph, path, lean)
+    layouts = layouts_of(graph, path)
     cases = list(graph.cases.items())
     cases = [cases[0], cases[-1]] if large else cases
     done, total = itertools.count(), (len(layouts) + 1) * len(cases)
     results: dict[str, list[Arrays]] = {}  # per layout
     for layout, opened in layouts.items():
-        sessions, results[layout] = opened(), []
+        sessions, results[layout] = opened(lean), []
         for case, inputs in cases:
             counted(next(done), total)
             try:
@@ -84,6 +82,14 @@ def check_parity(
     if wrong:
         raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}")
     return max(difference for difference, _ in worst.values())
+
+
+def layouts_of(graph: Graph, path: Path) -> dict[str, Callable[[bool], Sessions | DeviceLayout]]:
+    """What opens the file of a graph, lean or not, in each of its layouts, by how messages tell that from the first."""
+    found: dict[str, Callable[[bool], Sessions | DeviceLayout]] = {"": partial(Sessions, path)}
+    if isinstance(graph.module, LayerStack):
+        found[", device layout"] = partial(DeviceLayout, graph, path)
+    return found
 
 
 def differences(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float, float]:

@@ -1,7 +1,8 @@
 """How far a bundle is from the checkpoint it was made from: sizes, arrays, and graphs with all fusions of the runtime.
 
-Graphs are compared with the checkpoint's modules in float32; or, without a checkpoint, with ONNX's reference evaluator
-on small inputs, which does not show what storing did to the weights.
+Graphs are compared with the checkpoint's modules in float32, decoders both as they stand and in the layout that
+accelerators get; or, without a checkpoint, with ONNX's reference evaluator on small inputs, which does not show what
+storing did to the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..user_files import reading
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.precision import Precisions
 from .neighbours import neighbour_table
-from .parity import Sessions, differences, narrowed, run_module, widened
+from .parity import Sessions, differences, layouts_of, narrowed, run_module, widened
 from .writer import Model
 
 _ARRAY_LIMIT = 1e-5  # of arrays that are stored as they are, or computed in a few float32 operations
@@ -109,7 +110,8 @@ def verify(
         graphs = {graph.role: graph for graph in model.graphs}
         roles = [role for role in graphs if role in roles]
     for role in roles:
-        path, cases = bundle.path(role), len(graphs[role].cases) if graphs else 1
+        path = bundle.path(role)
+        cases = len(graphs[role].cases) * len(layouts_of(graphs[role], path)) if graphs else 1
         pairs = _against_module(graphs[role], path) if graphs else _against_reference(path, manifest)
         with (
             reading(path, "a graph that runs", BundleError, "export the bundle again"),
@@ -169,9 +171,11 @@ def _counting(
 
 
 def _against_module(graph: Graph, path: Path) -> Iterator[tuple[Arrays, Arrays]]:
-    sessions = Sessions(path)
+    layouts = [opened(bool(layout)) for layout, opened in layouts_of(graph, path).items()]  # one holds all weights
     for inputs in graph.cases.values():
-        yield sessions.run(inputs), run_module(graph, inputs)
+        expected = run_module(graph, inputs)
+        for sessions in layouts:
+            yield sessions.run(inputs), expected
 
 
 def _against_reference(path: Path, manifest: Manifest) -> Iterator[tuple[Arrays, Arrays]]:

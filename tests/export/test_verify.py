@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
+from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.export.verify import agree, divergence
 
 C2I, T2I, VQ = (
@@ -68,6 +69,17 @@ def test_a_bundle_agrees_with_its_checkpoint(
     code, _, err = program(capsys, "verify", c2i_bundle, "--report", page)
     assert code == 2
     assert "report.html: found a file" in err
+
+
+def test_a_device_layout_that_differs_is_found(
+    c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(MASKED, "float32", 0.0)  # every node sees every column
+    code, out, _ = program(capsys, "verify", c2i_bundle, "--against", C2I, "--vq", VQ, "--json")
+    failed = {(row["graph"], row["tensor"]) for row in json.loads(out)["tensors"] if not row["passed"]}
+    assert code == 2
+    assert ("target", "logits") in failed
+    assert {graph for graph, _ in failed} == {"target"}
 
 
 def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
