@@ -7,6 +7,7 @@ provider that can records it as one graph and replays that.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -76,13 +77,15 @@ class Slabs:
         self.device, self._tensors, self._dtype, self._forget = device, tensors, dtype, forget
         self._kept: OrderedDict[int, Slab] = OrderedDict()  # the one given back longest ago first
         self._numbers = itertools.count(1)
+        self._lock = threading.RLock()  # one may be given back while another is taken, on the same thread too
 
     def take(self, shape: tuple[int, ...]) -> Lease:
         """A slab `[rows, columns, width]` of finite numbers."""
-        found = next((slab for slab in self._kept.values() if slab.shape == shape), None)
+        with self._lock:
+            found = next((slab for slab in list(self._kept.values()) if slab.shape == shape), None)
+            self._kept.pop(id(found), None)
         if found is None:
             found = Slab(shape, [self.device.zeros(shape, self._dtype) for _ in range(self._tensors)])
-        self._kept.pop(id(found), None)
         lease = Lease(found)
         weakref.finalize(lease, self._give_back, found).atexit = False
         return lease
@@ -92,9 +95,10 @@ class Slabs:
         return next(self._numbers)
 
     def _give_back(self, slab: Slab) -> None:
-        self._kept[id(slab)] = slab
-        while len(self._kept) > _KEPT:
-            _, old = self._kept.popitem(last=False)
+        with self._lock:
+            self._kept[id(slab)] = slab
+            surplus = [self._kept.popitem(last=False)[1] for _ in range(len(self._kept) - _KEPT)]
+        for old in surplus:
             for bound in old.bound.values():
                 if bound.record is not None:
                     self._forget(bound.record)
