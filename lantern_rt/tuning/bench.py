@@ -59,9 +59,10 @@ def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | Non
 
 def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> str:
     """Methods that the bundle can run, as method strings joined by commas; sweep: several bounds of each."""
-    methods = ["ar", "sjd"]
+    methods = ["ar", "sjd", "rows"]
     table = manifest.neighbors > 0
     if sweep:
+        methods += ["rows:window=4", "rows:window=3"]
         methods += ["sjd:omega=1.5:anneal=0.5", "sjd:omega=2:anneal=0.5"]
         methods += ["sjd:lambda=1.5", "sjd:lambda=2", "sjd:lambda=3"] if table else []
     if manifest.drafter is not None:

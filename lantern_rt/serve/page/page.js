@@ -4,7 +4,7 @@ import { compared, element, rows } from "./figures.js";
 import { Picture } from "./picture.js";
 import { apiKey, keepApiKey, models } from "./server.js";
 
-const PARAMETERS = { sjd: "window=7", eagle: "tree=chain-4", lantern: "delta=0.1", "lantern++": "lambda=2" };
+const PARAMETERS = { sjd: "window=7", rows: "window=6", eagle: "tree=chain-4", lantern: "delta=0.1", "lantern++": "lambda=2" };
 const NUMBERS = ["class_id", "seed", "cfg_scale", "temperature", "top_k"];
 const at = (id) => document.getElementById(id);
 const form = at("form"), method = at("method"), other = at("other");
@@ -50,7 +50,7 @@ function useModel() {
     chip.addEventListener("click", () => { at("prompt").value = text; });
     return chip;
   }));
-  const explained = { ar: "ar: plain decoding", auto: "auto: the fastest here" };
+  const explained = { ar: "ar: plain decoding", rows: "rows: several rows at once", auto: "auto: the fastest here" };
   const ordered = ["auto", ...methods.filter((name) => name !== "auto")];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
   other.replaceChildren(option("", "nothing"), ...ordered.map((name) => option(name, explained[name])));
