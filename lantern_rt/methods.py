@@ -75,6 +75,11 @@ class MethodConfig(Config):
         """Whether the output has the target's own distribution."""
         return True
 
+    @property
+    def measured(self) -> bool:
+        """Whether decoding adds up how far tokens move from the target's distribution (`realised_tvd`)."""
+        return True
+
     def parameters(self) -> dict[str, Any]:
         """The parameters that are set, by the names that users give."""
         return self.model_dump(exclude={"method"}, exclude_none=True)
@@ -207,6 +212,11 @@ class RowParallel(MethodConfig):
     @property
     def exact(self) -> bool:
         """Never: tokens see less than the target was trained to see."""
+        return False
+
+    @property
+    def measured(self) -> bool:
+        """No: it would take a pass over the whole picture."""
         return False
 
 

@@ -186,6 +186,8 @@ def _lines(rows: list[dict[str, Any]], figure: str) -> list[Line]:
     for row in rows:
         method, _, parameters = row["label"].partition(":")
         name = parameters.replace(":", " ").replace("=", " ") or method
+        if row[figure] is None:
+            continue
         methods.setdefault(method, []).append((row[figure], row["tokens_per_second"], name))
     return [
         Line(method, [(x, y) for x, y, _ in sorted(points)], [name for *_, name in sorted(points)])

@@ -50,7 +50,7 @@ def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | Non
         "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
         "share": share | {"text_and_images": 1 - sum(share.values())},
         "share_of_memory_bound": None if memory_bound is None else passes * memory_bound / total,
-        "tvd_per_token": mean_tvd(runs),
+        "tvd_per_token": mean_tvd(runs) if runs[0].settings.method.measured else None,
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,

@@ -48,10 +48,13 @@ def write_prompts(folder: Path) -> str:
 def test_the_rows_are_what_the_bundle_can_run(folder: Path, plain: Path) -> None:
     full, bare = open_bundle(folder).manifest, open_bundle(plain).manifest
     assert usual_methods(full, ["strict"], sweep=False).split(",") == [
-        "ar", "sjd", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3", "lantern", "lantern++", "auto:quality=strict",
+        "ar", "sjd", "rows", "eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3", "lantern", "lantern++", "auto:quality=strict",
     ]  # fmt: skip
-    assert usual_methods(bare, ["fast"], sweep=False) == "ar,sjd,auto:quality=fast"
-    assert usual_methods(bare, [], sweep=True) == "ar,sjd,sjd:omega=1.5:anneal=0.5,sjd:omega=2:anneal=0.5"
+    assert usual_methods(bare, ["fast"], sweep=False) == "ar,sjd,rows,auto:quality=fast"
+    assert (
+        usual_methods(bare, [], sweep=True)
+        == "ar,sjd,rows,rows:window=4,rows:window=3,sjd:omega=1.5:anneal=0.5,sjd:omega=2:anneal=0.5"
+    )
 
 
 def test_every_row_has_figures_that_add_up(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +75,7 @@ def test_every_row_has_figures_that_add_up(folder: Path, tmp_path: Path, capsys:
     )
     assert rows["sjd"]["tvd_per_token"] == 0 < rows["sjd:lambda=3"]["tvd_per_token"]
     assert rows["sjd"]["share"]["drafter"] == 0 < rows["eagle:tree=chain-3"]["share"]["drafter"]
+    assert rows["rows"]["tvd_per_token"] is None  # nobody knows it
     assert "while drawing" in rows["auto:quality=strict"]["choice"]
     assert Image.open(BytesIO(picture.read_bytes())).size == (1600, 500)
 
