@@ -290,12 +290,15 @@ class Pipeline:
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
-        """The picture of image i from its first codes, with its record when it is whole."""
+        """The picture of image i from its first codes, -1 for missing ones; with its record when it is whole."""
         manifest = self.bundle.manifest
         if not len(codes):
             return blank(manifest.image_width, manifest.image_height)
-        missing = manifest.codes_per_image - len(codes)
-        image = to_image(self.engines.vq_decoder(np.append(codes, np.repeat(codes[-1:], missing))[None])[0])
-        if missing:
-            return grey_out(image, len(codes), manifest.grid_rows, manifest.grid_columns)
+        cells = np.full(manifest.codes_per_image, -1, np.int64)
+        cells[: len(codes)] = codes
+        known = cells >= 0
+        filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]  # as the last known one
+        image = to_image(self.engines.vq_decoder(filled[None])[0])
+        if not known.all():
+            return grey_out(image, known.reshape(manifest.grid_rows, manifest.grid_columns))
         return recorded(image, record(self.bundle, settings, images[i]))

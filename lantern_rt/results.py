@@ -43,14 +43,15 @@ class StreamStep:
     """The state after one decode step; `image(i)` shows it.
 
     new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
-    far. accepted: per image the drafted codes that this step accepted. step: the runtime's own record, with trees and
-    paths. settings: what is used, also where `auto` chose it. draw: the picture of image i from its first codes. done
-    and total: codes so far, and of all images together. stats: with the last step only; its times include what the
-    caller did between steps.
+    far. cells: the same, but under `rows`, which draws beyond gaps, all cells, -1 for missing ones. accepted: per image
+    the drafted codes that this step accepted. step: the runtime's own record, with trees and paths. settings: what is
+    used, also where `auto` chose it. draw: the picture of image i from its cells. done and total: codes so far, and of
+    all images together. stats: with the last step only; its times include what the caller did between steps.
     """
 
     new_codes: list[Ints]
     codes: list[Ints]
+    cells: list[Ints]
     accepted: list[int]
     step: Step
     settings: Settings
@@ -68,7 +69,7 @@ class StreamStep:
 
         Raises: IndexError: there are fewer images. RequestError: the pipeline was closed.
         """
-        return self.draw(i, self.codes[i])
+        return self.draw(i, self.cells[i])
 
 
 def result_of(images: Sequence[ImageRequest], pictures: list[Image], last: StreamStep) -> Result:
@@ -82,8 +83,9 @@ class Progress:
     """Codes of a request's images as they come, `cells` of each."""
 
     def __init__(self, images: int, cells: int) -> None:
-        self._drawn = np.empty((images, cells), np.int64)
+        self._drawn = np.full((images, cells), -1, np.int64)
         self.codes: list[Ints] = [row[:0] for row in self._drawn]  # of each image so far
+        self._ahead: dict[int, Ints] = {}  # all cells of images with gaps
 
     def add(self, step: Step, settings: Settings, draw: Callable[[int, Ints], Image]) -> StreamStep:
         """What the caller sees of a step."""
@@ -93,10 +95,17 @@ class Progress:
             i, start = part.request, len(codes[part.request])
             end = start + part.committed
             drawn[i, start:end] = part.codes[: part.committed]
+            if part.drawn is not None:
+                where, what = part.drawn
+                drawn[i, where] = what
+                self._ahead[i] = drawn[i].copy()
             codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]
             accepted[i] = len(part.acceptance.path) - 1 if part.acceptance else 0
         self.codes = codes
-        return StreamStep(new_codes, codes, accepted, step, settings, draw, step.done, step.total, step.statistics)
+        cells = [self._ahead.get(i, own) for i, own in enumerate(codes)]
+        return StreamStep(
+            new_codes, codes, cells, accepted, step, settings, draw, step.done, step.total, step.statistics
+        )
 
 
 def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:

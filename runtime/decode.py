@@ -52,7 +52,7 @@ def decode(
             scheduler.submit(request)
             records.append(request.statistics)
         parts = scheduler.step()
-        done += sum(part.committed for part in parts)
+        done += sum(part.committed if part.drawn is None else len(part.drawn[1]) for part in parts)
         if not scheduler.busy and len(records) == len(seeds):
             clocks = scheduler.target_clock, scheduler.drafter_clock
             statistics = summarise(method.method, model.codes, *clocks, records)

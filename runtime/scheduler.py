@@ -39,7 +39,8 @@ class RequestStep:
     """One request's part of a step: the tokens it committed, and how.
 
     request: its index. codes may run past the image's end in the last step; `committed` counts those that belong to it.
-    tree and acceptance are None for the prefill and for `ar`.
+    tree and acceptance are None for the prefill, `ar` and `rows`. drawn: cells and codes of a pass that did not draw
+    just the next ones.
     """
 
     request: int
@@ -47,6 +48,7 @@ class RequestStep:
     committed: int
     tree: DraftTree | None = None
     acceptance: Acceptance | None = None
+    drawn: tuple[Ints, Ints] | None = None
 
 
 class Scheduler:
@@ -167,7 +169,7 @@ class Scheduler:
             tree, rows, how = trees[request], self._rows[request], tuple[Any, ...]()
             if isinstance(tree, Front):
                 drawn, kept = answers.draw(tree.drawn), tree.kept
-                codes = self._fronts.take(request, tree, drawn)
+                codes, how = self._fronts.take(request, tree, drawn), (None, None, (tree.cells[tree.drawn] + 1, drawn))
             else:
                 accepted = self._accept(request, tree, answers)
                 kept, how = np.array(accepted.path, np.int64), () if source is self._plain else (tree, accepted)

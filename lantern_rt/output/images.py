@@ -45,13 +45,11 @@ def blank(width: int, height: int) -> Image.Image:
     return Image.new("RGB", (width, height), GREY)
 
 
-def grey_out(image: Image.Image, known: int, rows: int, columns: int) -> Image.Image:
-    """Paint over all cells of the `rows x columns` grid but the first `known`, in raster order."""
+def grey_out(image: Image.Image, known: NDArray[np.bool_]) -> Image.Image:
+    """Paint over the cells that are not `known [rows, columns]`."""
     pixels = np.array(image)
-    height, width = pixels.shape[0] // rows, pixels.shape[1] // columns
-    row, column = divmod(known, columns)
-    pixels[(row + 1) * height :] = GREY
-    pixels[row * height : (row + 1) * height, column * width :] = GREY
+    row, column = (np.arange(size) * cells // size for size, cells in zip(pixels.shape, known.shape, strict=False))
+    pixels[~known[row][:, column]] = GREY
     return Image.fromarray(pixels)
 
 

@@ -182,3 +182,24 @@ def test_statistics_count_the_tokens_of_every_pass(pipe: Pipeline) -> None:
     assert sum(one.codes_per_step) == codes - 1
     assert stats.target_passes == 1 + len(one.codes_per_step)
     assert stats.tokens_per_forward_pass == pytest.approx(codes / stats.target_passes)
+
+
+def test_steps_show_every_cell_that_is_drawn_and_hand_out_codes_in_raster_order(pipe: Pipeline) -> None:
+    steps = list(pipe.stream("red cube", seed=1, method="rows:window=2"))
+    last, manifest = steps[-1], pipe.bundle.manifest
+    ahead = [step for step in steps if (step.cells[0] < 0).any()]
+    assert any((step.cells[0] >= 0).sum() > len(step.codes[0]) for step in ahead), "lower rows are begun early"
+    for step in ahead:
+        known = step.cells[0] >= 0
+        assert np.array_equal(step.cells[0][known], last.codes[0][known])
+        assert step.done == known.sum()
+        assert np.array_equal(step.codes[0], last.codes[0][: len(step.codes[0])])
+    pixels = np.array(ahead[0].image(0))
+    cells = (ahead[0].cells[0] >= 0).reshape(manifest.grid_rows, manifest.grid_columns)
+    grey = (
+        (pixels == 128)
+        .all(2)
+        .reshape(manifest.grid_rows, -1, manifest.grid_columns, pixels.shape[1] // manifest.grid_columns)
+    )
+    assert grey.all((1, 3))[~cells].all()
+    assert np.array_equal(np.concatenate([step.new_codes[0] for step in steps]), last.codes[0])
