@@ -113,6 +113,7 @@ def evaluate(
         bandwidth = bandwidth or median_distance(sets[-1])
         source = {**features.facts, "num_features": sets[-1].shape[1], "bandwidth": bandwidth}
         figures |= feature_figures(sets[:-1], sets[-1], images.seeds, bandwidth, show)
+    far = [label for label, each in runs.items() if not each[-1].settings.method.measured]
     found = {
         "prompts": labels,
         "seeds_per_prompt": images.seeds,
@@ -120,7 +121,10 @@ def evaluate(
         "images_per_method": images.count,
         "features": source,
         "agreement": None if agreement is None else agreement.facts,
-        "notes": _notes(images, source, runs[contenders[0].label], reference),
+        "notes": [
+            *_notes(images, source, runs[contenders[0].label], reference),
+            *(f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say." for label in far),
+        ],
         "methods": [
             {
                 "method": label,
