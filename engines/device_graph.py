@@ -37,7 +37,7 @@ class DeviceGraph(NamedTuple):
     dtype: str
 
 
-def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> DeviceGraph:
+def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, plain: bool = False) -> DeviceGraph:
     """The device layout of the target or drafter graph in a file, whose folder holds its weights.
 
     Inputs: `token_ids` int32 `[rows, nodes]`, rows of `embeddings [entries, hidden_size]` (of a target; a drafter has
@@ -48,12 +48,13 @@ def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> D
     `column_ids` int32 `[capacity]`, 0 .. capacity - 1; and `past_key_values.{i}.key/.value`, the caches `[rows,
     capacity, num_kv_heads * head_dim]`.
     Outputs: `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
-    memory of the past. Raises: BundleError if the file is not one that this version exports.
+    memory of the past. plain: without the op Attention, and without float16 tables in graphs that compute in float32.
+    Raises: BundleError if the file is not one that this version exports.
     """
     with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
         weights = graph_weights(path)
         try:
-            made = (writer := _Writer(path.parent, weights, spec)).write(drafts)
+            made = (writer := _Writer(path.parent, weights, spec, plain)).write(drafts)
         except KeyError as error:
             raise BundleError(f"{path}: has no weight {error}; for accelerators export the bundle again") from error
         named = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
@@ -66,7 +67,8 @@ def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> D
 class _Writer:
     """Writes one decoder; `x` are names of values `[rows, nodes, width]`."""
 
-    def __init__(self, folder: Path, weights: dict[str, Weight], spec: DecoderSpec | DrafterSpec) -> None:
+    def __init__(self, folder: Path, weights: dict[str, Weight], spec: DecoderSpec | DrafterSpec, plain: bool) -> None:
+        self.plain = plain
         self.folder, self.weights, self.spec, self.graph = folder, weights, spec, GraphWriter()
         self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
         out = weights.get("layers.0.attention.out.weight")
@@ -142,9 +144,28 @@ class _Writer:
             for part, new in (("key", key), ("value", value))
         ]
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
-        given, (heads, kv_heads) = [query, *caches, mask], (self.heads, spec.num_kv_heads)
-        mixed = graph.op("Attention", *given, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
+        if self.plain:
+            mixed = self.mixed(query, caches[0], caches[1], mask, scale)
+        else:
+            given, (heads, kv_heads) = [query, *caches, mask], (self.heads, spec.num_kv_heads)
+            mixed = graph.op("Attention", *given, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
         return self.linear(mixed, f"{at}.attention.out")
+
+    def mixed(self, query: str, keys: str, values: str, mask: str, scale: float) -> str:
+        """What the op Attention gives, in products: heads of queries stand beside the head of keys that they share."""
+        graph, spec = self.graph, self.spec
+        shared, width = self.heads // spec.num_kv_heads, spec.head_dim
+        if scale != 1.0:
+            query = graph.op("Mul", query, graph.constant(np.array(scale, self.dtype)))
+        own = graph.ints(0, 0, spec.num_kv_heads, shared, width)
+        query = graph.op("Transpose", graph.op("Reshape", query, own), perm=(0, 2, 3, 1, 4))
+        common = graph.ints(0, 0, spec.num_kv_heads, 1, width)  # [rows, capacity, heads, 1, width]
+        keys = graph.op("Transpose", graph.op("Reshape", keys, common), perm=(0, 2, 3, 4, 1))
+        values = graph.op("Transpose", graph.op("Reshape", values, common), perm=(0, 2, 3, 1, 4))
+        scores = graph.op("Add", graph.op("MatMul", query, keys), mask)
+        mixed = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), values)
+        rows = graph.op("Transpose", mixed, perm=(0, 3, 1, 2, 4))
+        return graph.op("Reshape", rows, graph.ints(0, 0, self.heads * width))
 
     def head_norms(self, x: str, prefix: str, heads: int) -> str:
         """Every head of queries and keys normed by itself, in float32."""
@@ -181,6 +202,8 @@ class _Writer:
 
     def look_up(self) -> str:
         """Rows of the drafter's embedding table, in the type it computes in."""
+        if self.plain and not self.half:
+            return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
         stored = "embed.weight" if "embed.weight" in self.weights else "embed.weight.half"
         self.take(stored)
         rows = self.graph.op("Gather", stored, "token_ids")
@@ -230,14 +253,15 @@ class _Writer:
         ]
 
     def mask(self) -> str:
-        """What is added to scores, `[rows, 1, nodes, capacity]`."""
+        """What is added to scores, `[rows, 1, nodes, capacity]`, or `[rows, 1, 1, nodes, capacity]` for products."""
         graph = self.graph
         by_all = graph.op("Unsqueeze", self.bits("seen_by_all"), graph.ints(1))  # [rows, 1, capacity]
         places = graph.op("Equal", graph.op("Unsqueeze", "columns", graph.ints(-1)), "column_ids")
         own = graph.op("MatMul", self.bits("seen"), graph.cast(places, "float32"))  # [rows, nodes, capacity]
         half, masked = (graph.constant(np.array(number, np.float32)) for number in (0.5, MASKED[self.dtype]))
         hidden = graph.cast(graph.op("Less", graph.op("Add", by_all, own), half), "float32")
-        return self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), graph.ints(1)))
+        heads = graph.ints(1, 2) if self.plain else graph.ints(1)
+        return self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), heads))
 
     def bits(self, words: str) -> str:
         """The bits of numbers `[..., words]` as float32 `[..., 16 words]`, the lowest of each first."""
