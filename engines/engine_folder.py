@@ -22,6 +22,7 @@ from ..bundle.manifest import Part
 from ..checks import brief, explain, short
 from ..errors import EngineError
 from ..user_files import read_plain_file, reading
+from .ort.providers import DEFAULT_PROVIDER
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
@@ -100,7 +101,7 @@ class EngineFolder:
     @property
     def on_cpu(self) -> bool:
         """Whether the engines run on the CPU, in ONNX Runtime."""
-        return self.manifest.backend == "onnxruntime" and self.manifest.provider in (None, "cpu")
+        return self.manifest.backend == "onnxruntime" and self.manifest.provider in (None, DEFAULT_PROVIDER)
 
     def bytes_of_graphs(self) -> dict[str, int]:
         """Of every graph, by role, the bytes of its files: most are weights, stored as ONNX Runtime keeps them."""

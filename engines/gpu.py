@@ -11,7 +11,7 @@ from pathlib import Path
 from ..checks import brief
 from ..errors import EngineError
 from .host import import_onnxruntime
-from .ort.providers import PROVIDERS, preload
+from .ort.providers import PROVIDERS, Provider, plugin_devices, preload
 from .trt.cuda import find_gpu
 
 _LIBRARIES = ("nvidia-cuda-runtime", "nvidia-cublas", "nvidia-curand", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -58,6 +58,8 @@ def gpu_report() -> GpuReport:
             problems.append("provider cuda: found no NVIDIA GPU and driver; install the driver, or use provider cpu")
         elif not any(name.startswith("nvidia-cudnn") for name in installed):
             problems.append("provider cuda: cuDNN is not among the packages; run `pip install 'lantern-rt[gpu]'`")
+    plugins = [one for one in PROVIDERS.values() if one.plugin and one.package in installed]
+    problems += [problem for one in plugins if (problem := _missing_device(one))]
     return GpuReport(
         gpu=gpu.compute_capability if gpu else None,
         driver=gpu.driver if gpu else None,
@@ -70,6 +72,15 @@ def gpu_report() -> GpuReport:
 
 def _distributions() -> list[importlib.metadata.Distribution]:
     return [one for one in importlib.metadata.distributions() if one.metadata["Name"]]
+
+
+def _missing_device(provider: Provider) -> str | None:
+    """Why an installed plugin provider cannot run; None if it can."""
+    try:
+        plugin_devices(provider, import_onnxruntime())
+    except EngineError as error:
+        return str(error)
+    return None
 
 
 def _missing_library() -> str | None:

@@ -16,6 +16,7 @@ from .engine_folder import EngineFolder
 from .host import thread_count
 from .memory import INTEGERS
 from .ort.backend import OrtBackend, OrtGraphs
+from .ort.providers import DEFAULT_PROVIDER
 from .trt.backend import TensorRTBackend
 
 BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
@@ -51,7 +52,7 @@ class Engines:
         self,
         bundle: Bundle,
         threads: int | None = None,
-        provider: str = "cpu",
+        provider: str = DEFAULT_PROVIDER,
         folder: EngineFolder | None = None,
         expand_weights: bool = False,
         picture_threads: int | None = None,
@@ -63,7 +64,8 @@ class Engines:
         self.threads = thread_count(threads)
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
         self.integers = precision in INTEGERS and not expand_weights  # products round what they multiply to 8 bits
-        settles = dtype == "float32" and not self.integers and self.backend.startswith("onnxruntime-cpu")
+        own = self.backend.startswith(f"onnxruntime-{DEFAULT_PROVIDER}")
+        settles = own and dtype == "float32" and not self.integers
         self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
         target = None if folder is None else folder.manifest.graphs.get("target")
         built = () if target is None else target.profiles
@@ -113,8 +115,8 @@ def _check_expandable(bundle: Bundle, provider: str, folder: EngineFolder | None
     precision = bundle.manifest.target.precision
     if folder is not None:
         found, expected = f"the engines {folder.folder}", "a bundle's own graphs"
-    elif provider != "cpu":
-        found, expected = f"provider {provider}", "provider cpu"
+    elif provider != DEFAULT_PROVIDER:
+        found, expected = f"provider {provider}", f"provider {DEFAULT_PROVIDER}"
     elif precision not in INTEGERS:
         found, expected = f"a target with {precision} weights", "int8-weights or int4-weights"
     else:

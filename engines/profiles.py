@@ -10,6 +10,7 @@ from pydantic import Field
 from ..bundle.manifest import Manifest, Part
 from ..errors import RequestError
 from .kv_cache import SPAN_STEP, round_up
+from .ort.providers import DEFAULT_PROVIDER
 
 Size = Annotated[int, Field(ge=0, le=1 << 24)]
 Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
@@ -33,7 +34,7 @@ class BuildOptions:
     """
 
     backend: str
-    provider: str = "cpu"
+    provider: str = DEFAULT_PROVIDER
     max_rows: int = 8
     max_nodes: int = 64
     max_past: int | None = None

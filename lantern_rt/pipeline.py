@@ -21,6 +21,7 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
+from .engines.ort.providers import DEFAULT_PROVIDER
 from .errors import BundleError, RequestError
 from .methods import Auto, MethodConfig, Options, Relaxed
 from .output.images import blank, grey_out, recorded, to_image
@@ -61,7 +62,7 @@ class Pipeline:
         bundle: str | Path | Bundle = "scenes",
         threads: int | None = None,
         verify: bool = True,
-        provider: str = "cpu",
+        provider: str = DEFAULT_PROVIDER,
         engines: str | Path | EngineFolder | None = None,
         expand_weights: bool = False,
         picture_threads: int | None = None,
@@ -69,7 +70,7 @@ class Pipeline:
         """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
 
         threads: for the engines, by default one per physical core. verify: compare every file's hash first.
-        provider: what ONNX Runtime runs the graphs on, `cpu`, `cuda`, `openvino`, `coreml` or `directml`.
+        provider: what ONNX Runtime runs the graphs on: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md).
         engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
         expand_weights: turn the target's int8 or int4 weights to float32 when loading, on a CPU: as exact, large and
         fast as float32 weights. picture_threads: for the image decoder, by default as many; services take one, so that
@@ -79,7 +80,7 @@ class Pipeline:
         from .engines.loader import Engines
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
-        if folder is not None and provider not in ("cpu", folder.manifest.provider):
+        if folder is not None and provider not in (DEFAULT_PROVIDER, folder.manifest.provider):
             raise RequestError(
                 f"provider: found {provider}, but {folder.folder} was built for "
                 f"{folder.manifest.provider or folder.manifest.backend}; leave the provider out"

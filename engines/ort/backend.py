@@ -19,6 +19,7 @@ from ..profiles import BuildOptions, Profile
 from .device import Device
 from .device_engine import OrtDeviceEngine
 from .engine import OrtEngine
+from .providers import DEFAULT_PROVIDER, PROVIDERS, find_provider
 from .session import GraphSession, check_convolutions, save_optimised
 
 
@@ -31,10 +32,11 @@ class OrtGraphs:
     def __init__(
         self, bundle: Bundle, folder: EngineFolder | None, threads: int, provider: str, expand_weights: bool = False
     ) -> None:
-        self._bundle, self._folder, self._threads, self._provider = bundle, folder, threads, provider
+        self._bundle, self._folder, self._threads = bundle, folder, threads
         self._expand_weights = expand_weights
-        self._device = Device(provider) if provider != "cpu" else None
-        if provider == "cuda":
+        self._provider = find_provider(provider, import_onnxruntime())
+        self._device = Device(provider) if self._provider.resident else None
+        if self._provider.library:
             check_convolutions(provider)
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
@@ -42,14 +44,15 @@ class OrtGraphs:
         if self._device is not None:
             return OrtDeviceEngine(self._bundle.path(role), spec, code_embeddings, self._threads, self._device)
         (path, optimised), expand_weights = self._locate(role), self._expand_weights and role == "target"
-        return OrtEngine(path, spec, code_embeddings, self._threads, self._provider, optimised, expand_weights)
+        return OrtEngine(path, spec, code_embeddings, self._threads, self._provider.name, optimised, expand_weights)
 
     def function(
         self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None
     ) -> Function:
         """Another graph (condition, image decoder), checked to have these inputs and outputs; threads: of its own."""
         path, optimised = self._locate(role)
-        return GraphSession(path, inputs, outputs, threads or self._threads, self._provider, optimised).run_checked
+        provider = DEFAULT_PROVIDER if role in self._provider.leaves else self._provider.name
+        return GraphSession(path, inputs, outputs, threads or self._threads, provider, optimised).run_checked
 
     def _locate(self, role: str) -> tuple[Path, bool]:
         """The file of a role, and whether it has been optimised already."""
@@ -86,10 +89,13 @@ class OrtBackend:
         return None
 
     def check_options(self, options: BuildOptions) -> None:
-        """Raises: RequestError on all but the provider, and the rows, nodes and past that memory is estimated for."""
+        """Raises: RequestError on all but a built-in provider, and what memory is estimated for: rows, nodes, past."""
         taken = ("--provider", "--max-rows", "--max-nodes", "--max-past")
         if wrong := [flag for flag in options.given() if flag not in taken]:
             raise RequestError(f"{wrong[0]}: goes with backend tensorrt or tensorrt-rtx, found {self.name}")
+        if (provider := PROVIDERS.get(options.provider)) is not None and provider.plugin:
+            found = f"found {provider.name}, which makes what it runs when it loads a bundle"
+            raise RequestError(f"--provider: {found}; run the bundle itself with `--provider {provider.name}`")
 
     def build(
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
@@ -107,4 +113,4 @@ class OrtBackend:
 
     def open(self, bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
         """The built graphs, and the bundle's own for roles that were not built."""
-        return OrtGraphs(bundle, folder, threads, folder.manifest.provider or "cpu")
+        return OrtGraphs(bundle, folder, threads, folder.manifest.provider or DEFAULT_PROVIDER)

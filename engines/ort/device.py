@@ -29,7 +29,8 @@ class Device:
 
     def __init__(self, provider: str) -> None:
         found = find_provider(provider, import_onnxruntime())
-        self.provider, self.name, self.records = provider, found.device, bool(found.recording)
+        self.provider, self.name, self.records = provider, found.memory, bool(found.recording)
+        self.plain = found.plain
         self._sessions: dict[object, Any] = {}
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
         self._lock = threading.Lock()

@@ -108,7 +108,7 @@ class OrtDeviceEngine:
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
-        made = device_graph(path, spec, drafts=code_embeddings is None)
+        made = device_graph(path, spec, drafts=code_embeddings is None, plain=device.plain)
         self._graph = GraphSession(
             path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True
         )

@@ -15,6 +15,7 @@ from ...runtime.engine import Cache, Floats, Pass, PassOutput
 from ..contracts import Array
 from ..decoder_tensors import decoder_tensors, kv_dtype, node_inputs, past_length_of
 from ..kv_cache import CacheRows, KVCache
+from .providers import DEFAULT_PROVIDER
 from .session import GraphSession
 
 
@@ -27,7 +28,7 @@ class OrtEngine:
         spec: DecoderSpec | DrafterSpec,
         code_embeddings: Floats | None = None,
         threads: int | None = None,
-        provider: str = "cpu",
+        provider: str = DEFAULT_PROVIDER,
         optimised: bool = False,
         expand_weights: bool = False,
     ) -> None:

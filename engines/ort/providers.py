@@ -6,61 +6,137 @@ kernel. Here the provider asked for takes the whole graph, or loading stops.
 
 from __future__ import annotations
 
+import importlib
 import io
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ...checks import brief
 from ...errors import EngineError
 
+DEFAULT_PROVIDER = "cpu"  # ONNX Runtime's own kernels: they run every graph, and others may fall back to them
 # Copies, and nodes on shapes and indices, which providers leave on the CPU on purpose: a few numbers, needed there.
 _SHAPE_OPS = {"Shape", "Size", "Constant", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast"}
 _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
-    """A provider: ONNX Runtime's name for it, the package that has it, its options, where its memory is.
+    """A provider: ONNX Runtime's name for it, the package that has it, its options, and how it differs from others.
 
-    recording: further options with which it records passes as graphs; none: it cannot.
+    memory: where its values are, as ONNX Runtime names it. resident: decoders run in the device layout, with all that
+    passes share in that memory; elsewhere in the bundle's own, from the host's. plain: it does not take the op
+    Attention, and float16 on some devices only. plugin: the module of a package beside onnxruntime that has its
+    library. library: what it loads from further packages, and has no convolutions without. leaves: roles that run on
+    the CPU, once an image, as it lacks ops of theirs. recording: further options with which it records passes as
+    graphs; none: it cannot.
     """
 
     name: str
     execution_provider: str
     package: str
     options: dict[str, str]
-    device: str = "cpu"
+    memory: str = "cpu"
+    resident: bool = False
+    plain: bool = False
+    plugin: str = ""
+    library: str = ""
+    leaves: tuple[str, ...] = ()
     recording: Mapping[str, str] = MappingProxyType({})
 
 
 _ALL = (
-    Provider("cpu", "CPUExecutionProvider", "onnxruntime", {}),
-    # Float32 stays float32: TF32 products would not be those of another number of nodes.
+    Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),
     Provider(
         "cuda",
         "CUDAExecutionProvider",
         "onnxruntime-gpu[cuda,cudnn]",
-        {"use_tf32": "0"},
-        "cuda",
-        {"enable_cuda_graph": "1"},
+        {"use_tf32": "0"},  # float32 stays float32: TF32 products would not be those of another number of nodes
+        memory="cuda",
+        resident=True,
+        library="cuDNN",
+        recording={"enable_cuda_graph": "1"},
     ),
-    Provider("openvino", "OpenVINOExecutionProvider", "onnxruntime-openvino", {}),
+    Provider(
+        "webgpu",
+        "WebGpuExecutionProvider",
+        "onnxruntime-ep-webgpu",
+        {},
+        memory="gpu",
+        resident=True,
+        plain=True,
+        plugin="onnxruntime_ep_webgpu",
+        leaves=("condition",),
+    ),
+    Provider(
+        "openvino",
+        "OpenVINOExecutionProvider",
+        "onnxruntime-ep-openvino",
+        {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'},  # else bfloat16, where the CPU has it
+        plugin="onnxruntime_ep_openvino",
+    ),
+    Provider(
+        "nv-tensorrt-rtx",
+        "NvTensorRTRTXExecutionProvider",
+        "onnxruntime-ep-nv-tensorrt-rtx",
+        {},
+        memory="cuda",
+        resident=True,
+        plugin="onnxruntime_ep_nv_tensorrt_rtx",
+    ),
     Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
+_registered: set[str] = set()  # plugins of this process
+_lock = threading.Lock()
 
 
 def find_provider(name: str, runtime: Any) -> Provider:
     """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
     if (provider := PROVIDERS.get(name)) is None:
         raise EngineError(f"provider: found {name!r}, expected one of {', '.join(PROVIDERS)}")
-    if provider.execution_provider not in (available := runtime.get_available_providers()):
+    if provider.plugin:
+        plugin_devices(provider, runtime)
+    elif provider.execution_provider not in (available := runtime.get_available_providers()):
         found = f"onnxruntime {runtime.__version__} has no {provider.execution_provider}, found {', '.join(available)}"
         cure = f"install {provider.package} instead of the onnxruntime you have"
         raise EngineError(f"provider {name}: {found}; {cure}")
     return provider
+
+
+def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
+    """The devices of a plugin, which is registered before. Raises: EngineError: it is not installed, or has none."""
+    with _lock:
+        if provider.name not in _registered:
+            try:
+                path = importlib.import_module(provider.plugin).get_library_path()
+                runtime.register_execution_provider_library(provider.execution_provider, path)
+            except ModuleNotFoundError as error:
+                found = f"found no module {provider.plugin}, which is installed beside onnxruntime"
+                raise EngineError(f"provider {provider.name}: {found}; run `pip install {provider.package}`") from error
+            except Exception as error:
+                found = f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})"
+                cure = f"check the device's driver, or update onnxruntime and {provider.package}"
+                raise EngineError(f"provider {provider.name}: {found}; {cure}") from error
+            _registered.add(provider.name)
+    devices = [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
+    if not devices:
+        found, cure = "ONNX Runtime finds no device that it runs on, expected one", "install the device's driver"
+        raise EngineError(f"provider {provider.name}: {found}; {cure}, or ask for provider {DEFAULT_PROVIDER}")
+    return devices
+
+
+def attach(options: Any, provider: Provider, runtime: Any, records: bool = False) -> dict[str, Any]:
+    """Choose a provider for sessions of these options; returns what else such a session is made with."""
+    own = {**provider.options, **(provider.recording if records else {})}
+    if provider.plugin:  # the first device it lists
+        options.add_provider_for_devices(plugin_devices(provider, runtime)[:1], own)
+        return {}
+    return {"providers": [(provider.execution_provider, own)]}
 
 
 def preload(provider: Provider, runtime: Any) -> None:
@@ -68,7 +144,7 @@ def preload(provider: Provider, runtime: Any) -> None:
 
     CUDA's and cuDNN's come as packages whose folders no loader searches. What is missing shows when the provider loads.
     """
-    if provider.name == "cuda":
+    if provider.library:
         with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
 
@@ -77,9 +153,9 @@ def check_taken(where: object, provider: Provider, session: Any) -> None:
     """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
     if provider.execution_provider not in (present := session.get_providers()):
         found = f"provider {provider.name} did not load, ONNX Runtime fell back to {', '.join(present)}"
-        cure = f"check its driver, install {provider.package}, or ask for provider cpu"
+        cure = f"check its driver, install {provider.package}, or ask for provider {DEFAULT_PROVIDER}"
         raise EngineError(f"{where}: {found}; {cure}")
-    if provider.name == "cpu":
+    if provider.name == DEFAULT_PROVIDER:
         return
     if not hasattr(session, "get_provider_graph_assignment_info"):
         found = f"this onnxruntime cannot say which nodes provider {provider.name} takes"
@@ -94,4 +170,4 @@ def check_taken(where: object, provider: Provider, session: Any) -> None:
     if left:
         ops = ", ".join(f"{count} {op}" for op, count in left.most_common(5))
         found = f"provider {provider.name} does not take {left.total()} nodes of this graph ({ops})"
-        raise EngineError(f"{where}: {found}; ask for provider cpu, or update onnxruntime")
+        raise EngineError(f"{where}: {found}; ask for provider {DEFAULT_PROVIDER}, or update {provider.package}")

@@ -14,7 +14,7 @@ from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
 from ..graph_bytes import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import check_taken, find_provider, preload
+from .providers import DEFAULT_PROVIDER, PROVIDERS, attach, check_taken, find_provider, preload
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
@@ -37,7 +37,7 @@ class GraphSession:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         threads: int | None = None,
-        provider: str = "cpu",
+        provider: str = DEFAULT_PROVIDER,
         optimised: bool = False,
         expand_weights: bool = False,
         model: bytes | None = None,
@@ -105,7 +105,7 @@ def load_session(
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != "cpu")))
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != DEFAULT_PROVIDER)))
     if expand_weights:  # DequantizeLinear is then computed once, not fused into products that round what they multiply
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     if folder is not None:
@@ -114,15 +114,15 @@ def load_session(
         options.optimized_model_filepath, initializers = str(save_to), "session.optimized_model_external_initializers_"
         options.add_session_config_entry(f"{initializers}file_name", f"{save_to.name}.data")
         options.add_session_config_entry(f"{initializers}min_size_in_bytes", "1024")
-        if provider == "cpu":  # weights as its products want them, which processes that map the file then share
+        if provider == DEFAULT_PROVIDER:  # weights as its products want them, shared by processes that map the file
             options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_DISABLE_ALL if optimised else levels.ORT_ENABLE_ALL
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
-    providers = [(chosen.execution_provider, {**chosen.options, **(chosen.recording if records else {})})]
     try:
-        session = runtime.InferenceSession(graph, options, providers=providers, enable_fallback=False)
+        given = attach(options, chosen, runtime, records)
+        session = runtime.InferenceSession(graph, options, enable_fallback=False, **given)
     except Exception as error:
         what = brief(error, 200)
         if type(error).__name__ in _DAMAGE:
@@ -134,7 +134,7 @@ def load_session(
 
 
 def check_convolutions(provider: str) -> None:
-    """Raises: EngineError unless the provider runs one, which CUDA's does only with cuDNN.
+    """Raises: EngineError unless the provider runs one, which some do only with a library of their own.
 
     Image decoders are made of them, and would fail when a whole image has been decoded.
     """
@@ -143,7 +143,8 @@ def check_convolutions(provider: str) -> None:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
         found = f"provider {provider}: ONNX Runtime cannot run a convolution ({brief(error, 200)})"
-        raise EngineError(f"{found}; install cuDNN: {find_provider(provider, import_onnxruntime()).package}") from error
+        chosen = PROVIDERS[provider]
+        raise EngineError(f"{found}; install {chosen.library}: {chosen.package}") from error
 
 
 def _check(path: Path, kind: str, found: Sequence[Any], expected: Sequence[Tensor]) -> DTypes:

@@ -10,6 +10,7 @@ import typer
 
 from ..bundle.files import Bundle
 from ..engines.build import build_engines, estimate, plan_build
+from ..engines.ort.providers import DEFAULT_PROVIDER
 from ..engines.profiles import BuildOptions, Profile
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, print_text, progress, say
@@ -28,7 +29,7 @@ def build_engine(
     bundle: BundleName,
     backend: Annotated[str, typer.Option(help="onnxruntime, tensorrt or tensorrt-rtx.")] = "onnxruntime",
     output: Annotated[Path | None, typer.Option(help="Engine folder to write; not needed with --dry-run.")] = None,
-    provider: ProviderName = "cpu",
+    provider: ProviderName = DEFAULT_PROVIDER,
     max_rows: Annotated[int, typer.Option(help="Sequences per pass; guidance makes two of every image.")] = 8,
     max_nodes: Annotated[int, typer.Option(help="New nodes per pass, at least the tree's.")] = 64,
     max_past: Annotated[

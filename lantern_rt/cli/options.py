@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 
+from ..engines.ort.providers import DEFAULT_PROVIDER
 from ..errors import LanternError
 from ..methods import PARAMETERS, Sampling
 
@@ -38,7 +39,9 @@ Embeddings = Annotated[
 ]
 ProviderName = Annotated[
     str,
-    typer.Option(help="What ONNX Runtime runs on: cpu, cuda, openvino, coreml or directml.", rich_help_panel=ENGINE),
+    typer.Option(
+        help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md).", rich_help_panel=ENGINE
+    ),
 ]
 
 
@@ -55,7 +58,7 @@ class Running:
             help="Folder made by build-engine from this bundle, to run instead of its graphs.", rich_help_panel=ENGINE
         ),
     ] = None
-    provider: ProviderName = "cpu"
+    provider: ProviderName = DEFAULT_PROVIDER
     expand_weights: Annotated[
         bool,
         typer.Option(
@@ -84,7 +87,7 @@ class Running:
         from .console import progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
-        if engines.on_cpu if engines else self.provider == "cpu":
+        if engines.on_cpu if engines else self.provider == DEFAULT_PROVIDER:
             chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
             check_memory(bundle, chosen, self.expand_weights, engines)
         with progress(lines=False) as show:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ..checks import require_library, whole
+from ..engines.ort.providers import DEFAULT_PROVIDER
 from ..errors import RequestError
 from .console import say
 from .options import ENGINE, Running
@@ -88,7 +89,7 @@ def serve(
         raise RequestError(f"bundles: found two of the name {twice}, expected one each: requests name a model by it")
     if running.engines is not None and len(opened) > 1:
         raise RequestError(f"engines: found {len(opened)} bundles, expected one: a folder is built of one bundle")
-    if running.provider == "cpu" and running.engines is None:
+    if running.provider == DEFAULT_PROVIDER and running.engines is None:
         for bundle in opened:
             settings = resolve_settings(bundle.manifest, {"method": "auto"})
             check_memory(bundle, settings, running.expand_weights)

@@ -26,6 +26,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     installed: dict[str, str] = {}
     monkeypatch.setattr(gpu, "_distributions", lambda: [Distribution(*one) for one in installed.items()])
     monkeypatch.setattr(gpu, "_missing_library", lambda: None)
+    monkeypatch.setattr(gpu, "_missing_device", lambda provider: None)
     monkeypatch.setattr(gpu, "find_gpu", lambda: None)
     return installed
 
@@ -36,6 +37,16 @@ def test_without_a_gpu_build_of_onnxruntime_nothing_is_missing(found: dict[str, 
     assert report.problems == ()
     assert report.plugin_providers == {"onnxruntime-ep-openvino": "1.8"}
     assert report.rows()[0] == ("gpu", "none found")
+
+
+def test_a_plugin_that_is_installed_and_finds_no_device_is_a_problem(
+    found: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(gpu, "_missing_device", lambda provider: asked.append(provider.name) or "no device")
+    found |= {"onnxruntime": "1.31.1", "onnxruntime-ep-webgpu": "0.4.0"}
+    assert gpu.gpu_report().problems == ("no device",)
+    assert asked == ["webgpu"]
 
 
 def test_a_gpu_build_without_its_libraries_or_driver_says_what_to_install(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import refused
 
-from lantern_rt.engines.ort.providers import PROVIDERS, check_taken, find_provider, preload
+from lantern_rt.engines.ort import providers
+from lantern_rt.engines.ort.providers import PROVIDERS, attach, check_taken, find_provider, preload
 from lantern_rt.engines.ort.session import check_convolutions
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
-CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
+WEBGPU, CUDA, CPU = "WebGpuExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
 @dataclass
@@ -58,7 +61,7 @@ class Runtime:
 
 
 def test_an_unknown_provider_is_answered_with_the_known_ones() -> None:
-    with refused(EngineError, "provider: found 'abacus', expected one of cpu, cuda, openvino, coreml, directml"):
+    with refused(EngineError, "provider: found 'abacus', expected one of cpu, cuda, webgpu, openvino, nv-ten"):
         find_provider("abacus", Runtime([CPU]))
 
 
@@ -91,7 +94,7 @@ def test_arithmetic_on_shapes_may_stay_on_the_cpu() -> None:
 
 
 def test_an_onnxruntime_that_cannot_tell_is_refused_for_every_provider_but_the_cpu() -> None:
-    words = "cannot say which nodes provider openvino takes, expected 1.24", "update onnxruntime-openvino"
+    words = "cannot say which nodes provider openvino takes, expected 1.24", "update onnxruntime-ep-openvino"
     with refused(EngineError, "target.onnx: ", *words):
         check_taken(GRAPH, PROVIDERS["openvino"], OldSession(["OpenVINOExecutionProvider", CPU]))
     check_taken(GRAPH, PROVIDERS["cpu"], OldSession([CPU]))
@@ -123,5 +126,66 @@ def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(m
             raise RuntimeError("NOT_IMPLEMENTED: cuDNN is not there")
 
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: NoConvolutions())
-    with refused(EngineError, "provider cpu: ONNX Runtime cannot run a convolution (NOT_IMPLEMENTED", "install cuDNN"):
-        check_convolutions("cpu")
+    with refused(EngineError, "provider cuda: ONNX Runtime cannot run a convolution (NOT_IMPLEMENTED", "install cuDNN"):
+        check_convolutions("cuda")
+
+
+class Plugins(Runtime):
+    """Stands in for an onnxruntime that plugins can be registered with."""
+
+    def __init__(self, *found: str) -> None:
+        super().__init__([CPU])
+        self.found, self.registered = found, list[tuple[str, str]]()
+
+    def register_execution_provider_library(self, name: str, path: str) -> None:
+        if path == "broken.so":
+            raise RuntimeError("libvulkan.so.1: cannot open shared object file")
+        self.registered.append((name, path))
+
+    def get_ep_devices(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(ep_name=name) for name in (CPU, *self.found)]
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The module of a plugin, in a process where none is registered."""
+    monkeypatch.setattr(providers, "_registered", set())
+    module = SimpleNamespace(get_library_path=lambda: "plugin.so")
+    monkeypatch.setitem(sys.modules, PROVIDERS["webgpu"].plugin, module)
+    return module
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_is_registered_once_and_its_first_device_chosen() -> None:
+    runtime, chosen = Plugins(WEBGPU, WEBGPU), []
+    options = SimpleNamespace(add_provider_for_devices=lambda devices, given: chosen.append((devices, given)))
+    for _ in range(2):
+        assert attach(options, find_provider("webgpu", runtime), runtime) == {}
+    assert runtime.registered == [(WEBGPU, "plugin.so")]
+    assert chosen == [([SimpleNamespace(ep_name=WEBGPU)], {})] * 2
+
+
+def test_a_plugin_that_is_not_installed_comes_with_the_command_that_installs_it(
+    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, PROVIDERS["webgpu"].plugin, None)
+    with refused(EngineError, "provider webgpu: found no module onnxruntime_ep_webgpu", "pip install onnxruntime-ep-"):
+        find_provider("webgpu", Plugins())
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plugin_without_a_device_is_refused() -> None:
+    with refused(EngineError, "provider webgpu: ONNX Runtime finds no device that it runs on", "ask for provider cpu"):
+        find_provider("webgpu", Plugins("OtherExecutionProvider"))
+
+
+def test_a_plugin_whose_library_does_not_load_says_why(plugin: SimpleNamespace) -> None:
+    plugin.get_library_path = lambda: "broken.so"
+    with refused(EngineError, "provider webgpu: onnxruntime 1.31.1 cannot load its library (libvulkan", "driver"):
+        find_provider("webgpu", Plugins(WEBGPU))
+
+
+def test_plugins_have_modules_of_their_packages_names() -> None:
+    for provider in PROVIDERS.values():
+        assert provider.plugin in ("", provider.package.replace("-", "_"))
+        assert provider.resident == (provider.memory != "cpu")
