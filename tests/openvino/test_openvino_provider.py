@@ -1,0 +1,50 @@
+"""ONNX Runtime's OpenVINO plugin on the bundle's own graphs, in float32: the codes that ONNX Runtime's CPU draws."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from lantern_rt import EngineError, Pipeline
+from lantern_rt.engines.host import import_onnxruntime
+from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.providers import find_provider
+
+try:
+    find_provider("openvino", import_onnxruntime())
+except EngineError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+PROMPTS, SEEDS = ["a red sphere on sand", "a blue cube in the snow"], [5, 6]
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.from_bundle("scenes", provider="openvino")
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Pipeline:
+    return Pipeline.from_bundle("scenes")
+
+
+def first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]]:
+    steps = list(islice(pipe.stream(PROMPTS, seed=SEEDS, method=method, **options), STEPS))
+    return [codes.tolist() for codes in steps[-1].codes]
+
+
+@pytest.mark.parametrize(
+    "method", ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++"]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str, temperature: float) -> None:
+    assert isinstance(pipe.engines.target, OrtEngine)
+    assert first_codes(pipe, method, temperature=temperature) == first_codes(on_cpu, method, temperature=temperature)
+
+
+def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
+    codes = np.random.default_rng(0).integers(0, 1024, (2, 256))
+    np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)

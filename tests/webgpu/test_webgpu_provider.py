@@ -1,0 +1,81 @@
+"""ONNX Runtime's WebGPU plugin, on whatever Vulkan, Metal or Direct3D there is: the CPU's codes, all nodes its own."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from lantern_rt import EngineError, Pipeline
+from lantern_rt.engines.host import import_onnxruntime
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.engines.ort.providers import find_provider
+
+try:
+    WEBGPU = find_provider("webgpu", import_onnxruntime())
+except EngineError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+METHODS = ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++"]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.from_bundle("scenes", provider="webgpu")
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Pipeline:
+    return Pipeline.from_bundle("scenes")
+
+
+def first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]]:
+    steps = list(islice(pipe.stream("a red sphere on sand", seed=5, method=method, **options), STEPS))
+    return [codes.tolist() for codes in steps[-1].codes]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
+    assert first_codes(pipe, method, temperature=0) == first_codes(on_cpu, method, temperature=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drawn_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
+    assert first_codes(pipe, method) == first_codes(on_cpu, method)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}], ids=str)
+def test_codes_drawn_through_filters_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, filters: dict[str, float]) -> None:
+    assert first_codes(pipe, "ar", **filters) == first_codes(on_cpu, "ar", **filters)
+
+
+def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
+    codes = np.random.default_rng(0).integers(0, 1024, (1, 256))
+    np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
+
+
+def test_what_a_device_does_besides_decoding_is_what_numpy_does() -> None:
+    device, rng = Device(WEBGPU), np.random.default_rng(1)
+    first, second = (rng.normal(size=(rows, columns, 8)).astype(np.float32) for rows, columns in ((3, 4), (2, 6)))
+    values = device.put(first), device.put(second)
+    places = np.array([[0, 11], [5, 3]])
+    np.testing.assert_array_equal(device.read(values[0], places), first.reshape(-1, 8)[places])
+    np.testing.assert_array_equal(device.take_rows(values[0], np.array([2, 0])).numpy(), first[[2, 0]])
+    joined = np.zeros((5, 6, 8), np.float32)
+    joined[:3, :4], joined[3:] = first, second
+    np.testing.assert_array_equal(device.join(*values, 6).numpy(), joined)
+
+
+def test_no_node_is_left_to_the_cpu(pipe: Pipeline) -> None:
+    """Also none of the few that loading tolerates there; of decoders, and of the graphs that tests before this made."""
+    sessions = []
+    for engine in (pipe.engines.target, pipe.engines.drafter):
+        assert isinstance(engine, OrtDeviceEngine)
+        sessions += [engine._graph.session, *engine.device._sessions.values()]
+    parts = [part for session in sessions for part in session.get_provider_graph_assignment_info()]
+    left = [node.op_type for part in parts if part.ep_name != WEBGPU.execution_provider for node in part.get_nodes()]
+    assert len(parts) >= len(sessions) > 4
+    assert left == []
