@@ -70,6 +70,7 @@ _ALL = (
         plain=True,
         plugin="onnxruntime_ep_webgpu",
         leaves=("condition",),
+        recording={"enableGraphCapture": "1"},
     ),
     Provider(
         "openvino",

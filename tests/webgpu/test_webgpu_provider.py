@@ -19,8 +19,9 @@ try:
 except EngineError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-METHODS = ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++"]
+METHODS = ["ar", "sjd:window=3", "eagle:tree=chain-3", "eagle:tree=dynamic-8-4-2", "lantern++", "rows:window=1"]
 STEPS = 3
+RECORDED = 9  # steps after which passes of both places of outputs have been recorded and replayed
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def on_cpu() -> Pipeline:
     return Pipeline.from_bundle("scenes")
 
 
-def first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]]:
-    steps = list(islice(pipe.stream("a red sphere on sand", seed=5, method=method, **options), STEPS))
+def first_codes(pipe: Pipeline, method: str, count: int = STEPS, **options: float) -> list[list[int]]:
+    steps = list(islice(pipe.stream("a red sphere on sand", seed=5, method=method, **options), count))
     return [codes.tolist() for codes in steps[-1].codes]
 
 
@@ -46,6 +47,11 @@ def test_greedy_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str
 @pytest.mark.parametrize("method", METHODS)
 def test_drawn_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
     assert first_codes(pipe, method) == first_codes(on_cpu, method)
+
+
+@pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2"])
+def test_passes_that_are_replayed_draw_the_cpus_codes(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
+    assert first_codes(pipe, method, RECORDED) == first_codes(on_cpu, method, RECORDED)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}], ids=str)
