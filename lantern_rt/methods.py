@@ -208,6 +208,7 @@ class RowParallel(MethodConfig):
     window: Annotated[
         int, Field(ge=1, le=128, description="Tokens that a row stays behind the one above, 1 .. 128.")
     ] = 6
+    drafts: Annotated[int, Field(ge=0, le=16, description="Tokens drafted ahead in every row, 0 .. 16.")] = 0
 
     @property
     def exact(self) -> bool:
@@ -268,6 +269,7 @@ class Options(TypedDict, total=False):
     delta: float | None
     lambda_: float | None
     window: int | None
+    drafts: int | None
     quality: str | None
     cfg_scale: float | None
     temperature: float | None

@@ -18,7 +18,7 @@ from .tree import DraftTree, Front, TreeStructure
 from .tree_names import named_tree
 
 MOST_TOGETHER = 256  # nodes whose choices are made at once
-MOST_ACTIVE_ROWS = 64  # of a grid that are drawn at the same time
+MOST_FRONT = 64  # nodes of a pass over several rows of a grid
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Request:
     def columns(self) -> int:
         """Columns of a cache for prefix and image, whatever method draws it."""
         prefix = max(len(row.embeds) for row in self.rows)
-        fronts = (MOST_ACTIVE_ROWS if isinstance(method, RowParallel) else nodes_of(method) for method in self.methods)
+        fronts = (MOST_FRONT if isinstance(method, RowParallel) else nodes_of(method) for method in self.methods)
         return prefix + self.length + max(fronts) + 2
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..methods import RowParallel
-from .drafts import MOST_ACTIVE_ROWS, Drafts, Request
+from .drafts import MOST_FRONT, Drafts, Request
 from .engine import Ints
 from .tree import Front
 
@@ -29,55 +29,75 @@ from .tree import Front
 class Grid:
     """One picture. cells: its codes as far as they are drawn, -1 elsewhere. order: cells in the cache, in its order.
 
-    drawn: how many of every row. ends: rows whose last token is in the cache.
+    ahead: tokens drafted in every row. drawn, cached: how many tokens of every row there are, and are in the cache: all
+    of them, or all but the newest. guesses: what a pass gave for cells whose turn it was not yet.
     """
 
     cells: list[int]
     columns: int
     window: int
+    ahead: int = 0
     order: list[int] = field(default_factory=list)
     drawn: list[int] = field(init=False)
-    ends: set[int] = field(init=False, default_factory=set)
+    cached: list[int] = field(init=False)
+    guesses: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.drawn = [0] * (len(self.cells) // self.columns)
+        self.drawn, self.cached = ([0] * (len(self.cells) // self.columns) for _ in range(2))
         self.drawn[0] = 1  # by the prefill
 
     def front(self) -> Front:
-        """The next pass."""
-        nodes, drawn, stay = list[tuple[int, int, int, int]](), list[int](), list[int]()
-        above = self.columns
+        """The next pass: of every row that sees what it has to, its newest token and drafts of the next ones."""
+        nodes, present = list[tuple[int, int, int, int]](), list[int]()  # tokens of each row in the cache or the pass
         for row, count in enumerate(self.drawn):
-            first = row * self.columns
-            cell = token = first + count - 1
-            ended = count == self.columns and row + 1 < len(self.drawn) and row not in self.ends
-            if count == 0 and self.window <= above < self.columns:
-                token = first - self.columns + self.window - 1  # in place of the last one of the row above
-            elif not ended and not (0 < count < self.columns and above >= min(self.columns, count + self.window)):
-                above = count
-                continue
-            if count > 0:
-                stay.append(len(nodes))
-            if not ended or self.drawn[row + 1] == 0:
-                drawn.append(len(nodes))
-            nodes.append((self.cells[token], cell, row, count))
-            above = count
-            if len(nodes) == MOST_ACTIVE_ROWS:
-                break
-        tokens, cells, rows, counts = np.array(nodes, np.int64).T
-        kept, order = np.array(stay, np.int64), np.array(self.order, np.int64)
-        return Front(tokens, cells, rows, counts, drawn, kept, order, self.columns, self.window)
+            first, own = row * self.columns, self.cached[row]
+            begins = count == 0 and row > 0 and self.window <= self.drawn[row - 1] and self.window < self.columns
+            last = row + 1 == len(self.drawn) and count == self.columns
+            if (begins or own < count) and not last and self._sees(row, count, present):
+                place = first + count - 1 if count else first - self.columns + self.window - 1
+                nodes.append((self.cells[place], first + count - 1, row, count))
+                own = count
+                while own < min(count + self.ahead, self.columns - 1) and self._sees(row, own + 1, present):
+                    nodes.append((self.guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
+                    own += 1
+            present.append(own)
+        tokens, cells, rows, counts = np.array(nodes[:MOST_FRONT], np.int64).T
+        follows = (counts < self.columns) | (self.window >= self.columns)  # else another node stands in for the last
+        order = np.array(self.order, np.int64)
+        return Front(tokens, cells, rows, counts, np.flatnonzero(follows).tolist(), order, self.columns, self.window)
 
-    def take(self, front: Front, codes: Ints) -> None:
-        """Take in what was drawn after the front's nodes."""
-        cells = front.cells.tolist()
-        for node, code in zip(front.drawn, codes.tolist(), strict=True):
-            self.cells[cells[node] + 1] = code
-            self.drawn[(cells[node] + 1) // self.columns] += 1
-        for node in front.kept.tolist():
-            self.order.append(cells[node])
-            if (cells[node] + 1) % self.columns == 0:
-                self.ends.add(cells[node] // self.columns)
+    def take(self, front: Front, codes: Ints) -> tuple[Ints, Ints]:
+        """Take in what was drawn after the front's nodes; returns the nodes that stay, and the cells that are drawn."""
+        given = dict(zip(front.drawn, codes.tolist(), strict=True))
+        tokens, rows, counts = front.tokens.tolist(), front.rows.tolist(), front.counts.tolist()
+        kept, found, expected = list[int](), list[int](), -1
+        for node, (token, row, count) in enumerate(zip(tokens, rows, counts, strict=True)):
+            drafted = node > 0 and rows[node - 1] == row
+            right = (not drafted or token == expected) and self._sees(row, count, self.cached)
+            code, cell = given.get(node, -1), row * self.columns + count
+            expected = code if right else -1
+            if right and count:
+                kept.append(node)
+                self.order.append(cell - 1)
+                self.cached[row] = count
+            if right and code >= 0:
+                self.cells[cell] = code
+                self.drawn[cell // self.columns] += 1
+                found.append(cell)
+                self.guesses.pop(cell, None)
+            elif code >= 0:
+                self.guesses[cell] = code
+        return np.array(kept, np.int64), np.array(found, np.int64)
+
+    def _sees(self, row: int, count: int, present: list[int]) -> bool:
+        """Whether the rows above have what token `count` of a row sees, given how many tokens each one has."""
+        for above in range(row - 1, -1, -1):
+            count += self.window
+            if present[above] < min(self.columns, count):
+                return False
+            if count >= self.columns and present[above] == self.columns:
+                return True  # as do all rows above it
+        return True
 
 
 class RowFronts(Drafts):
@@ -91,14 +111,19 @@ class RowFronts(Drafts):
         """The next pass of every request; the prefill gave the first token."""
         return [self._grid(request).front() for request in requests]
 
-    def take(self, request: Request, front: Front, codes: Ints) -> Ints:
-        """Take in what was drawn; returns what that adds to the codes known without a gap, in raster order."""
+    def take(self, request: Request, front: Front, codes: Ints) -> tuple[Ints, Ints, tuple[Ints, Ints]]:
+        """Take in what was drawn after the nodes of a front.
+
+        Returns what that adds to the codes known without a gap, in raster order; the nodes whose keys and values stay;
+        and the cells that were drawn, with their codes.
+        """
         grid, known = self.grids[request], len(request.codes)
-        grid.take(front, codes)
+        kept, cells = grid.take(front, codes)
         end = known
         while end < len(grid.cells) and grid.cells[end] >= 0:
             end += 1
-        return np.array(grid.cells[known:end], np.int64)
+        drawn = np.array([grid.cells[cell] for cell in cells.tolist()], np.int64)
+        return np.array(grid.cells[known:end], np.int64), kept, (cells, drawn)
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
@@ -109,5 +134,5 @@ class RowFronts(Drafts):
         if request not in self.grids:
             assert isinstance(request.method, RowParallel)
             cells = [request.codes[0], *[-1] * (request.length - 1)]
-            self.grids[request] = Grid(cells, self.columns, request.method.window)
+            self.grids[request] = Grid(cells, self.columns, request.method.window, request.method.drafts)
         return self.grids[request]

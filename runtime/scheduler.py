@@ -168,8 +168,8 @@ class Scheduler:
         for request, source, answers in zip(self.active, drafted, everybody, strict=True):
             tree, rows, how = trees[request], self._rows[request], tuple[Any, ...]()
             if isinstance(tree, Front):
-                drawn, kept = answers.draw(tree.drawn), tree.kept
-                codes, how = self._fronts.take(request, tree, drawn), (None, None, (tree.cells[tree.drawn] + 1, drawn))
+                codes, kept, (cells, drawn) = self._fronts.take(request, tree, answers.draw(tree.drawn))
+                how = (None, None, (cells, drawn))
             else:
                 accepted = self._accept(request, tree, answers)
                 kept, how = np.array(accepted.path, np.int64), () if source is self._plain else (tree, accepted)

@@ -176,8 +176,8 @@ class Front:
 
     tokens: int64 `[nodes]`. cells: the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the
     next cell. rows, counts: the row each node belongs to, and how many tokens of it are known to it, both int64
-    `[nodes]`. drawn: nodes after which a code is drawn. kept: nodes whose keys and values stay, int64. order: cells in
-    the order in which the cache has them, int64 `[entries]`. columns: of the grid. window: how far rows are apart.
+    `[nodes]`; 0 of one that only stands in, which no other sees. drawn: nodes after which a code is drawn. order: cells
+    in the order in which the cache has them, int64 `[entries]`. columns: of the grid. window: how far rows are apart.
     """
 
     tokens: Ints
@@ -185,7 +185,6 @@ class Front:
     rows: Ints
     counts: Ints
     drawn: list[int]
-    kept: Ints
     order: Ints
     columns: int
     window: int
@@ -197,9 +196,8 @@ class Front:
 
     @cached_property
     def structure(self) -> TreeStructure:
-        """What nodes see of each other: themselves, and those that are kept. `depths` are their cells."""
-        seen = np.eye(self.nodes, dtype=bool)
-        seen[:, self.kept] |= self.sees(self.cells[self.kept])
+        """What nodes see of each other, and themselves. `depths` are their cells."""
+        seen = self.sees(self.cells) & (self.counts > 0) | np.eye(self.nodes, dtype=bool)
         return TreeStructure(self.cells, [], seen, self.cells, False)
 
     def sees(self, cells: Ints) -> Bools:

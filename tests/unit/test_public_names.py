@@ -69,6 +69,7 @@ def test_parameters_of_a_call_are_these() -> None:
         "delta": ["lantern", "sjd"],
         "lambda": ["lantern++", "sjd"],
         "window": ["sjd", "rows"],
+        "drafts": ["rows"],
         "quality": ["auto"],
     }
 

@@ -46,10 +46,10 @@ def toy(rows: int, columns: int, vocabulary: int = 5) -> Model:
 
 
 def drawn(
-    model: Model, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling
+    model: Model, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
 ) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, seeds, sampling, RowParallel(window=window)):
+    for step in decode(model, prompts, seeds, sampling, RowParallel(window=window, drafts=drafts)):
         for part in step.parts:
             found[part.request] += part.codes[: part.committed].tolist()
     return found
@@ -100,7 +100,9 @@ def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
             own = 0 if sampling.greedy else noise.gumbel(cell, 1, len(p))[0]
             return int(np.argmax(np.log(p) + own))
 
-        assert drawn(model, [prompt], window, [seed], sampling) == [told(model, prompt, window, sampling, draw)]
+        expected = [told(model, prompt, window, sampling, draw)]
+        for drafts in (0, 1, 2, 5):
+            assert drawn(model, [prompt], window, [seed], sampling, drafts) == expected
 
 
 def test_pictures_are_distributed_as_the_definition_says() -> None:
@@ -123,25 +125,28 @@ def test_pictures_are_distributed_as_the_definition_says() -> None:
     assert chisquare(counts.ravel(), count * expected.ravel()).pvalue > 1e-4
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 10))
-def test_every_cell_is_drawn_once_and_every_row_stays_behind_the_one_above(
-    rows: int, columns: int, window: int
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 10), st.integers(0, 4), st.integers(0, 2**32 - 1))
+def test_every_cell_is_drawn_once_after_those_that_it_sees(
+    rows: int, columns: int, window: int, ahead: int, seed: int
 ) -> None:
-    grid, passes = Grid([0, *[-1] * (rows * columns - 1)], columns, window), 0
+    grid, passes, rng = Grid([0, *[-1] * (rows * columns - 1)], columns, window, ahead), 0, np.random.default_rng(seed)
     while -1 in grid.cells:
-        before = (np.array(grid.cells).reshape(rows, columns) >= 0).sum(1)
-        assert before.tolist() == grid.drawn
+        known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
         front, passes = grid.front(), passes + 1
-        goals = front.cells[front.drawn] + 1
-        assert all(grid.cells[goal] == -1 for goal in goals)
-        assert len({*goals.tolist()}) == len(goals) > 0
-        for goal in goals.tolist():
-            row, column = divmod(goal, columns)
-            assert row == 0 or before[row - 1] >= min(columns, column + window)
-        grid.take(front, np.ones(len(goals), np.int64))
+        for cells in (front.cells[front.counts > 0], front.cells[front.drawn] + 1):
+            assert len({*cells.tolist()}) == len(cells) > 0
+        assert not {*front.cells[front.counts > 0].tolist()} & {*front.order.tolist()}
+        kept, drawn = grid.take(front, rng.integers(0, 2, len(front.drawn)))  # drafts are right now and then
+        assert len(drawn) > 0
+        assert not known & {*drawn.tolist()}
+        for cell in drawn.tolist():
+            assert {c for c in sight(*divmod(cell, columns), columns, window) if c < cell} <= known | {*drawn.tolist()}
+        assert grid.drawn == [sum(grid.cells[row * columns + c] >= 0 for c in range(columns)) for row in range(rows)]
+        assert {*front.cells[kept].tolist()} <= {cell for cell, code in enumerate(grid.cells) if code >= 0}
     assert len(grid.order) == len({*grid.order})
-    assert passes == min(window, columns) * (rows - 1) + columns - 1
+    assert passes <= min(window, columns) * (rows - 1) + columns - 1
+    assert ahead or passes == min(window, columns) * (rows - 1) + columns - 1
 
 
 def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding() -> None:
