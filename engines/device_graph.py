@@ -37,24 +37,30 @@ class DeviceGraph(NamedTuple):
     dtype: str
 
 
-def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, plain: bool = False) -> DeviceGraph:
+def device_graph(
+    path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, plain: bool = False, capacity: int | None = None
+) -> DeviceGraph:
     """The device layout of the target or drafter graph in a file, whose folder holds its weights.
 
     Inputs: `token_ids` int32 `[rows, nodes]`, rows of `embeddings [entries, hidden_size]` (of a target; a drafter has
     its own) and, of a drafter, `hidden_ids` int32, rows of `hidden [any, any, hidden_size]`, its first axes taken as
-    one; `position_ids` int64 `[rows, nodes]`; `write` int64 `[rows, nodes, 2]`, row and column where keys and values of
-    each node go; `seen_by_all` int32 `[rows, words]`, bit c of word w: whether all nodes see column 16 w + c; `columns`
-    int32 `[rows, 16 words]`, further columns, and `seen` int32 `[rows, nodes, words]`, which of them each node sees;
-    `column_ids` int32 `[capacity]`, 0 .. capacity - 1; and `past_key_values.{i}.key/.value`, the caches `[rows,
-    capacity, num_kv_heads * head_dim]`.
-    Outputs: `logits` float32, `hidden_states`, and `present_key_values` with the new nodes written, to be bound to the
-    memory of the past. plain: without the op Attention, and without float16 tables in graphs that compute in float32.
+    one; `position_ids` int64 `[rows, nodes]`; `seen` int32 `[rows, nodes, words]`, bit c of word w: whether a node sees
+    column 16 w + c; `write`; and `past_key_values.{i}.key/.value`. Outputs: `logits` float32, `hidden_states`, and
+    `present_key_values` with the new nodes written, to be bound to the memory of the past.
+
+    capacity None: columns are written in any order. `write` int64 `[rows, nodes, 2]`, row and column of each node;
+    `seen_by_all` int32 `[rows, words]`, what all nodes see; `columns` int32 `[rows, 16 words]`, those that `seen` is
+    about; `column_ids` int32, 0 .. columns - 1; caches `[rows, columns, num_kv_heads * head_dim]`. A capacity: nodes
+    stand side by side. `write` int64 `[rows]`, the first one's column; `seen` ends where it likes; caches
+    `[rows, num_kv_heads, capacity, head_dim]`.
+
+    plain: without the op Attention, and without float16 tables in graphs that compute in float32.
     Raises: BundleError if the file is not one that this version exports.
     """
     with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
         weights = graph_weights(path)
         try:
-            made = (writer := _Writer(path.parent, weights, spec, plain)).write(drafts)
+            made = (writer := _Writer(path.parent, weights, spec, plain, capacity)).write(drafts)
         except KeyError as error:
             raise BundleError(f"{path}: has no weight {error}; for accelerators export the bundle again") from error
         named = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
@@ -64,16 +70,58 @@ def device_graph(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool, plai
         return made
 
 
+def device_tensors(
+    spec: DecoderSpec | DrafterSpec, drafts: bool, dtypes: tuple[str, ...], capacity: int | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and outputs of a `device_graph`; dtypes: what caches and hidden states may be."""
+    width, states = spec.hidden_size, (None, None, spec.hidden_size)
+    if capacity is None:
+        own = [
+            Tensor("write", ("int64",), (None, None, 2)),
+            Tensor("seen_by_all", ("int32",), (None, None)),
+            Tensor("columns", ("int32",), (None, None)),
+            Tensor("column_ids", ("int32",), (None,)),
+        ]
+        cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
+    else:
+        own = [Tensor("write", ("int64",), (None,))]
+        cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
+    names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
+    inputs = [
+        Tensor("hidden", dtypes, states) if drafts else Tensor("embeddings", dtypes, (None, width)),
+        Tensor("token_ids", ("int32",), (None, None)),
+        *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
+        Tensor("position_ids", ("int64",), (None, None)),
+        *own,
+        Tensor("seen", ("int32",), (None, None, None)),
+        *(Tensor(f"past_{name}", dtypes, cache) for name in names),
+    ]
+    outputs = [
+        Tensor("logits", ("float32",), (None, None, spec.vocab_size)),
+        Tensor("hidden_states", dtypes, states),
+        *(Tensor(f"present_{name}", dtypes, cache) for name in names),
+    ]
+    return inputs, outputs
+
+
 class _Writer:
     """Writes one decoder; `x` are names of values `[rows, nodes, width]`."""
 
-    def __init__(self, folder: Path, weights: dict[str, Weight], spec: DecoderSpec | DrafterSpec, plain: bool) -> None:
-        self.plain = plain
-        self.folder, self.weights, self.spec, self.graph = folder, weights, spec, GraphWriter()
+    def __init__(
+        self,
+        folder: Path,
+        weights: dict[str, Weight],
+        spec: DecoderSpec | DrafterSpec,
+        plain: bool,
+        capacity: int | None,
+    ) -> None:
+        self.folder, self.weights, self.spec, self.plain, self.capacity = folder, weights, spec, plain, capacity
+        self.graph = GraphWriter(23 if capacity is None else 24)
         self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
         out = weights.get("layers.0.attention.out.weight")
         self.half = out is not None and out.dtype == "float16"
         self.dtype = "float16" if self.half else "float32"
+        self.products = plain or (capacity is not None and not self.half)  # TensorRT's Attention takes float16 only
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
         self.epsilon = next(iter(epsilons - {_HEAD_EPSILON}), _HEAD_EPSILON)
         swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
@@ -93,26 +141,7 @@ class _Writer:
             x = self.layer(x, i, mask, tables)
         hidden = self.norm(x, "norm.weight", name="hidden_states")
         self.head(hidden)
-        cache = (None, None, spec.num_kv_heads * spec.head_dim)
-        names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
-        given = Tensor("hidden", (self.dtype,), (None, None, width))
-        inputs = [
-            given if drafts else Tensor("embeddings", (self.dtype,), (None, width)),
-            Tensor("token_ids", ("int32",), (None, None)),
-            *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
-            Tensor("position_ids", ("int64",), (None, None)),
-            Tensor("write", ("int64",), (None, None, 2)),
-            Tensor("seen_by_all", ("int32",), (None, None)),
-            Tensor("columns", ("int32",), (None, None)),
-            Tensor("seen", ("int32",), (None, None, None)),
-            Tensor("column_ids", ("int32",), (None,)),
-            *(Tensor(f"past_{name}", (self.dtype,), cache) for name in names),
-        ]
-        outputs = [
-            Tensor("logits", ("float32",), (None, None, spec.vocab_size)),
-            Tensor("hidden_states", (self.dtype,), (None, None, width)),
-            *(Tensor(f"present_{name}", (self.dtype,), cache) for name in names),
-        ]
+        inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
         return DeviceGraph(graph.model(map(_value, inputs), map(_value, outputs)), inputs, outputs, self.dtype)
 
     def layer(self, x: str, index: int, mask: str, tables: list[str]) -> str:
@@ -137,35 +166,55 @@ class _Writer:
         rotated = graph.op("RotaryEmbedding", *turn, interleaved=self.interleaved, num_heads=turned)
         sizes = graph.ints(self.heads * width, spec.num_kv_heads * width)
         query, key = graph.many("Split", [rotated, sizes], [f"{at}.query", f"{at}.new_key"], axis=-1)
-        caches = [
-            graph.op(
-                "ScatterND", f"past_key_values.{index}.{part}", "write", new, name=f"present_key_values.{index}.{part}"
-            )
-            for part, new in (("key", key), ("value", value))
-        ]
-        scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
-        if self.plain:
-            mixed = self.mixed(query, caches[0], caches[1], mask, scale)
-        else:
-            given, (heads, kv_heads) = [query, *caches, mask], (self.heads, spec.num_kv_heads)
-            mixed = graph.op("Attention", *given, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
+        mixed = self.attend(f"key_values.{index}.", query, key, value, mask)
         return self.linear(mixed, f"{at}.attention.out")
 
+    def attend(self, cache: str, query: str, key: str, value: str, mask: str) -> str:
+        """Attention over a cache with the new nodes written into it; side by side in what TensorRT has kernels for.
+
+        Its Attention copies the cache where it has a `scale`; without, it divides by the root of the heads' width.
+        """
+        graph, spec, width, kept = self.graph, self.spec, self.spec.head_dim, list[str]()
+        for name, new in ((f"{cache}key", key), (f"{cache}value", value)):
+            if self.capacity is None:
+                kept.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
+            else:
+                places = f"past_{name}", self.by_head(new, spec.num_kv_heads), "write"
+                present = graph.op("TensorScatter", *places, name=f"present_{name}", axis=2)
+                kept.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
+        scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
+        if self.products:
+            return self.mixed(query, kept[0], kept[1], mask, scale)
+        if self.capacity is None:
+            given, (heads, kv_heads) = [query, *kept, mask], (self.heads, spec.num_kv_heads)
+            return graph.op("Attention", *given, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
+        query = self.by_head(query, self.heads)
+        if scale == 1.0:
+            query = graph.op("Mul", query, graph.constant(np.array(width**0.5, self.dtype)))
+        return self.side_by_side(graph.op("Attention", query, *kept, mask))
+
     def mixed(self, query: str, keys: str, values: str, mask: str, scale: float) -> str:
-        """What the op Attention gives, in products: heads of queries stand beside the head of keys that they share."""
-        graph, spec = self.graph, self.spec
-        shared, width = self.heads // spec.num_kv_heads, spec.head_dim
+        """What the op Attention gives, in products: queries that share a head of keys stand one after the other."""
+        graph, shared = self.graph, self.spec.num_kv_heads
+        query = self.by_head(query, self.heads)
         if scale != 1.0:
             query = graph.op("Mul", query, graph.constant(np.array(scale, self.dtype)))
-        own = graph.ints(0, 0, spec.num_kv_heads, shared, width)
-        query = graph.op("Transpose", graph.op("Reshape", query, own), perm=(0, 2, 3, 1, 4))
-        common = graph.ints(0, 0, spec.num_kv_heads, 1, width)  # [rows, capacity, heads, 1, width]
-        keys = graph.op("Transpose", graph.op("Reshape", keys, common), perm=(0, 2, 3, 4, 1))
-        values = graph.op("Transpose", graph.op("Reshape", values, common), perm=(0, 2, 3, 1, 4))
-        scores = graph.op("Add", graph.op("MatMul", query, keys), mask)
-        mixed = graph.op("MatMul", graph.op("Softmax", scores, axis=-1), values)
-        rows = graph.op("Transpose", mixed, perm=(0, 3, 1, 2, 4))
-        return graph.op("Reshape", rows, graph.ints(0, 0, self.heads * width))
+        if self.capacity is None:
+            keys, values = self.by_head(keys, shared), self.by_head(values, shared)
+        query = graph.op("Reshape", query, graph.ints(0, shared, -1, self.spec.head_dim))
+        scores = graph.op("MatMul", query, graph.op("Transpose", keys, perm=(0, 1, 3, 2)))
+        mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, mask), axis=-1), values)
+        return self.side_by_side(graph.op("Reshape", mixed, graph.ints(0, self.heads, -1, self.spec.head_dim)))
+
+    def by_head(self, x: str, heads: int) -> str:
+        """`x` as `[rows, heads, nodes, head_dim]`."""
+        apart = self.graph.op("Reshape", x, self.graph.ints(0, 0, heads, self.spec.head_dim))
+        return self.graph.op("Transpose", apart, perm=(0, 2, 1, 3))
+
+    def side_by_side(self, x: str) -> str:
+        """All heads `[rows, heads, nodes, head_dim]` of queries as `[rows, nodes, hidden_size]`."""
+        together = self.graph.op("Transpose", x, perm=(0, 2, 1, 3))
+        return self.graph.op("Reshape", together, self.graph.ints(0, 0, self.heads * self.spec.head_dim))
 
     def head_norms(self, x: str, prefix: str, heads: int) -> str:
         """Every head of queries and keys normed by itself, in float32."""
@@ -253,15 +302,21 @@ class _Writer:
         ]
 
     def mask(self) -> str:
-        """What is added to scores, `[rows, 1, nodes, capacity]`, or `[rows, 1, 1, nodes, capacity]` for products."""
+        """What is added to scores, `[rows, 1, nodes, columns]`; for products, once for all queries that share keys."""
         graph = self.graph
-        by_all = graph.op("Unsqueeze", self.bits("seen_by_all"), graph.ints(1))  # [rows, 1, capacity]
-        places = graph.op("Equal", graph.op("Unsqueeze", "columns", graph.ints(-1)), "column_ids")
-        own = graph.op("MatMul", self.bits("seen"), graph.cast(places, "float32"))  # [rows, nodes, capacity]
+        if self.capacity is None:
+            by_all = graph.op("Unsqueeze", self.bits("seen_by_all"), graph.ints(1))  # [rows, 1, columns]
+            places = graph.op("Equal", graph.op("Unsqueeze", "columns", graph.ints(-1)), "column_ids")
+            own = graph.op("MatMul", self.bits("seen"), graph.cast(places, "float32"))  # [rows, nodes, columns]
+            seen = graph.op("Add", by_all, own)
+        else:
+            seen = self.bits("seen")
+            graph.op("Shape", seen, name="span", start=2, end=3)
         half, masked = (graph.constant(np.array(number, np.float32)) for number in (0.5, MASKED[self.dtype]))
-        hidden = graph.cast(graph.op("Less", graph.op("Add", by_all, own), half), "float32")
-        heads = graph.ints(1, 2) if self.plain else graph.ints(1)
-        return self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), heads))
+        hidden = graph.cast(graph.op("Less", seen, half), "float32")
+        mask, shared = graph.op("Mul", hidden, masked), self.heads // self.spec.num_kv_heads
+        mask = self.narrow(graph.op("Unsqueeze", mask, graph.ints(1)))
+        return graph.op("Tile", mask, graph.ints(1, 1, shared, 1)) if self.products and shared > 1 else mask
 
     def bits(self, words: str) -> str:
         """The bits of numbers `[..., words]` as float32 `[..., 16 words]`, the lowest of each first."""

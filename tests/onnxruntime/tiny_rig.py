@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_graphs import TargetGraph, export_decoder
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import Pass, PassOutput
 
@@ -48,11 +48,10 @@ class Rig:
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         torch.manual_seed(0)
         self.config, self.decoder = config, Decoder(config).eval()
-        self.path = folder / "target.onnx"
-        export_decoder(TargetGraph(self.decoder), self.path)
-        rng = np.random.default_rng(0)
+        self.path, rng = folder / "target.onnx", np.random.default_rng(0)
         self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
         self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
+        write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
         self.engine = self.load(ONE)
 
     def load(self, threads: int) -> OrtEngine:

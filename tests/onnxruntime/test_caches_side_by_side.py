@@ -1,0 +1,92 @@
+"""Decoders in the layout that plans are built of, against the graphs of the bundle that hold their weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from tiny_graphs import TINY
+from tiny_rig import drafter_spec_of, spec_of
+
+from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.ort.session import load_session
+from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, in_half, target_graph, write_graph
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+CAPACITY, SPAN = 64, 48
+CONFIGS = {
+    "grouped keys": TINY,
+    "a key for each query": replace(TINY, num_kv_heads=4),
+    "heads whose root is no power of two": replace(TINY, num_heads=2, num_kv_heads=2),
+    "normed queries": replace(TINY, query_key_norm=True, rope_style="half", rotary="sequence"),
+}
+
+
+def made(config: DecoderConfig, drafts: bool) -> Graph:
+    torch.manual_seed(0)
+    if drafts:
+        head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        return drafter_graph(EagleDrafter(replace(config, final_norm=False), head, bias=True).eval())
+    return target_graph(Decoder(config).eval(), torch.randn(config.vocab_size, config.hidden_size))
+
+
+def side_by_side(arrays: Arrays, names: list[str]) -> Arrays:
+    """A case of the past-first graph in the tensors of the other one; its past ends where new nodes are written."""
+    rows, nodes = arrays["position_ids"].shape
+    past = arrays["attention_mask"].shape[3] - nodes
+    seen = np.zeros((rows, nodes, SPAN), bool)
+    seen[:, :, : past + nodes] = arrays["attention_mask"][:, 0] == 0
+    words = np.packbits(seen, axis=-1, bitorder="little").view("<u2").astype(np.int32)
+    feeds = {"position_ids": arrays["position_ids"], "seen": words, "write": np.full(rows, past)}
+    every = np.arange(rows * nodes, dtype=np.int32).reshape(rows, nodes)
+    if "input_ids" in arrays:
+        feeds |= {"token_ids": arrays["input_ids"].astype(np.int32), "hidden_ids": every}
+        feeds["hidden"] = arrays["target_hidden"]
+    else:
+        feeds |= {"token_ids": every, "embeddings": arrays["input_embeds"].reshape(rows * nodes, -1)}
+    for name in names:
+        before = arrays[name].transpose(1, 2, 0, 3)  # [rows, num_kv_heads, past, head_dim]
+        feeds[name] = np.zeros((*before.shape[:2], CAPACITY, before.shape[3]), before.dtype)
+        feeds[name][:, :, :past] = before
+    return feeds
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
+    tmp_path: Path, config: DecoderConfig, drafts: bool, half: bool
+) -> None:
+    graph = in_half(made(config, drafts)) if half else made(config, drafts)
+    write_graph(graph, tmp_path)
+    path, spec = tmp_path / f"{graph.role}.onnx", (drafter_spec_of if drafts else spec_of)(config)
+    device = device_graph(path, spec, drafts, capacity=CAPACITY)
+    assert device.dtype == ("float16" if half else "float32")
+    plain = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = load_session(device.model, 1, "cpu", folder=tmp_path)
+    past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
+    for name in ("tree", "rows of different length"):
+        arrays = {
+            key: array.clip(-6e4).astype(np.float16) if half and array.dtype == np.float32 else array
+            for key, array in graph.cases[name].items()
+        }
+        nodes = arrays["position_ids"].shape[1]
+        logits, hidden, *new = plain.run(None, arrays)
+        feeds = side_by_side(arrays, past)
+        found = dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
+        pairs = {"logits": logits, "hidden_states": hidden}
+        first = int(feeds["write"][0])
+        for key, array in zip(past, new, strict=True):
+            cache = found[key.replace("past", "present", 1)]
+            pairs[key], found[key] = array.transpose(1, 2, 0, 3), cache[:, :, first : first + nodes]
+            np.testing.assert_array_equal(cache[:, :, :first], feeds[key][:, :, :first])
+        for key, expected in pairs.items():
+            most = (HALF_TOLERANCE if half else 1e-4) * np.abs(expected).max()
+            np.testing.assert_allclose(found[key], expected, rtol=0, atol=most, err_msg=f"{name}: {key}")
