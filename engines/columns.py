@@ -7,15 +7,57 @@ appending is bookkeeping on the host, for chains and trees alike.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ..runtime.engine import Bools, Ints, Pass
+from ..runtime.device import Resident
+from ..runtime.engine import Bools, Floats, Ints, Pass, Taken
 from .contracts import Array
 from .device_graph import WORD
 from .kv_cache import CacheRows, round_up
 
 _NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last, so that shapes repeat
+
+
+class Lying(Resident):
+    """Rows `[rows, nodes, width]` on a device. value: what a graph there takes, with `stride` nodes of every row."""
+
+    home: object
+    value: Any
+    stride: int
+    dtype: str
+
+
+def read_by_nodes(batch: Pass, nodes: int, table: Any, dtype: str, home: object) -> dict[str, Any]:
+    """What nodes read, in the graph's inputs, filled up to so many of a row; what lies at `home` stays there.
+
+    table: embeddings of codes on the device; None: for a drafter.
+    """
+    if table is not None:
+        if batch.tokens is not None and batch.embeds is None:
+            return {"embeddings": table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
+        if batch.embeds is None or batch.tokens is not None:
+            raise ValueError("a target reads either `tokens` or `embeds`")
+        prefix, ids = _listed(batch.embeds, dtype)  # a table of its own
+        return {"embeddings": prefix, "token_ids": fill_up(ids, nodes, np.int32)}
+    if batch.tokens is None or batch.hidden is None:
+        raise ValueError("a drafter reads `tokens` and `hidden`")
+    taken = batch.hidden
+    source = taken.source if isinstance(taken, Taken) else None
+    if isinstance(taken, Taken) and isinstance(source, Lying) and source.home is home and source.dtype == dtype:
+        hidden, ids = source.value, taken.rows * source.stride + taken.nodes
+    else:
+        states, ids = _listed(taken.read() if isinstance(taken, Taken) else taken, dtype)
+        hidden = states[None]
+    tokens = fill_up(batch.tokens, nodes, np.int32)
+    return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
+
+
+def _listed(states: Floats, dtype: str) -> tuple[Array, Ints]:
+    """States `[rows, nodes, width]` one below the other, and where each is, `[rows, nodes]`."""
+    rows, nodes, width = states.shape
+    return np.ascontiguousarray(states.reshape(-1, width), dtype), np.arange(rows * nodes).reshape(rows, nodes)
 
 
 @dataclass
@@ -106,9 +148,9 @@ class ColumnCache(CacheRows):
         return {
             "position_ids": fill_up(batch.positions, padded),
             "write": write,
-            "seen_by_all": _words(self._at(by_all)),
+            "seen_by_all": words(self._at(by_all)),
             "columns": columns,
-            "seen": _words(seen),
+            "seen": words(seen),
         }
 
 
@@ -124,7 +166,7 @@ def fill_up(numbers: Ints, nodes: int, dtype: type[np.signedinteger] = np.int64)
     return filled
 
 
-def _words(seen: Bools) -> Array:
+def words(seen: Bools) -> Array:
     """Bits `[..., columns]` as int32 `[..., columns / WORD]`, the first in the lowest bit."""
     packed = np.packbits(seen, axis=-1, bitorder="little")
     return packed.view("<u2").astype(np.int32)

@@ -16,14 +16,14 @@ import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...methods import Sampling
-from ...runtime.device import Asked, DeviceLogits, Resident
+from ...runtime.device import Asked, DeviceLogits
 from ...runtime.engine import Cache, Floats, Ints, Pass, PassOutput, Taken
-from ..columns import ColumnCache, fill_up
+from ..columns import ColumnCache, Lying, read_by_nodes
 from ..decoder_tensors import past_length_of
 from ..device_graph import device_graph
 from ..kv_cache import CacheRows
 from ..sampling_head import Head
-from .device import Device
+from .device import Device, dtype_of
 from .session import GraphSession
 from .slabs import Bound, Lease, Slabs, run_once
 
@@ -56,7 +56,7 @@ class DeviceCache(ColumnCache):
             self.slabs.device.join(first, second, goal)
 
 
-class DeviceRows(Resident):
+class DeviceRows(Lying):
     """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
     bound: the pass whose output they are, which overwrites them when it runs again; None: nothing does. lease: held,
@@ -64,7 +64,8 @@ class DeviceRows(Resident):
     """
 
     def __init__(self, device: Device, value: Any, bound: Bound | None = None, lease: Lease | None = None) -> None:
-        self.device, self.bound, self._value, self._lease = device, bound, value, lease
+        self.home, self.device, self.bound, self._value, self._lease = device, device, bound, value, lease
+        self.dtype, self.stride = dtype_of(value), value.shape()[1]
         self._number = 0 if bound is None else bound.number
 
     @property
@@ -113,7 +114,6 @@ class OrtDeviceEngine:
             path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True
         )
         self.spec, self.device, self._dtype = spec, device, made.dtype
-        self._drafts = code_embeddings is None
         self._table = None if code_embeddings is None else device.put(code_embeddings.astype(made.dtype))
         past = [tensor.name for tensor in made.inputs if tensor.name.startswith("past_")]
         self._past, self._column_ids = past, dict[int, Any]()  # by number of columns
@@ -137,7 +137,8 @@ class OrtDeviceEngine:
         nodes = encoded["seen"].shape[1]
         if own.columns not in self._column_ids:
             self._column_ids[own.columns] = self.device.put(np.arange(own.columns, dtype=np.int32))
-        feeds = {**encoded, **self._read(batch, nodes), "column_ids": self._column_ids[own.columns]}
+        read = read_by_nodes(batch, nodes, self._table, self._dtype, self.device)
+        feeds = {**encoded, **read, "column_ids": self._column_ids[own.columns]}
         tensors, names = dict(zip(self._past, own.lease.slab.tensors, strict=True)), self._graph.output_names[:2]
         bound = self._bound(own, batch, feeds, tensors)
         if bound is None:
@@ -174,27 +175,3 @@ class OrtDeviceEngine:
             }
             bound[key] = Bound(self._graph, self.device, feeds, tensors, outputs, record)
         return bound[key]
-
-    def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:
-        """What nodes read, filled up to so many of a row."""
-        if not self._drafts:
-            if batch.tokens is not None and batch.embeds is None:
-                return {"embeddings": self._table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
-            if batch.tokens is not None or batch.embeds is None:
-                raise ValueError("a target reads either `tokens` or `embeds`")
-            rows, given, width = batch.embeds.shape  # a prefix is a table of its own
-            ids = np.arange(rows * given).reshape(rows, given)
-            table = np.ascontiguousarray(batch.embeds.reshape(-1, width), self._dtype)
-            return {"embeddings": table, "token_ids": fill_up(ids, nodes, np.int32)}
-        if batch.tokens is None or batch.hidden is None:
-            raise ValueError("a drafter reads `tokens` and `hidden`")
-        tokens = {"token_ids": fill_up(batch.tokens, nodes, np.int32)}
-        taken = batch.hidden
-        if isinstance(taken, Taken) and isinstance(taken.source, DeviceRows) and taken.source.device is self.device:
-            ids = taken.rows * taken.source.value.shape()[1] + taken.nodes
-            return {**tokens, "hidden": taken.source.value, "hidden_ids": fill_up(ids, nodes, np.int32)}
-        hidden = taken.read() if isinstance(taken, Taken) else taken
-        rows, given, width = hidden.shape
-        ids = np.arange(rows * given).reshape(rows, given)
-        states = np.ascontiguousarray(hidden.reshape(1, -1, width), self._dtype)
-        return {**tokens, "hidden": states, "hidden_ids": fill_up(ids, nodes, np.int32)}
