@@ -10,7 +10,9 @@ import glob
 import os
 import re
 import shutil
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -25,6 +27,38 @@ except ImportError:  # on Windows, what a killed program left stays
     fcntl = None  # type: ignore[assignment]
 
 _SLUG_LIMIT = 60  # characters
+
+
+def cache_folder() -> Path:
+    """Where measurements and compiled kernels of this user lie; `LANTERN_RT_CACHE` overrules the system's custom.
+
+    Raises: OutputError: the user has no home folder.
+    """
+    if own := os.environ.get("LANTERN_RT_CACHE"):
+        return Path(own)
+    home = Path(os.path.expanduser("~"))  # stays `~` for a user without a home folder
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    if not base.is_absolute():
+        raise OutputError(f"{base}: found no home folder to keep measurements in; set LANTERN_RT_CACHE to a folder")
+    return base / "lantern-rt"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, and the folders that it is in, so that no reader ever sees half of it. Raises: OSError."""
+    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def slug(text: str) -> str:

@@ -6,11 +6,7 @@ A file that cannot be read counts as none, and a warning says so: it can always 
 from __future__ import annotations
 
 import logging
-import os
-import sys
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +14,7 @@ from pydantic import Field
 
 from ..errors import LanternError, OutputError
 from ..methods import Method
+from ..output.files import cache_folder, replace_file
 from ..runtime.noise import FORMAT
 from ..user_files import read_plain_file, reading
 from .acceptance_statistics import FILE_LIMIT, MethodStatistics, Record
@@ -77,25 +74,6 @@ class Tuning(Record):
     races: Mapping[str, tuple[Timed, ...]] = Field(default_factory=dict)
 
 
-def cache_folder() -> Path:
-    """Where this user's measurements lie; `LANTERN_RT_CACHE` overrules the system's custom.
-
-    Raises: OutputError: the user has no home folder.
-    """
-    if own := os.environ.get("LANTERN_RT_CACHE"):
-        return Path(own)
-    home = Path(os.path.expanduser("~"))  # stays `~` for a user without a home folder
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    if not base.is_absolute():
-        raise OutputError(f"{base}: found no home folder to keep measurements in; set LANTERN_RT_CACHE to a folder")
-    return base / "lantern-rt"
-
-
 def read_tuning(digest: str) -> Tuning:
     """What is known of a bundle by its digest; nothing, and a warning, where what is stored is damaged."""
     nothing = Tuning(bundle_digest=digest)
@@ -119,14 +97,9 @@ def ignore_choice(digest: str, situation: Situation, problem: LanternError) -> N
 def write_tuning(tuning: Tuning) -> Path:
     """Store and return the file; OutputError if it cannot be written."""
     path = _path(tuning.bundle_digest)
-    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(tuning.model_dump_json(indent=2) + "\n", "utf-8")
-        os.replace(partial, path)
+        replace_file(path, (tuning.model_dump_json(indent=2) + "\n").encode())
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise OutputError(
             f"{path}: cannot be written ({error.strerror}); set LANTERN_RT_CACHE to a folder that can"
         ) from error

@@ -31,9 +31,9 @@ from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import LanternError
+from lantern_rt.output.files import cache_folder
 from lantern_rt.planning import auto
 from lantern_rt.planning.acceptance_statistics import weights_of
-from lantern_rt.planning.store import cache_folder
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 
 SECONDS, MEMORY = 20, 2 << 30

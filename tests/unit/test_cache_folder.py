@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_rt.planning.store import cache_folder
+from lantern_rt.output.files import cache_folder
 
 
 def test_the_cache_follows_the_systems_custom(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

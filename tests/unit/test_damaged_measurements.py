@@ -16,9 +16,10 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import OutputError
 from lantern_rt.methods import Sjd
+from lantern_rt.output.files import cache_folder
 from lantern_rt.planning.intervals import spread
 from lantern_rt.planning.race import Race
-from lantern_rt.planning.store import cache_folder, read_tuning
+from lantern_rt.planning.store import read_tuning
 
 SITUATION = "onnxruntime-cpu, 1 thread, 1 image at a time, sampling, {}"
 RUN = ["run", "--prompt", "red", "--threads", "1", "--seed", "3", "--force", "--bundle"]

@@ -14,7 +14,8 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.cli.main import run_program
-from lantern_rt.planning.store import cache_folder, read_tuning
+from lantern_rt.output.files import cache_folder
+from lantern_rt.planning.store import read_tuning
 
 PROGRAM = f"{sys.executable} -m lantern_rt"
 
