@@ -18,7 +18,7 @@ from .host import processor
 from .loader import find_backend
 from .memory import cache_bytes, count_weights, pass_bytes
 from .ort.backend import OrtBackend
-from .profiles import BuildOptions, Profile, largest_past, profiles
+from .profiles import BuildOptions, Profile, capacity, profiles
 
 _RECORDED = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json, not `settings`
 
@@ -105,6 +105,6 @@ def _estimate(bundle: Bundle, role: str, options: BuildOptions) -> Estimate:
     spec = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
     if spec is None:
         return Estimate(role, weights)
-    past, rows = largest_past(manifest, options), options.max_rows
-    cache = cache_bytes(spec, rows, past, size)
-    return Estimate(role, weights, cache, pass_bytes(spec, rows, options.max_nodes, past, size))
+    columns, rows = capacity(manifest, role, options), options.max_rows
+    cache = cache_bytes(spec, rows, columns, size)
+    return Estimate(role, weights, cache, pass_bytes(spec, rows, options.max_nodes, columns, size))

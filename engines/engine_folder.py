@@ -26,7 +26,7 @@ from .ort.providers import DEFAULT_PROVIDER
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "2.0"
 _LIMIT = 1 << 20  # bytes of engine.json; it has a few thousand
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -170,8 +170,11 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or version.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
+        words, cure = data.get("command") if isinstance(data, dict) else None, "build the engines again"
+        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+            cure = f"rebuild with `{shlex.join([*words, '--output', str(path), '--force'])}`"
         reads = f"this lantern-rt reads {FORMAT_VERSION}"
-        raise EngineError(f"{file}: found engine format {short(version)}, {reads}; build the engines again")
+        raise EngineError(f"{file}: found engine format {short(version)}, {reads}; {cure}")
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:

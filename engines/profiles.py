@@ -1,7 +1,8 @@
-"""How a build is asked for, and the shapes it is made for: prefill, plain decoding, tree verification."""
+"""How a build is asked for, and the shapes it is made for: plain decoding; prefixes and trees."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -17,12 +18,12 @@ Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
 
 
 class Profile(Part):
-    """Ranges of one kind of pass. The attention mask has `past + nodes` columns."""
+    """Ranges of one kind of pass. columns: of a cache, from the first to the last one that a node sees."""
 
     name: str
     rows: Range
     nodes: Range
-    past: Range
+    columns: Range
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class BuildOptions:
     """What a user may say about a build; None is the backend's own default.
 
     max_rows: sequences per pass; guidance makes two of every image. max_nodes: new nodes per pass, at least the
-    tree's. max_past: columns, by default the prefix, all codes and one tree. compute_capabilities: such as `SM89`.
+    tree's. max_past: columns before a pass, by default the prefix and all codes. compute_capabilities: such as `SM89`.
     """
 
     backend: str
@@ -61,26 +62,31 @@ class BuildOptions:
         return found
 
 
-def largest_past(manifest: Manifest, options: BuildOptions) -> int:
-    """Columns for a whole image, or as many as asked for; a multiple of `SPAN_STEP`. Raises: RequestError if fewer."""
+def capacity(manifest: Manifest, role: str, options: BuildOptions) -> int:
+    """Columns of a cache: a whole image, or as many as asked for, and the largest pass; a multiple of `SPAN_STEP`.
+
+    Raises: RequestError if fewer are asked for than an image needs.
+    """
     needed = manifest.condition.prefix + manifest.codes_per_image
     if options.max_past is not None and options.max_past < needed:
         why = f"prefix {manifest.condition.prefix} and {manifest.codes_per_image} codes of one image"
         raise RequestError(f"max-past: found {options.max_past}, expected at least {needed}: {why}")
-    return round_up(options.max_past or needed + options.max_nodes)
+    drafted = round_up(options.max_nodes) if role == "drafter" else 0  # cached until the draft has been verified
+    return round_up((options.max_past or needed) + options.max_nodes) + drafted
+
+
+def capacity_of(built: Sequence[Profile]) -> int:
+    """Columns of a cache for passes of these profiles."""
+    return max(profile.columns[2] for profile in built)
 
 
 def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Profile, ...]:
-    """The profiles of a graph: three for a decoder; one for the image decoder, which has rows only."""
+    """The profiles of a graph: two for a decoder; one for the image decoder, which has rows only."""
     if role not in ("target", "drafter"):
-        return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
-    rows, prefix = (1, min(2, options.max_rows), options.max_rows), max(2, manifest.condition.prefix)
-    largest = largest_past(manifest, options)
-    if role == "drafter":  # a draft's slots are cached until it has been verified
-        largest += round_up(options.max_nodes)
-    past = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)
+        return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
+    rows, largest = (1, min(2, options.max_rows), options.max_rows), capacity(manifest, role, options)
+    columns, nodes = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest), options.max_nodes
     return (
-        Profile(name="prefill", rows=rows, nodes=(2, prefix, prefix), past=(SPAN_STEP,) * 3),
-        Profile(name="ar", rows=rows, nodes=(2, 2, 2), past=past),
-        Profile(name="tree", rows=rows, nodes=(2, options.max_nodes, options.max_nodes), past=past),
+        Profile(name="ar", rows=rows, nodes=(2, 2, 2), columns=columns),
+        Profile(name="tree", rows=rows, nodes=(2, nodes, max(nodes, manifest.condition.prefix)), columns=columns),
     )

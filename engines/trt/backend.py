@@ -8,6 +8,7 @@ capabilities asked for, on a host without any GPU.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,14 @@ from ...checks import brief
 from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Progress, Tensor
+from ..device_graph import WORD, device_graph
 from ..engine_folder import EngineFolder
 from ..ort.backend import OrtGraphs
-from ..profiles import BuildOptions, Profile
+from ..profiles import BuildOptions, Profile, capacity_of
 from .cuda import find_gpu, open_gpu
 from .engine import TensorRTEngine, TensorRTFunction
-from .plan import Plan, first, make_logger
+from .kernels import Kernels
+from .plan import Plan, Shape, first, make_logger
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
@@ -46,6 +49,8 @@ class TensorRTGraphs(OrtGraphs):
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, None, threads, "cpu")
         self._library, self._memory, self._plans = library, open_gpu(), folder
+        self._kernels = Kernels(folder)
+        weakref.finalize(self, self._kernels.save)  # some are compiled while plans run
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         return TensorRTEngine(self._plan(role), spec, code_embeddings)
@@ -60,7 +65,7 @@ class TensorRTGraphs(OrtGraphs):
     def _plan(self, role: str) -> Plan:
         plans = self._plans
         profiles = plans.manifest.graphs[role].profiles
-        return Plan(self._library, self._memory, plans.path(role), profiles, plans.rebuild)
+        return Plan(self._library, self._memory, plans.path(role), profiles, plans.rebuild, self._kernels)
 
 
 class TensorRTBackend:
@@ -103,14 +108,19 @@ class TensorRTBackend:
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
     ) -> list[Path]:
         """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`."""
-        library, path = import_library(self.name), bundle.path(role)
+        library, path, entries = import_library(self.name), bundle.path(role), 0
+        if spec := {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}.get(role):
+            model = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles)).model
+            entries = max(spec.vocab_size, *(profile.rows[2] * profile.nodes[2] for profile in profiles))
+        else:
+            model = path.read_bytes()
         errors: list[str] = []
         builder = library.Builder(logger := make_logger(library, errors))
         typed = getattr(library.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # the only kind from 11 on
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = library.OnnxParser(network, logger)
-        if not parser.parse_from_file(str(path)):
-            raise self._refusal(path, *self._parse_failure(path, parser, first(errors)))
+        if not parser.parse(model, str(path)):  # the path is where weights in other files lie
+            raise self._refusal(path, *self._parse_failure(None if spec else path, parser, first(errors)))
         config = builder.create_builder_config()
         config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
         if options.optimization_level is not None:
@@ -120,7 +130,7 @@ class TensorRTBackend:
         for profile in profiles:
             shapes = builder.create_optimization_profile()
             for tensor in map(network.get_input, range(network.num_inputs)):
-                shapes.set_shape(tensor.name, *ranges(tensor.name, tuple(tensor.shape), profile))
+                shapes.set_shape(tensor.name, *ranges(tensor.name, tuple(tensor.shape), profile, entries))
             config.add_optimization_profile(shapes)
         config.progress_monitor = monitor = make_monitor(library, f"building {role}", say)
         plan = builder.build_serialized_network(network, config)
@@ -155,12 +165,12 @@ class TensorRTBackend:
                 raise RequestError(f"compute-capability: found {name!r}, expected one of {', '.join(known)}")
             config.set_compute_capability(known[name], i)
 
-    def _parse_failure(self, path: Path, parser: Any, words: str) -> tuple[str, str]:
-        """What a parser does not take, as far as it says so, and the cure."""
+    def _parse_failure(self, path: Path | None, parser: Any, words: str) -> tuple[str, str]:
+        """What a parser does not take of a file (None: of a graph made here), as far as it says so, and the cure."""
         if not parser.num_errors:
             return f"cannot parse this graph: {words}", "export the bundle again"
         error = parser.get_error(0)
-        near = f" near `{place}`" if (place := place_of_node(path, error.node())) else ""
+        near = f" near `{place}`" if path and (place := place_of_node(path, error.node())) else ""
         reason = f"{error.code().name.replace('_', ' ').lower()} ({' '.join(error.desc().split())[:200]})"
         found = f"cannot parse node `{error.node_name()}` ({error.node_operator()}){near}: {reason}"
         return found, f"update {self.name}, or build with another --backend"
@@ -169,14 +179,15 @@ class TensorRTBackend:
         return EngineError(f"{path}: {self.name} {self.version()} {what}; {cure}")
 
 
-def ranges(name: str, shape: tuple[int, ...], profile: Profile) -> tuple[tuple[int, ...], ...]:
-    """Smallest, best and largest shape of a graph input under a profile; fixed sizes stay as they are."""
-    columns = tuple(past + nodes for past, nodes in zip(profile.past, profile.nodes, strict=True))
-    axes: list[tuple[int, ...]] = [profile.rows, profile.nodes]
-    if name.startswith("past_key_values."):
-        axes = [profile.past, profile.rows]
-    elif name == "attention_mask":
-        axes = [profile.rows, (1, 1, 1), profile.nodes, columns]
+def ranges(name: str, shape: Shape, profile: Profile, entries: int) -> tuple[Shape, ...]:
+    """Smallest, best and largest shape of a graph input under a profile; fixed sizes stay as they are.
+
+    entries: embeddings or hidden states that nodes read from, at most.
+    """
+    some: Shape = (1, entries, entries)
+    axes: list[Shape] | None = {"embeddings": [some], "hidden": [(1, 1, 1), some]}.get(name)
+    if axes is None:
+        axes = [profile.rows, profile.nodes, tuple(size // WORD for size in profile.columns)]
     return tuple(tuple(axes[i][which] if size < 0 else size for i, size in enumerate(shape)) for which in range(3))
 
 

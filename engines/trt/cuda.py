@@ -45,15 +45,23 @@ def find_gpu() -> Gpu | None:
     return None if failed else Gpu(f"{number // 1000}.{number % 1000 // 10}", f"SM{major.value}{minor.value}")
 
 
+class Lines(NamedTuple):
+    """Where lines of bytes begin: the first one, one to the next, and how many lines there are to the next slice."""
+
+    address: int
+    pitch: int
+    height: int
+
+
 class _Side(ctypes.Structure):  # of a copy
     _fields_ = (
-        *(("x", _Size), ("y", _Size), ("kind", ctypes.c_int), ("host", _Pointer)),
-        *(("device", _Word), ("array", _Pointer), ("pitch", _Size)),
+        *(("x", _Size), ("y", _Size), ("z", _Size), ("lod", _Size), ("kind", ctypes.c_int), ("host", _Pointer)),
+        *(("device", _Word), ("array", _Pointer), ("reserved", _Pointer), ("pitch", _Size), ("height", _Size)),
     )
 
 
-class _Copy2D(ctypes.Structure):  # CUDA_MEMCPY2D_v2 of cuda.h
-    _fields_ = (("source", _Side), ("target", _Side), ("width", _Size), ("height", _Size))
+class _Copy3D(ctypes.Structure):  # CUDA_MEMCPY3D_v2 of cuda.h
+    _fields_ = (("source", _Side), ("target", _Side), ("width", _Size), ("height", _Size), ("depth", _Size))
 
 
 # Functions of cuda.h and their arguments; all return a status. Names with _v2 are what cuda.h's macros choose.
@@ -70,7 +78,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemFreeAsync": (_Word, _Pointer),
     "cuMemcpyHtoDAsync_v2": (_Word, _Pointer, _Size, _Pointer),
     "cuMemcpyDtoHAsync_v2": (_Pointer, _Word, _Size, _Pointer),
-    "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Copy2D), _Pointer),
+    "cuMemcpy3DAsync_v2": (ctypes.POINTER(_Copy3D), _Pointer),
     "cuMemsetD8Async": (_Word, ctypes.c_ubyte, _Size, _Pointer),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }
@@ -127,11 +135,11 @@ class CudaMemory:
         """Fill a contiguous array from the device; it is filled when `synchronise` has returned."""
         self._do("cuMemcpyDtoHAsync_v2", _start(target), source, target.nbytes, self.stream)
 
-    def copy2d(self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, height: int) -> None:
-        """Copy `height` lines of `width` bytes on the device; lines begin a pitch apart."""
-        ends = ((source, source_pitch), (target, target_pitch))
-        sides = (_Side(kind=_DEVICE_MEMORY, device=address, pitch=pitch) for address, pitch in ends)
-        self._do("cuMemcpy2DAsync_v2", ctypes.byref(_Copy2D(*sides, width, height)), self.stream)
+    def copy(self, target: Lines, source: Lines, width: int, height: int, depth: int = 1) -> None:
+        """Copy `depth` slices of `height` lines of `width` bytes on the device; no byte may be read and written."""
+        kind, both = _DEVICE_MEMORY, (source, target)
+        ends = (_Side(kind=kind, device=address, pitch=pitch, height=lines) for address, pitch, lines in both)
+        self._do("cuMemcpy3DAsync_v2", ctypes.byref(_Copy3D(*ends, width, height, depth)), self.stream)
 
     def zero(self, target: int, size: int) -> None:
         """Fill with zero bytes."""
@@ -161,21 +169,6 @@ class Block:
         self.size = max(size, ALIGNMENT)
         self.address = memory.allocate(self.size)
         weakref.finalize(self, memory.free, self.address).atexit = False  # at exit the driver takes all back
-
-
-class Scratch:
-    """Device memory that stays where it is until more is asked for than ever before."""
-
-    def __init__(self, memory: CudaMemory) -> None:
-        self._memory = memory
-        self._block: Block | None = None
-
-    def take(self, size: int) -> int:
-        """The address of at least `size` bytes; a power of two, so that it stays as decodes grow."""
-        if self._block is None or self._block.size < size:
-            self._block = None  # given back before more is taken
-            self._block = Block(self._memory, 1 << (size - 1).bit_length())
-        return self._block.address
 
 
 def _start(array: Array) -> int:

@@ -1,127 +1,161 @@
-"""Keys and values in device memory: one block per cache, tensors at equal distances in it.
+"""Keys and values in device memory: one block per cache, tensors `[rows, num_kv_heads, columns, head_dim]` in it.
 
-So are all new ones of a pass: one two-dimensional copy moves some entries of every tensor of every layer at once, and
-appending costs as many copies as there are runs of accepted nodes.
+A pass writes its nodes after those that a row holds. Of a chain they are then in their places; accepted nodes of a tree
+move down, one copy for every run of them in all heads of all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...runtime.engine import Cache, Floats, Ints
-from ..kv_cache import CacheRows
-from .cuda import Block, CudaMemory, Scratch
+from ...runtime.engine import Cache, Floats, Ints, Pass
+from ..columns import Lying, fill_up, words
+from ..contracts import Array
+from ..kv_cache import CacheRows, round_up
+from .cuda import Block, CudaMemory, Lines
 
 
-class NewKV(NamedTuple):
-    """New keys and values on the device: tensors `[nodes, rows, num_kv_heads, head_dim]`, `stride` bytes apart.
+class Layout(NamedTuple):
+    """What all caches of a plan have in common. tensors: keys and values of every layer. entry: bytes of a head's."""
 
-    number: of the pass, for they are overwritten by the next one on the same cache.
-    """
+    tensors: int
+    heads: int
+    columns: int
+    entry: int
 
-    address: int
-    stride: int
-    number: int
+    @property
+    def row(self) -> int:
+        """Bytes of a row in one tensor."""
+        return self.heads * self.columns * self.entry
 
 
 class BlockCache(CacheRows):
     """A cache in device memory, by address; all of it is taken at once, and starts as zeros.
 
-    count: tensors, keys and values of every layer, `[columns, rows, num_kv_heads, head_dim]`. entry: bytes of one
-    node's keys (or values) of one row. scratch: for inputs and outputs of passes on this cache.
+    written: where the last pass wrote the first node of each row, int64 `[rows]`; None once that means nothing.
     """
 
-    def __init__(self, memory: CudaMemory, rows: int, capacity: int, count: int, entry: int) -> None:
+    def __init__(self, memory: CudaMemory, rows: int, capacity: int, layout: Layout) -> None:
         super().__init__(np.zeros(rows, np.int64), capacity)
-        self.memory, self.count, self.entry, self.scratch = memory, count, entry, Scratch(memory)
-        self._take_block()
+        self.memory, self.layout = memory, layout
+        self.written: Ints | None = None
+        self.block = Block(memory, layout.tensors * self.stride)
+        memory.zero(self.block.address, self.block.size)  # columns that no node may see must be finite
 
-    def _take_block(self) -> None:
-        self.block = Block(self.memory, self.count * self.stride)
-        self.memory.zero(self.block.address, self.block.size)  # columns that no node may see must be finite
+    @property
+    def columns(self) -> int:
+        """Columns of every cache of the plan."""
+        return self.layout.columns
 
     @property
     def stride(self) -> int:
         """Bytes from one tensor to the next; a multiple of 256, as there are a multiple of 64 columns."""
-        return self.columns * len(self.lengths) * self.entry
+        return len(self.lengths) * self.layout.row
 
     def addresses(self) -> list[int]:
         """Where each tensor begins."""
-        return [self.block.address + i * self.stride for i in range(self.count)]
+        return [self.block.address + i * self.stride for i in range(self.layout.tensors)]
 
-    def append(self, new_kv: NewKV, accepted_indices: list[Ints]) -> None:
-        """Append nodes `accepted_indices[r]` of `new_kv` to each row r."""
-        sources, targets, lengths = self.places(accepted_indices)
-        self.check_number(new_kv.number)
-        entry, stride, start = self.entry, self.stride, self.block.address
-        for source, target, length in runs(sources, targets):
-            new = new_kv.address + source * entry
-            self.memory.copy2d(start + target * entry, stride, new, new_kv.stride, length * entry, self.count)
-        self.lengths = lengths
+    def span(self, nodes: int) -> int:
+        """Columns that a pass over so many nodes of every row reads."""
+        return round_up(int(self.lengths.max(initial=0)) + nodes)
+
+    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
+        """A pass in the graph's tensors, but for what its nodes read; says in `written` where they go.
+
+        Rows are filled up to so many nodes, which see the first column and nobody sees.
+        """
+        rows, nodes = batch.positions.shape
+        past, span = batch.attention_mask.shape[2] - nodes, self.span(nodes)
+        seen, row, known = np.zeros((rows, padded, span), bool), np.arange(rows)[:, None, None], min(past, span)
+        seen[:, :nodes, :known] = batch.attention_mask[:, :, :known]
+        own = self.lengths[:, None, None] + np.arange(nodes)  # columns of the new nodes
+        seen[row, np.arange(nodes)[:, None], own] = batch.attention_mask[:, :, past:]
+        seen[:, nodes:, 0] = True  # a softmax over nothing could give what is no number
+        self.written = write = self.lengths.copy()
+        return {"position_ids": fill_up(batch.positions, padded), "write": write, "seen": words(seen)}
+
+    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
+        """Keep nodes `accepted_indices[r]`, in rising order, of each row r; new_kv: where the last pass wrote.
+
+        Raises: ValueError if they do not fit, or another pass has been run since.
+        """
+        if new_kv is not self.written:
+            raise ValueError("keys and values of a pass that was not the last one on this cache")
+        lengths, row = self.grown(accepted_indices), 0
+        if any((np.diff(nodes) <= 0).any() for nodes in accepted_indices):
+            raise ValueError(f"accepted nodes {accepted_indices}, expected them in rising order")
+        sources = [tuple((start + nodes).tolist()) for start, nodes in zip(new_kv, accepted_indices, strict=True)]
+        for (length, source), alike in groupby(zip(self.lengths.tolist(), sources, strict=True)):
+            count = len(list(alike))
+            self._move(row, count, np.array(source, np.int64), length)
+            row += count
+        self.lengths, self.written = lengths, None
+
+    def _move(self, row: int, count: int, source: Ints, target: int) -> None:
+        """Copy columns `source` of `count` rows to those from `target` on, which do not lie behind them.
+
+        A run is copied in parts no longer than it moves: a copy must not read what it writes.
+        """
+        tensors, heads, columns, entry = self.layout
+        start, lines = self.block.address + row * self.layout.row, len(self.lengths) * heads
+        for begin, goal, length in runs(source, target + np.arange(len(source))):
+            for done in range(0, length, begin - goal) if begin > goal else ():
+                to, at = (Lines(start + (place + done) * entry, columns * entry, lines) for place in (goal, begin))
+                self.memory.copy(to, at, min(begin - goal, length - done) * entry, count * heads, tensors)
 
     def keep_rows(self, rows: Ints) -> None:
-        """Keep only these rows, in this order; one copy of what they hold."""
-        entry, before, old, old_pitch = self.entry, self.block, self.addresses(), len(self.lengths) * self.entry
-        self.lengths, pitch = self.lengths[rows], len(rows) * self.entry
-        self._take_block()
-        for source, target, length in runs(rows, np.arange(len(rows))):
-            for start, goal in zip(old, self.addresses(), strict=True):
-                places = goal + target * entry, pitch, start + source * entry, old_pitch
-                self.memory.copy2d(*places, length * entry, self.past_length())
-        del before  # given back after the copies, in the order of the stream
+        """Keep only these rows, in this order; copied on the device."""
+        self._gather([(self, rows)])
 
     def extend(self, other: Cache) -> None:
-        """Take in the rows of another cache; one copy of what both hold."""
+        """Take in the rows of another cache; copied on the device."""
         added = BlockCache.own(other)
-        parts = [(one.addresses(), len(one.lengths) * one.entry, one.past_length()) for one in (self, added)]
-        before = self.block, added.block
-        self.join(added)
-        self._take_block()
-        place, pitch = 0, len(self.lengths) * self.entry
-        for addresses, width, used in parts:
-            for start, goal in zip(addresses, self.addresses(), strict=True):
-                self.memory.copy2d(goal + place, pitch, start, width, width, used)
-            place += width
-        del before  # given back after the copies, in the order of the stream
+        self.capacity = max(self.capacity, added.capacity)
+        self._gather([(cache, np.arange(len(cache.lengths))) for cache in (self, added)])
 
-    def check_number(self, number: int) -> None:
-        """Raises: ValueError unless `number` is the last pass on this cache: its outputs have been overwritten."""
-        if number != self.passes:
-            raise ValueError(f"outputs of pass {number} on this cache, expected those of its last, {self.passes}")
+    def _gather(self, parts: list[tuple[BlockCache, Ints]]) -> None:
+        """Hold these rows of caches, in a block of one's own."""
+        before = [(cache.block, cache.stride) for cache, _ in parts]  # given back in the order of the stream
+        self.lengths = np.concatenate([cache.lengths[rows] for cache, rows in parts])
+        row, tensors = self.layout.row, self.layout.tensors
+        self.block, self.written, place = Block(self.memory, tensors * self.stride), None, 0
+        for (block, stride), (_, rows) in zip(before, parts, strict=True):
+            for source, target, length in runs(rows, place + np.arange(len(rows))):
+                goal = Lines(self.block.address + target * row, self.stride, tensors)
+                self.memory.copy(goal, Lines(block.address + source * row, stride, tensors), length * row, tensors)
+            place += len(rows)
 
 
-class DeviceRows:
-    """Rows `[rows, nodes, width]` on the device. Indexing the first two axes copies just those rows, as float32.
+class DeviceRows(Lying):
+    """Rows `[rows, nodes, width]` of an output on the device. Indexing the first two axes copies just those rows.
 
-    padded_nodes: nodes per row in memory, of which the first `nodes` count.
+    shape: in memory, of which the first `nodes` of every row count.
     """
 
-    def __init__(
-        self, cache: BlockCache, address: int, dtype: type[np.generic], shape: tuple[int, int, int], padded_nodes: int
-    ) -> None:
-        rows, nodes, self._width = shape
-        self._cache, self._number, self._address, self._dtype = cache, cache.passes, address, np.dtype(dtype)
-        self._places = np.arange(rows)[:, None] * padded_nodes + np.arange(nodes)
+    def __init__(self, memory: CudaMemory, block: Block, dtype: str, shape: tuple[int, int, int], nodes: int) -> None:
+        rows, self.stride, self._width = shape
+        whole = (1, block.size // (self._width * np.dtype(dtype).itemsize), self._width)
+        self.home, self.dtype, self.value = memory, dtype, (whole, block.address)
+        self._memory, self._block = memory, block
+        self._places = np.arange(rows * self.stride).reshape(rows, -1)[:, :nodes]
 
     def __getitem__(self, key: Any) -> Floats:
-        self._cache.check_number(self._number)
-        memory, row_bytes = self._cache.memory, self._width * self._dtype.itemsize
-        places: Ints = np.asarray(self._places[key])
-        found = np.empty((places.size, self._width), self._dtype)
+        places, width = np.asarray(self._places[key]), self._width
+        found = np.empty((places.size, width), self.dtype)
         for source, target, length in runs(places.ravel(), np.arange(places.size)):
-            memory.download(found[target : target + length], self._address + source * row_bytes)
-        memory.synchronise()
-        chosen: Floats = found.reshape(*places.shape, self._width).astype(np.float32, copy=False)
+            self._memory.download(found[target : target + length], self._block.address + source * found.strides[0])
+        self._memory.synchronise()
+        chosen: Floats = found.reshape(*places.shape, width).astype(np.float32, copy=False)
         return chosen
 
 
 def runs(source: Ints, target: Ints) -> Iterator[tuple[int, int, int]]:
-    """Pairs of places as runs (source, target, length) in which both go up by one; in the order of targets."""
-    order = np.argsort(target, kind="stable")
-    source, target = source[order], target[order]
+    """Pairs of places as runs (source, target, length) in which both go up by one; targets go up throughout."""
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     starts = np.concatenate([np.zeros(min(1, len(source)), np.int64), breaks])
     lengths = np.diff(np.append(starts, len(source)))

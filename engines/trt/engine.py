@@ -1,101 +1,109 @@
 """TensorRT plans as engines of the decode loop; keys, values, logits and hidden states stay on the device.
 
 Translates passes into the shapes a plan was built for: the smallest profile that fits, and a number of nodes rounded
-up to a few fixed ones, so that shapes repeat. The nodes added see only themselves and nobody sees them. Per pass,
-embeddings, positions and masks go to the device; back come only the rows that the decode loop looks at.
+up to a few fixed ones, so that shapes repeat. Nobody sees the nodes added. Per pass, ids,
+positions and a few bits a node go to the device; back come only the rows that the decode loop looks at.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Cache, Floats, Pass, PassOutput
+from ..columns import read_by_nodes
 from ..contracts import Array, Tensor
-from ..decoder_tensors import decoder_tensors, kv_dtype, node_inputs, past_length_of
-from ..kv_cache import round_up
-from ..profiles import Profile
-from .cuda import Scratch
-from .device_cache import BlockCache, DeviceRows, NewKV
+from ..decoder_tensors import past_length_of
+from ..device_graph import device_tensors
+from ..profiles import capacity_of
+from .cuda import Block
+from .device_cache import BlockCache, DeviceRows, Layout
 from .plan import Plan
 
 
 class TensorRTEngine:
     """A decoder plan. With a table of code embeddings it is a target; without, a drafter.
 
-    One engine may serve several threads, each with caches of its own. The outputs of a pass are good until the next
-    pass on the same cache; reading them later is a ValueError.
+    One engine may serve several threads, each with caches of its own.
     """
 
     def __init__(self, plan: Plan, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None = None) -> None:
-        self.spec, self._plan = spec, plan
-        inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
+        self.spec, self._plan, self._table, columns = spec, plan, None, capacity_of(plan.profiles)
+        dtypes = (spec.dtype,) if isinstance(spec, DecoderSpec) else ("float32", "float16")
+        inputs, outputs = device_tensors(spec, code_embeddings is None, dtypes, columns)
         plan.check_tensors(inputs, outputs)
-        self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
-        self._new = [tensor.name for tensor in outputs if tensor.name.startswith("new_key_values.")]
-        self._entry = spec.num_kv_heads * spec.head_dim * np.dtype(kv_dtype(plan.path, plan.dtypes)).itemsize
-        self._table = code_embeddings
+        self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
+        kind = np.dtype(plan.dtypes["hidden_states"])
+        self._dtype, self._states = kind.name, max(profile.rows[2] * profile.nodes[2] for profile in plan.profiles)
+        self._layout = Layout(len(self._past), spec.num_kv_heads, columns, spec.head_dim * kind.itemsize)
+        if code_embeddings is not None:
+            table = np.ascontiguousarray(code_embeddings, kind)
+            self._rows = Block(plan.memory, table.nbytes)
+            plan.memory.upload(self._rows.address, table)
+            plan.memory.synchronise()
+            self._table = (table.shape, self._rows.address)
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
         """An empty cache on the device. Raises: EngineError if the plan was built for fewer rows or columns."""
         self._check("rows", rows)
         largest = max(profile.nodes[2] for profile in self._plan.profiles)
-        self._check("past", round_up(capacity - largest - 2))  # what comes after the largest pass is never read
-        return BlockCache(self._plan.memory, rows, capacity, len(self._past), self._entry)
+        self._check("columns", capacity - largest - 2)  # what comes after the largest pass is never read
+        return BlockCache(self._plan.memory, rows, capacity, self._layout)
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up. Raises: EngineError if the plan has no profile for such a pass."""
         own = BlockCache.own(cache)
-        self._fit(len(own.lengths), nodes, own.past_length())
+        self._fit(own, nodes)
         return own.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
         """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
-        own, spec, dtypes = BlockCache.own(cache), self.spec, self._plan.dtypes
-        past_length, (rows, nodes) = past_length_of(batch, own), batch.positions.shape
-        profile, padded = self._fit(rows, nodes, past_length)
-        arrays = node_inputs(pad_nodes(batch, padded), self._table, dtypes)
+        own, plan = BlockCache.own(cache), self._plan
+        past_length_of(batch, own)
+        rows, nodes = batch.positions.shape
+        profile, padded = self._fit(own, nodes)
         start = time.perf_counter()
-        entry, widths = (spec.num_kv_heads, spec.head_dim), (spec.vocab_size, spec.hidden_size)
-        rows_out = dict(zip(("logits", "hidden_states"), widths, strict=True))
-        addresses = self._plan.run(
-            profile,
-            arrays,
-            {name: ((past_length, rows, *entry), at) for name, at in zip(self._past, own.addresses(), strict=True)},
-            {name: (rows, padded, width) for name, width in rows_out.items()}
-            | dict.fromkeys(self._new, (padded, rows, *entry)),
-            own.scratch,
-        )
-        self._plan.memory.synchronise()
+        arrays, placed = own.encode(batch, padded), dict[str, Any]()
+        for name, value in read_by_nodes(batch, padded, self._table, self._dtype, plan.memory).items():
+            (arrays if isinstance(value, np.ndarray) else placed)[name] = value
+        tensor = (rows, self._layout.heads, own.columns, self.spec.head_dim)
+        for name, address in zip(self._past, own.addresses(), strict=True):
+            placed[name] = placed[name.replace("past", "present", 1)] = tensor, address  # written in place
+        results = []
+        for name, dtype, width, count in (
+            ("logits", "float32", self.spec.vocab_size, rows * padded),
+            ("hidden_states", self._dtype, self.spec.hidden_size, self._states),  # drafters read from one shape only
+        ):
+            block = Block(plan.memory, count * width * np.dtype(dtype).itemsize)
+            placed[name] = shape, _ = (rows, padded, width), block.address
+            results.append(DeviceRows(plan.memory, block, dtype, shape, nodes))
+        plan.run(profile, arrays, placed)
         own.seconds += time.perf_counter() - start
         own.passes += 1
-        logits, hidden = (
-            DeviceRows(own, addresses[name], dtypes[name], (rows, nodes, width), padded)
-            for name, width in rows_out.items()
-        )
-        first, second = (addresses[name] for name in self._new[:2])
-        return PassOutput(logits, hidden, NewKV(first, second - first, own.passes))
+        logits, hidden = results
+        return PassOutput(logits, hidden, own.written)
 
-    def _fit(self, rows: int, nodes: int, past_length: int) -> tuple[int, int]:
-        """The profile for a pass, by number, and the nodes to run. Raises: EngineError if there is none."""
-        if found := fit(self._plan.profiles, rows, nodes, past_length):
-            return found
-        for name, wanted in (("rows", rows), ("nodes", nodes), ("past", past_length)):
+    def _fit(self, cache: BlockCache, nodes: int) -> tuple[int, int]:
+        """The profile for a pass, by number, and the nodes to run. Raises: EngineError if it was not built for so many.
+
+        Nodes are rounded up to the next power of two, within bounds.
+        """
+        for name, wanted in (("rows", len(cache.lengths)), ("nodes", nodes), ("columns", cache.span(nodes))):
             self._check(name, wanted)
-        self._check("nodes", nodes, past_length)  # some profiles take many nodes with a short past only
-        raise self._plan.other(f"{rows} rows of {nodes} nodes", "a pass that one of its profiles takes")
+        most, number = min((one.nodes[2], i) for i, one in enumerate(self._plan.profiles) if one.nodes[2] >= nodes)
+        padded = 1 << max(1, (nodes - 1).bit_length())
+        return number, min(padded, most, cache.columns - int(cache.lengths.max(initial=0)))
 
-    def _check(self, name: str, wanted: int, past_length: int = 0) -> None:
-        """Raises: EngineError unless a profile that takes such a past takes so many."""
-        most = max(getattr(profile, name)[2] for profile in self._plan.profiles if profile.past[2] >= past_length)
-        if wanted > most:
-            what = {"rows": "rows", "nodes": "nodes in one pass", "past": "past columns"}[name]
-            expected = f"at most {most}, which it was built for"
-            raise self._plan.other(f"{wanted} {what}", expected, f" --max-{name} {wanted}")
+    def _check(self, name: str, wanted: int) -> None:
+        """Raises: EngineError unless a profile takes so many."""
+        if wanted > (most := max(getattr(profile, name)[2] for profile in self._plan.profiles)):
+            what = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[name]
+            expected, option = f"at most {most}, which it was built for", name.replace("columns", "past")
+            raise self._plan.other(f"{wanted} {what}", expected, f" --max-{option} {wanted}")
 
 
 class TensorRTFunction:
@@ -108,50 +116,17 @@ class TensorRTFunction:
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared."""
         memory, dtypes, most = self._plan.memory, self._plan.dtypes, self._plan.profiles[0].rows[2]
-        rows, scratch = len(next(iter(feeds.values()))), Scratch(memory)
+        rows = len(next(iter(feeds.values())))
         results = {
             tensor.name: np.empty([rows if size is None else size for size in tensor.shape], dtypes[tensor.name])
             for tensor in self._outputs
         }
         for start in range(0, rows, most):
             part = slice(start, start + most)
-            arrays = {name: np.ascontiguousarray(array[part], dtypes[name]) for name, array in feeds.items()}
-            shapes = {name: array[part].shape for name, array in results.items()}
-            addresses = self._plan.run(0, arrays, {}, shapes, scratch)
+            arrays = {name: array[part] for name, array in feeds.items()}
+            blocks = {name: Block(memory, array[part].nbytes) for name, array in results.items()}
+            self._plan.run(0, arrays, {name: (results[name][part].shape, blocks[name].address) for name in results})
             for name, array in results.items():
-                memory.download(array[part], addresses[name])
+                memory.download(array[part], blocks[name].address)
             memory.synchronise()
         return list(results.values())
-
-
-def fit(profiles: Sequence[Profile], rows: int, nodes: int, past_length: int) -> tuple[int, int] | None:
-    """The profile with the fewest nodes, then the shortest past, that takes a pass, by number; the nodes to run.
-
-    Nodes are rounded up to the next power of two, within the profile's bounds.
-    """
-    fitting = [
-        (profile.nodes[2], profile.past[2], number)
-        for number, profile in enumerate(profiles)
-        if profile.rows[0] <= rows <= profile.rows[2]
-        and nodes <= profile.nodes[2]
-        and profile.past[0] <= past_length <= profile.past[2]
-    ]
-    if not fitting:
-        return None
-    high, _, number = min(fitting)
-    return number, min(max(1 << (nodes - 1).bit_length(), profiles[number].nodes[0]), high)
-
-
-def pad_nodes(batch: Pass, nodes: int) -> Pass:
-    """A pass with nodes added at the end that read zeros, see themselves only, and are seen by nobody."""
-    before, columns = batch.attention_mask.shape[1:]
-    if (more := nodes - before) == 0:
-        return batch
-    attention_mask = np.pad(batch.attention_mask, [(0, 0), (0, more), (0, more)])
-    attention_mask[:, np.arange(before, nodes), np.arange(columns, columns + more)] = True
-    padded = {
-        name: np.pad(array, [(0, 0), (0, more)] + [(0, 0)] * (array.ndim - 2))
-        for name, array in vars(batch).items()
-        if name != "attention_mask" and array is not None
-    }
-    return replace(batch, attention_mask=attention_mask, **padded)

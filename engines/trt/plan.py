@@ -7,7 +7,6 @@ follow each other in one stream.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +18,8 @@ from ...errors import EngineError
 from ..contracts import Array, DTypes, Tensor
 from ..kv_cache import round_up
 from ..profiles import Profile
-from .cuda import ALIGNMENT, Block, CudaMemory, Scratch
+from .cuda import ALIGNMENT, Block, CudaMemory
+from .kernels import Kernels
 
 Shape = tuple[int, ...]
 Places = Mapping[str, tuple[Shape, int]]  # tensors' shapes and addresses, by name
@@ -48,13 +48,22 @@ def first(errors: Sequence[str]) -> str:
 class Plan:
     """A plan on a device. Several threads may run it; each run waits for its turn in the device's stream.
 
-    profiles: the ranges it was built for. rebuild: the command that builds it again.
+    profiles: the ranges it was built for. rebuild: the command that builds it again. kernels: shared with other plans.
 
     Raises: EngineError if the library does not load the plan.
     """
 
-    def __init__(self, library: Any, memory: CudaMemory, path: Path, profiles: Sequence[Profile], rebuild: str) -> None:
+    def __init__(
+        self,
+        library: Any,
+        memory: CudaMemory,
+        path: Path,
+        profiles: Sequence[Profile],
+        rebuild: str,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._library, self.memory, self.path, self.profiles, self._rebuild = library, memory, path, profiles, rebuild
+        self._kernels = kernels or Kernels(None)
         self._errors: list[str] = []
         self._logger = make_logger(library, self._errors)  # the library keeps no reference of its own
         self._engine: Any = None
@@ -70,6 +79,7 @@ class Plan:
         if (found := self._engine.num_optimization_profiles) != len(profiles):
             raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
         self.dtypes: DTypes = {}
+        self._inputs: set[str] = set()
         self._activations: Block | None = None
         self._contexts: dict[int, Any] = {}  # by profile
         self._bound: dict[int, Places] = {}  # what each context ran on last
@@ -81,7 +91,7 @@ class Plan:
     def check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Take the types of these tensors into `dtypes`. Raises: EngineError if the plan has others."""
         engine, modes, kinds = self._engine, self._library.TensorIOMode, self._library.DataType
-        names = {kinds.FLOAT: "float32", kinds.HALF: "float16", kinds.INT64: "int64"}
+        names = {kinds.FLOAT: "float32", kinds.HALF: "float16", kinds.INT32: "int32", kinds.INT64: "int64"}
         found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         expected = {tensor.name: modes.INPUT for tensor in inputs} | {tensor.name: modes.OUTPUT for tensor in outputs}
         if odd := sorted(found ^ expected.keys()):
@@ -97,54 +107,53 @@ class Plan:
             if engine.get_tensor_mode(name) != expected[name] or dtype not in tensor.dtypes or not fits:
                 raise self.other(f"`{name}` as {dtype} {list(shape)}", str(tensor))
             dtypes[name] = np.dtype(dtype).type
-        self.dtypes = dtypes
+        self.dtypes, self._inputs = dtypes, {tensor.name for tensor in inputs}
 
-    def run(
-        self, profile: int, arrays: Mapping[str, Array], past: Places, outputs: Mapping[str, Shape], scratch: Scratch
-    ) -> dict[str, int]:
-        """Upload `arrays` and ask for one run on them and `past`; it happens in the order of the memory's stream.
-
-        Returns the addresses of arrays and outputs, one after the other in `scratch`.
-        """
-        sizes = {name: array.nbytes for name, array in arrays.items()}
-        sizes |= {name: math.prod(shape) * np.dtype(self.dtypes[name]).itemsize for name, shape in outputs.items()}
-        *offsets, end = accumulate((round_up(size, ALIGNMENT) for size in sizes.values()), initial=0)
-        start = scratch.take(end)
-        addresses = {name: start + offset for name, offset in zip(sizes, offsets, strict=True)}
-        for name, array in arrays.items():
-            self.memory.upload(addresses[name], array)
-        inputs = {name: (array.shape, addresses[name]) for name, array in arrays.items()} | dict(past)
+    def run(self, profile: int, arrays: Mapping[str, Array], placed: Places) -> None:
+        """Upload `arrays` and run on them and on what is `placed` on the device, all other inputs and every output."""
+        sent = {name: np.ascontiguousarray(array, self.dtypes[name]) for name, array in arrays.items()}
+        *offsets, end = accumulate((round_up(array.nbytes, ALIGNMENT) for array in sent.values()), initial=0)
+        staging, room = np.zeros(end, np.uint8), Block(self.memory, end)
+        places = dict(placed)
+        for (name, array), offset in zip(sent.items(), offsets, strict=True):
+            staging[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+            places[name] = array.shape, room.address + offset
+        self.memory.upload(room.address, staging)
         with self.memory.lock:
-            self._bind_and_run(profile, inputs, {name: (shape, addresses[name]) for name, shape in outputs.items()})
-        return addresses
+            self._bind_and_run(profile, places)
+        del room  # given back in the order of the stream
+        self.memory.synchronise()
 
-    def _bind_and_run(self, profile: int, inputs: Places, outputs: Places) -> None:
+    def _bind_and_run(self, profile: int, places: Places) -> None:
         self._errors.clear()
         if profile not in self._contexts:
             self._contexts[profile] = self._make_context(profile)
-        context, reshaped, places = self._contexts[profile], False, {**inputs, **outputs}
+        context = self._contexts[profile]
         last = self._bound.pop(profile, {})  # what is bound now is kept only if everything below succeeds
-        for name, (shape, address) in places.items():
-            shape_before, address_before = last.get(name, (None, None))
-            if name in inputs and shape != shape_before:
-                reshaped = True
+        changed = {name: shape for name, (shape, _) in places.items() if shape != last.get(name, (None,))[0]}
+        for name, shape in changed.items():
+            if name in self._inputs:
                 self._check(context.set_input_shape(name, shape), f"take `{name}` as {list(shape)}")
-            elif reshaped and name in outputs and (found := tuple(context.get_tensor_shape(name))) != shape:
+        for name, shape in changed.items():
+            if name not in self._inputs and (found := tuple(context.get_tensor_shape(name))) != shape:
                 raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
-            if address != address_before:
+        for name, (_, address) in places.items():
+            if address != last.get(name, (None, None))[1]:
                 self._check(context.set_tensor_address(name, address), f"take an address for `{name}`")
         self._check(context.execute_async_v3(self.memory.stream), "run this plan")
         self._bound[profile] = places
 
     def _make_context(self, profile: int) -> Any:
         self.memory.use()
-        context = self._engine.create_execution_context(self._library.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategy = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = self._kernels.make_context(self._engine, strategy)
         self._check(context is not None, "make an execution context (is the device's memory full?)")
         if self._activations is None:
             self._activations = Block(self.memory, self._engine.device_memory_size_v2)  # enough for every profile
         context.set_device_memory(self._activations.address, self._activations.size)
         chosen = context.set_optimization_profile_async(profile, self.memory.stream)
         self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
+        self._kernels.save()
         return context
 
     def _check(self, success: bool, what: str) -> None:

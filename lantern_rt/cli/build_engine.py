@@ -33,7 +33,7 @@ def build_engine(
     max_rows: Annotated[int, typer.Option(help="Sequences per pass; guidance makes two of every image.")] = 8,
     max_nodes: Annotated[int, typer.Option(help="New nodes per pass, at least the tree's.")] = 64,
     max_past: Annotated[
-        int | None, typer.Option(help="Committed columns. [default: prefix, codes and one tree]")
+        int | None, typer.Option(help="Columns of a cache before a pass. [default: prefix and codes]")
     ] = None,
     compute_capability: Annotated[
         list[str] | None,
@@ -92,5 +92,5 @@ def _mib(size: int) -> str:
 
 
 def _ranges(profile: Profile) -> str:
-    sizes = {"rows": profile.rows, "nodes": profile.nodes, "past": profile.past}
+    sizes = {"rows": profile.rows, "nodes": profile.nodes, "columns": profile.columns}
     return ", ".join(f"{name} {'/'.join(map(str, each))}" for name, each in sizes.items() if each[2])

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.session import save_optimised
-from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
 from lantern_rt.engines.trt.backend import TensorRTBackend, import_library
 from lantern_rt.engines.trt.cuda import open_gpu
 from lantern_rt.engines.trt.engine import TensorRTEngine
@@ -48,9 +49,8 @@ ONE = 1
 BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
 ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (
-    Profile(name="prefill", rows=(1, 2, 16), nodes=(2, 3, 3), past=(64, 64, 64)),
-    Profile(name="ar", rows=(1, 2, 16), nodes=(2, 2, 2), past=(64, 64, 64)),
-    Profile(name="tree", rows=(1, 2, 16), nodes=(2, 12, 12), past=(64, 64, 64)),
+    Profile(name="ar", rows=(1, 2, 512), nodes=(2, 2, 2), columns=(64, 64, 64)),
+    Profile(name="tree", rows=(1, 2, 512), nodes=(2, 12, 12), columns=(64, 64, 64)),
 )
 
 
@@ -110,17 +110,21 @@ class SmallModel:
 
     def _host(self) -> tuple[Any, Any, Callable[[str], Path]]:
         memory = HostMemory()
-        return (
-            HostLibrary(memory),
-            memory,
-            lambda role: write_plan(self.folder / f"{role}.onnx", PROFILES, self.folder / f"{role}.plan"),
-        )
-
-    def _gpu(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
-        bundle: Any = SimpleNamespace(path=lambda role: self.folder / f"{role}.onnx")
 
         def build(role: str) -> Path:
-            options = BuildOptions(name, max_rows=16)
+            path, drafts = self.folder / f"{role}.onnx", role == "drafter"
+            spec = self.drafter_spec if drafts else self.target_spec
+            made = device_graph(path, spec, drafts, capacity=capacity_of(PROFILES))
+            return write_plan(path, PROFILES, self.folder / f"{role}.plan", made.model)
+
+        return HostLibrary(memory), memory, build
+
+    def _gpu(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
+        specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec)
+        bundle: Any = SimpleNamespace(path=lambda role: self.folder / f"{role}.onnx", manifest=specs)
+
+        def build(role: str) -> Path:
+            options = BuildOptions(name, max_rows=512)
             backend = TensorRTBackend(name)
             return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None)[0]
 

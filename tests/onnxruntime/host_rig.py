@@ -9,14 +9,14 @@ import numpy as np
 from host_tensorrt import HostLibrary, HostMemory, write_plan
 from tiny_rig import Rig, spec_of
 
-from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.profiles import Profile, capacity_of
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import Plan
 
 PROFILES = (
-    Profile(name="prefill", rows=(1, 2, 4), nodes=(2, 24, 24), past=(64, 64, 64)),
-    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), past=(64, 192, 320)),
-    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 12), past=(64, 192, 320)),
+    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), columns=(64, 192, 320)),
+    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 24), columns=(64, 192, 320)),
 )
 
 
@@ -26,7 +26,8 @@ class HostRig:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.memory = rig, HostMemory()
         self.library = HostLibrary(self.memory)
-        self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"))
+        made = device_graph(rig.path, spec_of(rig.config), drafts=False, capacity=capacity_of(PROFILES))
+        self.plan = write_plan(rig.path, PROFILES, rig.path.with_suffix(".plan"), made.model)
         self.engine = self.load()
 
     def load(self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any) -> TensorRTEngine:

@@ -28,13 +28,12 @@ def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_i
     where, built = f"{tiny.plan}: found", "rebuild with `lantern-rt build-engine tiny"
     with refused(EngineError, f"{where} 5 rows, expected at most 4", f"{built} --max-rows 5`"):
         tiny.engine.new_cache(5, 10)
-    with refused(EngineError, f"{where} 512 past columns, expected at most 320", f"{built} --max-past 512`"):
+    with refused(EngineError, f"{where} 474 columns of a cache, expected at most 320", f"{built} --max-past 474`"):
         tiny.engine.new_cache(1, 500)
     cache = tiny.engine.new_cache(1, 340)
     for length, nodes, found, option in (
         (0, 25, "25 nodes in one pass, expected at most 24", "--max-nodes 25"),
-        (65, 13, "13 nodes in one pass, expected at most 12", "--max-nodes 13"),
-        (321, 2, "384 past columns, expected at most 320", "--max-past 384"),
+        (319, 2, "384 columns of a cache, expected at most 320", "--max-past 384"),
     ):
         cache.lengths = np.array([length])
         with refused(EngineError, f"{where} {found}", f"{built} {option}`"):
@@ -52,13 +51,13 @@ def test_a_file_that_is_no_plan_is_refused(tiny: HostRig, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"profiles": PROFILES[:2]}, "3 profiles, expected 2, those of engine.json"),
-        ({"num_layers": 1}, "a tensor `new_key_values.1.key`, expected 9 tensors"),
-        ({"num_layers": 3}, "no tensor `new_key_values.2.key`, expected 17 tensors"),
-        ({"vocab_size": 47}, "`logits` as float32 [-1, -1, 48], expected float32 or float16 [any, any, 47]"),
+        ({"profiles": PROFILES[:1]}, "2 profiles, expected 1, those of engine.json"),
+        ({"num_layers": 1}, "a tensor `past_key_values.1.key`, expected 11 tensors"),
+        ({"num_layers": 3}, "no tensor `past_key_values.2.key`, expected 19 tensors"),
+        ({"vocab_size": 47}, "`logits` as float32 [-1, -1, 48], expected float32 [any, any, 47]"),
         (
             {"dtype": "float16"},
-            "`past_key_values.0.key` as float32 [-1, -1, 2, 16], expected float16 [any, any, 2, 16]",
+            "`embeddings` as float32 [-1, 64], expected float16 [any, 64]",
         ),
     ],
 )
@@ -68,12 +67,13 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, change: 
 
 
 def test_what_the_library_says_of_a_failed_run_is_passed_on(tiny: HostRig) -> None:
-    longer = tuple(profile.model_copy(update={"past": (64, 64, 640)}) for profile in PROFILES)
+    longer = tuple(profile.model_copy(update={"rows": (1, 2, 8)}) for profile in PROFILES)
     engine = tiny.load(profiles=longer)  # engine.json says more than the plan takes
-    cache = engine.new_cache(1, 500)
-    cache.lengths = np.array([400])
-    batch = Pass(np.zeros((1, 2), np.int64), np.ones((1, 2, 450), bool), np.zeros((1, 2), np.int64))
-    with refused(EngineError, "does not take `attention_mask` as [1, 1, 2, 450]: ", "does not satisfy", "rebuild with"):
+    cache = engine.new_cache(5, 300)
+    batch = Pass(np.zeros((5, 2), np.int64), np.ones((5, 2, 66), bool), np.zeros((5, 2), np.int64))
+    with refused(
+        EngineError, "does not take `past_key_values.0.key` as [5, 2, 320, 16]: ", "does not satisfy", "rebuild with"
+    ):
         engine.run(batch, cache)
 
 
@@ -82,7 +82,7 @@ def test_what_the_library_says_of_a_failed_run_is_passed_on(tiny: HostRig) -> No
     [
         ("create_execution_context", None, "does not make an execution context (is the device's memory full?)"),
         ("set_optimization_profile_async", False, "does not choose profile `ar`"),
-        ("set_tensor_address", False, "does not take an address for `input_embeds`"),
+        ("set_tensor_address", False, "does not take an address for `embeddings`"),
         ("execute_async_v3", False, "does not run this plan"),
     ],
 )
@@ -106,7 +106,8 @@ def test_memory_that_a_context_does_not_take_is_said(tiny: HostRig, monkeypatch:
 def test_outputs_of_another_shape_than_expected_are_refused(tiny: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.load()
     monkeypatch.setattr(_Context, "get_tensor_shape", lambda self, name: (1, 2, 7))
-    with refused(EngineError, f"{tiny.plan}: found `logits` as [1, 2, 7], expected [1, 2, 48]; rebuild with"):
+    expected = "expected [1, 2, 320, 16]; rebuild with"
+    with refused(EngineError, f"{tiny.plan}: found `present_key_values.0.key` as [1, 2, 7], {expected}"):
         tiny.last_of(engine)
 
 

@@ -98,7 +98,7 @@ def test_greedy_decoding_with_a_tree_gives_the_codes_without(
 
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2"])
-@pytest.mark.parametrize("backend", ["onnxruntime"], indirect=True)
+@pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt, host"], indirect=True)
 def test_drawn_codes_have_the_distribution_that_torch_computes(
     small: SmallModel, backend: str, model: Model, tree: str
 ) -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_tensorrt import HostLibrary, HostMemory, write_plan
+from host_tensorrt import HostKernels, HostLibrary, HostMemory, _Config, write_plan
 from refusals import refused
-from tiny_bundle import make_tiny_bundle
 from tiny_graphs import Painter, export
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.engine_folder import open_engine_folder
-from lantern_rt.engines.profiles import BuildOptions, Profile
+from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.cuda import Gpu
 from lantern_rt.engines.trt.device_cache import BlockCache
@@ -33,7 +36,7 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     module = Painter(48, 4).eval()
     free = {"codes": {0: "rows"}, "images": {0: "rows"}}
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
-    rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), past=(0, 0, 0)),)
+    rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     memory = HostMemory()
     library = HostLibrary(memory)
     plan = Plan(library, memory, write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
@@ -52,7 +55,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     def build(
         self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
     ) -> list[Path]:
-        return [write_plan(bundle.path(role), shapes, folder / f"{role}.plan")]
+        manifest, path, model = bundle.manifest, bundle.path(role), None
+        if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
+            model = device_graph(path, spec, role == "drafter", capacity=capacity_of(shapes)).model
+        return [write_plan(path, shapes, folder / f"{role}.plan", model)]
 
     monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
@@ -69,10 +75,9 @@ def build_plans(bundle: str | Path, folder: Path, max_nodes: int) -> Path:
 
 
 @pytest.fixture
-def plans(tmp_path: Path, library: HostLibrary) -> tuple[Path, Path, HostLibrary]:
-    """A tiny bundle, an engine folder of "plans" for it, and the library that they run in."""
-    bundle = make_tiny_bundle(tmp_path / "tiny")
-    return bundle, build_plans(bundle, tmp_path / "plans", max_nodes=16), library
+def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tuple[Path, Path, HostLibrary]:
+    """A small bundle, an engine folder of "plans" for it, and the library that they run in."""
+    return t2i_drafter_bundle, build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), library
 
 
 @pytest.mark.slow
@@ -88,16 +93,28 @@ def test_passes_of_an_image_have_few_shapes(
     assert [len({(profile, *shapes.items()) for profile, shapes in engine.runs}) for engine in decoders] == kinds
 
 
-@pytest.mark.parametrize("method", ["ar", "eagle", "lantern", "lantern++"])
+METHODS: dict[str, dict[str, Any]] = {
+    "ar": {"method": "ar"},
+    "eagle": {"method": "eagle", "tree": "dynamic-12-4-4"},
+    "lantern": {"method": "lantern", "tree": "dynamic-12-4-4", "neighbors": 8},
+    "lantern++": {"method": "lantern++", "tree": "tree-3-210-100", "neighbors": 8},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_bundle_draws_the_same_images_from_plans(plans: tuple[Path, Path, HostLibrary], method: str) -> None:
     bundle, folder, library = plans
-    images = []
+    results = []
     for engines in (None, folder):
         pipeline = Pipeline.from_bundle(bundle, engines=engines, threads=1)
-        results = pipeline(["a red sphere", "a cube"], seed=3, method=method)
-        images.append([np.asarray(image) for image in results.images])
-    for plain, found in zip(*images, strict=True):
+        prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+        states = np.random.default_rng(0).standard_normal((2, prefix, width or 0), dtype=np.float32)
+        prompts = states, np.ones((2, prefix), np.int64)
+        results.append(pipeline(embeddings=prompts, seed=3, **METHODS[method]))
+    for plain, found in zip(*(result.codes for result in results), strict=True):
         np.testing.assert_array_equal(found, plain)
+    for plain, found in zip(*(result.images for result in results), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(plain))
     assert len(library.engines) == (2 if method == "ar" else 3)  # the condition graph stays with ONNX Runtime
 
 
@@ -123,4 +140,57 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
     assert isinstance(cache, BlockCache)
-    assert cache.entry == 2 * pipeline.bundle.manifest.target.num_kv_heads * pipeline.bundle.manifest.target.head_dim
+    assert cache.layout.entry == 2 * pipeline.bundle.manifest.target.head_dim
+
+
+def draw(bundle: Path, folder: Path) -> None:
+    """An image from plans, which are then given back."""
+    pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
+    prefix, width = pipeline.bundle.manifest.condition.prefix, pipeline.bundle.manifest.condition.caption_dim
+    states = np.zeros((1, prefix, width or 0), np.float32)
+    pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
+    del pipeline
+    gc.collect()
+
+
+def test_compiled_kernels_are_shared_by_all_plans_and_kept_for_the_next_process(
+    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle, folder, library = plans
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
+    pipeline = Pipeline.from_bundle(bundle, threads=1, engines=folder)
+    pipeline.engines.vq_decoder(np.zeros((1, 36), np.int64))
+    (kept,) = (tmp_path / "cache/kernels").iterdir()
+    assert json.loads(kept.read_bytes()) == ["1", "1 0"]  # as soon as a context was made
+    draw(bundle, folder)
+    assert len(library.caches) == 2  # one for all plans of a pipeline
+    first = json.loads(kept.read_bytes())
+    assert len({word.partition(" ")[0] for word in first[1:]}) == 3  # target, drafter and image decoder
+    loaded = Pipeline.from_bundle(bundle, threads=1, engines=folder)
+    loaded.engines.vq_decoder(np.zeros((1, 36), np.int64))
+    library.caches[-1].kernels.add("compiled while it ran")
+    del loaded
+    gc.collect()
+    assert json.loads(kept.read_bytes()) == sorted([*first, "compiled while it ran"])
+    monkeypatch.setattr(HostKernels, "version", "2")  # another driver: what is kept is not taken
+    draw(bundle, folder)
+    assert json.loads(kept.read_bytes())[0] == "2"
+    assert [path.name for path in (tmp_path / "cache/kernels").iterdir()] == [kept.name]
+
+
+@pytest.mark.parametrize("kept", ["a folder that cannot be written", "a damaged file", "no such interface"])
+def test_plans_run_without_kept_kernels(
+    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: str
+) -> None:
+    bundle, folder, library = plans
+    monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
+    if kept == "a folder that cannot be written":
+        (tmp_path / "cache").write_text("a file")
+    elif kept == "a damaged file":
+        draw(bundle, folder)
+        (file,) = (tmp_path / "cache/kernels").iterdir()
+        file.write_bytes(b"")
+    else:
+        monkeypatch.delattr(_Config, "create_runtime_cache")
+    draw(bundle, folder)
+    assert bool(library.caches) == (kept != "no such interface")

@@ -14,27 +14,36 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUarray_st *CUarray;
 typedef struct CUmemPoolHandle_st *CUmemoryPool;
 typedef int CUmemPool_attribute;
-typedef struct CUDA_MEMCPY2D_st {
+typedef struct CUDA_MEMCPY3D_st {
     size_t srcXInBytes;
     size_t srcY;
+    size_t srcZ;
+    size_t srcLOD;
     int srcMemoryType;
     const void *srcHost;
     CUdeviceptr srcDevice;
     CUarray srcArray;
+    void *reserved0;
     size_t srcPitch;
+    size_t srcHeight;
     size_t dstXInBytes;
     size_t dstY;
+    size_t dstZ;
+    size_t dstLOD;
     int dstMemoryType;
     void *dstHost;
     CUdeviceptr dstDevice;
     CUarray dstArray;
+    void *reserved1;
     size_t dstPitch;
+    size_t dstHeight;
     size_t WidthInBytes;
     size_t Height;
-} CUDA_MEMCPY2D;
+    size_t Depth;
+} CUDA_MEMCPY3D;
 #define cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2
 #define cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2
-#define cuMemcpy2DAsync cuMemcpy2DAsync_v2
+#define cuMemcpy3DAsync cuMemcpy3DAsync_v2
 #endif
 #include <stdlib.h>
 #include <string.h>
@@ -124,15 +133,19 @@ CUresult cuMemcpyDtoHAsync(void *target, CUdeviceptr source, size_t size, CUstre
     return (CUresult)0;
 }
 
-CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream stream) {
+CUresult cuMemcpy3DAsync(const CUDA_MEMCPY3D *copy, CUstream stream) {
     ON_STREAM(stream);
-    CHECK(!copy->srcXInBytes && !copy->srcY && !copy->dstXInBytes && !copy->dstY, 1);
+    CHECK(!copy->srcXInBytes && !copy->srcY && !copy->srcZ && !copy->srcLOD && !copy->reserved0, 1);
+    CHECK(!copy->dstXInBytes && !copy->dstY && !copy->dstZ && !copy->dstLOD && !copy->reserved1, 1);
     CHECK((int)copy->srcMemoryType == 2 && (int)copy->dstMemoryType == 2, 1);
     CHECK(!copy->srcHost && !copy->dstHost && !copy->srcArray && !copy->dstArray, 1);
     CHECK(copy->WidthInBytes <= copy->srcPitch && copy->WidthInBytes <= copy->dstPitch, 1);
-    for (size_t line = 0; line < copy->Height; line++)
-        memcpy((char *)(size_t)copy->dstDevice + line * copy->dstPitch,
-               (const char *)(size_t)copy->srcDevice + line * copy->srcPitch, copy->WidthInBytes);
+    CHECK(copy->Height <= copy->srcHeight && copy->Height <= copy->dstHeight, 1);
+    for (size_t slice = 0; slice < copy->Depth; slice++)
+        for (size_t line = 0; line < copy->Height; line++)
+            memcpy((char *)(size_t)copy->dstDevice + (slice * copy->dstHeight + line) * copy->dstPitch,
+                   (const char *)(size_t)copy->srcDevice + (slice * copy->srcHeight + line) * copy->srcPitch,
+                   copy->WidthInBytes);
     return (CUresult)0;
 }
 

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from lantern_rt.engines.profiles import BuildOptions, Profile
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
-ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0))
+ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0))
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -32,4 +32,4 @@ def bad_graph(path: Path, op: str) -> Any:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsewhere", 1)]
     graph = helper.make_graph(nodes, "bad", inputs, outputs, [weight])
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return SimpleNamespace(path=lambda _: path)
+    return SimpleNamespace(path=lambda _: path, manifest=SimpleNamespace(target=None, drafter=None))

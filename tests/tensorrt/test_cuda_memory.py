@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from lantern_rt.engines.trt.cuda import ALIGNMENT, Block, CudaMemory, find_gpu, open_gpu
-from lantern_rt.engines.trt.device_cache import BlockCache, NewKV
+from lantern_rt.engines.trt.cuda import ALIGNMENT, Block, CudaMemory, Lines, find_gpu, open_gpu
+from lantern_rt.engines.trt.device_cache import BlockCache, Layout
 from lantern_rt.errors import EngineError
+from lantern_rt.runtime.engine import Pass
 
 
 @pytest.fixture(scope="module")
@@ -61,35 +62,36 @@ def test_freed_memory_stays_with_the_process(stand_in: Path) -> None:
 
 
 def test_zeros_and_lines_land_where_they_should(memory: CudaMemory) -> None:
-    source, target = Block(memory, 40), Block(memory, 40)
-    memory.upload(source.address, np.arange(40, dtype=np.uint8))
-    memory.upload(target.address, np.full(40, 99, np.uint8))
+    source, target = Block(memory, 96), Block(memory, 96)
+    memory.upload(source.address, np.arange(96, dtype=np.uint8))
+    memory.upload(target.address, np.full(96, 99, np.uint8))
     memory.zero(target.address + 1, 3)
-    memory.copy2d(target.address + 5, 9, source.address + 2, 7, 3, 4)
-    expected = np.full(40, 99)
+    memory.copy(Lines(target.address + 5, 9, 4), Lines(source.address + 2, 7, 5), 3, 4, 2)
+    expected = np.full(96, 99)
     expected[1:4] = 0
-    for line in range(4):
-        expected[5 + 9 * line :][:3] = np.arange(3) + 2 + 7 * line
-    assert numbers(memory, target.address, 40) == expected.tolist()
+    for slice_ in range(2):
+        for line in range(4):
+            expected[5 + 9 * (4 * slice_ + line) :][:3] = np.arange(3) + 2 + 7 * (5 * slice_ + line)
+    assert numbers(memory, target.address, 96) == expected.tolist()
 
 
-def test_a_cache_of_many_layers_takes_the_accepted_nodes(memory: CudaMemory) -> None:
-    rows, nodes, count, entry = 3, 8, 72, 48  # layers a distance apart that no pitched allocation would choose
-    new_kv = np.random.default_rng(1).integers(0, 255, (count, nodes, rows, entry), np.uint8)
-    block = Block(memory, new_kv.nbytes)
-    memory.upload(block.address, new_kv)
-    cache = BlockCache(memory, rows, 60, count, entry)
+def test_a_cache_of_many_layers_keeps_the_accepted_nodes(memory: CudaMemory) -> None:
+    rows, nodes, layout = 3, 8, Layout(tensors=72, heads=5, columns=64, entry=48)
+    cache = BlockCache(memory, rows, 60, layout)
+    held = np.random.default_rng(1).integers(0, 255, (72, rows, 5, 64, 48), np.uint8)
+    memory.upload(cache.block.address, held)
     accepted_indices = [np.array(pick) for pick in ([0, 1, 4], [0, 2], [0])]
-    cache.append(NewKV(block.address, new_kv[0].nbytes, 0), accepted_indices)
-    cache.append(NewKV(block.address, new_kv[0].nbytes, 0), [np.array([5, 6])] * rows)
+    batch = Pass(np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes, 64 + nodes), bool))
+    for nodes_of_rows in (accepted_indices, [np.array([1, 2, 3])] * rows):
+        cache.append(cache.encode(batch, nodes)["write"], nodes_of_rows)
     cache.keep_rows(np.array([1, 0]))
-    held = np.empty((count, 64, 2, entry), np.uint8)
-    memory.download(held, cache.addresses()[0])
+    found = np.empty((72, 2, 5, 64, 48), np.uint8)
+    memory.download(found, cache.block.address)
     memory.synchronise()
     for place, row in enumerate([1, 0]):
-        order = [*accepted_indices[row], 5, 6]
-        np.testing.assert_array_equal(held[:, : len(order), place], new_kv[:, order, row])
-        assert not held[:, len(order) :, place].any()
+        first = accepted_indices[row]
+        order = [*first, *(len(first) + np.array([1, 2, 3]))]
+        np.testing.assert_array_equal(found[:, place, :, : len(order)], held[:, row][:, :, order])
 
 
 def test_every_thread_may_call(memory: CudaMemory) -> None:

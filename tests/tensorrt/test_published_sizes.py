@@ -51,8 +51,8 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
     assert manifest.graphs.keys() == {"target", "vq_decoder"}
     weights = (2 if compute == "float16" else 4) * float_weights(tmp_path / "bundle/target.onnx")
     assert weights < manifest.graphs["target"].files[0].bytes < 1.2 * weights  # once for both GPUs, beside kernels
-    names = [(p.name, p.nodes[2], p.past[2]) for p in manifest.graphs["target"].profiles]
-    assert names == [("prefill", 2, 64), ("ar", 2, 384), ("tree", 64, 384)]
+    names = [(p.name, p.nodes[2], p.columns[2]) for p in manifest.graphs["target"].profiles]
+    assert names == [("ar", 2, 384), ("tree", 64, 384)]
 
 
 def test_the_scenes_model_is_built_in_float16_too(tmp_path: Path) -> None:

@@ -33,9 +33,17 @@ USED = {
     ],
     "ExecutionContextAllocationStrategy": ["USER_MANAGED"],
     "TensorIOMode": ["INPUT", "OUTPUT"],
-    "DataType": ["FLOAT", "HALF", "INT64"],
+    "DataType": ["FLOAT", "HALF", "INT32", "INT64"],
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
+    "OnnxParser": ["parse", "num_errors", "get_error"],
+}  # fmt: skip
+COMPILING = {  # of a library that compiles kernels where a plan runs
+    "ICudaEngine": ["create_runtime_config"],
+    "IRuntimeConfig": [
+        "set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache",
+    ],
+    "IRuntimeCache": ["serialize", "deserialize"],
 }  # fmt: skip
 # As the bindings print them, without the modules' own names.
 SIGNATURES = {
@@ -44,6 +52,7 @@ SIGNATURES = {
     ("IExecutionContext", "set_input_shape"): "name: str, shape: tuple) -> bool",
     ("IExecutionContext", "set_tensor_address"): "name: str, memory: typing.SupportsInt) -> bool",
     ("IExecutionContext", "execute_async_v3"): "stream_handle: typing.SupportsInt) -> bool",
+    ("OnnxParser", "parse"): "model: typing_extensions.Buffer, path: str = None) -> bool",
     ("IExecutionContext", "set_device_memory"): "memory: typing.SupportsInt, size: typing.SupportsInt) -> None",
 }
 
@@ -63,6 +72,14 @@ def test_the_library_has_everything_that_is_called(name: str, kind: str) -> None
     assert [member for member in USED[kind] if not hasattr(getattr(library, kind), member)] == []
 
 
+@pytest.mark.parametrize("kind", COMPILING)
+def test_compiled_kernels_can_be_kept(kind: str) -> None:
+    library = pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
+    assert [member for member in COMPILING[kind] if not hasattr(getattr(library, kind), member)] == []
+    contexts = library.ICudaEngine.create_execution_context.__doc__
+    assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in contexts
+
+
 @pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call[1])
 def test_calls_have_the_arguments_that_are_given(name: str, call: tuple[str, str]) -> None:
     described = getattr(getattr(import_library(name), call[0]), call[1]).__doc__
@@ -75,8 +92,8 @@ def test_calls_have_the_arguments_that_are_given(name: str, call: tuple[str, str
 def image_decoder(name: str, folder: Path, memory: Any) -> tuple[TensorRTFunction, GraphSession]:
     """The image decoder of `scenes` as a plan and in ONNX Runtime."""
     scenes = open_bundle("scenes")
-    manifest, bundle = scenes.manifest, SimpleNamespace(path=scenes.path)
-    rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), past=(0, 0, 0)),)
+    manifest, bundle = scenes.manifest, SimpleNamespace(path=scenes.path, manifest=scenes.manifest)
+    rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     options = BuildOptions(name, compute_capabilities=() if find_gpu() else ("SM89",))
     built = TensorRTBackend(name).build(bundle, "vq_decoder", rows, options, folder, lambda what, done, total: None)  # type: ignore[arg-type]
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]

@@ -115,13 +115,16 @@ def test_engines_run_only_on_the_gpus_they_were_built_for(monkeypatch: pytest.Mo
 
 
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
-    tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), past=(64, 192, 384))
-    assert ranges("input_embeds", (-1, -1, 256), tree) == ((1, 2, 256), (2, 64, 256), (8, 64, 256))
-    assert ranges("position_ids", (-1, -1), tree) == ((1, 2), (2, 64), (8, 64))
-    assert ranges("attention_mask", (-1, 1, -1, -1), tree) == ((1, 1, 2, 66), (2, 1, 64, 256), (8, 1, 64, 448))
-    past = ((64, 1, 4, 64), (192, 2, 4, 64), (384, 8, 4, 64))
-    assert ranges("past_key_values.0.key", (-1, -1, 4, 64), tree) == past
-    assert ranges("codes", (-1, 256), ONE_ROW) == ((1, 256),) * 3
+    tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), columns=(64, 192, 384))
+    for name in ("token_ids", "hidden_ids", "position_ids"):
+        assert ranges(name, (-1, -1), tree, 512) == ((1, 2), (2, 64), (8, 64))
+    assert ranges("embeddings", (-1, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
+    assert ranges("hidden", (-1, -1, 256), tree, 512) == ((1, 1, 256), (1, 512, 256), (1, 512, 256))
+    assert ranges("write", (-1,), tree, 512) == ((1,), (2,), (8,))
+    assert ranges("seen", (-1, -1, -1), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
+    past = ((1, 4, 384, 64), (2, 4, 384, 64), (8, 4, 384, 64))
+    assert ranges("past_key_values.0.key", (-1, 4, 384, 64), tree, 512) == past
+    assert ranges("codes", (-1, 256), ONE_ROW, 0) == ((1, 256),) * 3
 
 
 # ---------------------------------------------------------------- ahead of time, without a GPU
@@ -143,8 +146,8 @@ def test_plans_for_two_gpus_are_built_and_recorded(plans: Path, scenes: Bundle, 
         (file,) = graph.files
         assert file.bytes == (plans / f"{role}.plan").stat().st_size
         assert file.bytes > scenes.manifest.files[f"{role}.data"].bytes  # the weights are in it
-    names = [(p.name, p.rows[2], p.nodes[2], p.past[2]) for p in manifest.graphs["target"].profiles]
-    assert names == [("prefill", 2, 24, 64), ("ar", 2, 2, 320), ("tree", 2, 8, 320)]
+    names = [(p.name, p.rows[2], p.nodes[2], p.columns[2]) for p in manifest.graphs["target"].profiles]
+    assert names == [("ar", 2, 2, 320), ("tree", 2, 24, 320)]
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
@@ -163,7 +166,7 @@ def test_graphs_that_compute_in_float16_make_smaller_plans(tmp_path: Path) -> No
     for compute in ("float32", "float16"):
         bundle = open_bundle(random_bundle(shape, tmp_path / compute, compute))
         for role, found in sizes.items():
-            profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), past=(64, 64, 64)),)
+            profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
             (folder := tmp_path / f"{compute}-{role}").mkdir()
             built = TensorRTBackend("tensorrt-rtx").build(bundle, role, profiles, RTX, folder, silent)
             found.append(built[0].stat().st_size)
@@ -191,15 +194,16 @@ def test_a_graph_that_cannot_be_parsed_names_its_node_and_module(tmp_path: Path,
 
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, library: Any) -> None:
     (tmp_path / "junk.onnx").write_bytes(b"junk")
-    bundle: Any = SimpleNamespace(path=lambda _: tmp_path / "junk.onnx")
+    specs = SimpleNamespace(target=None, drafter=None)
+    bundle: Any = SimpleNamespace(path=lambda _: tmp_path / "junk.onnx", manifest=specs)
     with refused(EngineError, f"{tmp_path / 'junk.onnx'}: tensorrt-rtx {library.__version__} cannot parse "):
-        TensorRTBackend("tensorrt-rtx").build(bundle, "target", [ONE_ROW], RTX, tmp_path, silent)
+        TensorRTBackend("tensorrt-rtx").build(bundle, "vq_decoder", [ONE_ROW], RTX, tmp_path, silent)
 
 
 def test_shapes_that_contradict_the_graph_fail_the_build_in_one_line(
     scenes: Bundle, tmp_path: Path, library: Any
 ) -> None:
-    wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), past=(64, 64, 64))
+    wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
     start = f"{scenes.path('drafter')}: tensorrt-rtx {library.__version__} does not build this graph: "
     with refused(EngineError, start, "; try smaller --max-rows, --max-nodes or --max-past, or another --backend"):
         TensorRTBackend("tensorrt-rtx").build(scenes, "drafter", [wrong], RTX, tmp_path, silent)

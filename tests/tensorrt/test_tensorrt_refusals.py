@@ -62,7 +62,7 @@ class Refusing:
     def OnnxParser(self, network: Any, logger: Any) -> Refusing:  # noqa: N802
         return self
 
-    def parse_from_file(self, path: str) -> bool:
+    def parse(self, model: bytes, path: str) -> bool:
         return self.parses or self.complain()
 
     def build_serialized_network(self, network: Any, config: Any) -> None:
@@ -112,4 +112,4 @@ def test_an_unknown_gpu_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: Refusing())
     backend, scenes = TensorRTBackend("tensorrt-rtx"), open_bundle("scenes")
     with refused(RequestError, "compute-capability: found 'SM31', expected one of SM75, SM89, SM120"):
-        backend.build(scenes, "drafter", [], replace(RTX, compute_capabilities=("SM31",)), tmp_path, silent)
+        backend.build(scenes, "vq_decoder", [], replace(RTX, compute_capabilities=("SM31",)), tmp_path, silent)

@@ -165,17 +165,16 @@ def test_plans_of_a_bundle_that_computes_in_float32_come_with_a_word_on_float16(
     )
 
 
-def test_profiles_cover_prefill_plain_decoding_and_trees(bundle: Path) -> None:
+def test_profiles_cover_plain_decoding_prefixes_and_trees(bundle: Path) -> None:
     options = BuildOptions("tensorrt-rtx", max_rows=6, max_nodes=32, compute_capabilities=("SM89",))
     shapes = plan_build(open_bundle(bundle), options)
-    assert [(p.name, p.rows, p.nodes, p.past) for p in shapes["target"]] == [
-        ("prefill", (1, 2, 6), (2, 4, 4), (64, 64, 64)),
+    assert [(p.name, p.rows, p.nodes, p.columns) for p in shapes["target"]] == [
         ("ar", (1, 2, 6), (2, 2, 2), (64, 64, 128)),
         ("tree", (1, 2, 6), (2, 32, 32), (64, 64, 128)),
     ]
-    past = [(64, 64, 64), (64, 128, 192), (64, 128, 192)]  # a draft's slots are cached until it has been verified
+    columns = [(64, 128, 192)] * 2  # a draft's slots are cached until it has been verified
     assert [(p.rows, p.nodes) for p in shapes["drafter"]] == [(p.rows, p.nodes) for p in shapes["target"]]
-    assert [p.past for p in shapes["drafter"]] == past
+    assert [p.columns for p in shapes["drafter"]] == columns
     assert [p.name for p in shapes["vq_decoder"]] == ["rows"]
 
 
@@ -241,14 +240,22 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
     ("text", "expected"),
     [
         ("{", "expected JSON, found "),
-        ("[]", "found engine format None, this lantern-rt reads 1.0"),
-        ('{"format_version": "2.0"}', "found engine format '2.0', this lantern-rt reads 1.0"),
-        ('{"format_version": "1.0"}', "field `backend`: found nothing, expected a value"),
+        ("[]", "found engine format None, this lantern-rt reads 2.0"),
+        ('{"format_version": "3.0", "command": [7]}', "found engine format '3.0', this lantern-rt reads 2.0"),
+        ('{"format_version": "2.0"}', "field `backend`: found nothing, expected a value"),
     ],
 )
 def test_a_damaged_record_is_one_line(bundle: Path, engines: Path, text: str, expected: str) -> None:
     (engines / ENGINE_FILE).write_text(text)
     check_refused(bundle, engines, f"{engines / ENGINE_FILE}: {expected}", "; build the engines again")
+
+
+def test_engines_of_another_format_come_with_the_command_that_builds_them_again(bundle: Path, engines: Path) -> None:
+    change(engines, format_version="1.0")
+    found = f"{engines / ENGINE_FILE}: found engine format '1.0', this lantern-rt reads 2.0; rebuild with `lantern-rt"
+    check_refused(
+        bundle, engines, found, f"build-engine {bundle} --backend onnxruntime", f"--output {engines} --force`"
+    )
 
 
 def test_a_folder_without_engines_or_a_record_that_is_too_long_is_refused(bundle: Path, tmp_path: Path) -> None:

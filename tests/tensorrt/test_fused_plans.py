@@ -1,0 +1,116 @@
+"""What TensorRT-RTX makes of decoders, read off what its builder says: few layers, fused attention, caches in place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.trt.backend import ranges
+
+for needed in ("torch", "tensorrt_rtx"):
+    pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
+
+COLUMNS = 448
+TREE = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 16, 64), columns=(64, 320, COLUMNS))
+_LAYER = re.compile(r"Name: (.*?), LayerType: (\w+), Inputs: \[(.*?)\], Constants: .*?, Outputs: \[(.*?)\], Tac")
+_TENSOR = re.compile(r"\{ Name: (\S+), ")
+_NO_WORK = ("shape_call", "signal", "wait")  # kinds of layers that compute nothing on the device
+
+
+class Step(NamedTuple):
+    """A layer of a plan: its name, which has what it does in it, kind, and the names of its tensors."""
+
+    name: str
+    kind: str
+    inputs: list[str]
+    outputs: list[str]
+
+
+def write_decoder(folder: Path, layers: int, half: bool, drafts: bool) -> tuple[Path, DecoderSpec | DrafterSpec]:
+    """A decoder of LlamaGen-XL's widths."""
+    import torch
+
+    from lantern_rt.export.graph.graphs import in_half, target_graph, write_graph
+    from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+    from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+
+    config = DecoderConfig(1280, layers, 20, 20, 3584, vocab_size=512, grid=16, prefix=120)
+    torch.manual_seed(0)
+    sizes = {name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_kv_heads", "head_dim")}
+    spec: DecoderSpec | DrafterSpec
+    if drafts:
+        head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        own = replace(config, final_norm=False, input_norm=False)
+        graph, spec = drafter_graph(EagleDrafter(own, head, bias=True).eval()), DrafterSpec(**sizes, vocab_size=512)
+    else:
+        graph = target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
+        spec = DecoderSpec(**sizes, vocab_size=512, max_positions=config.positions)
+    (path, *_) = write_graph(in_half(graph) if half else graph, folder)
+    return path, spec
+
+
+def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[Step]:
+    """The layers of the decoder's plan that work on the device."""
+    import tensorrt_rtx as library
+
+    said: list[str] = []
+
+    class Logger(library.ILogger):  # type: ignore[misc]
+        def log(self, severity: Any, message: str) -> None:
+            said.append(message)
+
+    builder = library.Builder(logger := Logger())
+    network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = library.OnnxParser(network, logger)
+    assert parser.parse(device_graph(path, spec, drafts, capacity=COLUMNS).model, str(path)), said[-3:]
+    config = builder.create_builder_config()
+    config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
+    config.clear_flag(library.BuilderFlag.TF32)
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(library.ComputeCapability.SM89, 0)
+    shapes = builder.create_optimization_profile()
+    for tensor in map(network.get_input, range(network.num_inputs)):
+        shapes.set_shape(tensor.name, *ranges(tensor.name, tuple(tensor.shape), TREE, entries=512))
+    config.add_optimization_profile(shapes)
+    assert builder.build_serialized_network(network, config) is not None, said[-3:]
+    lines = [line for text in said if text.startswith("Layers:\n") for line in text.splitlines()]
+    found = [Step(one[1], one[2], *map(_TENSOR.findall, one.group(3, 4))) for one in map(_LAYER.match, lines) if one]
+    assert found, "the builder does not list its layers any more"
+    views = {"reshape", "cast"}  # of what is known when the plan is loaded, where only the builder's own tensors go in
+    works = [step for step in found if step.kind not in _NO_WORK]
+    return [step for step in works if step.kind not in views or not all("mye" in name for name in step.inputs)]
+
+
+def copies_of_past(steps: list[Step]) -> list[Step]:
+    """Layers that read a cache and do nothing but move what they read, perhaps times a number."""
+    moving = {"Conc", "Move", "Mul", "Repl", "Resh", "Slic", "Tran"}
+    found = []
+    for step in steps:
+        words = re.fullmatch(r"__myl_((?:[A-Z][a-z]+)+)_myl.*", step.name)
+        reads = any("key_values" in name for name in step.inputs)
+        if reads and words and set(re.findall("[A-Z][a-z]+", words[1])) <= moving:
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
+@pytest.mark.parametrize(("half", "most"), [(True, 12), (False, 15)], ids=["float16", "float32"])
+def test_a_decoder_layer_is_few_layers_of_a_plan(tmp_path: Path, drafts: bool, half: bool, most: int) -> None:
+    counts = []
+    for layers in (2, 4):
+        (folder := tmp_path / str(layers)).mkdir()
+        steps = steps_of(*write_decoder(folder, layers, half, drafts), drafts)
+        counts.append(len(steps))
+        if half:
+            assert sum("_mha_" in step.name for step in steps) == layers  # attention is one kernel
+        moved = copies_of_past(steps)  # laid out for the kernel, but only up to the last column that is seen
+        assert [step.name for step in moved if "Slic" not in step.name] == []
+        assert len(moved) == 2 * layers
+    assert (counts[1] - counts[0]) / 2 <= most
