@@ -61,18 +61,6 @@ class CacheRows:
         """
         return round_up(max(1, int(self.lengths.max(initial=0))))
 
-    def places(self, accepted_indices: list[Ints]) -> tuple[Ints, Ints, Ints]:
-        """Where to append nodes `accepted_indices[r]` of row r, each int64 `[entries]`, and the lengths after it.
-
-        Places are `node * rows + row` in the new keys and values, and `column * rows + row` in the cache.
-
-        Raises: ValueError if they do not fit.
-        """
-        rows, lengths = len(self.lengths), self.grown(accepted_indices)
-        row = np.repeat(np.arange(rows), lengths - self.lengths)
-        column = np.concatenate([np.arange(start, end) for start, end in zip(self.lengths, lengths, strict=True)])
-        return np.concatenate(accepted_indices) * rows + row, column * rows + row, lengths
-
     def grown(self, accepted_indices: list[Ints]) -> Ints:
         """Lengths once nodes `accepted_indices[r]` of row r are appended. Raises: ValueError if they do not fit."""
         counts = np.array([len(indices) for indices in accepted_indices], np.int64)
@@ -122,7 +110,10 @@ class KVCache(CacheRows):
 
     def append(self, new_kv: list[Halves], accepted_indices: list[Ints]) -> None:
         """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
-        source, target, lengths = self.places(accepted_indices)
+        lengths = self.grown(accepted_indices)
+        row = np.repeat(np.arange(len(lengths)), lengths - self.lengths)
+        column = np.concatenate([np.arange(start, end) for start, end in zip(self.lengths, lengths, strict=True)])
+        source, target = (place * len(lengths) + row for place in (np.concatenate(accepted_indices), column))
         start, end, first = self.lengths[0], lengths[0], accepted_indices[0]
         alike = (self.lengths == start).all() and all(np.array_equal(other, first) for other in accepted_indices)
         for tensor, new in zip(self.tensors, new_kv, strict=True):
