@@ -136,22 +136,23 @@ class _Writer:
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = graph.op("Gather", "embeddings", "token_ids")
-        mask, tables = self.mask(), self.rotary_tables()
+        mask, tables, normed = self.mask(), self.rotary_tables(), "norm.weight" in self.weights
         for i in range(spec.num_layers):
-            x = self.layer(x, i, mask, tables)
-        hidden = self.norm(x, "norm.weight", name="hidden_states")
-        self.head(hidden)
+            # no Identity makes an output of it: a copy, which WebGPU does not record
+            last = i + 1 == spec.num_layers and not normed
+            x = self.layer(x, i, mask, tables, "hidden_states" if last else None)
+        self.head(self.norm(x, "norm.weight", name="hidden_states"))
         inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
         return DeviceGraph(graph.model(map(_value, inputs), map(_value, outputs)), inputs, outputs, self.dtype)
 
-    def layer(self, x: str, index: int, mask: str, tables: list[str]) -> str:
+    def layer(self, x: str, index: int, mask: str, tables: list[str], name: str | None) -> str:
         """Attention and feed-forward."""
         graph, at = self.graph, f"layers.{index}"
         x = graph.op("Add", x, self.attention(self.norm(x, f"{at}.attention_norm.weight"), index, mask, tables))
         normed = self.norm(x, f"{at}.ffn_norm.weight")
         gate, up = (self.linear(normed, f"{at}.ffn.{part}") for part in ("gate", "up"))
         active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-        return graph.op("Add", x, self.linear(active, f"{at}.ffn.down"))
+        return graph.op("Add", x, self.linear(active, f"{at}.ffn.down"), name=name)
 
     def attention(self, x: str, index: int, mask: str, tables: list[str]) -> str:
         """Attention over the cache, with the new nodes written into it."""
@@ -232,7 +233,7 @@ class _Writer:
     def norm(self, x: str, weight: str, name: str | None = None) -> str:
         """x / rms(x), scaled; `x` itself where there is no such weight."""
         if weight not in self.weights:
-            return x if name is None else self.graph.op("Identity", x, name=name)
+            return x
         scale = self.narrow(self.weight(weight))
         return self.graph.op("RMSNormalization", x, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
 
