@@ -116,7 +116,7 @@ def test_only_one_layer_at_a_time_is_there_in_float32(tmp_path: Path) -> None:
             graph.module(*(torch.from_numpy(inputs[value.name]) for value in graph.inputs))
         Sessions(path, lean=True).run(inputs)
         DeviceLayout(graph, path, lean=True).run(inputs)
-    assert (peak.bytes or 0) - before < 5 * layer
+    assert (peak.bytes or 0) - before < 6 * layer
 
 
 class Twins(nn.Module):
