@@ -69,7 +69,8 @@ def build_engines(
         graphs: dict[str, BuiltGraph] = {}
         for role in (role for role in backend.roles if role in files):
             start = time.perf_counter()
-            built = backend.build(bundle, role, shapes[role], options, folder, say)
+            if not (built := backend.build(bundle, role, shapes[role], options, folder, say)):
+                continue
             graphs[role] = BuiltGraph(
                 seconds=time.perf_counter() - start,
                 onnx_sha256={name: entry.sha256 for name, entry in files.items() if name.split(".")[0] == role},

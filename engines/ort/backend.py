@@ -100,7 +100,12 @@ class OrtBackend:
     def build(
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
     ) -> list[Path]:
-        """Write the optimised graph of a role into `folder`; returns the files, the one to load first."""
+        """Write the optimised graph of a role into `folder`; returns the files, the one to load first.
+
+        None for decoders of providers that run them in the device layout, which is made when a bundle is loaded.
+        """
+        if find_provider(options.provider, import_onnxruntime()).resident and role in ("target", "drafter"):
+            return []
         say(f"optimising {role}", 0, 1)
         files = save_optimised(bundle.path(role), options.provider, folder / f"{role}.onnx")
         say(f"optimising {role}", 1, 1)

@@ -10,8 +10,8 @@ import importlib
 import io
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -92,6 +92,42 @@ _ALL = (
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
+
+
+class Turns:
+    """While a pass is recorded on a device nobody else may use it: CUDA fails whatever takes memory meanwhile."""
+
+    def __init__(self) -> None:
+        self._changed, self._running = threading.Condition(), 0
+
+    @contextmanager
+    def among_others(self) -> Iterator[None]:
+        """Use the device beside other threads."""
+        with self._changed:
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Use the device while no other thread does."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running)
+            yield
+
+
+_turns = {provider.name: Turns() for provider in _ALL if provider.recording}
+
+
+def turns_on(provider: str) -> Turns | None:
+    """The turns that everybody takes on the device of a provider of this process; None where nothing is recorded."""
+    return _turns.get(provider)
+
+
 _registered: set[str] = set()  # plugins of this process
 _lock = threading.Lock()
 

@@ -43,7 +43,7 @@ class Bound:
         record it by, None: it is run op by op.
         """
         self.number, self.outputs, self.record = 0, outputs, record
-        self._graph, self._binding = graph, graph.session.io_binding()
+        self._graph, self._device, self._binding = graph, device, graph.session.io_binding()
         self._inputs = {name: device.put(one) for name, one in feeds.items() if isinstance(one, np.ndarray)}
         self._given = {**feeds, **self._inputs, **tensors}  # held, as bindings hold memory but not values
         for name, value in self._given.items():
@@ -54,9 +54,10 @@ class Bound:
 
     def run(self, feeds: Mapping[str, Any]) -> None:
         """Run it on other arrays of the same shapes."""
-        for name, value in self._inputs.items():
-            value.update_inplace(np.ascontiguousarray(feeds[name]))
-        self._graph.run_bound(self._binding, self._options[self.number >= _PLAIN])
+        with self._device.turn(alone=self.record is not None and self.number == _PLAIN):
+            for name, value in self._inputs.items():
+                value.update_inplace(np.ascontiguousarray(feeds[name]))
+            self._graph.run_bound(self._binding, self._options[self.number >= _PLAIN])
         self.number += 1
 
 

@@ -26,8 +26,10 @@ if sys.platform != "linux" or not all(map(shutil.which, ("cc", "nm", "readelf", 
 import null_cuda
 
 from lantern_rt import EngineError, Pipeline, open_bundle
+from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.gpu import gpu_report
 from lantern_rt.engines.ort import backend
+from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.runtime.engine import Pass
 
 PAST = 100
@@ -118,3 +120,13 @@ def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> No
     finally:
         null_cuda.noise(0)
     assert steps[-1].done >= 2 * len(steps)
+
+
+def test_engines_hold_what_is_not_made_when_a_bundle_is_loaded(tmp_path: Path, pipe: Pipeline) -> None:
+    options, folder = BuildOptions("onnxruntime", provider="cuda"), tmp_path / "engines"
+    made = build_engines(pipe.bundle, "scenes", options, folder, False, lambda what, done, total: None)
+    assert sorted(made.graphs) == ["condition", "vq_decoder"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "check_convolutions", lambda provider: None)
+        built = Pipeline.from_bundle("scenes", engines=folder)
+    assert type(built.engines.target) is type(pipe.engines.target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from refusals import refused
 
 from lantern_rt.engines.ort import providers
-from lantern_rt.engines.ort.providers import PROVIDERS, attach, check_taken, find_provider, preload
+from lantern_rt.engines.ort.providers import PROVIDERS, Turns, attach, check_taken, find_provider, preload
 from lantern_rt.engines.ort.session import check_convolutions
 from lantern_rt.errors import EngineError
 
@@ -189,3 +190,37 @@ def test_plugins_have_modules_of_their_packages_names() -> None:
     for provider in PROVIDERS.values():
         assert provider.plugin in ("", provider.package.replace("-", "_"))
         assert provider.resident == (provider.memory != "cpu")
+
+
+def test_who_records_waits_for_the_others_and_they_wait_for_it() -> None:
+    turns, events = Turns(), list[str]()
+    inside, recording, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        with turns.among_others():
+            inside.set()
+            leave.wait(10)
+            events.append("ran")
+
+    def record() -> None:
+        with turns.alone():
+            recording.set()
+            with turns.among_others():  # its own runs are none of the others
+                events.append("recorded")
+
+    threads = [threading.Thread(target=run), threading.Thread(target=record)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    assert not recording.wait(0.05), "somebody uses the device"
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert events == ["ran", "recorded"]
+    with turns.alone():
+        late = threading.Thread(target=run)
+        late.start()
+        late.join(0.05)
+        assert late.is_alive(), "a pass is being recorded"
+    late.join(10)
+    assert events == ["ran", "recorded", "ran"]
