@@ -165,13 +165,14 @@ class OrtDeviceEngine:
         if nodes > MOST_NODES or batch.embeds is not None or not lasting:
             return None
         cache.turn = 1 - cache.turn
-        key = (cache.turn, nodes, words, id(feeds.get("hidden")))
-        bound = cache.lease.slab.bound
-        if key not in bound:
-            spec, record = self.spec, self._slabs.number() if self.device.records else None
+
+        def make(number: int) -> Bound:
+            spec, empty = self.spec, self.device.empty
             outputs = {
-                "logits": self.device.empty((rows, nodes, spec.vocab_size), "float32"),
-                "hidden_states": self.device.empty((rows, nodes, spec.hidden_size), self._dtype),
+                "logits": empty((rows, nodes, spec.vocab_size), "float32"),
+                "hidden_states": empty((rows, nodes, spec.hidden_size), self._dtype),
             }
-            bound[key] = Bound(self._graph, self.device, feeds, tensors, outputs, record)
-        return bound[key]
+            return Bound(self._graph, self.device, feeds, tensors, outputs, number if self.device.records else None)
+
+        key = (cache.turn, nodes, words, id(feeds.get("hidden")))
+        return self._slabs.bound(cache.lease.slab, key, make)

@@ -21,6 +21,7 @@ from .device import Device
 from .session import GraphSession
 
 _KEPT = 2  # slabs that no cache uses
+_MOST_BOUND = 32  # passes of a slab: their outputs take memory, and recordings
 _PLAIN = 2  # runs of a bound pass before it is recorded
 _UNRECORDED = -1
 
@@ -91,18 +92,24 @@ class Slabs:
         weakref.finalize(lease, self._give_back, found).atexit = False
         return lease
 
-    def number(self) -> int:
-        """A number to record a pass by."""
-        return next(self._numbers)
+    def bound(self, slab: Slab, key: object, make: Callable[[int], Bound]) -> Bound:
+        """The pass of this key, made with a number to record it by if need be; those used long ago make room."""
+        found = slab.bound.pop(key, None) or make(next(self._numbers))
+        slab.bound[key] = found
+        if len(slab.bound) > _MOST_BOUND:
+            self._drop(slab.bound.pop(next(iter(slab.bound))))
+        return found
+
+    def _drop(self, bound: Bound) -> None:
+        if bound.record is not None:
+            self._forget(bound.record)
 
     def _give_back(self, slab: Slab) -> None:
         with self._lock:
             self._kept[id(slab)] = slab
             surplus = [self._kept.popitem(last=False)[1] for _ in range(len(self._kept) - _KEPT)]
-        for old in surplus:
-            for bound in old.bound.values():
-                if bound.record is not None:
-                    self._forget(bound.record)
+        for bound in (bound for old in surplus for bound in old.bound.values()):
+            self._drop(bound)
 
 
 @dataclass(eq=False)

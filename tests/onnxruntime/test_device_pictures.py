@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lantern_rt import Pipeline
+from lantern_rt.engines.ort import slabs
 from lantern_rt.engines.ort.backend import OrtGraphs
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
@@ -25,6 +26,7 @@ METHODS: list[dict[str, Any]] = [
     {"method": "eagle:tree=mc-25", **FILTERS},
     {"method": "eagle:tree=dynamic-16-6-4"},
     {"method": "eagle:tree=dynamic-16-6-4", "temperature": 0.0},
+    {"method": "rows:window=3"},
     {"method": "lantern++"},
     {"method": "lantern:tree=dynamic-16-6-4", "cfg_scale": 1.0},
 ]
@@ -82,7 +84,7 @@ def test_pictures_of_a_device_have_the_codes_of_the_same_on_a_cpu(
         assert not other.statistics.settling_passes  # or rounding might decide
         passes, usual = (len(request.statistics.codes_per_step) for request in (one, other))
         assert abs(passes - usual) <= 1  # else its drafts would be others
-    if options["method"] != "ar":
+    if options["method"] not in ("ar", "rows:window=3"):
         assert len({tuple(one.statistics.codes_per_step) for one in found}) == 3  # the rows were ragged
     (alone,) = drawn(on_device, [1], options)
     assert alone.codes == found[1].codes
@@ -95,3 +97,15 @@ def test_pictures_that_join_late_have_the_codes_they_have_alone(
     expected = drawn(on_cpu, [0, 1, 2], {"method": method})
     found = drawn(on_device, [0, 1, 2], {"method": method}, every=7)
     assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
+
+
+def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
+    on_cpu: Pipeline, on_device: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slabs, "_MOST_BOUND", 2)
+    options = {"method": "eagle:tree=dynamic-16-6-4"}
+    expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, on_device))
+    assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
+    target = on_device.engines.target
+    assert isinstance(target, OrtDeviceEngine)
+    assert all(len(slab.bound) <= 2 for slab in target._slabs._kept.values())
