@@ -205,8 +205,9 @@ class Scheduler:
             tokens[rows, :count], positions[rows, :count] = tree.tokens, starts[:, None] + tree.structure.depths
             attention_mask[rows, :count, past_length : past_length + count] = tree.structure.ancestors
             if isinstance(tree, Front):
+                seen = tree.sees(tree.order)  # [nodes, entries]
                 for row, start in enumerate(prefixes.tolist(), rows.start):
-                    attention_mask[row, :count, start : start + len(tree.order)] &= tree.sees(tree.order)
+                    attention_mask[row, :count, start : start + len(tree.order)] &= seen
         positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
