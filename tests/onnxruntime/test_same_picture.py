@@ -35,7 +35,7 @@ def drawn(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Cod
     return np.array(codes)
 
 
-@pytest.mark.parametrize("options", [{"temperature": 1.3}, {"temperature": 0.7, "top_k": 200, "top_p": 0.95}])
+@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}])
 def test_two_prompts_have_the_same_codes_under_every_exact_method(
     pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:

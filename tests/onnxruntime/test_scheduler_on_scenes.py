@@ -16,12 +16,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"method": "sjd:window=7", "temperature": 0.7},
     {"method": "eagle:tree=dynamic-16", "cfg_scale": 1.0},
     {"method": "sjd:window=3:lambda=1.5", "top_k": 100},
+    {"method": "rows:window=3"},
     {"method": "lantern++:lambda=2:tree=chain-3"},
 ]
 
 
 def test_images_that_join_each_other_late_are_those_drawn_alone() -> None:
-    pipe = Pipeline.from_bundle("scenes", threads=2)
+    pipe = Pipeline.from_bundle("scenes", threads=1)
     manifest = pipe.bundle.manifest
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()[: len(OPTIONS)]
     requests = []

@@ -255,7 +255,7 @@ def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipe
         assert [caller.error is None for caller in callers] == [True] * 3 if drain else callers[2].error is not None
         with pytest.raises(RequestError, match="service: found it closed"):
             service.submit(Caller(), "red cube")
-    assert not [thread for thread in threading.enumerate() if thread.name == "lantern-rt-service"]
+        assert not vars(service)["_thread"].is_alive()
 
 
 def test_what_load_the_methods_are_raced_under_is_kept(pipe: Pipeline) -> None:
