@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..contracts import Array
 from ..graph_bytes import GraphWriter, Value
 from ..host import import_onnxruntime
 from ..sampling_head import LEFT_OUT, Head
-from .providers import find_provider, turns_on
+from .providers import find_provider, turn
 from .session import load_session
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
@@ -31,7 +30,7 @@ class Device:
     def __init__(self, provider: str) -> None:
         found = find_provider(provider, import_onnxruntime())
         self.provider, self.name, self.records = provider, found.memory, bool(found.recording)
-        self.plain, self._turns = found.plain, turns_on(provider)
+        self.plain = found.plain
         self._sessions: dict[object, Any] = {}
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
         self._lock = threading.Lock()
@@ -57,26 +56,20 @@ class Device:
                 binding.bind_ortvalue_output(name, goals[name])
             else:
                 binding.bind_output(name, "cpu" if name in goals else self.name)
-        with self.turn():
+        with turn(self.provider):
             session.run_with_iobinding(binding)
         found = zip(names, binding.get_outputs(), strict=True)
         return [value.numpy() if name in goals and goals[name] is None else value for name, value in found]
 
-    def turn(self, alone: bool = False) -> AbstractContextManager[None]:
-        """Wait until this thread may use the device, or use it alone."""
-        if self._turns is None:
-            return nullcontext()
-        return self._turns.alone() if alone else self._turns.among_others()
-
     def put(self, array: Array) -> Any:
         """A copy of an array on the device."""
-        with self.turn():
+        with turn(self.provider):
             return import_onnxruntime().OrtValue.ortvalue_from_numpy(array, self.name, 0)
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
         """A value on the device that holds anything."""
         values = import_onnxruntime().OrtValue
-        with self.turn():
+        with turn(self.provider):
             return values.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, self.name, 0)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:

@@ -11,7 +11,7 @@ import io
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -121,11 +121,14 @@ class Turns:
 
 
 _turns = {provider.name: Turns() for provider in _ALL if provider.recording}
+_AT_ONCE = nullcontext()
 
 
-def turns_on(provider: str) -> Turns | None:
-    """The turns that everybody takes on the device of a provider of this process; None where nothing is recorded."""
-    return _turns.get(provider)
+def turn(provider: str, alone: bool = False) -> AbstractContextManager[None]:
+    """Wait until this thread may use a provider's device, or use it alone; nobody waits where nothing is recorded."""
+    if (turns := _turns.get(provider)) is None:
+        return _AT_ONCE
+    return turns.alone() if alone else turns.among_others()
 
 
 _registered: set[str] = set()  # plugins of this process

@@ -14,7 +14,7 @@ from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
 from ..graph_bytes import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import DEFAULT_PROVIDER, PROVIDERS, attach, check_taken, find_provider, preload, turns_on
+from .providers import DEFAULT_PROVIDER, PROVIDERS, attach, check_taken, find_provider, preload, turn
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
@@ -44,7 +44,6 @@ class GraphSession:
         records: bool = False,
     ) -> None:
         self.path, self.provider, source = path, provider, path if model is None else model
-        self._turns = turns_on(provider)
         folder = path.parent if model is not None else None
         count = thread_count(threads)
         self.session = load_session(source, count, provider, optimised, expand_weights, folder=folder, records=records)
@@ -78,9 +77,7 @@ class GraphSession:
 
     def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            if self._turns is None:
-                return run(*arguments)
-            with self._turns.among_others():
+            with turn(self.provider):
                 return run(*arguments)
         except Exception as error:
             raise EngineError(f"{self.path}: ONNX Runtime failed to run the graph: {brief(error, 200)}") from error
@@ -126,7 +123,8 @@ def load_session(
     graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
     try:
         given = attach(options, chosen, runtime, records)
-        session = runtime.InferenceSession(graph, options, enable_fallback=False, **given)
+        with turn(provider):
+            session = runtime.InferenceSession(graph, options, enable_fallback=False, **given)
     except Exception as error:
         what = brief(error, 200)
         if type(error).__name__ in _DAMAGE:

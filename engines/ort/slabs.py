@@ -18,6 +18,7 @@ import numpy as np
 
 from ..host import import_onnxruntime
 from .device import Device
+from .providers import turn
 from .session import GraphSession
 
 _KEPT = 2  # slabs that no cache uses
@@ -44,7 +45,7 @@ class Bound:
         record it by, None: it is run op by op.
         """
         self.number, self.outputs, self.record = 0, outputs, record
-        self._graph, self._device, self._binding = graph, device, graph.session.io_binding()
+        self._graph, self._provider, self._binding = graph, device.provider, graph.session.io_binding()
         self._inputs = {name: device.put(one) for name, one in feeds.items() if isinstance(one, np.ndarray)}
         self._given = {**feeds, **self._inputs, **tensors}  # held, as bindings hold memory but not values
         for name, value in self._given.items():
@@ -55,7 +56,7 @@ class Bound:
 
     def run(self, feeds: Mapping[str, Any]) -> None:
         """Run it on other arrays of the same shapes."""
-        with self._device.turn(alone=self.record is not None and self.number == _PLAIN):
+        with turn(self._provider, alone=self.record is not None and self.number == _PLAIN):
             for name, value in self._inputs.items():
                 value.update_inplace(np.ascontiguousarray(feeds[name]))
             self._graph.run_bound(self._binding, self._options[self.number >= _PLAIN])
