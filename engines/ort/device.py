@@ -31,7 +31,7 @@ class Device:
         found = find_provider(provider, import_onnxruntime())
         self.provider, self.name, self.records = provider, found.memory, bool(found.recording)
         self.plain = found.plain
-        self._sessions: dict[object, Any] = {}
+        self._sessions: dict[object, tuple[Any, list[str]]] = {}  # with the names of their outputs
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
         self._lock = threading.Lock()
 
@@ -43,9 +43,10 @@ class Device:
         goals: values that outputs are written to, None for the host's memory; others get new values on the device.
         """
         if key not in self._sessions:
-            self._sessions[key] = load_session(graph(), 1, self.provider)
-        session, goals = self._sessions[key], goals or {}
-        binding, names = session.io_binding(), [output.name for output in session.get_outputs()]
+            made = load_session(graph(), 1, self.provider)
+            self._sessions[key] = made, [output.name for output in made.get_outputs()]
+        (session, names), goals = self._sessions[key], goals or {}
+        binding = session.io_binding()
         for name, value in feeds.items():
             if isinstance(value, np.ndarray):
                 binding.bind_cpu_input(name, value)
@@ -168,9 +169,10 @@ class NoiseTable:
     def ids(self, asked: Sequence[Asked], nodes: int) -> Array:
         """Where the noise of every node is, int32 `[asked, nodes]`; brings up what is not there."""
         needed: dict[tuple[int, int], Noise] = {}
-        for one in asked:
+        spans = [(int(one.positions.min()) // GROUP, int(one.positions.max()) // GROUP + 1) for one in asked]
+        for one, span in zip(asked, spans, strict=True):
             if one.noise is not None:
-                needed |= {(one.noise.seed, group): one.noise for group in (one.positions // GROUP).tolist()}
+                needed |= {(one.noise.seed, group): one.noise for group in range(*span)}
         if len(needed) > len(self._places) + len(self._free):
             self._take(max(_GROUPS, 2 * len(needed)))
         self._places |= {key: self._places.pop(key) for key in needed if key in self._places}
@@ -179,10 +181,10 @@ class NoiseTable:
             self._places[key] = place
             self._bring(place, needed[key].gumbel(key[1] * GROUP, GROUP, self.size))
         ids = np.zeros((len(asked), nodes), np.int32)
-        for row, one in zip(ids, asked, strict=True):
-            if one.noise is not None:
-                own = [self._places[one.noise.seed, group] for group in (one.positions // GROUP).tolist()]
-                row[: len(own)] = np.array(own) * GROUP + one.positions % GROUP
+        for row, one, span in zip(ids, asked, spans, strict=True):
+            if one.noise is not None:  # entry by position, from the first one of the span's first group
+                entries = [self._places[one.noise.seed, g] * GROUP + i for g in range(*span) for i in range(GROUP)]
+                row[: len(one.positions)] = np.array(entries)[one.positions - span[0] * GROUP]
         return ids
 
     def _take(self, groups: int) -> None:
