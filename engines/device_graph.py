@@ -115,7 +115,7 @@ class _Writer:
         plain: bool,
         capacity: int | None,
     ) -> None:
-        self.folder, self.weights, self.spec, self.plain, self.capacity = folder, weights, spec, plain, capacity
+        self.weights, self.spec, self.plain, self.capacity = weights, spec, plain, capacity
         self.graph = GraphWriter(23 if capacity is None else 24)
         self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
         out = weights.get("layers.0.attention.out.weight")

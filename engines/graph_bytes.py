@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 _IR_VERSION = 11
 _TYPES: dict[str, int] = {"float32": 1, "int32": 6, "int64": 7, "bool": 9, "float16": 10}
-_FLOAT, _INT, _STRING, _INTS = 1, 2, 3, 7  # AttributeProto.AttributeType
-Attribute = int | float | str | Sequence[int]
+_FLOAT, _INT, _INTS = 1, 2, 7  # AttributeProto.AttributeType
+Attribute = int | float | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,6 @@ def _attribute(name: str, value: Attribute) -> bytes:
         return _field(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _field(20, _FLOAT)
     if isinstance(value, int):
         return _field(1, name) + _field(3, value) + _field(20, _INT)
-    if isinstance(value, str):
-        return _field(1, name) + _field(4, value) + _field(20, _STRING)
     return _field(1, name) + b"".join(_field(8, each) for each in value) + _field(20, _INTS)
 
 

@@ -29,7 +29,7 @@ from .tree import Front
 class Grid:
     """One picture. cells: its codes as far as they are drawn, -1 elsewhere. order: cells in the cache, in its order.
 
-    ahead: tokens drafted in every row. drawn, cached: how many tokens of every row there are, and are in the cache: all
+    ahead: tokens drafted in every row. most: nodes of a pass; what finds no room in one waits. drawn, cached: how many tokens of every row there are, and are in the cache: all
     of them, or all but the newest. guesses: what a pass gave for cells whose turn it was not yet.
     """
 
@@ -37,6 +37,7 @@ class Grid:
     columns: int
     window: int
     ahead: int = 0
+    most: int = MOST_FRONT
     order: list[int] = field(default_factory=list)
     drawn: list[int] = field(init=False)
     cached: list[int] = field(init=False)
@@ -61,7 +62,7 @@ class Grid:
                     nodes.append((self.guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
                     own += 1
             present.append(own)
-        tokens, cells, rows, counts = np.array(nodes[:MOST_FRONT], np.int64).T
+        tokens, cells, rows, counts = np.array(nodes[: self.most], np.int64).T
         follows = (counts < self.columns) | (self.window >= self.columns)  # else another node stands in for the last
         order = np.array(self.order, np.int64)
         return Front(tokens, cells, rows, counts, np.flatnonzero(follows).tolist(), order, self.columns, self.window)
@@ -101,10 +102,10 @@ class Grid:
 
 
 class RowFronts(Drafts):
-    """The grids of all requests that are drawn row-parallel. columns: of the token grid."""
+    """The grids of all requests that are drawn row-parallel. columns: of the token grid. most: nodes of a pass."""
 
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
+    def __init__(self, columns: int, most: int) -> None:
+        self.columns, self.most = columns, min(most, MOST_FRONT)
         self.grids: dict[Request, Grid] = {}
 
     def draft(self, requests: Sequence[Request]) -> list[Front]:
@@ -133,6 +134,6 @@ class RowFronts(Drafts):
     def _grid(self, request: Request) -> Grid:
         if request not in self.grids:
             assert isinstance(request.method, RowParallel)
-            cells = [request.codes[0], *[-1] * (request.length - 1)]
-            self.grids[request] = Grid(cells, self.columns, request.method.window, request.method.drafts)
+            method, cells = request.method, [request.codes[0], *[-1] * (request.length - 1)]
+            self.grids[request] = Grid(cells, self.columns, method.window, method.drafts, self.most)
         return self.grids[request]

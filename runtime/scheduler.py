@@ -64,7 +64,7 @@ class Scheduler:
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
         self._windows, self._plain, self._known = WindowDrafts(model.columns), Drafts(), KnownDrafts(model.most_nodes)
-        self._fronts = RowFronts(model.columns)
+        self._fronts = RowFronts(model.columns, model.most_nodes)
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
         self._arrange()
 

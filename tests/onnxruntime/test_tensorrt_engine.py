@@ -58,12 +58,12 @@ def test_a_tree_pass_gives_the_numbers_of_the_bundles_graph_without_the_nodes_ad
     tokens, paths = rng.integers(0, 256, (3, nodes)), [np.array([0, 1, 4, 6]), np.array([0, 2]), np.array([0])]
     results = []
     for engine in (wide.rig.engine, wide.engine):
-        cache: Any = wide.rig.prefilled(3, engine)  # type: ignore[arg-type]
+        cache: Any = wide.rig.prefilled(3, engine)
         positions = cache.lengths[:, None] + np.array([0, 1, 1, 2, 2, 2, 3])
-        output = wide.rig.run(cache, tokens, among, positions, engine)  # type: ignore[arg-type]
+        output = wide.rig.run(cache, tokens, among, positions, engine)
         logits, hidden = np.array(output.logits[:, :]), np.array(output.hidden[:, :])
         cache.append(output.new_kv, paths)
-        after = wide.rig.run(cache, tokens[:, :2], np.eye(2, dtype=bool), positions[:, :2], engine)  # type: ignore[arg-type]
+        after = wide.rig.run(cache, tokens[:, :2], np.eye(2, dtype=bool), positions[:, :2], engine)
         results.append((logits, hidden, np.array(after.logits[:, :])))
     assert wide.library.engines[-1].runs[-2][1]["position_ids"] == (3, 8)  # seven nodes ran as eight
     for plain, found in zip(*results, strict=True):
@@ -215,9 +215,9 @@ def test_runs_join_places_that_follow_each_other() -> None:
 def test_rows_come_back_as_numpy_would_index_them(tiny: HostRig) -> None:
     stretched, width = 4, 5
     values = np.random.default_rng(0).standard_normal((3, stretched, width)).astype(np.float16)
-    block = Block(tiny.memory, values.nbytes)  # type: ignore[arg-type]
+    block = Block(tiny.memory, values.nbytes)
     tiny.memory.upload(block.address, values)
-    rows = DeviceRows(tiny.memory, block, "float16", values.shape, 3)  # type: ignore[arg-type]
+    rows = DeviceRows(tiny.memory, block, "float16", values.shape, 3)
     whole = values[:, :3].astype(np.float32)
     keys: list[Any] = [0, (1, 2), slice(0, 2), (slice(0, 3, 2), 1), (slice(None), slice(0, 2)), (2, np.array([2, 0]))]
     keys += [(np.arange(3), np.array([2, 0, 1])), (np.arange(3)[:, None], np.array([[1, 1], [0, 2], [2, 0]])), -1]
@@ -231,8 +231,8 @@ def test_outputs_of_earlier_passes_stay_for_as_long_as_they_are_referred_to(tiny
     gc.collect()
     before, cache = len(tiny.memory.blocks), tiny.prefilled(2)
     tokens, among, positions = np.array([[3, 4], [5, 6]]), np.eye(2, dtype=bool), cache.lengths[:, None] + np.arange(2)
-    first = tiny.rig.run(cache, tokens, among, positions, tiny.engine)  # type: ignore[arg-type]
-    second = tiny.rig.run(cache, tokens, among, positions, tiny.engine)  # type: ignore[arg-type]
+    first = tiny.rig.run(cache, tokens, among, positions, tiny.engine)
+    second = tiny.rig.run(cache, tokens, among, positions, tiny.engine)
     assert tiny.memory.late == []  # the pass is over when `run` returns, and its time is its own
     for kind in ("logits", "hidden"):
         np.testing.assert_array_equal(getattr(first, kind)[:], getattr(second, kind)[:])
@@ -270,13 +270,13 @@ def test_the_smallest_profile_that_fits_is_chosen_and_nodes_are_rounded_up_to_po
         (314, 2, (0, 2)), (314, 4, (1, 4)), (314, 5, (1, 6)),  # no more than there are columns
     ):  # fmt: skip
         cache.lengths, zeros = np.array([length]), np.zeros((1, nodes), np.int64)
-        found = tiny.rig.run(cache, zeros, np.eye(nodes, dtype=bool), zeros, tiny.engine)  # type: ignore[arg-type]
+        found = tiny.rig.run(cache, zeros, np.eye(nodes, dtype=bool), zeros, tiny.engine)
         assert found.logits[0].shape == (nodes, 48)
         assert (ran[-1][0], ran[-1][1]["token_ids"]) == (expected[0], (1, expected[1])), (length, nodes)
 
 
 def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> None:
-    cache = BlockCache(HostMemory(), 2, 40, LAYOUT)  # type: ignore[arg-type]
+    cache = BlockCache(HostMemory(), 2, 40, LAYOUT)
     cache.lengths = np.array([20, 3])
     mask = np.zeros((2, 3, 67), bool)
     mask[0, :, :20], mask[1, :, :3], mask[:, :, 64:] = True, True, np.tri(3, dtype=bool)
