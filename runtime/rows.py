@@ -29,8 +29,9 @@ from .tree import Front
 class Grid:
     """One picture. cells: its codes as far as they are drawn, -1 elsewhere. order: cells in the cache, in its order.
 
-    ahead: tokens drafted in every row. most: nodes of a pass; what finds no room in one waits. drawn, cached: how many tokens of every row there are, and are in the cache: all
-    of them, or all but the newest. guesses: what a pass gave for cells whose turn it was not yet.
+    ahead: tokens drafted in every row. most: nodes of a pass; what finds no room in one waits. drawn, cached: how many
+    tokens of every row there are, and are in the cache: all of them, or all but the newest. guesses: what a pass gave
+    for cells whose turn it was not yet.
     """
 
     cells: list[int]

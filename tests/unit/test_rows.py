@@ -134,11 +134,8 @@ def test_pictures_are_distributed_as_the_definition_says() -> None:
 def test_every_cell_is_drawn_once_after_those_that_it_sees(
     rows: int, columns: int, window: int, ahead: int, most: int, seed: int
 ) -> None:
-    grid, passes, rng = (
-        Grid([0, *[-1] * (rows * columns - 1)], columns, window, ahead, most),
-        0,
-        np.random.default_rng(seed),
-    )
+    grid = Grid([0, *[-1] * (rows * columns - 1)], columns, window, ahead, most)
+    passes, rng = 0, np.random.default_rng(seed)
     while -1 in grid.cells:
         known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
         front, passes = grid.front(), passes + 1
