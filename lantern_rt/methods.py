@@ -192,11 +192,16 @@ class LanternPlusPlus(Relaxed, Drafted):
     lambda_: Lambda = 2.0
 
 
+Window = Annotated[
+    int, Field(ge=1, le=128, description="Tokens drafted ahead, or how far a row stays behind the one above; 1 .. 128.")
+]
+
+
 class Sjd(Relaxed):
     """Speculative Jacobi decoding: a window of drafts from the target's own last pass; exact unless relaxed."""
 
     method: Literal["sjd"] = "sjd"
-    window: Annotated[int, Field(ge=1, le=128, description="Tokens drafted ahead, 1 .. 128.")] = 8
+    window: Window = 8
     delta: Delta = None
     lambda_: Lambda = None
 
@@ -205,9 +210,7 @@ class RowParallel(MethodConfig):
     """Row-parallel decoding: every row of the grid follows the one above at a distance; not exact."""
 
     method: Literal["rows"] = "rows"
-    window: Annotated[
-        int, Field(ge=1, le=128, description="Tokens that a row stays behind the one above, 1 .. 128.")
-    ] = 6
+    window: Window = 6
     drafts: Annotated[int, Field(ge=0, le=16, description="Tokens drafted ahead in every row, 0 .. 16.")] = 0
 
     @property
