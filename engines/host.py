@@ -68,7 +68,7 @@ def host_report() -> HostReport:
         problems = problems or [str(error)]
     cores, quota, logical, memory = usable_cores(), cpu_quota(), len(_affinity()), psutil.virtual_memory()
     limit = "the CPU quota" if quota is not None and quota < logical else "the physical cores of this process"
-    choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit}), not spinning"
+    choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit})"
     return HostReport(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",

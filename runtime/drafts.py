@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..methods import Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints, Rows, Taken
 from .noise import Noise
-from .sampling import Probabilities, choose, choose_together, guide, is_clear, shape_distribution
+from .sampling import Probabilities, choose, choose_and_lead, guide, is_clear, shape_distribution
 from .statistics import RequestStatistics
 from .tree import DraftTree, Front, TreeStructure
 from .tree_names import named_tree
@@ -153,11 +153,11 @@ class Answers:
     slack: float = 0.0
     settle: Callable[[int], Floats] | None = None
     _choices: dict[int, int] = field(init=False, default_factory=dict)
+    _leads: dict[int, float] = field(init=False, default_factory=dict)  # of choices over the next best, if unfiltered
     _settled: set[int] = field(init=False, default_factory=set)
     _seen: tuple[int, Floats, Floats | None] = field(init=False)  # what was guessed last: a node, logits, noise
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
     _chain: Floats | None = field(init=False, default=None)
-    _leads: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
         """The token after `node`, as plain decoding would draw it there."""
@@ -165,14 +165,7 @@ class Answers:
         if self.settle is None or node in self._settled:
             return code
         self._settled.add(node)
-        first, guided, noise = self._seen
-        assert first <= node < first + len(guided), "a node of a tree is chosen at when it was guessed last"
-        own = None if noise is None else noise[node - first]
-        if self._leads is not None:
-            clear = bool(self._leads[node] > self.slack)
-        else:
-            clear = is_clear(guided[node - first], own, code, self.sampling, self.slack)
-        if not clear:
+        if not (self._leads[node] > self.slack if node in self._leads else self._is_clear(node, code)):
             logits = self.settle(node)
             (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
             self._choices[node] = code
@@ -184,14 +177,26 @@ class Answers:
             first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
             guided = self._guided(slice(first, first + nodes))
             noise = self._gumbel(first, guided)
-            self._choices.update(enumerate(choose(guided, noise, self.sampling).tolist(), first))
-            self._seen = first, guided, noise
+            if self.settle is None or self.sampling.filtered:
+                codes = choose(guided, noise, self.sampling)
+                self._seen = first, guided, noise
+            else:
+                codes, leads = choose_and_lead(guided, noise, self.sampling)
+                self._leads.update(enumerate(leads.tolist(), first))
+            self._choices.update(enumerate(codes.tolist(), first))
         return self._choices[node]
+
+    def _is_clear(self, node: int, code: int) -> bool:
+        first, guided, noise = self._seen
+        assert first <= node < first + len(guided), "a node of a tree is chosen at when it was guessed last"
+        own = None if noise is None else noise[node - first]
+        return is_clear(guided[node - first], own, code, self.sampling, self.slack)
 
     def take(self, guided: Floats, noise: Floats | None, codes: Ints, leads: Floats | None) -> None:
         """Take in all choices of a chain that were made elsewhere, see `guess_together`."""
-        self._chain, self._seen, self._leads = guided, (0, guided, noise), leads
+        self._chain, self._seen = guided, (0, guided, noise)
         self._choices.update(enumerate(codes.tolist()))
+        self._leads.update(enumerate(() if leads is None else leads.tolist()))
 
     def draw(self, nodes: Sequence[int]) -> Ints:
         """The choices after some nodes that are no chain, at once."""
@@ -263,7 +268,7 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         if sampling.filtered:
             codes = choose(guided, noise, sampling)
         else:
-            codes, leads = choose_together(guided, noise, sampling)
+            codes, leads = choose_and_lead(guided, noise, sampling)
         for i, (one, _) in enumerate(neighbours):
             one.take(guided[i], None if noise is None else noise[i], codes[i], None if leads is None else leads[i])
 

@@ -61,20 +61,21 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     return codes
 
 
-def choose_together(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[Ints, Floats]:
+def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[Ints, Floats]:
     """What `choose` gives without filters, and how far each code is ahead of the next.
 
     Raises: EngineError: as `choose`.
     """
     values = scale(logits, sampling)
     values = values.copy() if noise is None else values + noise
-    codes: Ints = values.argmax(-1)
-    where = codes[..., None]
-    best = np.take_along_axis(values, where, -1)
-    if not np.isfinite(best).all():
+    flat = values.reshape(-1, values.shape[-1])
+    codes, row = flat.argmax(-1), np.arange(len(flat))
+    best = flat[row, codes]
+    if not isfinite(best.sum()):  # NaN counts as the largest
         raise damaged()
-    np.put_along_axis(values, where, np.float32(-np.inf), -1)
-    return codes, best[..., 0] - values.max(-1)
+    flat[row, codes] = -np.inf
+    leads: Floats = best - flat.max(-1)
+    return codes.reshape(values.shape[:-1]), leads.reshape(values.shape[:-1])
 
 
 def is_clear(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, slack: float) -> bool:

@@ -161,7 +161,7 @@ class Scheduler:
         everybody = [self._answers(one, trees[one], output, self._rows[one]) for one in self.active]
         if isinstance(output.logits, DeviceLogits):
             self._ask_device(output.logits, trees, everybody)
-        else:
+        elif len(everybody) > 1:
             exact = [request.method.exact for request in self.active]
             guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
         parts, committed = [], []
