@@ -37,10 +37,14 @@ class Sampling(Config):
     """How a distribution is made from logits.
 
     Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row is not run at all.
-    filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first.
+    cfg_interval: that of LlamaGen: only the first cfg_interval + 2 tokens are guided, and the unconditional row is not
+    run any more after them. filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first.
     """
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
+    cfg_interval: Annotated[
+        int | None, Field(ge=0, le=2**31, description="Guide the first cfg_interval + 2 tokens only.")
+    ] = None
     temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=1.0, ge=0, le=1000, description="0 is greedy."
     )
@@ -52,6 +56,16 @@ class Sampling(Config):
     def guided(self) -> bool:
         """Whether an unconditional row is run beside every conditional one."""
         return self.cfg_scale != 1.0
+
+    @property
+    def guided_tokens(self) -> int:
+        """How many tokens are guided, from the first."""
+        every = 2**62 if self.cfg_interval is None else self.cfg_interval + 2
+        return every if self.guided else 0
+
+    def unguided(self) -> Sampling:
+        """The same without guidance."""
+        return self.model_copy(update={"cfg_scale": 1.0, "cfg_interval": None})
 
     @property
     def greedy(self) -> bool:
@@ -260,7 +274,7 @@ class Options(TypedDict, total=False):
 
     method: a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
     `lantern_rt.methods`. The next are parameters of methods (`lambda_` is lambda), and `quality` that of `auto`; the
-    last four shape the distribution. Limits: docs/decoding.md, or `lantern-rt run --help`.
+    last five shape the distribution. Limits: docs/decoding.md, or `lantern-rt run --help`.
     """
 
     method: str | MethodConfig | None
@@ -275,6 +289,7 @@ class Options(TypedDict, total=False):
     drafts: int | None
     quality: str | None
     cfg_scale: float | None
+    cfg_interval: int | None
     temperature: float | None
     top_k: int | None
     top_p: float | None

@@ -27,7 +27,7 @@ from .text.words import WordTokenizer, read_tokenizer
 Label = str | int | None
 Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
+SAMPLING = ("cfg_scale", "cfg_interval", "temperature", "top_k", "top_p")
 
 PROMPT_LIMIT = 2000  # characters
 IMAGES_LIMIT = 1024  # in one request
@@ -48,7 +48,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """What is set, by the names that users give, ready for JSON."""
-        return {"method": self.method.method, **self.sampling.model_dump(), **self.method.parameters()}
+        return {"method": self.method.method, **self.sampling.model_dump(exclude_none=True), **self.method.parameters()}
 
 
 @dataclass(frozen=True)

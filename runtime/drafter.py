@@ -103,6 +103,17 @@ class TreeDrafts(Drafts):
         self._arrange()
         self.pending = {request: self.pending[request] for request in kept if request in self.pending}
 
+    def end_guidance(self, requests: Sequence[Request]) -> None:
+        """Forget the unconditional rows of these requests, which have none any more."""
+        ending = np.array([request in requests for request in self.requests])
+        if not ending.any():
+            return
+        unconditional = np.diff(self.request_of, prepend=-1) == 0  # [rows]
+        self._cache.keep_rows(np.flatnonzero(~(unconditional & ending[self.request_of])))
+        for pending in (self.pending[request] for request in requests if request in self.pending):
+            pending.prefix, pending.hidden = pending.prefix[:1], [own[:1] for own in pending.hidden]
+        self._arrange()
+
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request; `requests` are all that take part."""
         (name,) = {request.method.tree for request in requests if isinstance(request.method, Drafted)}
@@ -166,9 +177,10 @@ class TreeDrafts(Drafts):
             return on_device.best(asked, most)
         found = []
         for request, noise, logits in zip(self.requests, noises, self._read(level), strict=True):
-            values = shape_logits(guide(logits, request.sampling.cfg_scale), request.sampling)
+            position = len(request.codes) + depth
+            values = shape_logits(guide(logits, request.sampling, position), request.sampling)
             if noise is not None:
-                values = values + noise.gumbel(len(request.codes) + depth, 1, values.shape[1])
+                values = values + noise.gumbel(position, 1, values.shape[1])
             found.append(best_codes(values, most))
         return found
 
@@ -285,7 +297,8 @@ class TreeDrafts(Drafts):
             if self.relaxed:
                 for own, request, logits, live in zip(makers, self.requests, self._read(level), alive, strict=True):
                     for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():
-                        own[int(inner[slot])] = partial(_distribution, logits[:, slot], request.sampling)
+                        position = len(request.codes) + depth
+                        own[int(inner[slot])] = partial(_distribution, logits[:, slot], request.sampling, position)
         leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
         drawn = zip(tokens, makers, leaf_orders, strict=True)
         trees = [DraftTree(own, shape.parents, Proposals(made), order) for own, made, order in drawn]
@@ -346,9 +359,9 @@ def _subtree(tree: DraftTree, kept: Ints) -> DraftTree:
     return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], Proposals(proposals))
 
 
-def _distribution(logits: Floats, sampling: Sampling) -> Probabilities:
+def _distribution(logits: Floats, sampling: Sampling, position: int) -> Probabilities:
     """Of a request's rows `[sides, vocab_size]` at one node."""
-    return shape_distribution(guide(logits, sampling.cfg_scale), sampling)
+    return shape_distribution(guide(logits, sampling, position), sampling)
 
 
 def _take(source: Rows, rows: Ints, nodes: Ints) -> Floats | Taken:

@@ -129,6 +129,11 @@ class Request:
         return max(0, self.length - len(self.codes))
 
     @property
+    def guidance_ends(self) -> bool:
+        """Whether no token that is missing is guided, though some before were."""
+        return len(self.rows) > 1 and len(self.codes) >= self.sampling.guided_tokens
+
+    @property
     def columns(self) -> int:
         """Columns of a cache for prefix and image, whatever method draws it."""
         prefix = max(len(row.embeds) for row in self.rows)
@@ -201,7 +206,7 @@ class Answers:
     def draw(self, nodes: Sequence[int]) -> Ints:
         """The choices after some nodes that are no chain, at once."""
         if not all(node in self._choices for node in nodes):
-            guided = guide(self.logits(nodes), self.sampling.cfg_scale)
+            guided = guide(self.logits(nodes), self.sampling, self._positions(nodes))
             noise = None
             if not self.sampling.greedy:
                 size = guided.shape[1]
@@ -232,11 +237,15 @@ class Answers:
     def _position(self, node: int) -> int:
         return self.position + int(self.structure.depths[node])
 
+    def _positions(self, nodes: slice | Sequence[int]) -> Ints:
+        return self.position + self.structure.depths[nodes]
+
     def _guided(self, nodes: slice) -> Floats:
         if not self.structure.chain:
-            return guide(self.logits(nodes), self.sampling.cfg_scale)
+            return guide(self.logits(nodes), self.sampling, self._positions(nodes))
         if self._chain is None:
-            self._chain = guide(self.logits(slice(0, len(self.structure.depths))), self.sampling.cfg_scale)
+            everything = slice(0, len(self.structure.depths))
+            self._chain = guide(self.logits(everything), self.sampling, self._positions(everything))
         return self._chain[nodes]
 
 
@@ -260,7 +269,8 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         if last - first != count * sides:  # others are between them
             continue
         own = logits[first:last, :nodes]
-        guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling.cfg_scale)
+        positions = np.array([one.position for one, _ in neighbours])[:, None] + np.arange(nodes)
+        guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling, positions)
         noise = None  # [requests, nodes, vocab_size], as guided
         if not sampling.greedy:
             noise = np.stack([one.noise.gumbel(one.position, *guided.shape[1:]) for one, _ in neighbours])

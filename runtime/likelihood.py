@@ -34,8 +34,9 @@ def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling:
     nats, entropy, start = 0.0, 0.0, 0
     for logits in sequence_logits(model, prompt.rows(sampling), codes[:-1], Clock()):
         own = codes[start : start + logits.shape[1]]
+        guided = guide(logits, sampling, np.arange(start, start + len(own)))
         start += len(own)
-        probabilities = softmax(scale(guide(logits, sampling.cfg_scale), sampling))  # [tokens, vocab_size]
+        probabilities = softmax(scale(guided, sampling))  # [tokens, vocab_size]
         nats -= float(np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300)).sum())
         entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
     return Likelihood(nats / len(codes), entropy / len(codes))

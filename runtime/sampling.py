@@ -20,15 +20,21 @@ def scale(logits: Floats, sampling: Sampling) -> Floats:
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def guide(logits: Floats, cfg_scale: float) -> Floats:
-    """Mix conditional and unconditional logits `[2, ...]` into `[...]`; `[1, ...]` passes through."""
+def guide(logits: Floats, sampling: Sampling, positions: Ints | int) -> Floats:
+    """Mix conditional and unconditional logits `[2, ..., vocab_size]` into `[..., vocab_size]`; `[1, ...]` passes through.
+
+    positions: of the tokens that they are for, `[...]` or one for all; some may come after those that are guided.
+    """
     mixed: Floats = logits[0]
     if len(logits) == 1:
         return mixed
     uncond = logits[1]
+    if sampling.cfg_interval is not None:
+        guided = np.asarray(positions)[..., None] < sampling.guided_tokens
+        uncond = np.where(guided, uncond, mixed)
     with np.errstate(over="ignore", invalid="ignore"):  # whoever takes them refuses what is not finite
         mixed = mixed - uncond
-        mixed *= np.float32(cfg_scale)
+        mixed *= np.float32(sampling.cfg_scale)
         mixed += uncond
     return mixed
 

@@ -152,6 +152,7 @@ class Scheduler:
         return parts
 
     def _advance(self) -> list[RequestStep]:
+        self._end_guidance([one for one in self.active if one.guidance_ends])
         drafted = [self._source(request) for request in self.active]
         trees: dict[Request, DraftTree | Front] = {}
         for source in {*drafted}:
@@ -290,6 +291,19 @@ class Scheduler:
             source.leave(requests)
         for request in requests:
             self._trees.pop(request, None)
+        self._arrange()
+
+    def _end_guidance(self, requests: Sequence[Request]) -> None:
+        """Go on without the unconditional rows of these requests."""
+        if not requests or self._cache is None:
+            return
+        rows = np.arange(len(self._padding))
+        kept = [rows[self._rows[one]][: 1 if one in requests else None] for one in self.active]
+        self._cache.keep_rows(np.concatenate(kept))
+        for request in requests:
+            request.rows, request.sampling = request.rows[:1], request.sampling.unguided()
+        for trees in {*self._trees.values()}:
+            trees.end_guidance(requests)
         self._arrange()
 
     def _arrange(self) -> None:

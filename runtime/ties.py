@@ -27,5 +27,7 @@ def slack(model: Model, sampling: Sampling) -> float:
 
 def settled_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, sampling: Sampling, clock: Clock) -> Floats:
     """Guided logits `[1, vocab_size]` after the rows of one prompt and `tokens [count]`, computed anew."""
+    if len(tokens) >= sampling.guided_tokens:
+        rows = rows[:1]
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    return guide(last[:, -1:], sampling.cfg_scale)
+    return guide(last[:, -1:], sampling, len(tokens))

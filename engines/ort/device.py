@@ -141,6 +141,8 @@ class Device:
             count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
             for side, row in ((0, 0), (1, last)):
                 sides[side, i, :count] = (one.rows.start + row) * width + one.nodes[row]
+            if last:
+                sides[1, i, :count] = np.where(one.positions < one.sampling.guided_tokens, *sides[::-1, i, :count])
             numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
         feeds = {"logits": logits, "conditional": sides[0], "unconditional": sides[1]}
         names = ("cfg_scale", "temperature", "top_p") if head.top_p else ("cfg_scale", "temperature")

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..checks import explain, short
 from ..errors import BusyError, LanternError, RequestError
 from ..methods import PARAMETERS
+from ..requests import SAMPLING
 from .drawing import Order, Summary, Update
 
 Number = Annotated[int, Field(strict=True)]
@@ -48,6 +49,7 @@ class ImagesRequest(BaseModel):
     method: Annotated[str, Field(strict=True)] | None = None
     quality_budget: Annotated[str, Field(strict=True)] | None = None
     cfg_scale: float | None = None
+    cfg_interval: int | None = None
     temperature: float | None = None
     top_k: Number | None = None
     top_p: float | None = None
@@ -67,7 +69,7 @@ class ImagesRequest(BaseModel):
             "num_images": self.n,
             "method": self.method,
             "quality": self.quality_budget,
-            **{name: getattr(self, name) for name in ("cfg_scale", "temperature", "top_k", "top_p")},
+            **{name: getattr(self, name) for name in SAMPLING},
         }
         return {name: value for name, value in given.items() if value is not None}
 

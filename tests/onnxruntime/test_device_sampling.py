@@ -54,7 +54,7 @@ def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int =
 
 def on_host(logits: Floats, asked: Asked, most: int) -> tuple[Ints, Floats]:
     rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
-    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling.cfg_scale), asked.sampling)
+    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling, asked.positions), asked.sampling)
     if asked.noise is not None:
         noise = [asked.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in asked.positions]
         values = values + np.stack(noise)

@@ -45,6 +45,7 @@ SAMPLINGS = {
     "guided, top-p": Sampling(cfg_scale=1.5, top_p=0.8, filter_order="top-p, top-k"),
     "greedy": Sampling(temperature=0),
     "greedy, guided": Sampling(cfg_scale=3.0, temperature=0),
+    "guided at first": Sampling(cfg_scale=3.0, cfg_interval=2),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)

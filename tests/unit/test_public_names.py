@@ -58,7 +58,7 @@ def test_parameters_of_a_call_are_these() -> None:
     from lantern_rt.methods import METHODS, PARAMETERS
     from lantern_rt.requests import SAMPLING
 
-    assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p")
+    assert SAMPLING == ("cfg_scale", "cfg_interval", "temperature", "top_k", "top_p")
     assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
     assert PARAMETERS == {
         "tree": ["eagle", "lantern", "lantern++"],
