@@ -102,6 +102,16 @@ class Grid:
         return True
 
 
+def front_sizes(rows: int, columns: int, window: int) -> list[int]:
+    """Nodes of every pass over a grid, without drafts: which tokens are drawn does not matter."""
+    grid, sizes = Grid([0, *[-1] * (rows * columns - 1)], columns, window), list[int]()
+    while min(grid.cells) < 0:
+        front = grid.front()
+        grid.take(front, np.zeros(len(front.drawn), np.int64))
+        sizes.append(front.nodes)
+    return sizes
+
+
 class RowFronts(Drafts):
     """The grids of all requests that are drawn row-parallel. columns: of the token grid. most: nodes of a pass."""
 

@@ -21,7 +21,7 @@ def scale(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def guide(logits: Floats, sampling: Sampling, positions: Ints | int) -> Floats:
-    """Mix conditional and unconditional logits `[2, ..., vocab_size]` into `[..., vocab_size]`; `[1, ...]` stays as it is.
+    """Mix conditional and unconditional logits `[2, ..., vocab_size]` into one `[..., vocab_size]`, if there are two.
 
     positions: of the tokens that they are for, `[...]` or one for all; some may come after those that are guided.
     """

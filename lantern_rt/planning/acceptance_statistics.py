@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import BundleError
-from ..methods import Ar, Method, MethodConfig, Sjd
+from ..methods import Ar, Method, MethodConfig, RowParallel, Sjd
 from ..runtime.tree import MOST_LEVELS
 from ..user_files import read_plain_file, reading
 
@@ -40,13 +40,14 @@ class Record(BaseModel):
 class Quality(Record):
     """What a method gives away, and how many images say so. It is the same on every host, unlike speed.
 
-    tvd_per_token: mean total variation distance. nll_ratio: how likely the target finds the tokens, against those of
-    plain decoding (`tuning.measure.likelihood_ratio`).
+    tvd_per_token: mean total variation distance, 0 where none is measured. nll_ratio: how likely the target finds the
+    tokens, against those of plain decoding (`tuning.measure.likelihood_ratio`). nll_error: its standard error.
     """
 
     images: Annotated[int, Field(ge=1)]
     tvd_per_token: Annotated[float, Field(ge=0)]
     nll_ratio: Annotated[float, Field(gt=0)]
+    nll_error: Annotated[float, Field(ge=0)]
 
 
 class WindowTokens(Record):
@@ -56,25 +57,32 @@ class WindowTokens(Record):
     tokens: Annotated[float, Field(ge=1, le=129)]
 
 
-class MethodStatistics(Quality):
-    """One method, and what it gives and costs; its tree or window counts as left open.
+class Fronts(Record):
+    """An image of `rows`: tokens that all its passes draw, and by their number of nodes how many passes there are."""
 
-    nll_error: standard error of nll_ratio. acceptance_rates: `[depth][rank]`, the share of tried tokens that were
-    accepted, for methods with a drafter. windows: for `sjd`, ascending.
+    tokens: Annotated[int, Field(ge=1, le=1 << 24)]
+    passes: Annotated[dict[int, Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=128)]
+
+
+class MethodStatistics(Quality):
+    """One method, and what it gives and costs; its tree or window counts as left open, but for `rows`.
+
+    acceptance_rates: `[depth][rank]`, the share of tried tokens that were accepted, for methods with a drafter.
+    windows: for `sjd`, ascending. fronts: for `rows`.
     """
 
     method: Method
     greedy: bool
-    nll_error: Annotated[float, Field(ge=0)]
     acceptance_rates: Annotated[tuple[Ranks, ...], Field(max_length=MOST_LEVELS)] = ()
     windows: tuple[WindowTokens, ...] = ()
+    fronts: Fronts | None = None
 
     @model_validator(mode="after")
     def _fits_its_method(self) -> MethodStatistics:
         if isinstance(self.method, Ar):
             raise ValueError("method ar drafts nothing")
-        needed = "windows" if isinstance(self.method, Sjd) else "acceptance_rates"
-        if [name for name in ("acceptance_rates", "windows") if getattr(self, name)] != [needed]:
+        needed = {Sjd: "windows", RowParallel: "fronts"}.get(type(self.method), "acceptance_rates")
+        if [name for name in ("acceptance_rates", "windows", "fronts") if getattr(self, name)] != [needed]:
             raise ValueError(f"method {self.method.method} needs `{needed}`, and nothing else like it")
         if len({len(row) for row in self.acceptance_rates}) > 1:
             raise ValueError("`acceptance_rates` has rows of several lengths")
@@ -107,8 +115,8 @@ class AcceptanceStatistics(Record):
 
 
 def drafting_aside(method: MethodConfig) -> MethodConfig:
-    """The method with its class's own tree or window: what statistics are kept for."""
-    drafting = {"tree", "window"} & type(method).model_fields.keys()
+    """The method with its class's own tree or window, if these change no picture: what statistics are kept for."""
+    drafting = {"drafts"} if isinstance(method, RowParallel) else {"tree", "window"} & type(method).model_fields.keys()
     return method.model_copy(update={name: type(method).model_fields[name].default for name in drafting})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -46,7 +47,8 @@ def with_default_method(options: Mapping[str, Any]) -> dict[str, Any]:
 class Budget(NamedTuple):
     """Bounds on mean total variation per token, and on how far the likelihood may lie from plain decoding's.
 
-    nll_change counts to either side of 1: tokens more likely than the target's own are a departure, too.
+    nll_change counts to either side of 1: tokens more likely than the target's own are a departure, too. Where no total
+    variation is measured (`rows`), the likelihood decides alone, and its whole 95 % interval must be within.
     """
 
     tvd_per_token: float
@@ -63,8 +65,9 @@ class Budget(NamedTuple):
         What is exact always does: it draws plain decoding's codes, but for rounding.
         """
         best = max(found, key=lambda one: one.images)
-        within = best.tvd_per_token <= self.tvd_per_token and abs(best.nll_ratio - 1) <= self.nll_change
-        return method.exact or (within and not self.exact)
+        change = abs(best.nll_ratio - 1) + (0.0 if method.measured else 1.96 * best.nll_error)
+        within = best.tvd_per_token <= self.tvd_per_token and change <= self.nll_change
+        return method.exact or (within and not self.exact and (method.measured or math.isfinite(self.nll_change)))
 
 
 def budget_of(method: Auto) -> Budget:
@@ -220,5 +223,8 @@ def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, qual
         tvd_per_token=entry.tvd_per_token,
         nll_ratio=entry.nll_ratio,
     )
-    gain = f"{choice.method}, speed-up {choice.speed_up:.2f} by a short probe of this host"
+    given = (
+        "" if entry.method.measured else f"; tokens {abs(entry.nll_ratio - 1):.1%} less likely than plain decoding's"
+    )
+    gain = f"{choice.method}, speed-up {choice.speed_up:.2f} by a short probe of this host{given}"
     return choice, f"auto: {gain}; `lantern-rt tune` measures it"

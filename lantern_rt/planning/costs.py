@@ -80,6 +80,10 @@ class HostCosts:
         """Seconds of a step of `sjd` with so many tokens drafted ahead."""
         return self.step + pass_seconds(self.target, window + 1) + window * self.redraft
 
+    def front_seconds(self, nodes: int) -> float:
+        """Seconds of a step of `rows` over so many nodes; each takes about what a token of a window does."""
+        return self.step + pass_seconds(self.target, max(2, nodes)) + nodes * self.redraft
+
 
 def measure_costs(
     manifest: Manifest, target: Engine, drafter: Engine | None, rows: int, seconds: float, deadline: float = math.inf

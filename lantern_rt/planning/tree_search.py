@@ -23,17 +23,18 @@ Path = tuple[int, ...]
 
 
 class Plan(NamedTuple):
-    """A tree or a window (neither: plain decoding), the tokens a step should give, and the seconds it should take."""
+    """A tree or a window (neither: plain decoding, or rows), tokens that a step should give, and seconds it takes."""
 
     paths: tuple[Path, ...]
     tokens: float
     seconds: float
     window: int | None = None
+    front: int = 0
 
     @property
     def nodes(self) -> int:
-        """Nodes of a target pass, the root included; 1 for plain decoding."""
-        return 1 + (self.window or len(self.paths))
+        """Nodes of a target pass, the root included, or most of them in a front; 1 for plain decoding."""
+        return self.front or 1 + (self.window or len(self.paths))
 
     @property
     def drafting(self) -> dict[str, str | int]:
@@ -65,6 +66,10 @@ def _plans(found: MethodStatistics, costs: HostCosts, most_nodes: int) -> list[P
     """Windows, and trees of 2, 3, ... nodes for every limit on depth; of at most so many nodes."""
     windows = [one for one in found.windows if one.window < most_nodes]
     plans = [Plan((), one.tokens, costs.window_seconds(one.window), one.window) for one in windows]
+    if found.fronts is not None and (most := max(found.fronts.passes)) <= most_nodes:
+        passes = sum(found.fronts.passes.values())
+        seconds = sum(costs.front_seconds(nodes) * count for nodes, count in found.fronts.passes.items())
+        plans.append(Plan((), found.fronts.tokens / passes, seconds / passes, front=most))
     if costs.drafter is not None and found.acceptance_rates:
         rates = np.array(found.acceptance_rates)  # [depth, rank]
         # A child's chance, given its parent: the ranks before it are refused, it is not.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bundle.manifest import Manifest
-from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sjd
+from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, RowParallel, Sjd
 from ..pipeline import Pipeline
-from ..planning.acceptance_statistics import MethodStatistics, Quality, bundle_statistics, drafting_aside
+from ..planning.acceptance_statistics import Fronts, MethodStatistics, Quality, bundle_statistics, drafting_aside
 from ..planning.auto import budget_of, known_statistics
 from ..planning.costs import measure_costs, with_overhead
 from ..planning.store import read_tuning
@@ -20,6 +21,7 @@ from ..requests import Settings
 from ..results import Ints
 from ..runner import Contender, Run, Subjects
 from ..runtime.likelihood import Likelihood
+from ..runtime.rows import front_sizes
 from ..runtime.scheduler import RequestStep
 from ..runtime.tree_names import tree_name
 from .acceptance_counts import PROBE_DEPTH, PROBE_PATHS, AcceptanceCounts
@@ -29,6 +31,7 @@ Watch = Callable[[RequestStep], None]
 # Windows of sjd. A pass has one node more: these are sizes at which passes are timed, and two between them.
 WINDOWS = (3, 5, 7, 11, 15, 31)
 EXACT_SHARES = 3  # time for what is exact, against that for one relaxation
+ROW_WINDOWS = (8, 6, 5, 4, 3)  # of `rows`, in sixteenths of the grid's columns
 RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
 LEAST_PASSES = 32  # of what is exact, if that is less than an image: fewer say little of tokens per pass
 
@@ -51,6 +54,8 @@ def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
         rungs.append([LanternPlusPlus(neighbors=None, lambda_=None, omega=omega, anneal=0.5) for omega in omegas])
         for neighbors in sorted({few, many}) if table else ():
             rungs.append([LanternPlusPlus(neighbors=neighbors, lambda_=bound) for bound in (1.3, 1.7, 2.5, 4.0, 8.0)])
+    windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
+    rungs.append([RowParallel(window=window) for window in windows])
     return rungs
 
 
@@ -140,7 +145,12 @@ class Measurement:
         """Measure a method and keep it if it is within the budget; whether there was time, and it is."""
         self.say(f"trying {describe(method)}")
         seconds = self._seconds(EXACT_SHARES if method.exact else 1)
-        found = self._window(method, seconds) if isinstance(method, Sjd) else self._tree(method, seconds)
+        if isinstance(method, Sjd):
+            found = self._window(method, seconds)
+        elif isinstance(method, RowParallel):
+            found = self._rows(method, seconds)
+        else:
+            found = self._tree(method, seconds)
         if found is None:
             self.untried.append(method)
             return False
@@ -183,9 +193,16 @@ class Measurement:
         windows = [{"window": window, "tokens": round(mean, 4)} for window, mean in tokens.items()]
         return self._entry(method, max(map(mean_tvd, drawn.values())), scores, windows=windows)
 
-    def _entry(
-        self, method: MethodConfig, tvd: float, scores: Sequence[Likelihood], **gives: Sequence[Any]
-    ) -> MethodStatistics:
+    def _rows(self, method: RowParallel, seconds: float) -> MethodStatistics | None:
+        """What rows at this distance give away; how many passes they take needs no measuring. None without time."""
+        drawn, manifest = self._draw(method, seconds), self.pipeline.bundle.manifest
+        if not drawn:
+            return None
+        nodes = front_sizes(manifest.grid_rows, manifest.grid_columns, method.window)
+        fronts = Fronts(tokens=manifest.codes_per_image - 1, passes=dict(sorted(Counter(nodes).items())))
+        return self._entry(method, 0.0, likelihoods(drawn), fronts=fronts)
+
+    def _entry(self, method: MethodConfig, tvd: float, scores: Sequence[Likelihood], **gives: Any) -> MethodStatistics:
         """The record of a method; a likelihood that was compared on one image counts as 100 % unsure."""
         ratio, error = likelihood_ratio(scores, likelihoods(self.plain))
         quality = {"tvd_per_token": tvd, "nll_ratio": ratio, "nll_error": error if math.isfinite(error) else 1.0}

@@ -43,6 +43,7 @@ class Finalist(NamedTuple):
     entry: MethodStatistics
     choice: Choice
     images: int
+    nll_error: float
     speed_ups: list[float]
     step_costs: list[float]
     report: dict[str, Any]
@@ -125,12 +126,13 @@ def _finalist(entry: MethodStatistics, plan: Plan, runs: list[Run], plain: list[
     pairs = [(one, ar.statistics) for one, ar in zip(stats, plain, strict=True)]
     speed_ups = [ar.seconds / one.seconds for one, ar in pairs]
     step_costs = [one.seconds / one.target_passes / (ar.seconds / ar.target_passes) for one, ar in pairs]
+    ratio, error = likelihood_ratio(scores, likelihoods(plain))
     choice = Choice(
         method=method,
         speed_up=statistics.median(speed_ups),
         tokens_per_forward_pass=statistics.mean(one.tokens_per_forward_pass for one in stats),
         tvd_per_token=mean_tvd(runs),
-        nll_ratio=likelihood_ratio(scores, likelihoods(plain))[0],
+        nll_ratio=ratio,
         date=datetime.date.today().isoformat(),
     )
     report = {
@@ -143,14 +145,15 @@ def _finalist(entry: MethodStatistics, plan: Plan, runs: list[Run], plain: list[
         "nll_per_token": [score.nats for score in scores],
         "entropy_per_token": [score.entropy for score in scores],
     }
-    return Finalist(entry, choice, len(scores), speed_ups, step_costs, report)
+    return Finalist(entry, choice, len(scores), min(error, 1.0), speed_ups, step_costs, report)
 
 
 def choose(finalists: Sequence[Finalist], budget: Budget, known: Mapping[MethodConfig, Quality]) -> Choice:
     """The fastest finalist that keeps to the budget by whatever is known best, if it surely beats plain decoding."""
     for finalist in sorted(finalists, key=lambda finalist: -finalist.choice.speed_up):
         choice, entry = finalist.choice, finalist.entry
-        here = Quality(images=finalist.images, tvd_per_token=choice.tvd_per_token, nll_ratio=choice.nll_ratio)
+        tvd, ratio, error = choice.tvd_per_token, choice.nll_ratio, finalist.nll_error
+        here = Quality(images=finalist.images, tvd_per_token=tvd, nll_ratio=ratio, nll_error=error)
         before = known.get(drafting_aside(entry.method), entry)
         if finalist.surely_faster and budget.allows(entry.method, here, entry, before):
             return choice

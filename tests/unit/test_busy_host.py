@@ -203,7 +203,7 @@ def test_auto_predicts_nothing_where_the_host_is_too_busy_and_stores_no_probe(ho
 
 def finalist(speed_ups: list[float], step_costs: list[float] | None = None) -> Finalist:
     choice = Choice(method=Sjd(window=7), speed_up=float(np.median(speed_ups)))
-    return Finalist(statistics_of(Sjd()), choice, 3, speed_ups, step_costs or [1.2] * len(speed_ups), {})
+    return Finalist(statistics_of(Sjd()), choice, 3, 0.0, speed_ups, step_costs or [1.2] * len(speed_ups), {})
 
 
 @pytest.mark.parametrize(

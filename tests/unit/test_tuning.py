@@ -16,7 +16,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import BundleError, OutputError
-from lantern_rt.methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, Sjd
+from lantern_rt.methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, RowParallel, Sjd
 from lantern_rt.planning.acceptance_statistics import (
     AcceptanceStatistics,
     Quality,
@@ -55,7 +55,7 @@ def budget(quality: str) -> Budget:
 
 
 def quality(images: int, tvd: float, ratio: float) -> Quality:
-    return Quality(images=images, tvd_per_token=tvd, nll_ratio=ratio)
+    return Quality(images=images, tvd_per_token=tvd, nll_ratio=ratio, nll_error=0.0)
 
 
 def test_a_budget_bounds_total_variation_and_likelihood_to_both_sides() -> None:
@@ -72,6 +72,15 @@ def test_a_budget_bounds_total_variation_and_likelihood_to_both_sides() -> None:
     assert budget("tvd=0.10") == Budget(0.1, float("inf"))
 
 
+def test_rows_keep_to_a_budget_if_the_interval_of_their_likelihood_does() -> None:
+    rows, balanced = RowParallel(window=4), budget("balanced")
+    sure, unsure = (Quality(images=99, tvd_per_token=0.0, nll_ratio=1.01, nll_error=error) for error in (0.005, 0.006))
+    assert balanced.allows(rows, sure)
+    assert not balanced.allows(rows, unsure)
+    assert not budget("strict").allows(rows, sure)
+    assert not budget("tvd=0.10").allows(rows, sure), "their total variation is not known"
+
+
 @pytest.mark.parametrize("wrong", ["best", "TVD=2", "TVD", "TVD=0", ""])
 def test_other_budgets_are_refused(wrong: str) -> None:
     with pytest.raises(ValidationError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):
@@ -83,9 +92,9 @@ def test_methods_to_measure_are_what_the_bundle_can_run(folder: Path, drafterles
     assert exact_methods(full) == [Sjd(), Eagle()]
     assert exact_methods(plain) == [Sjd()]
     relaxed: list[Any] = [method for rung in ladders(full) for method in rung]
-    assert {method.method for method in relaxed} == {"sjd", "lantern++"}
-    assert max(method.neighbors or 0 for method in relaxed) <= full.neighbors
-    assert {type(method) for rung in ladders(plain) for method in rung} == {Sjd}
+    assert {method.method for method in relaxed} == {"sjd", "lantern++", "rows"}
+    assert max(getattr(method, "neighbors", None) or 0 for method in relaxed) <= full.neighbors
+    assert {type(method) for rung in ladders(plain) for method in rung} == {Sjd, RowParallel}
     assert not any(method.exact for method in relaxed)
 
 

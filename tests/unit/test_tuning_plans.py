@@ -12,14 +12,15 @@ from toy_engine import make_model, make_prompt
 from tree_figures import expected_tokens, slots_per_level
 
 from lantern_rt.errors import TreeError
-from lantern_rt.methods import Ar, Auto, Eagle, MethodConfig, Sampling, Sjd
-from lantern_rt.planning.acceptance_statistics import Quality
+from lantern_rt.methods import Ar, Auto, Eagle, MethodConfig, RowParallel, Sampling, Sjd
+from lantern_rt.planning.acceptance_statistics import Fronts, Quality
 from lantern_rt.planning.auto import budget_of
 from lantern_rt.planning.costs import HostCosts, pass_seconds
 from lantern_rt.planning.store import Choice
 from lantern_rt.planning.tree_search import best_plan, speed_by_nodes
 from lantern_rt.runtime.decode import RequestStep, decode
 from lantern_rt.runtime.likelihood import Likelihood
+from lantern_rt.runtime.rows import front_sizes
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree, tree_name
 from lantern_rt.tuning.acceptance_counts import PROBE_PATHS, AcceptanceCounts
@@ -118,6 +119,19 @@ def test_costs_are_lines_between_what_was_measured() -> None:
     assert HostCosts(cost, None, 0.1, 0.0, redraft=0.02).window_seconds(7) == pytest.approx(0.1 + 2.0 + 0.14)
 
 
+def test_rows_are_planned_by_the_nodes_of_all_their_passes() -> None:
+    sizes = front_sizes(4, 4, 2)
+    assert (sum(sizes), len(sizes)) == (18, 9)  # 15 tokens, and 3 in place of tokens that first ones of rows wait for
+    fronts = Fronts(tokens=15, passes={nodes: sizes.count(nodes) for nodes in sorted({*sizes})})
+    found = statistics_of(RowParallel(window=2), fronts=fronts, acceptance_rates=())
+    costs = HostCosts({2: 1.0, 4: 1.2}, None, 0.1, redraft=0.01)
+    plan = best_plan(found, costs)
+    assert (plan.nodes, plan.tokens, plan.drafting) == (max(sizes), 15 / 9, {})
+    each = [0.1 + (1.0 if nodes < 3 else 1.1 if nodes == 3 else 1.2) + 0.01 * nodes for nodes in sizes]
+    assert plan.seconds == pytest.approx(sum(each) / 9)
+    assert best_plan(found, costs, most_nodes=max(sizes) - 1).nodes == 1
+
+
 def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
     windows = windows_of({3: 2.0, 7: 2.7, 15: 3.4})
     assert best_plan(windows, CHEAP).window == 15  # nodes are free
@@ -132,7 +146,7 @@ def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> N
     def finalist(speed_up: float, tvd: float, nll_ratio: float, **relaxation: Any) -> Finalist:
         method = Sjd(window=7, **relaxation)
         choice = Choice(method=method, speed_up=speed_up, tvd_per_token=tvd, nll_ratio=nll_ratio)
-        return Finalist(statistics_of(Sjd(**relaxation), images=2), choice, 3, [speed_up] * 5, [1.0] * 5, {})
+        return Finalist(statistics_of(Sjd(**relaxation), images=2), choice, 3, 0.0, [speed_up] * 5, [1.0] * 5, {})
 
     balanced, loose = budget_of(Auto(quality="balanced")), budget_of(Auto(quality="TVD=0.1"))
     exact = finalist(1.5, 0.0, 1.3)
@@ -141,7 +155,9 @@ def test_the_fastest_finalist_wins_that_keeps_to_the_budget_when_compared() -> N
     assert choose([wasteful, exact, unlikely], loose, {}).method == Sjd(window=7, omega=2.0)
     assert choose([finalist(1.01, 0.0, 1.0)], balanced, {}).method == Ar()
     assert choose([], balanced, {}).method == Ar()
-    known: dict[MethodConfig, Quality] = {Sjd(omega=2.0): Quality(images=50, tvd_per_token=0.05, nll_ratio=1.0)}
+    known: dict[MethodConfig, Quality] = {
+        Sjd(omega=2.0): Quality(images=50, tvd_per_token=0.05, nll_ratio=1.0, nll_error=0.0)
+    }
     assert choose([wasteful, exact, unlikely], balanced, known).method == Sjd(window=7, omega=2.0)  # of more images
 
 
