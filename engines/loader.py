@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -11,12 +11,12 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import RequestError
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Array, Function, Tensor
+from .contracts import Array, Tensor
 from .engine_folder import EngineFolder
 from .host import thread_count
 from .memory import INTEGERS
 from .ort.backend import OrtBackend, OrtGraphs
-from .ort.providers import DEFAULT_PROVIDER
+from .ort.providers import DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers
 from .trt.backend import TensorRTBackend
 
 BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
@@ -26,6 +26,7 @@ BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
 }
 
 
+ImageDecoder = Callable[[Ints], Floats]
 # Of a CPU that computes in float32; the embedded model's largest was 4.3e-5 nats (benchmarks/ties.py).
 ROUNDING = 1e-4
 
@@ -41,8 +42,8 @@ class Engines:
     """Everything a bundle can run, from its own graphs or from an engine folder built of it; for several threads.
 
     The drafter and the VQ decoder are loaded when first asked for: decoding without a drafter never pays for one.
-    expand_weights: the target's int8 or int4 weights become float32 when loaded; with provider `cpu`. picture_threads:
-    of the VQ decoder, by default as many as the others have.
+    providers: of the bundle's own graphs. expand_weights: the target's int8 or int4 weights become float32 when loaded;
+    with provider `cpu`. picture_threads: of the VQ decoder, by default as many as the others have.
 
     Raises, before anything is loaded: EngineError if the folder's engines are of another bundle, version or host, or
     altered; RequestError if there are no weights to expand.
@@ -52,15 +53,17 @@ class Engines:
         self,
         bundle: Bundle,
         threads: int | None = None,
-        provider: str = DEFAULT_PROVIDER,
+        providers: Providers = ON_CPU,
         folder: EngineFolder | None = None,
         expand_weights: bool = False,
         picture_threads: int | None = None,
     ) -> None:
-        self._bundle, self._picture_threads = bundle, thread_count(picture_threads or threads)
+        self._bundle, self.picture_threads = bundle, thread_count(picture_threads or threads)
         # what measured times hold for, such as `onnxruntime-cpu`, `onnxruntime-cpu-expanded` or `tensorrt-rtx`
-        parts = ("onnxruntime", provider) if folder is None else (folder.manifest.backend, folder.manifest.provider)
+        built_by = None if folder is None else (folder.manifest.backend, folder.manifest.provider)
+        parts = built_by or ("onnxruntime", providers.main)
         self.backend = "-".join(part for part in (*parts, "expanded" if expand_weights else None) if part)
+        self.picture_backend = self.backend if folder else f"onnxruntime-{providers.of(IMAGE_DECODER)}"
         self.threads = thread_count(threads)
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
         self.integers = precision in INTEGERS and not expand_weights  # products round what they multiply to 8 bits
@@ -73,10 +76,10 @@ class Engines:
         self.most_rows = max((profile.rows[2] for profile in built), default=1 << 20)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
-        self._vq_decoder: Function | None = None
+        self._vq_decoder: ImageDecoder | None = None
         if expand_weights:
-            _check_expandable(bundle, provider, folder)
-        self._graphs = _open_graphs(bundle, self.threads, provider, folder, expand_weights)
+            _check_expandable(bundle, providers.main, folder)
+        self._graphs = _open_graphs(bundle, self.threads, providers, folder, expand_weights)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings())
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
 
@@ -98,16 +101,26 @@ class Engines:
         """Images float32 `[images, 3, height, width]`, about -1 .. 1, of codes `[images, cells]`."""
         with self._lock:
             if self._vq_decoder is None:
-                manifest = self._bundle.manifest
-                codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
-                images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
-                self._vq_decoder = self._graphs.function("vq_decoder", [codes_in], [images], self._picture_threads)
-        return self._vq_decoder({"codes": np.ascontiguousarray(codes, np.int64)})[0]
+                self._vq_decoder = _image_decoder(self._graphs, self._bundle.manifest, self.picture_threads)
+        return self._vq_decoder(codes)
 
     def load_all(self) -> None:
         """Load what is still unloaded, so that a damaged graph shows now."""
         _ = self.drafter
         self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
+
+
+def image_decoder(bundle: Bundle, provider: str, threads: int) -> ImageDecoder:
+    """The bundle's VQ decoder alone, on a provider; as `Engines.vq_decoder`. Raises: EngineError, BundleError."""
+    graphs = OrtGraphs(bundle, None, threads, Providers(own={IMAGE_DECODER: provider}))
+    return _image_decoder(graphs, bundle.manifest, threads)
+
+
+def _image_decoder(graphs: OrtGraphs, manifest: Manifest, threads: int) -> ImageDecoder:
+    codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
+    images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
+    run = graphs.function(IMAGE_DECODER, [codes_in], [images], threads)
+    return lambda codes: run({"codes": np.ascontiguousarray(codes, np.int64)})[0]
 
 
 def _check_expandable(bundle: Bundle, provider: str, folder: EngineFolder | None) -> None:
@@ -125,10 +138,10 @@ def _check_expandable(bundle: Bundle, provider: str, folder: EngineFolder | None
 
 
 def _open_graphs(
-    bundle: Bundle, threads: int, provider: str, folder: EngineFolder | None, expand_weights: bool
+    bundle: Bundle, threads: int, providers: Providers, folder: EngineFolder | None, expand_weights: bool
 ) -> OrtGraphs:
     if folder is None:
-        return OrtGraphs(bundle, None, threads, provider, expand_weights)
+        return OrtGraphs(bundle, None, threads, providers, expand_weights)
     backend, built_by = find_backend(folder.manifest.backend), folder.manifest.builder_version
     folder.check_bundle(bundle)
     if (version := backend.version()) != built_by:

@@ -21,7 +21,7 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
-from .engines.ort.providers import DEFAULT_PROVIDER
+from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .methods import Auto, MethodConfig, Options, Relaxed
 from .output.images import blank, grey_out, recorded, to_image
@@ -29,7 +29,7 @@ from .planning.auto import Chooser, with_default_method
 from .planning.costs import measure_costs
 from .planning.memory import images_together
 from .planning.race import Race
-from .planning.store import Situation
+from .planning.store import Situation, tuned_providers
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
@@ -62,7 +62,7 @@ class Pipeline:
         bundle: str | Path | Bundle = "scenes",
         threads: int | None = None,
         verify: bool = True,
-        provider: str = DEFAULT_PROVIDER,
+        provider: str | Sequence[str] | None = None,
         engines: str | Path | EngineFolder | None = None,
         expand_weights: bool = False,
         picture_threads: int | None = None,
@@ -70,7 +70,9 @@ class Pipeline:
         """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
 
         threads: for the engines, by default one per physical core. verify: compare every file's hash first.
-        provider: what ONNX Runtime runs the graphs on: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md).
+        provider: what ONNX Runtime runs the graphs on: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md), with
+        `vq_decoder=NAME` or `condition=NAME` for one of them; by default `cpu`, and the image decoder on what
+        `lantern-rt tune` found for it.
         engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
         expand_weights: turn the target's int8 or int4 weights to float32 when loading, on a CPU: as exact, large and
         fast as float32 weights. picture_threads: for the image decoder, by default as many; services take one, so that
@@ -80,14 +82,16 @@ class Pipeline:
         from .engines.loader import Engines
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
-        if folder is not None and provider not in (DEFAULT_PROVIDER, folder.manifest.provider):
+        asked = None if provider is None else Providers.read(provider)
+        if folder is not None and asked not in (None, ON_CPU, Providers(folder.manifest.provider or "")):
             raise RequestError(
-                f"provider: found {provider}, but {folder.folder} was built for "
+                f"provider: found {asked}, but {folder.folder} was built for "
                 f"{folder.manifest.provider or folder.manifest.backend}; leave the provider out"
             )
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        loaded = Engines(opened, threads, provider, folder, expand_weights, picture_threads)
+        providers = asked or (ON_CPU if folder else tuned_providers(opened.digest))
+        loaded = Engines(opened, threads, providers, folder, expand_weights, picture_threads)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 

@@ -19,7 +19,7 @@ from ..profiles import BuildOptions, Profile
 from .device import Device
 from .device_engine import OrtDeviceEngine
 from .engine import OrtEngine
-from .providers import DEFAULT_PROVIDER, PROVIDERS, find_provider
+from .providers import DEFAULT_PROVIDER, PROVIDERS, Providers, find_provider
 from .session import GraphSession, check_convolutions, save_optimised
 
 
@@ -30,14 +30,15 @@ class OrtGraphs:
     """
 
     def __init__(
-        self, bundle: Bundle, folder: EngineFolder | None, threads: int, provider: str, expand_weights: bool = False
+        self, bundle: Bundle, folder: EngineFolder | None, threads: int, asked: Providers, expand_weights: bool = False
     ) -> None:
         self._bundle, self._folder, self._threads = bundle, folder, threads
         self._expand_weights = expand_weights
-        self._provider = find_provider(provider, import_onnxruntime())
-        self._device = Device(provider) if self._provider.resident else None
-        if self._provider.library:
-            check_convolutions(provider)
+        self._asked, self._provider = asked, find_provider(asked.main, import_onnxruntime())
+        for provider in {asked.main, *asked.own.values()}:
+            if find_provider(provider, import_onnxruntime()).library:
+                check_convolutions(provider)
+        self._device = Device(asked.main) if self._provider.resident else None
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""
@@ -51,7 +52,9 @@ class OrtGraphs:
     ) -> Function:
         """Another graph (condition, image decoder), checked to have these inputs and outputs; threads: of its own."""
         path, optimised = self._locate(role)
-        provider = DEFAULT_PROVIDER if role in self._provider.leaves else self._provider.name
+        provider = self._asked.of(role)
+        if role in PROVIDERS[provider].leaves:
+            provider = DEFAULT_PROVIDER
         return GraphSession(path, inputs, outputs, threads or self._threads, provider, optimised).run_checked
 
     def _locate(self, role: str) -> tuple[Path, bool]:
@@ -118,4 +121,4 @@ class OrtBackend:
 
     def open(self, bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
         """The built graphs, and the bundle's own for roles that were not built."""
-        return OrtGraphs(bundle, folder, threads, folder.manifest.provider or DEFAULT_PROVIDER)
+        return OrtGraphs(bundle, folder, threads, Providers(folder.manifest.provider or DEFAULT_PROVIDER))

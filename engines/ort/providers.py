@@ -2,6 +2,7 @@
 
 ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, node by node when it lacks a
 kernel. Here the provider asked for takes the whole graph, or loading stops.
+The graphs that run once an image may have a provider of their own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import importlib
 import io
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...checks import brief
+from ...checks import brief, short
 from ...errors import EngineError
 
 DEFAULT_PROVIDER = "cpu"  # ONNX Runtime's own kernels: they run every graph, and others may fall back to them
@@ -31,8 +32,8 @@ class Provider(NamedTuple):
     passes share in that memory; elsewhere in the bundle's own, from the host's. plain: it does not take the op
     Attention, and float16 on some devices only. plugin: the module of a package beside onnxruntime that has its
     library. library: what it loads from further packages, and has no convolutions without. leaves: roles that run on
-    the CPU, once an image, as it lacks ops of theirs. recording: further options with which it records passes as
-    graphs; none: it cannot.
+    the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and codes do not.
+    recording: further options with which it records passes as graphs; none: it cannot.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Provider(NamedTuple):
     plugin: str = ""
     library: str = ""
     leaves: tuple[str, ...] = ()
+    rounds: bool = False
     recording: Mapping[str, str] = MappingProxyType({})
 
 
@@ -80,6 +82,14 @@ _ALL = (
         plugin="onnxruntime_ep_openvino",
     ),
     Provider(
+        "openvino-bf16",
+        "OpenVINOExecutionProvider",
+        "onnxruntime-ep-openvino",
+        {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "bf16"}}'},  # float32 where the CPU has no bfloat16
+        plugin="onnxruntime_ep_openvino",
+        rounds=True,
+    ),
+    Provider(
         "nv-tensorrt-rtx",
         "NvTensorRTRTXExecutionProvider",
         "onnxruntime-ep-nv-tensorrt-rtx",
@@ -92,6 +102,47 @@ _ALL = (
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
+IMAGE_DECODER = "vq_decoder"
+_ONCE = ("condition", IMAGE_DECODER)  # graphs that run once an image; target and drafter share what they compute
+
+
+class Providers(NamedTuple):
+    """Names of providers: `own` by graph, `main` for all others."""
+
+    main: str = DEFAULT_PROVIDER
+    own: Mapping[str, str] = MappingProxyType({})
+
+    def of(self, role: str) -> str:
+        """The provider that a user wants a graph to run on."""
+        return self.own.get(role, self.main)
+
+    def __str__(self) -> str:
+        """As `read` takes it."""
+        return ",".join([self.main, *(f"{role}={name}" for role, name in self.own.items())])
+
+    @classmethod
+    def read(cls, given: str | Sequence[str]) -> Providers:
+        """Providers from `NAME` for all graphs and `GRAPH=NAME` for one, joined by commas or one by one.
+
+        Raises: EngineError: a name is unknown or given twice, or a graph cannot have the provider.
+        """
+        found: dict[str, str] = {}
+        for one in given.split(",") if isinstance(given, str) else given:
+            role, named, name = one.strip().rpartition("=")
+            if named and role not in _ONCE:
+                found_graph, graphs = f"found graph {short(role)}", " or ".join(_ONCE)
+                raise EngineError(f"provider: {found_graph}, expected {graphs}; all others run on one provider, NAME")
+            if role in found:
+                whose = f"graph {role}" if role else "all graphs"
+                raise EngineError(f"provider: found {found[role]} and {name} for {whose}, expected one")
+            if _named(name).rounds and role != IMAGE_DECODER:
+                where = f"found {name} for {role or 'all graphs'}, but it rounds to bfloat16"
+                raise EngineError(f"provider: {where}; give it to the image decoder alone, {IMAGE_DECODER}={name}")
+            found[role] = name
+        return cls(found.pop("", DEFAULT_PROVIDER), found)
+
+
+ON_CPU = Providers()
 
 
 class Turns:
@@ -131,15 +182,13 @@ def turn(provider: str, alone: bool = False) -> AbstractContextManager[None]:
     return turns.alone() if alone else turns.among_others()
 
 
-_registered: set[str] = set()  # plugins of this process
+_registered: set[str] = set()  # plugins of this process, by module
 _lock = threading.Lock()
 
 
 def find_provider(name: str, runtime: Any) -> Provider:
     """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
-    if (provider := PROVIDERS.get(name)) is None:
-        raise EngineError(f"provider: found {name!r}, expected one of {', '.join(PROVIDERS)}")
-    if provider.plugin:
+    if (provider := _named(name)).plugin:
         plugin_devices(provider, runtime)
     elif provider.execution_provider not in (available := runtime.get_available_providers()):
         found = f"onnxruntime {runtime.__version__} has no {provider.execution_provider}, found {', '.join(available)}"
@@ -148,10 +197,29 @@ def find_provider(name: str, runtime: Any) -> Provider:
     return provider
 
 
+def _named(name: str) -> Provider:
+    if (provider := PROVIDERS.get(name)) is None:
+        raise EngineError(f"provider: found {name!r}, expected one of {', '.join(PROVIDERS)}")
+    return provider
+
+
+def host_plugins(runtime: Any) -> tuple[list[str], list[str]]:
+    """Names of the plugins that compute in the host's memory, as the CPU does: those that are here, and the others."""
+    here, missing = list[str](), list[str]()
+    for one in _ALL:
+        if one.plugin and not one.resident:
+            try:
+                find_provider(one.name, runtime)
+                here.append(one.name)
+            except EngineError:
+                missing.append(one.name)
+    return here, missing
+
+
 def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     """The devices of a plugin, which is registered before. Raises: EngineError: it is not installed, or has none."""
     with _lock:
-        if provider.name not in _registered:
+        if provider.plugin not in _registered:
             try:
                 path = importlib.import_module(provider.plugin).get_library_path()
                 runtime.register_execution_provider_library(provider.execution_provider, path)
@@ -162,7 +230,7 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
                 found = f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})"
                 cure = f"check the device's driver, or update onnxruntime and {provider.package}"
                 raise EngineError(f"provider {provider.name}: {found}; {cure}") from error
-            _registered.add(provider.name)
+            _registered.add(provider.plugin)
     devices = [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
     if not devices:
         found, cure = "ONNX Runtime finds no device that it runs on, expected one", "install the device's driver"

@@ -23,6 +23,7 @@ from ..contracts import Function, Progress, Tensor
 from ..device_graph import WORD, device_graph
 from ..engine_folder import EngineFolder
 from ..ort.backend import OrtGraphs
+from ..ort.providers import ON_CPU
 from ..profiles import BuildOptions, Profile, capacity_of
 from .cuda import find_gpu, open_gpu
 from .engine import TensorRTEngine, TensorRTFunction
@@ -47,7 +48,7 @@ class TensorRTGraphs(OrtGraphs):
     """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU."""
 
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
-        super().__init__(bundle, None, threads, "cpu")
+        super().__init__(bundle, None, threads, ON_CPU)
         self._library, self._memory, self._plans = library, open_gpu(), folder
         self._kernels = Kernels(folder)
         weakref.finalize(self, self._kernels.save)  # some are compiled while plans run

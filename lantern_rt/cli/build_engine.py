@@ -14,7 +14,7 @@ from ..engines.ort.providers import DEFAULT_PROVIDER
 from ..engines.profiles import BuildOptions, Profile
 from ..errors import RequestError
 from .console import Facts, print_facts, print_json, print_text, progress, say
-from .options import BundleName, Force, Json, ProviderName, open_whole
+from .options import ENGINE, BundleName, Force, Json, open_whole
 
 EXAMPLES = r"""
 lantern-rt build-engine scenes --backend onnxruntime --output engines/scenes-cpu
@@ -29,7 +29,9 @@ def build_engine(
     bundle: BundleName,
     backend: Annotated[str, typer.Option(help="onnxruntime, tensorrt or tensorrt-rtx.")] = "onnxruntime",
     output: Annotated[Path | None, typer.Option(help="Engine folder to write; not needed with --dry-run.")] = None,
-    provider: ProviderName = DEFAULT_PROVIDER,
+    provider: Annotated[
+        str, typer.Option(help="What ONNX Runtime builds for: cpu, cuda, ... (docs/gpu.md).", rich_help_panel=ENGINE)
+    ] = DEFAULT_PROVIDER,
     max_rows: Annotated[int, typer.Option(help="Sequences per pass; guidance makes two of every image.")] = 8,
     max_nodes: Annotated[int, typer.Option(help="New nodes per pass, at least the tree's.")] = 64,
     max_past: Annotated[

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 
-from ..engines.ort.providers import DEFAULT_PROVIDER
+from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
 from ..errors import LanternError
 from ..methods import PARAMETERS, Sampling
 
@@ -37,12 +37,6 @@ Embeddings = Annotated[
         rich_help_panel=SUBJECTS,
     ),
 ]
-ProviderName = Annotated[
-    str,
-    typer.Option(
-        help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md).", rich_help_panel=ENGINE
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,15 @@ class Running:
             help="Folder made by build-engine from this bundle, to run instead of its graphs.", rich_help_panel=ENGINE
         ),
     ] = None
-    provider: ProviderName = DEFAULT_PROVIDER
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[GRAPH=]NAME",
+            help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). Once more for one graph, "
+            "such as vq_decoder=openvino. [default: cpu, and for vq_decoder what tune found]",
+            rich_help_panel=ENGINE,
+        ),
+    ] = None
     expand_weights: Annotated[
         bool,
         typer.Option(
@@ -67,6 +69,11 @@ class Running:
             rich_help_panel=ENGINE,
         ),
     ] = False
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ONNX Runtime runs the bundle's own graphs on the CPU. Raises: EngineError: no such provider."""
+        return self.engines is None and Providers.read(self.provider or ()).main == DEFAULT_PROVIDER
 
     def open_bundle(self, name: str) -> Bundle:
         """The bundle, without hashing the graphs that engines stand in for."""
@@ -87,7 +94,7 @@ class Running:
         from .console import progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
-        if engines.on_cpu if engines else self.provider == DEFAULT_PROVIDER:
+        if engines.on_cpu if engines else self.on_cpu:
             chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
             check_memory(bundle, chosen, self.expand_weights, engines)
         with progress(lines=False) as show:

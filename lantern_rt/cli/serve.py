@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from ..checks import require_library, whole
-from ..engines.ort.providers import DEFAULT_PROVIDER
 from ..errors import RequestError
 from .console import say
 from .options import ENGINE, Running
@@ -89,7 +88,7 @@ def serve(
         raise RequestError(f"bundles: found two of the name {twice}, expected one each: requests name a model by it")
     if running.engines is not None and len(opened) > 1:
         raise RequestError(f"engines: found {len(opened)} bundles, expected one: a folder is built of one bundle")
-    if running.provider == DEFAULT_PROVIDER and running.engines is None:
+    if running.on_cpu:
         for bundle in opened:
             settings = resolve_settings(bundle.manifest, {"method": "auto"})
             check_memory(bundle, settings, running.expand_weights)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +25,7 @@ from ..planning.tree_search import speed_by_nodes
 from ..requests import resolve_settings
 from ..runner import subjects_of
 from ..tuning.measure import Measurement, describe
+from ..tuning.pictures import Decoders
 from ..tuning.tune import tune as measure
 from .console import print_json, print_table, print_text, progress
 from .options import BundleName, Embeddings, Force, Json, Prompts, Running
@@ -40,6 +42,12 @@ _FOUND = {
     "NLL against ar": "{nll_ratio:.3f} +- {nll_error:.3f}",
     "images": "{images:d}",
     "what it gives": "{gives}",
+}
+_DECODERS = {
+    "image decoder, compared with cpu": "{provider}",
+    "ms": "{ms:.1f}",
+    "speed-up (median)": "{speed_up:.2f} ({low:.2f}-{high:.2f})",
+    "difference of 255 levels": "{difference:.2f}",
 }
 _COMPARED = {
     "compared with ar": "{method}",
@@ -94,7 +102,8 @@ def tune(
     pipeline = running.load(opened, settings)
     with progress(seconds=60 * minutes) as show:
         found = Measurement(pipeline, subjects, images, settings, show)
-        choice, doubt, finalists, path = measure(found, minutes)
+        pictures = running.provider is None and running.engines is None  # else it is said what runs them
+        choice, doubt, finalists, decoders, path = measure(found, minutes, pictures)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
         written = AcceptanceStatistics(format=3, weights=weights_of(opened.manifest), entries=entries)
@@ -114,6 +123,7 @@ def tune(
             "acceptance_statistics": [entry.model_dump() for entry in found.entries],
             "finalists": [finalist.report for finalist in finalists],
             "untried": [describe(method) for method in found.untried],
+            "image_decoder": decoders and _decoders_report(decoders),
             "path": str(path),
         }
         print_json(report)
@@ -126,11 +136,37 @@ def tune(
     print_table(_FOUND, [{**dict(one), "name": describe(one.method), "gives": _gives(one)} for one in found.entries])
     low_high = [dict(zip(("low", "high"), median_interval(one.speed_ups), strict=True)) for one in finalists]
     print_table(_COMPARED, [{**dict(one.choice), **more} for one, more in zip(finalists, low_high, strict=True)])
+    if decoders is not None:
+        _print_decoders(decoders)
     if choice is None:
         print_text(f"nothing chosen: {doubt}")
         return
     won = "nothing was faster than ar" if isinstance(choice.method, Ar) else f"speed-up {choice.speed_up:.2f}"
     print_text(f"chosen: {choice.method} ({won}), kept in {path}")
+
+
+def _decoders_report(decoders: Decoders) -> dict[str, Any]:
+    """What was found of image decoders, for JSON."""
+    return {
+        "choice": decoders.choice and decoders.choice.model_dump(),
+        "doubt": decoders.doubt or None,
+        "compared": [one._asdict() for one in decoders.compared],
+        "missing": decoders.missing,
+    }
+
+
+def _print_decoders(decoders: Decoders) -> None:
+    rows = []
+    for one in decoders.compared:
+        low, high = median_interval(one.speed_ups)
+        gain = {"speed_up": statistics.median(one.speed_ups), "low": low, "high": high}
+        rows.append({**one._asdict(), **gain, "ms": 1e3 * one.seconds})
+    if rows:
+        print_table(_DECODERS, rows)
+    if decoders.missing:
+        print_text(f"image decoder, not tried as not installed here: {', '.join(decoders.missing)} (docs/gpu.md)")
+    if decoders.choice or decoders.doubt:
+        print_text(f"image decoder: {decoders.choice or f'nothing chosen: {decoders.doubt}'}")
 
 
 def _reset(bundle: str, json: bool) -> None:

@@ -12,7 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..errors import LanternError, OutputError
+from ..engines.host import import_onnxruntime
+from ..engines.ort.providers import IMAGE_DECODER, ON_CPU, Providers, find_provider
+from ..errors import EngineError, LanternError, OutputError
 from ..methods import Method
 from ..output.files import cache_folder, replace_file
 from ..runtime.noise import FORMAT
@@ -57,13 +59,32 @@ class Choice(Record):
     found: Literal["tuned", "while drawing"] = "tuned"
 
 
+class PictureChoice(Record):
+    """What the image decoder runs on, and what was measured when it was chosen.
+
+    speed_up: over ONNX Runtime's CPU provider, the median of turns, with so many threads. difference: of the pictures
+    from that one's, the mean absolute one of the worst picture, of 255 levels.
+    """
+
+    provider: str
+    threads: int
+    speed_up: Annotated[float, Field(gt=0)] = 1.0
+    difference: Annotated[float, Field(ge=0)] = 0.0
+    date: Annotated[str, Field(max_length=20)] = ""
+
+    def __str__(self) -> str:
+        """In words."""
+        levels = f"pictures differ by {self.difference:.2f} of 255 levels"
+        return f"{self.provider}, speed-up {self.speed_up:.2f}, {levels}"
+
+
 class Tuning(Record):
     """All that was measured for one bundle on this host.
 
     choices: by situation as text; another number of images has other costs, so its choice does not count. statistics:
     what would hold on any other host. probes: costs by backend, threads and rows. races: those that are not decided, by
-    situation as text. noise: the random numbers that drafts
-    were made with; how often they are accepted depends on it.
+    situation as text. picture: what the image decoder runs on. noise: the random numbers that drafts were made with;
+    how often they are accepted depends on it.
     """
 
     bundle_digest: str
@@ -72,6 +93,7 @@ class Tuning(Record):
     statistics: tuple[MethodStatistics, ...] = ()
     probes: Mapping[str, HostCosts] = Field(default_factory=dict)
     races: Mapping[str, tuple[Timed, ...]] = Field(default_factory=dict)
+    picture: PictureChoice | None = None
 
 
 def read_tuning(digest: str) -> Tuning:
@@ -87,6 +109,22 @@ def read_tuning(digest: str) -> Tuning:
         return nothing
     current = tuning.bundle_digest == digest and "noise" in tuning.model_fields_set  # older files have none
     return tuning if current else nothing
+
+
+def tuned_providers(digest: str) -> Providers:
+    """What a bundle's graphs run on where nobody says: the CPU, and the image decoder on what was chosen for it.
+
+    A choice that is not installed any more is ignored, and a warning says so.
+    """
+    chosen = read_tuning(digest).picture
+    if chosen is None:
+        return ON_CPU
+    try:
+        find_provider(chosen.provider, import_onnxruntime())
+        return Providers.read(f"{IMAGE_DECODER}={chosen.provider}")
+    except EngineError as error:
+        _log.warning("%s: what is stored for the image decoder is ignored: %s", _path(digest), error)
+        return ON_CPU
 
 
 def ignore_choice(digest: str, situation: Situation, problem: LanternError) -> None:

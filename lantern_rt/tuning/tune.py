@@ -2,7 +2,8 @@
 
 Costs of passes, then what every method within the budget gives, then the best tree or window for each, then the most
 promising ones against plain decoding, in turns with the same prompts and seeds. What surely wins is stored; plain
-decoding wins where nothing is faster, and nothing does where the host was too busy to say.
+decoding wins where nothing is faster, and nothing does where the host was too busy to say. So is found what the image
+decoder runs on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..planning.tree_search import Plan, best_plan
 from ..runner import Run, take_turns
 from ..runtime.sequences import NODES
 from .measure import Measurement, likelihood_ratio, likelihoods, mean_tvd
+from .pictures import Decoders, compare_decoders
 
 FINALISTS = 4
 TURNS = 8  # that there should be time for: of so many, one may be disturbed
@@ -61,27 +63,41 @@ class Finalist(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """choice: None where measuring left doubts, which `doubt` says. path: where what was found is kept."""
+    """choice: None where measuring left doubts, which `doubt` says. decoders: None if they were not to be compared.
+    path: where what was found is kept."""
 
     choice: Choice | None
     doubt: str
     finalists: list[Finalist]
+    decoders: Decoders | None
     path: Path
 
 
-def tune(measured: Measurement, minutes: float) -> Tuned:
-    """Measure for `minutes`, and a pass more at most; choose, and store what is sure."""
+def tune(measured: Measurement, minutes: float, pictures: bool = True) -> Tuned:
+    """Measure for `minutes`, and a pass more at most; choose, and store what is sure.
+
+    pictures: whether to find out, too, what the image decoder is to run on.
+    """
     seconds = 60 * minutes
     deadline, digest = time.monotonic() + seconds, measured.pipeline.bundle.digest
     measured.run(0.7 * seconds)
+    decoders = None
+    if pictures:
+        measured.say("comparing image decoders")
+        codes = [one for drawn in measured.plain for one in drawn.codes]
+        decoders = compare_decoders(measured.pipeline, codes, seconds / 10, deadline)
     plans = choose_finalists(measured.entries, measured.costs)
     finalists = compare(measured, plans, deadline)
     choice = choose(finalists, measured.budget, measured.known)
     doubt = doubts(measured, plans, finalists) if isinstance(choice.method, Ar) else ""
     tuning = read_tuning(digest)
     choices = {} if doubt else {str(measured.situation): choice}
-    found = {"choices": {**tuning.choices, **choices}, "statistics": merge(measured.entries, tuning.statistics)}
-    return Tuned(None if doubt else choice, doubt, finalists, write_tuning(tuning.model_copy(update=found)))
+    found: dict[str, Any] = {"choices": {**tuning.choices, **choices}}
+    found["statistics"] = merge(measured.entries, tuning.statistics)
+    if decoders is not None and decoders.choice is not None:
+        found["picture"] = decoders.choice
+    path = write_tuning(tuning.model_copy(update=found))
+    return Tuned(None if doubt else choice, doubt, finalists, decoders, path)
 
 
 def choose_finalists(entries: Sequence[MethodStatistics], costs: HostCosts) -> list[tuple[MethodStatistics, Plan]]:
