@@ -58,7 +58,7 @@ def gpu_report() -> GpuReport:
             problems.append("provider cuda: found no NVIDIA GPU and driver; install the driver, or use provider cpu")
         elif not any(name.startswith("nvidia-cudnn") for name in installed):
             problems.append("provider cuda: cuDNN is not among the packages; run `pip install 'lantern-rt[gpu]'`")
-    plugins = [one for one in PROVIDERS.values() if one.plugin and one.package in installed]
+    plugins = [one for one in PROVIDERS.values() if one.plugin and not one.rounds and one.package in installed]
     problems += [problem for one in plugins if (problem := _missing_device(one))]
     return GpuReport(
         gpu=gpu.compute_capability if gpu else None,

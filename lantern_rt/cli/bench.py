@@ -176,6 +176,7 @@ def _facts(pipeline: Pipeline) -> dict[str, Any]:
         "bundle_digest": bundle.digest,
         "processor": processor(),
         "backend": situation.backend,
+        "image_decoder": pipeline.engines.picture_backend,
         "threads": situation.threads,
     }
 

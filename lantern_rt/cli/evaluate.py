@@ -191,6 +191,7 @@ def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,
         "backend": f"{situation.backend}, {situation.threads} threads",
+        "image_decoder": pipeline.engines.picture_backend,
         "host": f"{host.system}, {processor()}, {host.usable_cores} cores",
         "onnxruntime": ", ".join(host.distributions.values()),
         "lantern_rt": __version__,

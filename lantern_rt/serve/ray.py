@@ -23,6 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from ..asynchronous import AsyncPipeline
+from ..engines.ort.providers import DEFAULT_PROVIDER
 from ..errors import BusyError, EngineError, LanternError, RequestError
 from ..pipeline import Pipeline
 from .app import make_app
@@ -83,7 +84,8 @@ def app(settings: Settings) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.deadline + GRACE,
     )(serve.ingress()(Ingress))
-    usual = {"threads": settings.threads, "picture_threads": 1, **settings.pipeline}
+    # Of all replicas alike, whatever their hosts were tuned to: an image may go on in another one.
+    usual = {"threads": settings.threads, "picture_threads": 1, "provider": DEFAULT_PROVIDER, **settings.pipeline}
     replicas = []
     for name, bundle in zip(names, bundles, strict=True):
         options = usual | (bundles[bundle] if isinstance(bundles, dict) else {})

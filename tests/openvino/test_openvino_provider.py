@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 
 import numpy as np
@@ -11,6 +12,7 @@ from lantern_rt import EngineError, Pipeline
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.providers import find_provider
+from lantern_rt.tuning.pictures import compare_decoders
 
 try:
     find_provider("openvino", import_onnxruntime())
@@ -48,3 +50,29 @@ def test_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str, tempe
 def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
     codes = np.random.default_rng(0).integers(0, 1024, (2, 256))
     np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
+
+
+def test_the_image_decoder_alone_may_run_on_it(on_cpu: Pipeline) -> None:
+    codes = np.random.default_rng(1).integers(0, 1024, (1, 256))
+    pipe = Pipeline.from_bundle("scenes", provider=["cpu", "vq_decoder=openvino"])
+    assert (pipe.engines.backend, pipe.engines.picture_backend) == ("onnxruntime-cpu", "onnxruntime-openvino")
+    np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
+
+
+def test_pictures_in_bfloat16_are_the_cpus_within_a_level_and_codes_are_the_same(on_cpu: Pipeline) -> None:
+    pipe = Pipeline.from_bundle("scenes", provider="vq_decoder=openvino-bf16")
+    here, there = (one(PROMPTS, seed=SEEDS, method="ar") for one in (pipe, on_cpu))
+    for i in range(len(PROMPTS)):
+        np.testing.assert_array_equal(here.codes[i], there.codes[i])
+        difference = np.abs(np.asarray(here.images[i], float) - np.asarray(there.images[i], float))
+        assert difference.mean() < 0.5
+        assert difference.max() <= 3
+
+
+def test_tune_compares_both_of_its_precisions_with_the_cpu(on_cpu: Pipeline) -> None:
+    codes = on_cpu(PROMPTS[0], method="ar").codes
+    found = compare_decoders(on_cpu, codes, 0.3, time.monotonic() + 60)
+    assert [one.provider for one in found.compared] == ["openvino", "openvino-bf16"]
+    assert found.missing == []
+    assert max(one.difference for one in found.compared) < 0.5
+    assert len(found.compared[0].speed_ups) >= 5

@@ -21,6 +21,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--threads", "0"], "--threads: found 0, expected 1 .. "),
         (["--provider", "abacus"], "--provider: found 'abacus', expected one of cpu, "),
+        (["--provider", "cpu", "--provider", "vq=cpu"], "--provider: found graph 'vq', expected condition or vq_dec"),
+        (["--provider", "vq_decoder=abacus"], "--provider: found 'abacus', expected one of cpu, "),
         (["--engines", "nowhere"], "nowhere: no engine.json in it; "),
         (["--expand-weights"], "--expand-weights: found a target with fp32 weights, expected int8-weights or int4-"),
     ],

@@ -12,7 +12,17 @@ import pytest
 from refusals import refused
 
 from lantern_rt.engines.ort import providers
-from lantern_rt.engines.ort.providers import PROVIDERS, Turns, attach, check_taken, find_provider, preload
+from lantern_rt.engines.ort.providers import (
+    ON_CPU,
+    PROVIDERS,
+    Providers,
+    Turns,
+    attach,
+    check_taken,
+    find_provider,
+    host_plugins,
+    preload,
+)
 from lantern_rt.engines.ort.session import check_convolutions
 from lantern_rt.errors import EngineError
 
@@ -62,8 +72,40 @@ class Runtime:
 
 
 def test_an_unknown_provider_is_answered_with_the_known_ones() -> None:
-    with refused(EngineError, "provider: found 'abacus', expected one of cpu, cuda, webgpu, openvino, nv-ten"):
+    with refused(EngineError, "provider: found 'abacus', expected one of cpu, cuda, webgpu, openvino, openvino-"):
         find_provider("abacus", Runtime([CPU]))
+
+
+def test_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
+    assert Providers.read(()) == Providers.read("cpu") == ON_CPU
+    asked = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu"])
+    assert [asked.of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
+        "cuda",
+        "cuda",
+        "cpu",
+        "openvino-bf16",
+    ]
+    assert Providers.read(str(asked)) == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            "vq=cpu",
+            "provider: found graph 'vq', expected condition or vq_decoder; all others run on one provider, NAME",
+        ),
+        ("target=cuda", "provider: found graph 'target', expected condition or vq_decoder"),
+        ("vq_decoder=", "provider: found '', expected one of cpu, cuda, "),
+        ("cpu,cuda", "provider: found cpu and cuda for all graphs, expected one"),
+        ("condition=cpu,condition=cuda", "provider: found cpu and cuda for graph condition, expected one"),
+        ("openvino-bf16", "for all graphs, but it rounds to bfloat16; give it to the image decoder alone, vq_decoder="),
+        ("condition=openvino-bf16", "found openvino-bf16 for condition, but it rounds to bfloat16"),
+    ],
+)
+def test_what_no_graph_can_run_on_is_refused(given: str, line: str) -> None:
+    with refused(EngineError, line):
+        Providers.read(given)
 
 
 def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
@@ -184,6 +226,17 @@ def test_a_plugin_whose_library_does_not_load_says_why(plugin: SimpleNamespace) 
     plugin.get_library_path = lambda: "broken.so"
     with refused(EngineError, "provider webgpu: onnxruntime 1.31.1 cannot load its library (libvulkan", "driver"):
         find_provider("webgpu", Plugins(WEBGPU))
+
+
+def test_plugins_beside_the_cpu_are_told_from_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "_registered", set())
+    module = PROVIDERS["openvino"].plugin
+    monkeypatch.setitem(sys.modules, module, None)
+    assert host_plugins(Plugins()) == ([], ["openvino", "openvino-bf16"])
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(get_library_path=lambda: "plugin.so"))
+    runtime = Plugins("OpenVINOExecutionProvider")
+    assert host_plugins(runtime) == (["openvino", "openvino-bf16"], [])
+    assert len(runtime.registered) == 1, "both are of one library"
 
 
 def test_plugins_have_modules_of_their_packages_names() -> None:
