@@ -17,7 +17,7 @@ COMMANDS = {
     "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
-    "tune": ("tune", "Measure what is fastest here for a bundle, and keep it for method auto."),
+    "tune": ("tune", "Measure what method and image decoder suit this host best, and keep that."),
     "bench": ("bench", "Measure methods against ar, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare methods with plain decoding, on the same prompts and seeds."),
     "verify": ("verify", "Compare a bundle's graphs with what they were made from."),

@@ -40,8 +40,8 @@ def doctor(json: Json = False) -> None:
         print_json({**facts, "image_decoders": decoders, "gpu": asdict(gpu)})
     else:
         installed = ", ".join(f"{name} {version}" for name, version in packages.items())
-        decoders = [("image decoder", f"{name}: {choice}, tuned on {choice.date}") for name, choice in tuned.items()]
-        rows = [("lantern-rt", __version__), *report.rows(), *decoders, *gpu.rows(), ("packages", installed)]
+        found = [("image decoder", f"{name}: {choice}, tuned on {choice.date}") for name, choice in tuned.items()]
+        rows = [("lantern-rt", __version__), *report.rows(), *found, *gpu.rows(), ("packages", installed)]
         print_text(text_table([*rows, ("bundles", ", ".join(bundles) or "none embedded")]))
     if report.problems or gpu.problems:
         raise typer.Exit(2)

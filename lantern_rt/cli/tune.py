@@ -82,7 +82,7 @@ def tune(
     json: Json = False,
     force: Force = False,
 ) -> None:
-    """Measure what is fastest here for a bundle, and keep it for method auto. Best with nothing else running."""
+    """Measure what method and image decoder suit this host best, and keep that. Best with nothing else running."""
     if reset:
         if any(option is not None for option in (prompts, embeddings, temperature, acceptance_statistics, plot)):
             raise RequestError("reset: measures nothing; leave out what measuring takes")
