@@ -10,12 +10,13 @@ import datetime
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from ..engines.host import import_onnxruntime
-from ..engines.loader import image_decoder
+from ..engines.loader import ImageDecoder, image_decoder
 from ..engines.ort.providers import DEFAULT_PROVIDER, host_plugins
 from ..errors import EngineError
 from ..pipeline import Pipeline
@@ -55,39 +56,37 @@ def compare_decoders(pipeline: Pipeline, codes: Sequence[Ints], seconds: float, 
     installed.
     """
     bundle, threads = pipeline.bundle, pipeline.engines.picture_threads
-    here, missing = host_plugins(import_onnxruntime())
-    if not here:
-        return Decoders(None, "", [], missing)
-    decoders = {DEFAULT_PROVIDER: image_decoder(bundle, DEFAULT_PROVIDER, threads)}
-    for name in here:
-        try:
-            decoders[name] = image_decoder(bundle, name, threads)
-        except EngineError:
-            missing.append(name)
     cells = bundle.manifest.codes_per_image
+    here, missing = host_plugins(import_onnxruntime())
     drawn = [np.pad(one, (0, cells - len(one)), "edge")[None] for one in codes[:PICTURES] if len(one)]
-    worst = dict.fromkeys(decoders, 0.0)
-    for one in drawn:
+    decoders: dict[str, ImageDecoder] = {}
+    pictures: dict[str, list[Floats]] = {}
+    for name in (DEFAULT_PROVIDER, *here) if here and drawn else ():
         if time.monotonic() > deadline:
             break
-        pictures = {name: levels(decode(one)) for name, decode in decoders.items()}
-        for name, picture in pictures.items():
-            worst[name] = max(worst[name], difference(picture, pictures[DEFAULT_PROVIDER]))
-    jobs = [lambda decode=decode: decode(drawn[0]) for decode in decoders.values()] if drawn else []
-    plain, *others = time_in_rounds(jobs, seconds, deadline, untimed=1) if jobs else [[]]
+        try:
+            decoders[name] = image_decoder(bundle, name, threads)
+            pictures[name] = [levels(decoders[name](one)) for one in drawn]
+        except EngineError:
+            if name == DEFAULT_PROVIDER:
+                raise
+            decoders.pop(name, None)
+            missing.append(name)
+    jobs = [partial(decode, drawn[0]) for decode in decoders.values()]
+    times = dict(zip(decoders, time_in_rounds(jobs, seconds, deadline, untimed=1), strict=True)) if jobs[1:] else {}
     compared = [
         Decoder(
             name,
             statistics.median(own),
-            [cpu / each for cpu, each in zip(plain, own, strict=False)],
-            worst[name],
+            [cpu / each for cpu, each in zip(times[DEFAULT_PROVIDER], own, strict=False)],
+            max(map(difference, pictures[name], pictures[DEFAULT_PROVIDER])),
         )
-        for name, own in zip(list(decoders)[1:], others, strict=False)
-        if own
+        for name, own in times.items()
+        if own and name != DEFAULT_PROVIDER
     ]
     choice = choose_decoder(compared, threads)
-    doubt = "" if choice else "there was too little time, or the host is too busy; give more --minutes"
-    return Decoders(choice, doubt, compared, missing)
+    unclear = "there was too little time, or the host is too busy; give more --minutes"
+    return Decoders(choice, unclear if {*here} - {*missing} and not choice else "", compared, missing)
 
 
 def choose_decoder(compared: Sequence[Decoder], threads: int) -> PictureChoice | None:

@@ -113,17 +113,25 @@ def test_without_codes_or_plugins_nothing_is_compared(
     assert compare_decoders(pipe, [np.arange(3)], 1.0, host.now + 60) == Decoders(None, "", [], ["absent"])
 
 
-def test_a_plugin_that_does_not_take_the_decoder_counts_as_missing(
-    folder: Path, host: Host, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["session.check_taken", "session.GraphSession.run"])
+def test_a_plugin_that_does_not_take_the_decoder_or_fails_counts_as_missing(
+    folder: Path, host: Host, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def refuse(where: object, provider: Provider, session: object) -> None:
+    real = GraphSession.run
+
+    def taken(where: object, provider: Provider, session: object) -> None:
         if provider.name == "twin":
             raise EngineError(f"{where}: provider twin does not take 2 nodes of this graph")
 
-    monkeypatch.setattr("lantern_rt.engines.ort.session.check_taken", refuse)
+    def run(session: GraphSession, feeds: Any) -> Any:
+        if session.provider == "twin":
+            raise EngineError(f"{session.path}: ONNX Runtime failed to run the graph")
+        return real(session, feeds)
+
+    monkeypatch.setattr(f"lantern_rt.engines.ort.{fails}", taken if fails.endswith("taken") else run)
     found = compared(folder, host)
     assert (found.compared, found.missing) == ([], ["absent", "twin"])
-    assert found.choice is None
+    assert (found.choice, found.doubt) == (None, "")
 
 
 def test_where_turns_disagree_nothing_is_chosen() -> None:
