@@ -19,6 +19,7 @@ EXAMPLES = """
 lantern-rt serve
 lantern-rt serve bundles/llamagen-b scenes --port 9000
 lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --together 16 --waiting 64
+lantern-rt serve scenes --provider cpu --provider vq_decoder=openvino-bf16
 curl localhost:8000/v1/images/generations -H "content-type: application/json" -d '{"prompt": "a red cube on sand"}'
 """
 LIMITS, REACH = "Limits", "Who may ask"  # groups in help
