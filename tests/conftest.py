@@ -4,8 +4,10 @@ host was tuned to, or changes it."""
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,22 @@ def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("bundles") / "tiny-anole"
     model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
     return export_model(model, output)
+
+
+@pytest.fixture(scope="session")
+def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lumina-mGPT with Chameleon's VQGAN, without a drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
+    for needed in ("torch", "onnx", "onnxruntime", "safetensors", "tokenizers", "yaml"):
+        pytest.importorskip(needed)
+    import torch
+
+    from lantern_rt.export.families.lumina import lumina_size, read_lumina
+    from lantern_rt.export.writer import export_model
+
+    torch.set_num_threads(1)
+    target = DATA / "lumina-mgpt/model"
+    model = read_lumina(target, DATA / "chameleon-vqgan", grid=6)
+    names = json.loads((target / "config.json").read_text())["vocabulary_map"]
+    sizes = (*model.fields["sizes"], lumina_size(2, 2, names))
+    output = tmp_path_factory.mktemp("bundles") / "tiny-lumina"
+    return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)

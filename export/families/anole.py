@@ -8,6 +8,7 @@ are kept. A prompt is `<s>`, the text, end of turn, begin of image; the uncondit
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,19 +20,20 @@ from ...checks import short
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, find_tokenizer, read_config, refusing
+from ..checkpoints.files import Config, find_tokenizer, listing, read_config, refusing
 from ..checkpoints.folders import read_checkpoint
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
-from ..models.eagle import EagleDrafter, read_drafter
+from ..models.eagle import Drafting, EagleDrafter, read_drafter
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import read_vqgan
 from ..writer import Model
 from .common import check_grid, image_model
 
 _DIGITS = str.maketrans("ABCDEFGHIJ", "0123456789")
-_ARCHITECTURE, _LUMINA = "ChameleonForConditionalGeneration", "mask_image_logits"  # the latter is Lumina-mGPT's
-_PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
+CHAMELEON, LUMINA = "ChameleonForConditionalGeneration", "ChameleonXLLMXForConditionalGeneration"
+_MARK = "mask_image_logits"  # a field of Lumina-mGPT's configurations
+PROMPT_TOKENS = ("<s>", "<reserved08706>", "<racm3:break>")  # start, end of turn, begin of image
 _VQ_PREFIX = "model.vqmodel."  # the image encoder inside the folder: the VQGAN's files have it whole
 _NAMES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
 # Fields that a drafter's config.json shares with its target's.
@@ -48,6 +50,28 @@ class Chameleon(NamedTuple):
     codes: list[int]
     condition: Condition
     sources: list[tuple[str, Path]]
+    names: Mapping[str, int]
+
+    def code_embeddings(self, further: int = 0) -> Tensor:
+        """Those of codes, and of some tokens behind them."""
+        end = max(self.codes) + 1
+        return arranged(self.embeddings, [*self.codes, *range(end, end + further)])
+
+
+class Kin(NamedTuple):
+    """What sets a model of this architecture apart; tokens: the names that its pictures and prompts need."""
+
+    architecture: str
+    tokens: Sequence[str]
+    layout: Callable[[Mapping[str, int]], TokenLayout]
+
+
+def _layout(names: Mapping[str, int]) -> TokenLayout:
+    start, end, begin = (names[name] for name in PROMPT_TOKENS)
+    return TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
+
+
+_ANOLE = Kin(CHAMELEON, PROMPT_TOKENS, _layout)
 
 
 @refusing
@@ -64,52 +88,60 @@ def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int
         raise CheckpointError(f"{vq}: its .yaml tells of a grid of {rows}, but {grid} was asked for; leave --grid out")
     if not (rows := grid or rows):
         raise CheckpointError(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid")
-    decoder, embeddings, codes, condition, sources = read_chameleon(target, rows)
-    sources += [("vq", path) for path in vq_files]
-    drafting = None
-    if drafter is not None:
-        own = read_config(target / "config.json")
-        fits = {name: (own.get(name),) for name in _SHARED if own.get(name) is not None}
-        drafting = read_drafter(drafter, decoder, len(embeddings), fits, code_offset=min(codes))
-        arrange_codes(drafting.drafter, codes)
-        sources += drafting.sources
+    found = read_chameleon(target, rows)
+    drafting = None if drafter is None else read_chameleon_drafter(drafter, target, found)
     return image_model(
         family="anole",
-        decoder=decoder,
-        code_embeddings=_rows(embeddings, codes),
-        condition=condition,
+        decoder=found.decoder,
+        code_embeddings=found.code_embeddings(),
+        condition=found.condition,
         vq=image,
         vq_place=vq,
         sampling=_SAMPLING,
-        sources=sources,
+        sources=[*found.sources, *(("vq", path) for path in vq_files), *(drafting.sources if drafting else ())],
         drafting=drafting,
     )
 
 
 @refusing
-def read_chameleon(folder: Path, grid: int) -> Chameleon:
-    """The decoder in a Hugging Face folder, for pictures of `grid` rows of codes. Raises: CheckpointError."""
+def read_chameleon(folder: Path, grid: int, kin: Kin = _ANOLE, picture_tokens: int = 0) -> Chameleon:
+    """The decoder in a Hugging Face folder, for pictures of `grid` rows of codes, or so many tokens.
+
+    Raises: CheckpointError.
+    """
     config = read_config(folder / "config.json", "a Hugging Face folder with config.json and weights")
     config.expect("model_type", "chameleon")
-    if config.get("architectures", [_ARCHITECTURE]) != [_ARCHITECTURE] or _LUMINA in config.values:
-        found = _LUMINA if _LUMINA in config.values else f"architectures {short(config.get('architectures'))}"
-        raise config.error(f"found {found}, expected a {_ARCHITECTURE}; Lumina-mGPT and its kin are not supported")
-    codes, layout = _read_vocabulary(config)
+    usual = LUMINA if _MARK in config.values else CHAMELEON
+    if config.get("architectures", [usual]) != [kin.architecture] or usual != kin.architecture:
+        found = _MARK if usual != kin.architecture else f"architectures {short(config.get('architectures'))}"
+        cure = "--family anole takes Anole, --family lumina Lumina-mGPT"
+        raise config.error(f"found {found}, expected a {kin.architecture}; {cure}")
+    codes, names = _read_vocabulary(config, kin.tokens)
     checkpoint = read_checkpoint(folder, keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
     for name, shown in _NAMES.items():
-        if (rows := checkpoint.shape(name)[0]) <= max(codes):
-            raise checkpoint.error(f"{shown} has {rows} rows, but config.json has image tokens up to {max(codes)}")
+        if (rows := checkpoint.shape(name)[0]) <= max(highest := [*codes, *(names[one] for one in kin.tokens)]):
+            raise checkpoint.error(f"{shown} has {rows} rows, but config.json has image tokens up to {max(highest)}")
     with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid))
-    embeddings = checkpoint.weights.pop("embed.weight")
-    checkpoint.weights["head.weight"] = _rows(checkpoint.weights["head.weight"], codes)
+        decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens))
+    embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
+    checkpoint.weights["head.weight"] = arranged(head, codes)
     checkpoint.load_strict(decoder)
     tokenizer = find_tokenizer(folder)
-    named_tokens = {name: config.get("vocabulary_map")[name] for name in _PROMPT_TOKENS}
-    condition = token_condition(embeddings, decoder.config.prefix, layout, tokenizer, named_tokens)
+    named_tokens = {name: names[name] for name in kin.tokens}
+    condition = token_condition(embeddings, decoder.config.prefix, kin.layout(names), tokenizer, named_tokens)
     sources = [*checkpoint.sources("target"), ("target_config", config.path), ("tokenizer", tokenizer)]
-    return Chameleon(decoder, embeddings, codes, condition, sources)
+    return Chameleon(decoder, embeddings, codes, condition, sources, names)
+
+
+@refusing
+def read_chameleon_drafter(folder: Path, target: Path, found: Chameleon) -> Drafting:
+    """The drafter in a folder, for the target found in another. Raises: CheckpointError."""
+    own = read_config(target / "config.json")
+    fits = {name: (own.get(name),) for name in _SHARED if own.get(name) is not None}
+    drafting = read_drafter(folder, found.decoder, len(found.embeddings), fits, code_offset=min(found.codes))
+    arrange_codes(drafting.drafter, found.codes)
+    return drafting
 
 
 def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:
@@ -117,22 +149,22 @@ def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:
     first, table = min(codes), drafter.embed.weight
     if codes != sorted(codes):
         ordered = table.clone()
-        ordered[first : first + len(codes)] = _rows(table, codes)
+        ordered[first : first + len(codes)] = arranged(table, codes)
         drafter.embed.weight = nn.Parameter(ordered, requires_grad=False)
 
 
-def _rows(table: Tensor, codes: list[int]) -> Tensor:
-    """The rows of codes, which are in one block; a view where they lie in order, as they do in published models."""
-    return table[min(codes) : max(codes) + 1] if codes == sorted(codes) else table[torch.tensor(codes)]
+def arranged(table: Tensor, tokens: list[int]) -> Tensor:
+    """The rows of tokens that are in one block; a view where they lie in order, as codes do in published models."""
+    return table[min(tokens) : max(tokens) + 1] if tokens == sorted(tokens) else table[torch.tensor(tokens)]
 
 
-def _read_vocabulary(config: Config) -> tuple[list[int], TokenLayout]:
-    """The token of every code, and how prompts are laid out."""
+def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[list[int], Mapping[str, int]]:
+    """The token of every code, and all tokens by name, the needed ones among them."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
         raise config.error("has no vocabulary_map from names to token ids, expected one that names the codes")
-    if missing := [name for name in _PROMPT_TOKENS if name not in names]:
-        raise config.error(f"vocabulary_map lacks {', '.join(missing)}")
+    if missing := [name for name in needed if name not in names]:
+        raise config.error(f"vocabulary_map lacks {listing(missing)}")
     codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
     count, ids = len(tokens), sorted(tokens.values())
@@ -141,6 +173,4 @@ def _read_vocabulary(config: Config) -> tuple[list[int], TokenLayout]:
             f"vocabulary_map names {count} image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... with ids in "
             "one block"
         )
-    start, end, begin = (names[name] for name in _PROMPT_TOKENS)
-    layout = TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
-    return [tokens[code] for code in range(count)], layout
+    return [tokens[code] for code in range(count)], names

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec
+from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Size
 from ...checks import short
 from ...errors import CheckpointError, RequestError
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
@@ -36,14 +38,17 @@ def image_model(
     sampling: Sampling,
     sources: list[tuple[str, Path]],
     drafting: Drafting | None = None,
+    sizes: Sequence[Size] = (),
+    row_end: int | None = None,
 ) -> Model:
     """What a bundle is made from: target, drafter, condition and image tokenizer.
 
-    code_embeddings `[codes, hidden_size]`: the target's input rows for codes. vq_place: where the tokenizer was read
-    from. sources: files by role. Raises: CheckpointError where target and tokenizer have not as many codes.
+    code_embeddings `[tokens, hidden_size]`: the target's input rows for codes, and behind them, if rows end with a
+    token, up to that. vq_place: where the tokenizer was read from. sources: files by role. sizes, row_end: as
+    `Manifest` has them. Raises: CheckpointError where target and tokenizer have not as many codes.
     """
-    sizes = decoder.config
-    codes, pixels = sizes.vocab_size, sizes.grid * vq.config.scale
+    own = decoder.config
+    codes, pixels = own.vocab_size, own.grid * vq.config.scale
     if vq.config.codes != codes:
         raise CheckpointError(
             f"{vq_place}: has {vq.config.codes} codes, but the transformer has {codes}; give the VQ tokenizer that "
@@ -54,19 +59,21 @@ def image_model(
         graphs.append(drafter_graph(drafting.drafter))
         drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **drafting.feeding)
     return Model(
-        graphs=[*graphs, condition.graph, *vq_graphs(vq, sizes.grid)],
+        graphs=[*graphs, condition.graph, *vq_graphs(vq, own.grid, bool(sizes))],
         code_embeddings=code_embeddings,
         codebook=vq.codebook.numpy(),
         sources=sources,
         files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
         fields={
             "family": family,
-            "grid_rows": sizes.grid,
-            "grid_columns": sizes.grid,
+            "grid_rows": own.grid,
+            "grid_columns": own.grid,
             "codebook_size": codes,
             "image_height": pixels,
             "image_width": pixels,
-            "target": DecoderSpec(**decoder_fields(sizes), max_positions=sizes.positions),
+            "sizes": tuple(sizes),
+            "row_end": row_end,
+            "target": DecoderSpec(**decoder_fields(own), max_positions=own.positions),
             "drafter": drafter,
             "condition": condition.spec,
             "sampling": sampling,
@@ -87,19 +94,27 @@ def decoder_fields(sizes: DecoderConfig) -> dict[str, Any]:
     return {name: getattr(sizes, name) for name in names}
 
 
-def vq_graphs(tokenizer: LlamaGenVQ, grid: int) -> list[Graph]:
-    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes."""
+def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[Graph]:
+    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes, the decoder for any grid if they vary."""
     config = tokenizer.config
     cells, pixels = grid * grid, grid * config.scale
     generator = np.random.default_rng(0)
     counts = (2, 1) if pixels <= _LARGE_PICTURE else (1,)
-    ids = cases_of(*({"codes": generator.integers(config.codes, size=(n, cells))} for n in counts))
+    grids = ((grid, grid), (2 * grid, max(1, grid // 2))) if varying else ((cells,), (cells,))
+    sizes = [(n, *own) for n, own in zip(counts, grids, strict=False)]
+    ids = cases_of(*({"codes": generator.integers(config.codes, size=size)} for size in sizes))
     uniform = (generator.uniform(-1, 1, (n, 3, pixels, pixels)) for n in counts)
     pictures = cases_of(*({"images": drawn.astype(np.float32)} for drawn in uniform))
-    image, codes = Value("images", ("images", 3, pixels, pixels)), Value("codes", ("images", cells), "int64")
+    codes, image = Value("codes", ("images", cells), "int64"), Value("images", ("images", 3, pixels, pixels))
+    drawn = [codes, image]
+    if varying:
+        drawn = [
+            replace(codes, axes=("images", "rows", "columns")),
+            replace(image, axes=("images", 3, "height", "width")),
+        ]
     latents = Value("pre_quant", ("images", config.code_width, grid, grid))
     return [
-        Graph("vq_decoder", VQDecoder(tokenizer, grid), (codes,), (image,), ids),
+        Graph("vq_decoder", VQDecoder(tokenizer, None if varying else grid), (drawn[0],), (drawn[1],), ids),
         Graph("vq_encoder", VQEncoder(tokenizer), (image,), (codes, latents), pictures),
     ]
 

@@ -25,6 +25,7 @@ class DecoderConfig:
     spare_positions: rows after the grid, for draft nodes past the last cell. input_norm: whether the first layer
     normalises its input (an EAGLE drafter of LlamaGen does not). query_key_norm: whether queries and keys are
     normalised head by head (Chameleon). head_hidden: width of a hidden layer in the head (Janus), 0 for a linear one.
+    picture_tokens: of the longest picture (Lumina-mGPT), 0 for those of the grid.
     """
 
     hidden_size: int
@@ -45,6 +46,7 @@ class DecoderConfig:
     final_norm: bool = True
     query_key_norm: bool = False
     head_hidden: int = 0
+    picture_tokens: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -54,7 +56,7 @@ class DecoderConfig:
     @property
     def positions(self) -> int:
         """Rows of the rotary table."""
-        return self.prefix + self.grid**2 + self.spare_positions
+        return self.prefix + (self.picture_tokens or self.grid**2) + self.spare_positions
 
 
 def rope_table(config: DecoderConfig) -> Tensor:

@@ -30,7 +30,8 @@ _LAYER_NAMES = {
 def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) -> None:
     """Rename the layers and the final norm, whose names start with `prefix`, and `names` to the decoder's.
 
-    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. Raises: CheckpointError.
+    Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. A row of a norm of queries
+    or keys `[rows, head_dim]` may serve several heads (Lumina-mGPT); it is repeated. Raises: CheckpointError.
     """
     layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
     checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
@@ -41,6 +42,11 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
             shown = checkpoint.shown(f"layers.{i}.attention.qkv.weight")
             raise checkpoint.error(f"{shown} have shapes {query}, {key}, {value}, expected a square and two alike")
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
+        for part, (width, _) in (("query", query), ("key", key)):
+            for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
+                norm = checkpoint.weights.get(name)
+                if norm is not None and norm.ndim == 2 and norm.numel() and width % norm.numel() == 0:
+                    checkpoint.weights[name] = norm.repeat_interleave(width // norm.numel(), 0)
 
 
 def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts: int) -> dict[str, Any]:
@@ -80,24 +86,23 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
 
 
 def decoder_config(
-    checkpoint: Checkpoint, config: Config, vocab_size: int, grid: int, head_hidden: int = 0
+    checkpoint: Checkpoint, config: Config, vocab_size: int, grid: int, head_hidden: int = 0, picture_tokens: int = 0
 ) -> DecoderConfig:
     """A decoder of transformers for pictures of `grid` rows and columns of `vocab_size` codes.
 
-    Prompts may fill what the codes leave of `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError
+    picture_tokens: of the longest picture, where that is not grid * grid. Prompts may fill what the codes leave of `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError
     for what the decoder cannot do.
     """
     sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
-    positions = config.whole("max_position_embeddings")
-    if positions is None or positions < grid**2 + 2:
-        raise config.error(
-            f"max_position_embeddings is {positions}, expected more than the {grid**2} codes of an image"
-        )
+    positions, tokens = config.whole("max_position_embeddings"), picture_tokens or grid**2
+    if positions is None or positions < tokens + 2:
+        raise config.error(f"max_position_embeddings is {positions}, expected more than the {tokens} codes of an image")
     return DecoderConfig(
         **sizes,
         vocab_size=vocab_size,
         grid=grid,
-        prefix=min(positions - grid**2, _LONGEST_PROMPT),
+        prefix=min(positions - tokens, _LONGEST_PROMPT),
+        picture_tokens=picture_tokens,
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_base=rope_base(config),
         rotary="sequence",

@@ -172,18 +172,24 @@ class LlamaGenVQ(nn.Module):
 
 
 class VQDecoder(nn.Module):
-    """The graph `vq_decoder`: `codes [images, cells]` in raster order -> pictures `[images, 3, height, width]`."""
+    """The graph `vq_decoder`: `codes [images, cells]` in raster order -> pictures `[images, 3, height, width]`.
+
+    grid: rows and columns of all pictures; without, each call's: `codes [images, rows, columns]`.
+    """
 
     vectors: Tensor
 
-    def __init__(self, vq: LlamaGenVQ, grid: int) -> None:
+    def __init__(self, vq: LlamaGenVQ, grid: int | None) -> None:
         super().__init__()
         self.post_quant_conv, self.decoder, self.grid = vq.post_quant_conv, vq.decoder, grid
         self.register_buffer("vectors", F.normalize(vq.codebook, dim=-1) if vq.config.unit_decoding else vq.codebook)
 
     def forward(self, codes: Tensor) -> Tensor:
-        vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
-        latents = vectors.reshape(-1, self.vectors.shape[1], self.grid, self.grid)
+        if self.grid is None:
+            latents = self.vectors[codes].permute(0, 3, 1, 2)
+        else:
+            vectors = self.vectors[codes].transpose(1, 2)  # [images, code_width, cells]
+            latents = vectors.reshape(-1, self.vectors.shape[1], self.grid, self.grid)
         pictures: Tensor = self.decoder(self.post_quant_conv(latents))
         return pictures
 

@@ -61,7 +61,7 @@ class Bundle:
         return self.folder / entry.path
 
     def code_embeddings(self) -> NDArray[np.float32]:
-        """Input rows of the target for codes, float32 `[codebook_size, hidden_size]`, mapped from the file."""
+        """Input rows of the target for codes and the end of a row, float32 `[tokens, hidden_size]`, mapped."""
         return self._code_embeddings
 
     def neighbors(self) -> Neighbors:
@@ -71,7 +71,8 @@ class Bundle:
     @cached_property
     def _code_embeddings(self) -> NDArray[np.float32]:
         path = self.path("code_embeddings")
-        table = _read_array(path, None, (self.manifest.codebook_size, self.manifest.target.hidden_size), ("float32",))
+        tokens = max(self.manifest.codebook_size, (self.manifest.row_end or 0) + 1)
+        table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32",))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
             raise BundleError(f"{path}: found NaN or infinity, expected finite numbers; export the bundle again")
         return table

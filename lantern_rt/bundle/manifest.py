@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..methods import METHODS, Method, MethodName, Sampling
 
-FORMAT_VERSION = "2.0"
+FORMAT_VERSION = "2.1"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
@@ -96,15 +96,16 @@ class DrafterSpec(_Sizes):
 class TokenLayout(Part):
     """How a prompt becomes the token ids of its two rows, for kind `tokens`.
 
-    The prompt replaces `{prompt}` in `template` and is tokenised without the tokenizer's own special tokens.
-    Conditional row: `before`, the text's ids, `after`. Unconditional row: `uncond`, whatever the prompt; or
-    the conditional row with each of the text's ids replaced by `uncond_fill`.
+    The prompt replaces `{prompt}` in `template`, the size's name `{size}`; the text is tokenised without the
+    tokenizer's own special tokens. Conditional row: `before`, the text's ids, `after`. Unconditional row: `uncond`,
+    whatever the prompt; or the conditional row with each of the text's ids replaced by `uncond_fill`. Both rows end
+    with the tokens of the picture's `Size`, if it has any.
     """
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
     before: tuple[TokenId, ...] = ()
     after: Annotated[tuple[TokenId, ...], Field(min_length=1)]
-    uncond: Annotated[tuple[TokenId, ...], Field(min_length=1)] | None = None
+    uncond: tuple[TokenId, ...] | None = None
     uncond_fill: TokenId | None = None
 
     @model_validator(mode="after")
@@ -145,6 +146,23 @@ class ConditionSpec(Part):
         return self
 
 
+class Size(Part):
+    """A size of pictures. name: width x height in pixels, as users and templates say it. rows, columns: of its codes.
+
+    tokens: what announces it, at the end of both rows of a prompt.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[1-9]\d{0,3}x[1-9]\d{0,3}$")]
+    rows: Side
+    columns: Side
+    tokens: tuple[TokenId, ...] = ()
+
+    @property
+    def codes(self) -> int:
+        """Codes of a picture."""
+        return self.rows * self.columns
+
+
 class DecodingDefaults(Part):
     """The method used when none is asked for, and each method's own defaults. `auto` chooses on the host."""
 
@@ -183,6 +201,10 @@ class Manifest(Part):
     and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words`, `text` and `tokens`;
     optional are `acceptance_statistics` (for `auto`) and `prompts` (one a line, to tune with); further
     roles are external data of a graph (`target.data`, ...).
+
+    `sizes`: those that a request may choose from, the one of `grid_rows` and `grid_columns` among them, which is the
+    default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
+    is no choice: a row of `code_embeddings` behind those of codes.
     """
 
     format_version: str
@@ -193,6 +215,8 @@ class Manifest(Part):
     codebook_size: Count
     image_height: Pixels
     image_width: Pixels
+    sizes: Annotated[tuple[Size, ...], Field(max_length=1024)] = ()
+    row_end: TokenId | None = None
     neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
@@ -213,13 +237,44 @@ class Manifest(Part):
             raise ValueError(f"target vocab_size {vocab_size} is not codebook_size {self.codebook_size}")
         if self.drafter and (own := self.drafter.hidden_size) != (expected := self.target.hidden_size):
             raise ValueError(f"drafter hidden_size {own} is not the target's, {expected}")
-        if (tokens := self.condition.prefix + self.codes_per_image - 1) > (most := self.target.max_positions):
+        if (tokens := self.condition.prefix + self.picture_tokens - 1) > (most := self.target.max_positions):
             raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
         if METHODS[self.decoding.method].needs_drafter and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
+        if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
+            raise ValueError(
+                f"row_end {self.row_end} is a code, expected a row behind the {self.codebook_size} of them"
+            )
+        self._check_sizes()
         return self
+
+    def _check_sizes(self) -> None:
+        """Raises: ValueError: sizes that contradict each other, or prompts that end without a token."""
+        names, layout = [size.name for size in self.sizes], self.condition.layout
+        if len({*names}) != len(names) or len({(size.rows, size.columns) for size in self.sizes}) != len(names):
+            raise ValueError("`sizes` has a name or a grid twice; expected each once")
+        if self.sizes and not any(self._is_default(size) for size in self.sizes):
+            raise ValueError(f"`sizes` lacks the default grid, {self.grid_rows} x {self.grid_columns}")
+        if layout is not None and layout.uncond == () and not all(size.tokens for size in self.sizes or (self.size(),)):
+            raise ValueError("`uncond` is empty, and so are the tokens of a size; the unconditional row needs one")
+
+    def _is_default(self, size: Size) -> bool:
+        return (size.rows, size.columns) == (self.grid_rows, self.grid_columns)
+
+    def size(self, name: str | None = None) -> Size:
+        """The size of a name, by default the bundle's own. Raises: KeyError: pictures have no such size."""
+        own = Size(name=f"{self.image_width}x{self.image_height}", rows=self.grid_rows, columns=self.grid_columns)
+        listed = self.sizes or (own,)
+        return (
+            next(one for one in listed if self._is_default(one)) if name is None else {o.name: o for o in listed}[name]
+        )
+
+    @property
+    def picture_tokens(self) -> int:
+        """Most tokens of a picture in its sequence: codes, and ends of all rows but the last."""
+        return max(size.codes + (size.rows - 1) * (self.row_end is not None) for size in self.sizes or (self.size(),))
 
     @property
     def codes_per_image(self) -> int:
-        """Codes of one image: rows x columns of the grid."""
+        """Codes of one image of the default size: rows x columns of the grid."""
         return self.grid_rows * self.grid_columns

@@ -27,6 +27,7 @@ lantern-rt export --family llamagen --target hf:jadohu/LlamaGen-T2I --drafter hf
     --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text
 lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan/ \
     --drafter anole-drafter/ --output bundles/anole
+lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
 lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus
 """
 
@@ -35,7 +36,7 @@ def export(
     given: Checkpoints,
     *,
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
-    family: Annotated[str, typer.Option(help="Model family: llamagen, anole or janus.")] = "llamagen",
+    family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina or janus.")] = "llamagen",
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
         str | None,

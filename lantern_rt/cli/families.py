@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _TAKES = {
     "llamagen": ("vq", "drafter", "text_encoder", "model", "config", "grid", "heads"),
     "anole": ("vq", "drafter", "grid"),
+    "lumina": ("vq", "drafter", "grid"),
     "janus": (),
 }
 FAMILIES = tuple(_TAKES)
@@ -27,6 +28,7 @@ FAMILIES = tuple(_TAKES)
 _SIDE_FILES = {
     ("llamagen", "text_encoder"): ("config.json", "tokenizer.json"),
     ("anole", "target"): ("config.json", "tokenizer.json"),
+    ("lumina", "target"): ("config.json", "tokenizer.json"),
     ("janus", "target"): ("config.json", "generation_config.json", "tokenizer.json"),
 }
 
@@ -41,8 +43,8 @@ class Checkpoints:
     vq: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole also a folder with "
-            "vqgan.ckpt and vqgan.yaml."
+            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole and lumina also a "
+            "folder with vqgan.ckpt and vqgan.yaml."
         ),
     ] = None
     drafter: Annotated[

@@ -220,15 +220,19 @@ def test_missing_and_unexpected_weights_are_listed_under_the_files_names(target:
     ("field", "value", "words"),
     [
         ("model_type", "llama", ("'llama', expected 'chameleon'",)),
-        ("architectures", ["ChameleonXLLMXForConditionalGeneration"], ("ChameleonXLLMX", "expected", "not supported")),
-        ("mask_image_logits", True, ("mask_image_logits, expected", "not supported")),
+        (
+            "architectures",
+            ["ChameleonXLLMXForConditionalGeneration"],
+            ("ChameleonXLLMX", "expected", "--family lumina Lumina-mGPT"),
+        ),
+        ("mask_image_logits", True, ("mask_image_logits, expected", "--family lumina Lumina-mGPT")),
         ("hidden_size", 32, ("hidden_size is 32", "64")),
         ("num_attention_heads", 5, ("num_attention_heads is 5, expected", "divides", "64")),
         ("swin_norm", True, ("swin_norm is True, expected False",)),
         ("rope_scaling", {"type": "linear"}, ("'linear', expected",)),
         ("max_position_embeddings", 60, ("max_position_embeddings is 60, expected more than", "64")),
         ("vocabulary_map", None, ("vocabulary_map", "expected", "the codes")),
-        ("vocabulary_map", {"<s>": 0}, ("vocabulary_map lacks <reserved08706>, <racm3:break>",)),
+        ("vocabulary_map", {"<s>": 0}, ("vocabulary_map lacks <racm3:break>, <reserved08706>",)),
         (
             "vocabulary_map",
             {"<s>": 0, "<reserved08706>": 9, "<racm3:break>": 8, "IMGIMGAZ": 4, "IMGIMGCZ": 5},

@@ -182,7 +182,7 @@ def test_a_wrong_manifest_field_is_named_with_what_was_found(
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
     rewrite(folder, format_version="2.7", novelty=1)
-    assert "the bundle is of format 2.7, newer than 2.0: upgrade lantern-rt" in refusal(folder)
+    assert "the bundle is of format 2.7, newer than 2.1: upgrade lantern-rt" in refusal(folder)
 
 
 @pytest.mark.parametrize(
