@@ -72,7 +72,8 @@ class Engines:
         self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
         target = None if folder is None else folder.manifest.graphs.get("target")
         built = () if target is None else target.profiles
-        self.most_nodes = max((profile.nodes[2] for profile in built), default=1 << 20)  # in a pass over drafts
+        most = max((profile.nodes[2] for profile in built), default=1 << 20)
+        self.most_nodes = most if bundle.manifest.row_end is None else most // 2  # of drafts, each with a row's end
         self.most_rows = max((profile.rows[2] for profile in built), default=1 << 20)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
@@ -98,7 +99,7 @@ class Engines:
         return prefix, uncond
 
     def vq_decoder(self, codes: Ints) -> Floats:
-        """Images float32 `[images, 3, height, width]`, about -1 .. 1, of codes `[images, cells]`."""
+        """Images float32 `[images, 3, height, width]`, about -1 .. 1, of codes `[images, rows, columns]`."""
         with self._lock:
             if self._vq_decoder is None:
                 self._vq_decoder = _image_decoder(self._graphs, self._bundle.manifest, self.picture_threads)
@@ -107,7 +108,8 @@ class Engines:
     def load_all(self) -> None:
         """Load what is still unloaded, so that a damaged graph shows now."""
         _ = self.drafter
-        self.vq_decoder(np.zeros((1, self._bundle.manifest.codes_per_image), np.int64))
+        size = self._bundle.manifest.size()
+        self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
 
 
 def image_decoder(bundle: Bundle, provider: str, threads: int) -> ImageDecoder:
@@ -117,10 +119,18 @@ def image_decoder(bundle: Bundle, provider: str, threads: int) -> ImageDecoder:
 
 
 def _image_decoder(graphs: OrtGraphs, manifest: Manifest, threads: int) -> ImageDecoder:
-    codes_in = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
-    images = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
+    cells: tuple[int | None, ...] = (manifest.codes_per_image,)
+    pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
+    if manifest.sizes:
+        cells = pixels = (None, None)
+    codes_in, images = Tensor("codes", ("int64",), (None, *cells)), Tensor("images", ("float32",), (None, 3, *pixels))
     run = graphs.function(IMAGE_DECODER, [codes_in], [images], threads)
-    return lambda codes: run({"codes": np.ascontiguousarray(codes, np.int64)})[0]
+
+    def decode(codes: Ints) -> Floats:
+        read = codes if manifest.sizes else codes.reshape(len(codes), -1)
+        return run({"codes": np.ascontiguousarray(read, np.int64)})[0]
+
+    return decode
 
 
 def _check_expandable(bundle: Bundle, provider: str, folder: EngineFolder | None) -> None:

@@ -67,9 +67,9 @@ def capacity(manifest: Manifest, role: str, options: BuildOptions) -> int:
 
     Raises: RequestError if fewer are asked for than an image needs.
     """
-    needed = manifest.condition.prefix + manifest.codes_per_image
+    needed = manifest.condition.prefix + manifest.picture_tokens
     if options.max_past is not None and options.max_past < needed:
-        why = f"prefix {manifest.condition.prefix} and {manifest.codes_per_image} codes of one image"
+        why = f"prefix {manifest.condition.prefix} and {manifest.picture_tokens} codes of one image"
         raise RequestError(f"max-past: found {options.max_past}, expected at least {needed}: {why}")
     drafted = round_up(options.max_nodes) if role == "drafter" else 0  # cached until the draft has been verified
     return round_up((options.max_past or needed) + options.max_nodes) + drafted

@@ -274,7 +274,8 @@ class Options(TypedDict, total=False):
 
     method: a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
     `lantern_rt.methods`. The next are parameters of methods (`lambda_` is lambda), and `quality` that of `auto`; the
-    last five shape the distribution. Limits: docs/decoding.md, or `lantern-rt run --help`.
+    next five shape the distribution. size: such as `"768x768"`, width x height, where a bundle draws several. Limits:
+    docs/decoding.md, or `lantern-rt run --help`.
     """
 
     method: str | MethodConfig | None
@@ -293,6 +294,7 @@ class Options(TypedDict, total=False):
     temperature: float | None
     top_k: int | None
     top_p: float | None
+    size: str | None
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:

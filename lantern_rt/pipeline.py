@@ -195,7 +195,8 @@ class Pipeline:
         if len(codes) != len(checked.images):
             raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
         engines = self.engines
-        model, prefixes = self.model(engines, [checked.settings.method]), self.prefixes(engines, checked.images)
+        method, size = checked.settings.method, checked.settings.size
+        model, prefixes = self.model(engines, [method], size), self.prefixes(engines, checked.images)
         return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
     def decoders(self) -> tuple[Engine, Engine | None]:
@@ -237,7 +238,8 @@ class Pipeline:
         self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int, race: Race | None
     ) -> Generator[StreamStep, None, None]:
         methods: list[MethodConfig] = [settings.method] if race is None else [race.method, *race.methods]
-        model, prompts, seeds = self.model(engines, methods), self.prefixes(engines, images), [i.seed for i in images]
+        model, seeds = self.model(engines, methods, settings.size), [image.seed for image in images]
+        prompts = self.prefixes(engines, images)
         running = decode(model, prompts, seeds, settings.sampling, methods[0], methods[1:], together)
         progress, stats = Progress(len(images), model.codes), None
         following: MethodConfig | None = None
@@ -277,33 +279,38 @@ class Pipeline:
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
             yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
 
-    def model(self, engines: Engines, methods: Sequence[MethodConfig]) -> Model:
-        """What the runtime needs to draw by these methods."""
+    def model(self, engines: Engines, methods: Sequence[MethodConfig], size: str | None = None) -> Model:
+        """What the runtime needs to draw pictures of a size, by default the bundle's, by these methods."""
         manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
         layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
-        neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
+        grid, neighbors = (
+            manifest.size(size),
+            any(isinstance(method, Relaxed) and method.neighbors for method in methods),
+        )
         return Model(
             engines.target,
             engines.drafter if any(method.needs_drafter for method in methods) else None,
-            manifest.codes_per_image,
+            grid.codes,
             manifest.target.max_positions,
             DrafterLayout(**layout),
-            manifest.grid_columns,
+            grid.columns,
             self.bundle.neighbors().indices if neighbors else None,
             engines.rounding,
             engines.most_nodes,
+            manifest.row_end,
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
         """The picture of image i from its first codes, -1 for missing ones; with its record when it is whole."""
         manifest = self.bundle.manifest
+        size = manifest.size(settings.size)
         if not len(codes):
-            return blank(manifest.image_width, manifest.image_height)
-        cells = np.full(manifest.codes_per_image, -1, np.int64)
+            return blank(*manifest.pixels(size))
+        cells = np.full(size.codes, -1, np.int64)
         cells[: len(codes)] = codes
         known = cells >= 0
         filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]  # as the last known one
-        image = to_image(self.engines.vq_decoder(filled[None])[0])
+        image = to_image(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
         if not known.all():
-            return grey_out(image, known.reshape(manifest.grid_rows, manifest.grid_columns))
+            return grey_out(image, known.reshape(size.rows, size.columns))
         return recorded(image, record(self.bundle, settings, images[i]))

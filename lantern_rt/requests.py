@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import ValidationError
 
 from .bundle.files import Bundle
-from .bundle.manifest import ConditionSpec, Manifest
+from .bundle.manifest import ConditionSpec, Manifest, Size
 from .checks import brief, explain, short, whole
 from .errors import BundleError, RequestError, TreeError
 from .methods import METHODS, PARAMETERS, Config, Drafted, MethodConfig, Relaxed, Sampling, parse_method
@@ -39,16 +39,19 @@ C = TypeVar("C", bound=Config)
 class Settings:
     """Everything that decides an image besides prompt, seed and bundle.
 
-    choice: why `auto` chose this method, None where the caller did.
+    size: None where the bundle draws one only. choice: why `auto` chose this method, None where the caller did.
     """
 
     method: MethodConfig
     sampling: Sampling
+    size: str | None = None
     choice: str | None = field(default=None, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
         """What is set, by the names that users give, ready for JSON."""
-        return {"method": self.method.method, **self.sampling.model_dump(exclude_none=True), **self.method.parameters()}
+        size = {} if self.size is None else {"size": self.size}
+        shaping = self.sampling.model_dump(exclude_none=True)
+        return {"method": self.method.method, **size, **shaping, **self.method.parameters()}
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,16 @@ def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
 def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings:
     """The settings of a request.
 
-    options: `method` (a name, a method string, or an object of `methods.py`), the names of `SAMPLING`, and parameters
-    of the method, each by its name (`lambda_` for lambda); None counts as left out.
+    options: `method` (a name, a method string, or an object of `methods.py`), `size`, the names of `SAMPLING`, and
+    parameters of the method, each by its name (`lambda_` for lambda); None counts as left out.
 
     Raises: RequestError: names the parameter at fault and what to do.
     """
     given = {name.rstrip("_"): _plain(value) for name, value in options.items() if value is not None}
-    if unknown := sorted(given.keys() - {"method", *SAMPLING, *PARAMETERS}):
-        known = ", ".join(["method", *SAMPLING, *PARAMETERS])
+    if unknown := sorted(given.keys() - {"method", "size", *SAMPLING, *PARAMETERS}):
+        known = ", ".join(["method", "size", *SAMPLING, *PARAMETERS])
         raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
-    asked = given.pop("method", None)
+    asked, size = given.pop("method", None), _resolve_size(manifest, given.pop("size", None))
     shaping = {name: given.pop(name) for name in SAMPLING if name in given}
     sampling = _checked(Sampling, manifest.sampling.model_dump() | shaping)
     if isinstance(asked, MethodConfig):
@@ -109,7 +112,15 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     elif isinstance(asked, str) and ":" in asked:
         asked, own = parse_method(asked)
         given = own | given
-    return Settings(_resolve_method(manifest, asked, given), sampling)
+    return Settings(_resolve_method(manifest, asked, given), sampling, size)
+
+
+def _resolve_size(manifest: Manifest, asked: Any) -> str | None:
+    """The name of the size that is asked for, or the default; None where the bundle draws one only."""
+    known = [size.name for size in manifest.sizes or (manifest.size(),)]
+    if asked is not None and asked not in known:
+        raise RequestError(f"size: found {short(asked)}, expected {', '.join(known)}")
+    return manifest.size(asked).name if manifest.sizes else None
 
 
 def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> MethodConfig:
@@ -247,7 +258,9 @@ def check_request(
     else:
         assert tokenizer is not None
         listed = _listed(prompts)
-        subjects = [_text_request(condition, tokenizer, one, i, len(listed)) for i, one in enumerate(listed)]
+        size = manifest.size(settings.size)
+        tokenizer = tokenizer.of_size(size.name) if isinstance(tokenizer, TemplateTokenizer) else tokenizer
+        subjects = [_text_request(condition, tokenizer, size, one, i, len(listed)) for i, one in enumerate(listed)]
     if not subjects:
         raise RequestError(f"found an empty list, {wanted}")
     count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
@@ -270,16 +283,16 @@ def _nth(name: str, i: int, count: int) -> str:
 
 
 def _text_request(
-    condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any, i: int, count: int
+    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any, i: int, count: int
 ) -> ImageRequest:
     """`_one_text_request` of prompt i of `count`; a refusal says which one it is of."""
     try:
-        return _one_text_request(condition, tokenizer, prompt)
+        return _one_text_request(condition, tokenizer, size, prompt)
     except RequestError as error:
         raise RequestError(f"{_nth('prompt', i, count)}: {str(error).removeprefix('prompt: ')}") from error
 
 
-def _one_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prompt: Any) -> ImageRequest:
+def _one_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
     if not isinstance(prompt, str):
         raise RequestError(f"prompt: found {short(prompt)}, expected text or a list of texts")
@@ -295,11 +308,12 @@ def _one_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, prom
         real = np.arange(prefix) >= prefix - len(ids)
         mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
         return ImageRequest(prompt, {"token_ids": ids[None], **mask}, (real, real))
-    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(layout.after))
-    cond = np.array([*layout.before, *ids, *layout.after], np.int64)
-    uncond = np.array(layout.uncond or cond, np.int64)
+    behind = (*layout.after, *size.tokens)
+    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(behind))
+    cond = np.array([*layout.before, *ids, *behind], np.int64)
+    uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
     if layout.uncond_fill is not None:
-        uncond[len(layout.before) : len(cond) - len(layout.after)] = layout.uncond_fill
+        uncond[len(layout.before) : len(cond) - len(behind)] = layout.uncond_fill
     inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
     return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
 

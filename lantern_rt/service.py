@@ -32,6 +32,7 @@ from .results import Progress, StreamStep
 from .runtime.decode import Step
 from .runtime.drafts import Request as Drawing
 from .runtime.drafts import nodes_of
+from .runtime.raster import Raster
 from .runtime.scheduler import RequestStep, Scheduler
 from .runtime.statistics import Clock, summarise
 
@@ -57,7 +58,8 @@ class Ticket:
         self.waited: float | None = None
         self.automatic = isinstance(request.settings.method, Auto)  # drawn by what suits the load
         self.drawings: list[Drawing] = []
-        self.progress = Progress(len(request.images), service.model.codes)
+        self.raster = service.raster(request.settings)
+        self.progress = Progress(len(request.images), self.raster.codes)
         self.clocks = Clock(), Clock()  # as they stood when it began
         self.ended = False
 
@@ -142,7 +144,7 @@ class Service:
         """
         request = self.pipeline.check(prompts, racing=True, **options)
         images, most, room = len(request.images), self.together + self.waiting, self._width.images + self.waiting
-        ticket = Ticket(self, request, listener, steps, self._known(known, images))
+        ticket = Ticket(self, request, listener, steps, self._known(known, images, self.raster(request.settings)))
         if (nodes := nodes_of(request.settings.method)) > (widest := min(MOST_NODES, self._engines.most_nodes)):
             raise RequestError(
                 f"method: found {nodes} nodes in a pass, expected at most {widest} where passes are shared"
@@ -164,11 +166,16 @@ class Service:
             self._changed.notify()
         return ticket
 
-    def _known(self, known: Sequence[Sequence[int]], images: int) -> Sequence[Sequence[int]]:
+    def raster(self, settings: Settings) -> Raster:
+        """How the codes of a request's images stand in their sequence."""
+        size = self.pipeline.bundle.manifest.size(settings.size)
+        return replace(self.model.raster, codes=size.codes, columns=size.columns)
+
+    def _known(self, known: Sequence[Sequence[int]], images: int, raster: Raster) -> Sequence[Sequence[int]]:
         """Codes of a request that is resumed, checked."""
         if known and len(known) != images:
             raise RequestError(f"known: found codes of {len(known)} images, expected {images}")
-        most, size = self.model.codes, self.pipeline.bundle.manifest.codebook_size
+        most, size = raster.codes, self.pipeline.bundle.manifest.codebook_size
         if any(len(codes) > most or not all(0 <= code < size for code in codes) for codes in known):
             raise RequestError(f"known: found other codes, expected at most {most} an image, each 0 .. {size - 1}")
         return known or [()] * images
@@ -235,7 +242,7 @@ class Service:
         ticket.clocks = self._scheduler.target_clock.copy(), self._scheduler.drafter_clock.copy()
         for prompt, image, known in zip(prompts, ticket.request.images, ticket.known, strict=True):
             rows = prompt.rows(settings.sampling)
-            drawing = Drawing(self._drawn, self.model.codes, rows, settings.sampling, methods, image.seed, known)
+            drawing = Drawing(self._drawn, ticket.raster, rows, settings.sampling, methods, image.seed, known)
             self._tickets[self._drawn] = ticket
             self._drawn += 1
             ticket.drawings.append(drawing)
@@ -297,16 +304,17 @@ class Service:
         settings, drawings = ticket.request.settings, ticket.drawings
         if ticket.automatic and race is not None:
             settings = replace(settings, method=race.method, choice=race.describe())
-        total, first = self.model.codes * len(drawings), drawings[0].index
+        codes, first = ticket.raster.codes, drawings[0].index
+        total = codes * len(drawings)
         done, statistics = total - sum(drawing.missing for drawing in drawings), None
         if done == total:
             clocks = self._scheduler.target_clock, self._scheduler.drafter_clock
             target, drafter = (clock.since(before) for clock, before in zip(clocks, ticket.clocks, strict=True))
             records = [drawing.statistics for drawing in drawings]
-            statistics = summarise(settings.method.method, self.model.codes, target, drafter, records)
+            statistics = summarise(settings.method.method, codes, target, drafter, records)
         own = [replace(part, request=part.request - first) for part in parts]
         if not ticket.steps:  # all at once
-            own = [RequestStep(i, np.array(drawing.codes), self.model.codes) for i, drawing in enumerate(drawings)]
+            own = [RequestStep(i, np.array(drawing.codes), codes) for i, drawing in enumerate(drawings)]
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
         step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
         if statistics is None:

@@ -47,7 +47,7 @@ def decode(
     statistics = None
     while statistics is None:
         for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):
-            request = Request(i, model.codes, prompt.rows(sampling), sampling, methods, seed)
+            request = Request(i, model.raster, prompt.rows(sampling), sampling, methods, seed)
             request.use(method)
             scheduler.submit(request)
             records.append(request.statistics)

@@ -20,6 +20,7 @@ from ..methods import Drafted, Sampling
 from .device import Asked, DeviceLogits, Resident
 from .drafts import Committed, Drafts, Model, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows, Taken
+from .growth import Growth, subtree
 from .passes import MINIMUM_NODES, committed_mask, stack_padding
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .statistics import Clock
@@ -50,8 +51,8 @@ class Pending:
     """Slots of a request that were committed, and not run yet.
 
     prefix: tokens of each row's prefix slots, until they are run. tokens: pass by pass those after committed positions,
-    the root last. hidden: pass by pass, per row the target's hidden states at these positions, prefix included,
-    `[slots, hidden_size]`.
+    ends of rows included, the root last. hidden: pass by pass, per row the target's hidden states at these positions,
+    prefix included, `[slots, hidden_size]`.
     """
 
     prefix: list[Ints]
@@ -69,7 +70,8 @@ class TreeDrafts(Drafts):
         self.relaxed = not methods[0].exact
         self.clock, self.layout = clock, model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
-        self.slots = max(map(_slots, self.shapes.values()))
+        self.row_end = model.row_end
+        self.slots = max(map(_slots, self.shapes.values())) * (1 if self.row_end is None else 2)
         self.most = min(model.most_nodes, MOST_SLOTS)
         self.requests: list[Request] = []  # as rows of the cache, whose rows are those of each request in turn
         self.cache: Cache | None = None
@@ -87,7 +89,7 @@ class TreeDrafts(Drafts):
                 rows = one.request.rows if one.request in joining else []
                 pending = self.pending[one.request] = Pending([row.drafter_tokens(self.layout) for row in rows])
             pending.hidden = [[_read(states) for states in earlier] for earlier in pending.hidden]
-            pending.tokens.append(one.tokens)
+            pending.tokens.append(one.request.raster.spell(one.tokens, len(one.request.codes) - len(one.tokens)))
             pending.hidden.append(one.hidden())
 
     def leave(self, requests: Sequence[Request]) -> None:
@@ -250,10 +252,32 @@ class TreeDrafts(Drafts):
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self._cache)
 
-    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level) -> Level:
+    def _cross(self, level: Level, depth: int) -> Level:
+        """The level of this depth, or that of the ends of rows that follow it in some requests.
+
+        It is run for all of them, and used where a row ends.
+        """
+        ends = np.array([one.raster.ends(len(one.codes) - 1 + depth) for one in self.requests])
+        if self.row_end is None or not ends.any():
+            return level
+        requests, slots = len(ends), level.nodes.shape[1]
+        same = np.tile(np.arange(slots), (requests, 1))
+        after = self._expand(np.full_like(same, self.row_end), same, depth, level, behind=1)
+        if ends.all():
+            return after
+        both = [after if ends[request] else level for request in self.request_of]  # of each row
+        logits, hidden = (
+            np.stack([getattr(own, name)[row, own.nodes[row]] for row, own in enumerate(both)])
+            for name in ("logits", "hidden")
+        )
+        before = np.pad(level.sees, ((0, 0), (0, 0), (0, slots)))
+        return Level(np.where(ends[:, None, None], after.sees, before), logits, hidden, same[self.request_of])
+
+    def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level, behind: int = 0) -> Level:
         """Run the draft nodes below `level` and append their slots.
 
-        tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`.
+        tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`. behind: how many
+        tokens stand between those of this depth and these.
         """
         requests, slots = tokens.shape
         rows = len(level.nodes)
@@ -271,7 +295,11 @@ class TreeDrafts(Drafts):
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = sees[self.request_of[row], :, :drafted]
-        positions = np.repeat((base + depth - 1)[:, None], padded, 1)
+        roots = [len(request.codes) - 1 for request in self.requests]
+        places = [
+            one.raster.place(n + depth) - one.raster.place(n) for one, n in zip(self.requests, roots, strict=True)
+        ]
+        positions = np.repeat((base + np.array(places)[self.request_of] + behind - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
         return Level(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
@@ -286,6 +314,7 @@ class TreeDrafts(Drafts):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
+            level = self._cross(level, depth)
             most = max(len(shape.children[node]) for node in inner)
             for r, (codes, scores) in enumerate(self._best(level, depth, most, noisy=True)):
                 for slot, node in enumerate(inner.tolist()):
@@ -303,10 +332,10 @@ class TreeDrafts(Drafts):
         drawn = zip(tokens, makers, leaf_orders, strict=True)
         trees = [DraftTree(own, shape.parents, Proposals(made), order) for own, made, order in drawn]
         # a peaked distribution may run out of codes
-        return [t if own.all() else _subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
+        return [t if own.all() else subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
-        grown = [_Growth(int(root)) for root in roots]
+        grown = [Growth(int(root)) for root in roots]
         for depth in range(shape.depth):
             chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
             if depth > 0:
@@ -315,48 +344,11 @@ class TreeDrafts(Drafts):
                 codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
                 level = self._expand(codes, parents, depth, level)
+            level = self._cross(level, depth)
             found = self._best(level, depth, shape.branch, noisy=not self.relaxed)
             for growth, nodes, (codes, scores) in zip(grown, chosen, found, strict=True):
                 growth.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
         return [growth.prune(shape.nodes) for growth in grown]
-
-
-class _Growth:
-    """A dynamic tree of one request while it grows; node 0 is the root."""
-
-    def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.scores = np.array([root]), np.array([-1]), np.zeros(1)
-        self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
-        self.last_level = 0  # its first node
-
-    def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
-        """Give each of `nodes` its children: codes and log-probabilities `[nodes, branch]`, best first."""
-        branch = codes.shape[1]
-        scores = log_probabilities + self.scores[nodes][:, None]
-        possible = np.isfinite(scores).ravel()
-        self.last_level = len(self.tokens)
-        self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
-        self.scores = np.concatenate([self.scores, scores.ravel()[possible]])
-        self.parents = np.concatenate([self.parents, np.repeat(nodes, branch)[possible]])
-        slots = np.repeat(np.arange(len(nodes)), branch)[possible]
-        self.slot_of_parent = np.concatenate([self.slot_of_parent, slots])
-
-    def best_of_last_level(self, count: int) -> Ints:
-        """The best nodes of the last level, best first."""
-        return self.last_level + np.argsort(-self.scores[self.last_level :], kind="stable")[:count]
-
-    def prune(self, count: int) -> DraftTree:
-        """Keep the root and the `count` - 1 best nodes, in order of creation."""
-        best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
-        return _subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
-
-
-def _subtree(tree: DraftTree, kept: Ints) -> DraftTree:
-    """The tree of some nodes in their order, every one's parent among them."""
-    renumber = np.full(tree.nodes + 1, -1, np.int64)
-    renumber[kept] = np.arange(len(kept))
-    proposals = {int(renumber[node]): partial(tree.proposals.__getitem__, node) for node in tree.proposals}
-    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], Proposals(proposals))
 
 
 def _distribution(logits: Floats, sampling: Sampling, position: int) -> Probabilities:

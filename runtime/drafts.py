@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..methods import Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints, Rows, Taken
 from .noise import Noise
+from .raster import Raster
 from .sampling import Probabilities, choose, choose_and_lead, guide, is_clear, shape_distribution
 from .statistics import RequestStatistics
 from .tree import DraftTree, Front, TreeStructure
@@ -35,10 +36,10 @@ class DrafterLayout:
 class Model:
     """Engines and sizes.
 
-    codes: tokens per image. positions: rows of the rotary table. columns: of the token grid. neighbors: the bundle's
+    codes: of an image. positions: rows of the rotary table. columns: of the grid of codes. neighbors: the bundle's
     table `[vocab_size, k]`, None where no method needs it. rounding: how far the difference of two of the target's
     logits may depend on the pass, in nats; 0 leaves ties to whichever pass meets them, see `ties.py`. most_nodes: of a
-    pass over drafts.
+    draft in a pass. row_end: the token at the end of a row, see `raster.py`.
     """
 
     target: Engine
@@ -50,6 +51,12 @@ class Model:
     neighbors: NDArray[np.integer] | None = None
     rounding: float = 0.0
     most_nodes: int = 1 << 20
+    row_end: int | None = None
+
+    @property
+    def raster(self) -> Raster:
+        """How codes of an image stand in its sequence, unless a request says otherwise."""
+        return Raster(self.codes, self.columns, self.row_end)
 
 
 @dataclass(frozen=True)
@@ -95,14 +102,14 @@ def nodes_of(method: MethodConfig) -> int:
 class Request:
     """One image to draw, and what it has so far.
 
-    index: the caller's number. length: tokens of the image. rows: of its prefix, the conditional one first.
+    index: the caller's number. raster: of the image's codes. rows: of its prefix, the conditional one first.
     methods: those that it may be drawn by, all exact if there are several. method: the one in use, with `nodes` in
     a pass. seed: 0 .. 2^64 - 1. known: the image's first tokens, of a request that is resumed; exact methods need few
     passes to check them, relaxed ones begin anew. codes: so far; they may run past the image's end.
     """
 
     index: int
-    length: int
+    raster: Raster
     rows: Sequence[PrefixRow]
     sampling: Sampling
     methods: Sequence[MethodConfig]
@@ -125,8 +132,8 @@ class Request:
 
     @property
     def missing(self) -> int:
-        """Tokens that the image still needs."""
-        return max(0, self.length - len(self.codes))
+        """Codes that the image still needs."""
+        return max(0, self.raster.codes - len(self.codes))
 
     @property
     def guidance_ends(self) -> bool:
@@ -138,25 +145,27 @@ class Request:
         """Columns of a cache for prefix and image, whatever method draws it."""
         prefix = max(len(row.embeds) for row in self.rows)
         fronts = (MOST_FRONT if isinstance(method, RowParallel) else nodes_of(method) for method in self.methods)
-        return prefix + self.length + max(fronts) + 2
+        return prefix + self.raster.tokens + max(fronts) * (1 + (self.raster.row_end is not None)) + 2
 
 
 @dataclass
 class Answers:
     """What the target says after the nodes of one request's tree; computed where it is asked for, of chains at once.
 
-    logits(nodes): those of the request's rows, `[sides, nodes, vocab_size]`. structure: the tree's. position: of the
-    token that follows the root. slack: how far rounding may move differences of logits, and settle(node): guided logits
+    logits(nodes): those of the request's rows, `[sides, nodes, vocab_size]`, after nodes of the pass. structure: the
+    tree's. cells: that of the code after each node, int64 `[nodes]`. last: the pass's node after which it is drawn, if
+    not after the node itself. slack: how far rounding may move differences of logits, and settle(node): guided logits
     `[1, vocab_size]` after a node by another computation, asked where the slack could turn a choice.
     """
 
     logits: Callable[[slice | Sequence[int]], Floats]
     structure: TreeStructure
     noise: Noise
-    position: int
+    cells: Ints
     sampling: Sampling
     slack: float = 0.0
     settle: Callable[[int], Floats] | None = None
+    last: Ints | None = None
     _choices: dict[int, int] = field(init=False, default_factory=dict)
     _leads: dict[int, float] = field(init=False, default_factory=dict)  # of choices over the next best, if unfiltered
     _settled: set[int] = field(init=False, default_factory=set)
@@ -206,11 +215,11 @@ class Answers:
     def draw(self, nodes: Sequence[int]) -> Ints:
         """The choices after some nodes that are no chain, at once."""
         if not all(node in self._choices for node in nodes):
-            guided = guide(self.logits(nodes), self.sampling, self._positions(nodes))
+            guided = guide(self._read(nodes), self.sampling, self.cells[nodes])
             noise = None
             if not self.sampling.greedy:
                 size = guided.shape[1]
-                noise = np.concatenate([self.noise.gumbel(self._position(node), 1, size) for node in nodes])
+                noise = np.concatenate([self.noise.gumbel(int(self.cells[node]), 1, size) for node in nodes])
             self._choices.update(zip(nodes, choose(guided, noise, self.sampling).tolist(), strict=True))
         return np.array([self._choices[node] for node in nodes], np.int64)
 
@@ -228,24 +237,21 @@ class Answers:
 
     def decisions(self, node: int) -> np.random.Generator:
         """What relaxed acceptance decides with on the children of `node`."""
-        return self.noise.decisions(self._position(node))
+        return self.noise.decisions(int(self.cells[node]))
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
         """Noise for `logits [nodes, vocab_size]` after a chain from node `first`; none when greedy."""
-        return None if self.sampling.greedy else self.noise.gumbel(self._position(first), *logits.shape)
+        return None if self.sampling.greedy else self.noise.gumbel(int(self.cells[first]), *logits.shape)
 
-    def _position(self, node: int) -> int:
-        return self.position + int(self.structure.depths[node])
-
-    def _positions(self, nodes: slice | Sequence[int]) -> Ints:
-        return self.position + self.structure.depths[nodes]
+    def _read(self, nodes: slice | Sequence[int]) -> Floats:
+        return self.logits(nodes if self.last is None else self.last[nodes].tolist())
 
     def _guided(self, nodes: slice) -> Floats:
         if not self.structure.chain:
-            return guide(self.logits(nodes), self.sampling, self._positions(nodes))
+            return guide(self._read(nodes), self.sampling, self.cells[nodes])
         if self._chain is None:
             everything = slice(0, len(self.structure.depths))
-            self._chain = guide(self.logits(everything), self.sampling, self._positions(everything))
+            self._chain = guide(self._read(everything), self.sampling, self.cells[everything])
         return self._chain[nodes]
 
 
@@ -257,7 +263,7 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
 
     def alike(one: tuple[Answers, slice]) -> tuple[int, int, Sampling]:
         answers, rows = one
-        nodes = len(answers.structure.depths) if answers.structure.chain else 0
+        nodes = len(answers.structure.depths) if answers.structure.chain and answers.last is None else 0
         return nodes, rows.stop - rows.start, answers.sampling
 
     for (nodes, sides, sampling), group in groupby(asked, alike):
@@ -269,11 +275,11 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         if last - first != count * sides:  # others are between them
             continue
         own = logits[first:last, :nodes]
-        positions = np.array([one.position for one, _ in neighbours])[:, None] + np.arange(nodes)
+        positions = np.stack([one.cells for one, _ in neighbours])  # [requests, nodes]
         guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling, positions)
         noise = None  # [requests, nodes, vocab_size], as guided
         if not sampling.greedy:
-            noise = np.stack([one.noise.gumbel(one.position, *guided.shape[1:]) for one, _ in neighbours])
+            noise = np.stack([one.noise.gumbel(int(one.cells[0]), *guided.shape[1:]) for one, _ in neighbours])
         leads: Floats | None = None  # where filters may turn a choice, each finds out alone
         if sampling.filtered:
             codes = choose(guided, noise, sampling)

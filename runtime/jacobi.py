@@ -32,10 +32,9 @@ from .tree import DraftTree
 
 
 class WindowDrafts(Drafts):
-    """A window for every request. columns: of the token grid."""
+    """A window for every request."""
 
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
+    def __init__(self) -> None:
         self.windows: dict[Request, Window] = {}
 
     def commit(self, committed: Sequence[Committed]) -> None:
@@ -44,7 +43,7 @@ class WindowDrafts(Drafts):
             if one.source is not self:
                 self.windows.pop(one.request, None)
             elif one.request.missing > 0:
-                self.windows[one.request].advance(len(one.nodes[0]) - 1, one.answers)
+                self.windows[one.request].advance(len(one.tokens) - 1, one.answers)
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Every request's window as a chain."""
@@ -58,7 +57,7 @@ class WindowDrafts(Drafts):
     def _window(self, request: Request) -> Window:
         assert isinstance(request.method, Sjd)
         proposing = not request.method.exact and not request.sampling.greedy
-        window = self.windows.setdefault(request, Window(request.method.window, self.columns, proposing))
+        window = self.windows.setdefault(request, Window(request.method.window, request.raster.columns, proposing))
         window.size = request.method.window
         return window
 

@@ -31,12 +31,15 @@ class Likelihood:
 
 def likelihood(model: Model, prompt: Prompt, codes: NDArray[np.int64], sampling: Sampling) -> Likelihood:
     """How probable one image's `codes [cells]` are, given its prompt and the tokens before."""
-    nats, entropy, start = 0.0, 0.0, 0
-    for logits in sequence_logits(model, prompt.rows(sampling), codes[:-1], Clock()):
-        own = codes[start : start + logits.shape[1]]
-        guided = guide(logits, sampling, np.arange(start, start + len(own)))
+    nats, entropy, start, cell, tokens = 0.0, 0.0, 0, 0, model.raster.spell(codes)
+    for logits in sequence_logits(model, prompt.rows(sampling), tokens[:-1], Clock()):
+        own = tokens[start : start + logits.shape[1]]
         start += len(own)
-        probabilities = softmax(scale(guided, sampling))  # [tokens, vocab_size]
+        chosen = own != (-1 if model.row_end is None else model.row_end)  # what ends a row is no choice
+        own = own[chosen]
+        guided = guide(logits[:, chosen], sampling, np.arange(cell, cell + len(own)))
+        cell += len(own)
+        probabilities = softmax(scale(guided, sampling))  # [codes, vocab_size]
         nats -= float(np.log(np.maximum(probabilities[np.arange(len(own)), own], 1e-300)).sum())
         entropy -= float((probabilities * np.log(np.maximum(probabilities, 1e-300))).sum())
     return Likelihood(nats / len(codes), entropy / len(codes))

@@ -10,6 +10,9 @@ gives plain decoding's picture.
 The first token of a row has no left neighbour yet: its pass reads the newest token of the row above that it sees in
 place of that row's last one, and forgets it again. A row's real last token enters the cache when it is known, and sees
 all that is before it.
+
+Where rows end with a token that is no choice, it is the last column of the grid: known from the start, it stands in for
+itself before the row's codes are there, and enters the cache with the last of them.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from .tree import Front
 class Grid:
     """One picture. cells: its codes as far as they are drawn, -1 elsewhere. order: cells in the cache, in its order.
 
-    ahead: tokens drafted in every row. most: nodes of a pass; what finds no room in one waits. drawn, cached: how many
-    tokens of every row there are, and are in the cache: all of them, or all but the newest. guesses: what a pass gave
-    for cells whose turn it was not yet.
+    ahead: tokens drafted in every row. most: nodes of a pass; what finds no room in one waits. ends: whether the last
+    column, of all rows but the last, is known from the start and not drawn. drawn, cached: how many tokens of every row
+    there are, and are in the cache: all of them, or all but the newest, and the end. guesses: what a pass gave for
+    cells whose turn it was not yet.
     """
 
     cells: list[int]
@@ -39,6 +43,7 @@ class Grid:
     window: int
     ahead: int = 0
     most: int = MOST_FRONT
+    ends: bool = False
     order: list[int] = field(default_factory=list)
     drawn: list[int] = field(init=False)
     cached: list[int] = field(init=False)
@@ -46,35 +51,44 @@ class Grid:
 
     def __post_init__(self) -> None:
         self.drawn, self.cached = ([0] * (len(self.cells) // self.columns) for _ in range(2))
-        self.drawn[0] = 1  # by the prefill
+        self._draw(0)  # by the prefill
+
+    @property
+    def codes(self) -> int:
+        """Codes of a row."""
+        return self.columns - self.ends
 
     def front(self) -> Front:
-        """The next pass: of every row that sees what it has to, its newest token and drafts of the next ones."""
+        """The next pass: of every row that sees what it has to, its newest tokens and drafts of the next ones."""
         nodes, present = list[tuple[int, int, int, int]](), list[int]()  # tokens of each row in the cache or the pass
         for row, count in enumerate(self.drawn):
             first, own = row * self.columns, self.cached[row]
             begins = count == 0 and row > 0 and self.window <= self.drawn[row - 1] and self.window < self.columns
-            last = row + 1 == len(self.drawn) and count == self.columns
+            last = row + 1 == len(self.drawn) and count >= self.codes
             if (begins or own < count) and not last and self._sees(row, count, present):
-                place = first + count - 1 if count else first - self.columns + self.window - 1
-                nodes.append((self.cells[place], first + count - 1, row, count))
+                if begins:
+                    stands_in = first - 1 if self.ends else first - self.columns + self.window - 1
+                    nodes.append((self.cells[stands_in], first - 1, row, 0))
+                nodes += [(self.cells[first + n - 1], first + n - 1, row, n) for n in range(own + 1, count + 1)]
                 own = count
-                while own < min(count + self.ahead, self.columns - 1) and self._sees(row, own + 1, present):
+                while own < min(count + self.ahead, self.codes - 1) and self._sees(row, own + 1, present):
                     nodes.append((self.guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
                     own += 1
             present.append(own)
         tokens, cells, rows, counts = np.array(nodes[: self.most], np.int64).T
-        follows = (counts < self.columns) | (self.window >= self.columns)  # else another node stands in for the last
-        order = np.array(self.order, np.int64)
-        return Front(tokens, cells, rows, counts, np.flatnonzero(follows).tolist(), order, self.columns, self.window)
+        # after the end of a row only where no other node stands in for it
+        follows = (counts < self.codes) | (counts == self.columns) & (self.window >= self.columns)
+        order, following = np.array(self.order, np.int64), rows * self.codes + np.minimum(counts, self.codes)
+        drawn = np.flatnonzero(follows).tolist()
+        return Front(tokens, cells, rows, counts, drawn, order, self.columns, self.window, following)
 
     def take(self, front: Front, codes: Ints) -> tuple[Ints, Ints]:
         """Take in what was drawn after the front's nodes; returns the nodes that stay, and the cells that are drawn."""
-        given = dict(zip(front.drawn, codes.tolist(), strict=True))
+        given, known = dict(zip(front.drawn, codes.tolist(), strict=True)), [*self.drawn]
         tokens, rows, counts = front.tokens.tolist(), front.rows.tolist(), front.counts.tolist()
         kept, found, expected = list[int](), list[int](), -1
         for node, (token, row, count) in enumerate(zip(tokens, rows, counts, strict=True)):
-            drafted = node > 0 and rows[node - 1] == row
+            drafted = count > known[row]
             right = (not drafted or token == expected) and self._sees(row, count, self.cached)
             code, cell = given.get(node, -1), row * self.columns + count
             expected = code if right else -1
@@ -84,12 +98,18 @@ class Grid:
                 self.cached[row] = count
             if right and code >= 0:
                 self.cells[cell] = code
-                self.drawn[cell // self.columns] += 1
+                self._draw(cell // self.columns)
                 found.append(cell)
                 self.guesses.pop(cell, None)
             elif code >= 0:
                 self.guesses[cell] = code
         return np.array(kept, np.int64), np.array(found, np.int64)
+
+    def _draw(self, row: int) -> None:
+        """Count one more code of a row, and its end with the last of them."""
+        self.drawn[row] += 1
+        if self.drawn[row] == self.codes:
+            self.drawn[row] = self.columns
 
     def _sees(self, row: int, count: int, present: list[int]) -> bool:
         """Whether the rows above have what token `count` of a row sees, given how many tokens each one has."""
@@ -113,10 +133,10 @@ def front_sizes(rows: int, columns: int, window: int) -> list[int]:
 
 
 class RowFronts(Drafts):
-    """The grids of all requests that are drawn row-parallel. columns: of the token grid. most: nodes of a pass."""
+    """The grids of all requests that are drawn row-parallel. most: nodes of a pass."""
 
-    def __init__(self, columns: int, most: int) -> None:
-        self.columns, self.most = columns, min(most, MOST_FRONT)
+    def __init__(self, most: int) -> None:
+        self.most = min(most, MOST_FRONT)
         self.grids: dict[Request, Grid] = {}
 
     def draft(self, requests: Sequence[Request]) -> list[Front]:
@@ -127,15 +147,14 @@ class RowFronts(Drafts):
         """Take in what was drawn after the nodes of a front.
 
         Returns what that adds to the codes known without a gap, in raster order; the nodes whose keys and values stay;
-        and the cells that were drawn, with their codes.
+        and the cells that were drawn, ends of rows not counted, with their codes.
         """
         grid, known = self.grids[request], len(request.codes)
-        kept, cells = grid.take(front, codes)
-        end = known
-        while end < len(grid.cells) and grid.cells[end] >= 0:
-            end += 1
-        drawn = np.array([grid.cells[cell] for cell in cells.tolist()], np.int64)
-        return np.array(grid.cells[known:end], np.int64), kept, (cells, drawn)
+        kept, drawn = grid.take(front, codes)
+        cells = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes].ravel()
+        places = drawn - drawn // grid.columns if grid.ends else drawn
+        gaps = np.flatnonzero(cells < 0)
+        return cells[known : gaps[0] if len(gaps) else len(cells)], kept, (places, cells[places])
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
@@ -145,6 +164,12 @@ class RowFronts(Drafts):
     def _grid(self, request: Request) -> Grid:
         if request not in self.grids:
             assert isinstance(request.method, RowParallel)
-            method, cells = request.method, [request.codes[0], *[-1] * (request.length - 1)]
-            self.grids[request] = Grid(cells, self.columns, method.window, method.drafts, self.most)
+            method, raster = request.method, request.raster
+            ends, columns, window = raster.row_end is not None, raster.columns, method.window
+            cells = np.full((raster.codes // columns, columns + ends), -1 if raster.row_end is None else raster.row_end)
+            cells[:, :columns] = -1
+            cells[0, 0] = request.codes[0]
+            wide = window + ends if window >= columns else window  # the end of the row above, too
+            grid = Grid(cells.ravel().tolist(), columns + ends, wide, method.drafts, self.most, ends)
+            self.grids[request] = grid
         return self.grids[request]

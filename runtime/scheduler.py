@@ -24,6 +24,7 @@ from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request, gue
 from .engine import Cache, Floats, Ints, Pass, PassOutput, Taken
 from .jacobi import WindowDrafts
 from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
+from .raster import Laid
 from .relaxation import Relaxation, walk, walk_greedy
 from .rows import RowFronts
 from .statistics import Clock
@@ -63,8 +64,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._windows, self._plain, self._known = WindowDrafts(model.columns), Drafts(), KnownDrafts(model.most_nodes)
-        self._fronts = RowFronts(model.columns, model.most_nodes)
+        self._windows, self._plain, self._known = WindowDrafts(), Drafts(), KnownDrafts(model.most_nodes)
+        self._fronts = RowFronts(model.most_nodes)
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
         self._arrange()
 
@@ -109,7 +110,7 @@ class Scheduler:
         """
         if self.active and len(self.waiting) >= self.images:
             idle = (self.images - len(self.active)) * max(request.missing for request in self.active)
-            if idle <= IDLE * self.images * self.model.codes:
+            if idle <= IDLE * self.images * max(request.raster.codes for request in self.active):
                 return []
         places = min(most, self.images - len(self.active))
         rows, joining = self.rows - len(self._padding), list[Request]()
@@ -158,8 +159,9 @@ class Scheduler:
         for source in {*drafted}:
             own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
             trees.update(zip(own, source.draft(own), strict=True))
-        output = self._verify(trees)
-        everybody = [self._answers(one, trees[one], output, self._rows[one]) for one in self.active]
+        laid = {request: self._laid(request, tree) for request, tree in trees.items()}
+        output = self._verify(trees, laid)
+        everybody = [self._answers(one, trees[one], output, self._rows[one], laid[one].last) for one in self.active]
         if isinstance(output.logits, DeviceLogits):
             self._ask_device(output.logits, trees, everybody)
         elif len(everybody) > 1:
@@ -173,7 +175,7 @@ class Scheduler:
                 how = (None, None, (cells, drawn))
             else:
                 accepted = self._accept(request, tree, answers)
-                kept, how = np.array(accepted.path, np.int64), () if source is self._plain else (tree, accepted)
+                kept, how = laid[request].kept(accepted.path), () if source is self._plain else (tree, accepted)
                 drawn = codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
                 request.statistics.realised_tvd += accepted.realised_tvd
             count = min(len(codes), request.missing)
@@ -189,22 +191,22 @@ class Scheduler:
         self._tell(committed)
         return parts
 
-    def _verify(self, trees: Mapping[Request, DraftTree | Front]) -> PassOutput:
-        """One target pass over all trees and fronts, padded to the same number of nodes."""
+    def _verify(self, trees: Mapping[Request, DraftTree | Front], everything: Mapping[Request, Laid]) -> PassOutput:
+        """One target pass over all trees and fronts as they are laid out, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
-        nodes = max(MINIMUM_NODES, *(max(request.nodes, tree.nodes) for request, tree in trees.items()))
+        nodes = max(MINIMUM_NODES, *(max(request.nodes, len(laid.tokens)) for request, laid in everything.items()))
         past_length = target.next_past_length(self._cache, nodes)
         tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
         attention_mask[:, :, :past_length] = committed_mask(lengths, self._padding, past_length)[:, None]
         attention_mask[:, :, past_length:] = themselves(nodes)
         for request, tree in trees.items():
-            rows, count = self._rows[request], tree.nodes
-            prefixes = np.array([len(row.embeds) for row in request.rows])
-            starts = prefixes + self._first_cell(request, tree)
-            tokens[rows, :count], positions[rows, :count] = tree.tokens, starts[:, None] + tree.structure.depths
-            attention_mask[rows, :count, past_length : past_length + count] = tree.structure.ancestors
+            laid, rows = everything[request], self._rows[request]
+            count, prefixes = len(laid.tokens), np.array([len(row.embeds) for row in request.rows])
+            starts = prefixes + request.raster.place(self._first_cell(request, tree))
+            tokens[rows, :count], positions[rows, :count] = laid.tokens, starts[:, None] + laid.depths
+            attention_mask[rows, :count, past_length : past_length + count] = laid.ancestors
             if isinstance(tree, Front):
                 seen = tree.sees(tree.order)  # [nodes, entries]
                 for row, start in enumerate(prefixes.tolist(), rows.start):
@@ -216,14 +218,21 @@ class Scheduler:
         """The cell that depth 0 stands in."""
         return 0 if isinstance(tree, Front) else len(request.codes) - 1
 
-    def _answers(self, request: Request, tree: DraftTree | Front, output: PassOutput, rows: slice) -> Answers:
-        """What a pass says of a request's tree."""
-        position, sampling = self._first_cell(request, tree) + 1, request.sampling
+    def _laid(self, request: Request, tree: DraftTree | Front) -> Laid:
+        """The nodes of a tree or front in a pass."""
+        if isinstance(tree, Front):
+            return Laid(tree.tokens, tree.structure.depths, tree.structure.ancestors)
+        return request.raster.lay_out(tree, self._first_cell(request, tree))
+
+    def _answers(
+        self, request: Request, tree: DraftTree | Front, output: PassOutput, rows: slice, last: Ints | None = None
+    ) -> Answers:
+        """What a pass says of a request's tree. last: as `Laid` has it."""
+        first, sampling, structure = self._first_cell(request, tree) + 1, request.sampling, tree.structure
         margin = slack(self.model, sampling) if request.method.exact else 0.0
-        settle = partial(self._settle, request, tree, position) if margin and isinstance(tree, DraftTree) else None
-        return Answers(
-            partial(_logits, output, rows), tree.structure, request.noise, position, sampling, margin, settle
-        )
+        settle = partial(self._settle, request, tree, first) if margin and isinstance(tree, DraftTree) else None
+        cells = tree.following if isinstance(tree, Front) else first + structure.depths
+        return Answers(partial(_logits, output, rows), structure, request.noise, cells, sampling, margin, settle, last)
 
     def _ask_device(
         self, logits: DeviceLogits, trees: Mapping[Request, DraftTree | Front], everybody: Sequence[Answers]
@@ -236,19 +245,22 @@ class Scheduler:
             if not choosing or answers.settle or not logits.draws(request.sampling):
                 continue
             nodes: Sequence[int] = tree.drawn if isinstance(tree, Front) else range(tree.nodes)
-            places = np.tile(np.array(nodes, np.int64), (rows.stop - rows.start, 1))
+            own = np.array(nodes, np.int64)
+            places = np.tile(own if answers.last is None else answers.last[own], (rows.stop - rows.start, 1))
             noise = None if request.sampling.greedy else request.noise
-            positions = answers.position + tree.structure.depths[places[0]]
             asking.append((answers, nodes))
-            asked.append(Asked(rows, places, request.sampling, noise, positions))
+            asked.append(Asked(rows, places, request.sampling, noise, answers.cells[own]))
         for (answers, nodes), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
             answers.know(nodes, codes[:, 0])
 
     def _settle(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
         """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
-        tokens = np.array([*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist()], np.int64)
+        codes = [*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist(), 0]  # the last one is dropped
+        tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
-        logits = settled_logits(self.model, request.rows, tokens, request.sampling, self.target_clock)
+        logits = settled_logits(
+            self.model, request.rows, tokens, len(codes) - 1, request.sampling, self.target_clock
+        )
         request.statistics.settling_passes += self.target_clock.calls - calls
         return logits
 

@@ -25,9 +25,11 @@ def slack(model: Model, sampling: Sampling) -> float:
     return model.rounding * guidance / (sampling.temperature or 1.0)
 
 
-def settled_logits(model: Model, rows: Sequence[PrefixRow], tokens: Ints, sampling: Sampling, clock: Clock) -> Floats:
-    """Guided logits `[1, vocab_size]` after the rows of one prompt and `tokens [count]`, computed anew."""
-    if len(tokens) >= sampling.guided_tokens:
+def settled_logits(
+    model: Model, rows: Sequence[PrefixRow], tokens: Ints, cell: int, sampling: Sampling, clock: Clock
+) -> Floats:
+    """Guided logits `[1, vocab_size]` of code `cell`, after the rows of one prompt and `tokens [count]`; anew."""
+    if cell >= sampling.guided_tokens:
         rows = rows[:1]
     (last,) = deque(sequence_logits(model, rows, tokens, clock), maxlen=1)
-    return guide(last[:, -1:], sampling, len(tokens))
+    return guide(last[:, -1:], sampling, cell)

@@ -178,6 +178,8 @@ class Front:
     next cell. rows, counts: the row each node belongs to, and how many tokens of it are known to it, both int64
     `[nodes]`; 0 of one that only stands in, which no other sees. drawn: nodes after which a code is drawn. order: cells
     in the order in which the cache has them, int64 `[entries]`. columns: of the grid. window: how far rows are apart.
+    Where rows end with a token, that is the last column of this grid. following: the code that comes after each node,
+    counted without these, int64 `[nodes]`.
     """
 
     tokens: Ints
@@ -188,6 +190,7 @@ class Front:
     order: Ints
     columns: int
     window: int
+    following: Ints
 
     @property
     def nodes(self) -> int:

@@ -90,8 +90,8 @@ def decoder_config(
 ) -> DecoderConfig:
     """A decoder of transformers for pictures of `grid` rows and columns of `vocab_size` codes.
 
-    picture_tokens: of the longest picture, where that is not grid * grid. Prompts may fill what the codes leave of `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError
-    for what the decoder cannot do.
+    picture_tokens: of the longest picture, where that is not grid * grid. Prompts may fill what the codes leave of
+    `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError for what the decoder cannot do.
     """
     sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
     positions, tokens = config.whole("max_position_embeddings"), picture_tokens or grid**2

@@ -269,6 +269,10 @@ class Manifest(Part):
             next(one for one in listed if self._is_default(one)) if name is None else {o.name: o for o in listed}[name]
         )
 
+    def pixels(self, size: Size) -> tuple[int, int]:
+        """Width and height of a picture of this size."""
+        return self.image_width * size.columns // self.grid_columns, self.image_height * size.rows // self.grid_rows
+
     @property
     def picture_tokens(self) -> int:
         """Most tokens of a picture in its sequence: codes, and ends of all rows but the last."""

@@ -42,7 +42,7 @@ class Again:
 
     def asked(self) -> dict[str, Any]:
         """What a call of a pipeline takes, without settings that are unknown or always the bundle's."""
-        settings, known = self.recipe.settings, ("method", *SAMPLING, *PARAMETERS)
+        settings, known = self.recipe.settings, ("method", "size", *SAMPLING, *PARAMETERS)
         own = {name: settings[name] for name in known if name in settings}
         return {"prompts": self.recipe.prompt, "class_ids": self.recipe.class_id, "seed": self.recipe.seed, **own}
 

@@ -39,7 +39,8 @@ def inspect(
         size = sum(entry.bytes for entry in opened.manifest.files.values())
         head = {"folder": str(opened.folder), "digest": opened.digest, "bytes": size}
         manifest = opened.manifest.model_dump(mode="json")
-        facts = describe("bundle", {**head, "bytes": f"{size:,}", **manifest})
+        sizes = {"sizes": [one.name for one in opened.manifest.sizes]} if opened.manifest.sizes else {}
+        facts = describe("bundle", {**head, "bytes": f"{size:,}", **manifest, **sizes})
     if json:
         print_json({**head, "manifest": manifest})
     else:

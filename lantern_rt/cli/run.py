@@ -86,6 +86,10 @@ def run(
         int | None,
         typer.Option(help="Images per prompt; 1,024 in all at most. [default: 1]", rich_help_panel=SUBJECTS),
     ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="WIDTHxHEIGHT in pixels. [default: the bundle's]", rich_help_panel=SUBJECTS),
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +124,7 @@ def run(
     from .again import Again
 
     whole("scale", scale, 1, 1, 16)
-    options = {"seed": seed, "num_images": num_images, "method": method, **parameters, **sampling}
+    options = {"seed": seed, "num_images": num_images, "size": size, "method": method, **parameters, **sampling}
     bundle, prompts = _bundle_and_prompts(words or [], bundle, prompt or [])
     given = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings, **options}
     asked = {name: value for name, value in given.items() if value is not None}
@@ -147,7 +151,8 @@ def run(
 
     pipeline = running.load(opened, request.settings)
     began = time.perf_counter()
-    traced = None if trace is None else Trace(opened.manifest.grid_rows, opened.manifest.grid_columns)
+    grid = opened.manifest.size(request.settings.size)
+    traced = None if trace is None else Trace(grid.rows, grid.columns)
     with progress(lines=False) as show:
         show("preparing")
         last = _decode(pipeline.stream(**asked), traced, show)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..engines.engine_folder import EngineFolder
@@ -33,7 +35,8 @@ def image_bytes(manifest: Manifest, settings: Settings) -> dict[str, int]:
     """What decoding one image takes, by what it is for."""
     rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_NODES, _nodes(settings.method))
-    columns = round_up(manifest.condition.prefix + manifest.codes_per_image + nodes + 2)
+    drafted = nodes * (1 + (manifest.row_end is not None))
+    columns = round_up(manifest.condition.prefix + manifest.picture_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
     found = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
     prefill = max(nodes, manifest.condition.prefix)
@@ -54,7 +57,7 @@ def check_memory(
     built = engines.bytes_of_graphs() if engines else {}
     weights = sum(built.get(role) or weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
     needed = {"weights": weights, **image_bytes(manifest, settings)}
-    needed["painting"] = _PIXEL * manifest.image_height * manifest.image_width
+    needed["painting"] = _PIXEL * math.prod(manifest.pixels(manifest.size(settings.size)))
     if (total := sum(needed.values())) > (free := available_memory()):
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
         raise RequestError(

@@ -109,7 +109,7 @@ class Load(NamedTuple):
 
 
 class Drawer(Protocol):
-    """Whatever draws orders for a server: one model. size: of a picture, WIDTHxHEIGHT."""
+    """Whatever draws orders for a server: one model. size: of a picture that asks for none, WIDTHxHEIGHT."""
 
     name: str
     size: str
@@ -130,7 +130,7 @@ class LocalDrawer:
     def __init__(self, pipeline: AsyncPipeline) -> None:
         manifest = pipeline.pipeline.bundle.manifest
         self.pipeline, self.manifest, self.name = pipeline, manifest, manifest.name
-        self.size = f"{manifest.image_width}x{manifest.image_height}"
+        self.size = manifest.size().name
         self._files = ThreadPoolExecutor(1, "lantern-rt-files")
 
     async def close(self, drain: bool = True) -> None:
@@ -145,6 +145,7 @@ class LocalDrawer:
         examples = bundle.path("prompts").read_text("utf-8").splitlines()[:8] if "prompts" in manifest.files else []
         return {
             "size": self.size,
+            "sizes": [size.name for size in manifest.sizes] or [self.size],
             "rows": manifest.grid_rows,
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
@@ -229,9 +230,9 @@ class _News:
                 codes, self._codes, self._told = self._codes, [], now
         if not (order.steps or codes):
             return None
-        grid, kinds = (self._manifest.grid_rows, self._manifest.grid_columns), kinds_of(part) if order.steps else ""
+        size, kinds = self._manifest.size(step.settings.size), kinds_of(part) if order.steps else ""
         drafted = 0 if part.tree is None else part.tree.nodes - 1
-        return Update(step.done, step.total, *grid, codes, kinds, drafted, str(step.settings.method))
+        return Update(step.done, step.total, size.rows, size.columns, codes, kinds, drafted, str(step.settings.method))
 
 
 class _Pictures:

@@ -96,8 +96,8 @@ class _Answering:
         front.check_key(self._request)
         asked = read_request(await self._body())
         drawer = front.drawer(asked.model)
-        self._model, form = drawer.name, Form(asked.output_format or "png", drawer.size, asked.response_format == "url")
-        order = front.limited(asked.order(drawer.size))
+        self._model, order = drawer.name, front.limited(asked.order())
+        form = Form(order.file, order.options.get("size", drawer.size), asked.response_format == "url")
         if front.limits.log_prompts:
             self._facts["prompt"] = asked.prompt
         updates = drawer.draw(order)

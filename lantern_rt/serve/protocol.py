@@ -68,15 +68,14 @@ class ImagesRequest(BaseModel):
             "seed": secrets.randbelow(RANDOM_SEEDS) if self.seed is None else self.seed,
             "num_images": self.n,
             "method": self.method,
+            "size": None if self.size == "auto" else self.size,
             "quality": self.quality_budget,
             **{name: getattr(self, name) for name in SAMPLING},
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def order(self, size: str) -> Order:
-        """What is to be drawn. Raises: RequestError: parts do not fit each other, or pictures of `size`."""
-        if self.size not in (None, "auto", size):
-            raise RequestError(f"size: found {self.size!r}, expected {size!r} or 'auto': this model draws no other")
+    def order(self) -> Order:
+        """What is to be drawn. Raises: RequestError: parts do not fit each other."""
         if self.stream and (self.n or 1) > 1:
             raise RequestError(f"n: found {self.n} with stream, expected 1: events do not say which image they are of")
         alone = {"partial_images": self.partial_images, "steps": self.steps}

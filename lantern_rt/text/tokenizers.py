@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -48,10 +48,17 @@ class CaptionTokenizer:
 
 @dataclass(frozen=True)
 class TemplateTokenizer:
-    """For conditions of kind `tokens`: each prompt replaces `{prompt}` in `template`; too long a text is refused."""
+    """For conditions of kind `tokens`: each prompt replaces `{prompt}` in `template`; too long a text is refused.
+
+    `{size}` stands for the name of the picture's size: ask one `of_size`.
+    """
 
     library: Tokenizer
     template: str = "{prompt}"
+
+    def of_size(self, name: str) -> TemplateTokenizer:
+        """The tokenizer of prompts for pictures of this size."""
+        return replace(self, template=self.template.replace("{size}", name))
 
     def encode(self, prompt: str, slots: int) -> NDArray[np.int64]:
         """Ids of the prompt's own text, int64 `[1 .. slots]`. Raises: RequestError: it has none, or more."""

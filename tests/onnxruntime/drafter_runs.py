@@ -11,6 +11,7 @@ from lantern_rt.methods import Lantern, Sampling
 from lantern_rt.runtime.drafter import TreeDrafts
 from lantern_rt.runtime.drafts import Committed, DrafterLayout, Model, PrefixRow, Request
 from lantern_rt.runtime.engine import Engine
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
 
@@ -35,7 +36,7 @@ def open_drafts(
     no_target: Any = None
     model = Model(no_target, engine, codes=100, positions=positions, layout=layout)
     rows = [PrefixRow(np.zeros((len(ids), 1), np.float32), np.ones(len(ids), bool), ids) for ids in prefix]
-    request = Request(0, 100, rows, sampling, [Lantern(tree=tree)], seed=0)
+    request = Request(0, Raster(100), rows, sampling, [Lantern(tree=tree)], seed=0)
     drafts = OpenDrafts(model, request.methods, Clock())
     drafts.only = request
     return drafts

@@ -13,9 +13,11 @@ from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.drafts import Request
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.scheduler import Scheduler
 
 LENGTH = 80  # codes of each picture: five rows
+RASTER = Raster(LENGTH, 16)
 PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone"]
 SEEDS = [3, 4, 5]  # no choice of theirs is a near tie: rounding turns none
 FILTERS = {"temperature": 0.8, "top_k": 200, "top_p": 0.95}
@@ -58,7 +60,7 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
     for i in picked:
         checked = check_request(pipe.bundle.manifest, pipe._tokenizer, PROMPTS[i], seed=SEEDS[i], **options)
         (prompt,), sampling = pipe.prefixes(pipe.engines, checked.images), checked.settings.sampling
-        requests.append(Request(i, LENGTH, prompt.rows(sampling), sampling, [checked.settings.method], SEEDS[i]))
+        requests.append(Request(i, RASTER, prompt.rows(sampling), sampling, [checked.settings.method], SEEDS[i]))
     return requests
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from lantern_rt import Pipeline
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.drafts import Request
+from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.scheduler import Scheduler
 
 OPTIONS: list[dict[str, Any]] = [
@@ -25,14 +26,21 @@ def test_images_that_join_each_other_late_are_those_drawn_alone() -> None:
     pipe = Pipeline.from_bundle("scenes", threads=1)
     manifest = pipe.bundle.manifest
     prompts = pipe.bundle.path("prompts").read_text("utf-8").splitlines()[: len(OPTIONS)]
-    requests = []
+    requests, raster = [], Raster(manifest.codes_per_image, manifest.grid_columns)
     for i, (prompt, options) in enumerate(zip(prompts, OPTIONS, strict=True)):
         checked = check_request(manifest, pipe._tokenizer, prompt, seed=90 + i, **options)
         settings = checked.settings
         (one,) = pipe.prefixes(pipe.engines, checked.images)
         rows = one.rows(settings.sampling)
         requests.append(
-            Request(i, manifest.codes_per_image, rows, settings.sampling, [settings.method], checked.images[0].seed)
+            Request(
+                i,
+                raster,
+                rows,
+                settings.sampling,
+                [settings.method],
+                checked.images[0].seed,
+            )
         )
     scheduler, step = Scheduler(pipe.model(pipe.engines, [request.method for request in requests])), 0
     while scheduler.busy or step <= 40:
@@ -42,4 +50,4 @@ def test_images_that_join_each_other_late_are_those_drawn_alone() -> None:
         step += 1
     for request, prompt, options in zip(requests, prompts, OPTIONS, strict=True):
         alone = pipe(prompt, seed=request.seed, **options)
-        np.testing.assert_array_equal(request.codes[: request.length], alone.codes[0])
+        np.testing.assert_array_equal(request.codes[: raster.codes], alone.codes[0])

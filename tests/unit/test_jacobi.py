@@ -31,7 +31,7 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
     """
 
     def choice(answers: Answers, node: int) -> int:
-        position = answers.position + int(answers.structure.depths[node])
+        position = int(answers.cells[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
     for name in ("choice", "guess"):
@@ -138,8 +138,7 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any) -> Any:
         answers = choice.__self__
-        positions = answers.position + answers.structure.depths
-        return right(tree, target, choice, rule, lambda node: decisions(node).at(int(positions[node])))
+        return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])))
 
     patch.setattr(scheduler, "walk", wrong)
 
@@ -226,7 +225,7 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     chain = named_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
-    target = Answers(lambda nodes: logits[:, nodes], structure, Noise(0), 1, Sampling())
+    target = Answers(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling())
     window.advance(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)

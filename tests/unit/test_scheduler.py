@@ -69,7 +69,7 @@ def alone(visit: Visit, method: MethodConfig) -> list[int]:
 
 def submitted(scheduler: Scheduler, number: int, visit: Visit) -> Request:
     rows = prompt(visit.identity).rows(visit.sampling)
-    request = Request(number, CODES, rows, visit.sampling, visit.methods, visit.identity)
+    request = Request(number, model().raster, rows, visit.sampling, visit.methods, visit.identity)
     scheduler.submit(request)
     return request
 
@@ -190,7 +190,7 @@ def test_a_request_that_is_resumed_ends_as_it_would_have(
     if damaged and count:
         known[-1] = (known[-1] + 1) % VOCABULARY
     scheduler, codes, passes = Scheduler(model()), list[int](), 0
-    scheduler.submit(Request(0, CODES, prompt(seed).rows(sampling), sampling, methods, seed, known))
+    scheduler.submit(Request(0, model().raster, prompt(seed).rows(sampling), sampling, methods, seed, known))
     while scheduler.busy:
         for part in scheduler.step():
             codes += part.codes[: part.committed].tolist()
@@ -203,7 +203,7 @@ def test_a_request_that_is_resumed_ends_as_it_would_have(
 def test_known_tokens_fit_the_widest_pass() -> None:
     narrow, expected = replace(model(), most_nodes=3), alone(Visit(1, SAMPLINGS[0], (Ar(),), 0, 0), Ar())
     scheduler = Scheduler(narrow)
-    request = Request(0, CODES, prompt(1).rows(SAMPLINGS[0]), SAMPLINGS[0], (Ar(),), 1, expected)
+    request = Request(0, model().raster, prompt(1).rows(SAMPLINGS[0]), SAMPLINGS[0], (Ar(),), 1, expected)
     scheduler.submit(request)
     while scheduler.busy:
         assert all(part.tree is None or part.tree.nodes <= 3 for part in scheduler.step())
@@ -228,7 +228,7 @@ def _tokens(
 ) -> list[int]:
     """Tokens of one request; the first `late` passes are drawn by the last method."""
     scheduler = Scheduler(model)
-    request = Request(0, model.codes, prompt(1).rows(sampling), sampling, methods, 1, known)
+    request = Request(0, model.raster, prompt(1).rows(sampling), sampling, methods, 1, known)
     scheduler.submit(request)
     for step in range(1000):
         request.use(methods[-1] if step < late else methods[0])

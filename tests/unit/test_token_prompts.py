@@ -77,7 +77,6 @@ def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
     [
         ({"after": [1]}, "`uncond` and `uncond_fill` are two ways to lay out one row; set one"),
         ({"after": [1], "uncond": [1], "uncond_fill": 1}, "`uncond` and `uncond_fill` are two ways"),
-        ({"after": [1], "uncond": []}, "at least 1 item"),
         ({"after": [], "uncond": [1]}, "at least 1 item"),
         ({"after": [1], "uncond": [1], "template": "no place"}, "should match pattern"),
     ],
