@@ -51,8 +51,8 @@ class Raster:
         return self.place(self.codes - 1) + 1
 
     def place(self, cell: int) -> int:
-        """Where a code stands in the sequence, counted from the first one."""
-        return cell if self.row_end is None else cell + cell // self.columns
+        """Where a code stands in the sequence, counted from the first one; drafts may go on past the last."""
+        return cell if self.row_end is None else cell + min(cell, self.codes - 1) // self.columns
 
     def ends(self, cell: int) -> bool:
         """Whether the end of a row follows a code."""
@@ -63,7 +63,8 @@ class Raster:
         tokens, cells = np.array(codes, np.int64), first + np.arange(len(codes))
         if self.row_end is None:
             return tokens
-        return np.insert(tokens, np.flatnonzero((cells % self.columns == 0) & (cells > 0)), self.row_end)
+        begins = (cells % self.columns == 0) & (cells > 0) & (cells < self.codes)
+        return np.insert(tokens, np.flatnonzero(begins), self.row_end)
 
     def lay_out(self, tree: DraftTree, first: int) -> Laid:
         """The nodes of a tree in a pass, its root in cell `first`."""
@@ -71,12 +72,13 @@ class Raster:
         if self.row_end is None:
             return Laid(tree.tokens, depths, ancestors)
         cells = first + depths
+        before = np.minimum(cells, self.codes - 1) // self.columns
         ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.codes)
         owners = np.repeat(np.arange(tree.nodes), 1 + ends)  # a row's end stands behind its node
         last = np.cumsum(1 + ends) - 1
         seen = ancestors[owners][:, owners]
         seen[last[ends] - 1, last[ends]] = False
-        tokens, places = tree.tokens[owners], (cells + cells // self.columns - self.place(first))[owners]
+        tokens, places = tree.tokens[owners], (cells + before - self.place(first))[owners]
         tokens[last[ends]] = self.row_end
         places[last[ends]] += 1
         return Laid(tokens, places, seen, owners, last)

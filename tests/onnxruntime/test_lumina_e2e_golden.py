@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lantern_rt import Pipeline

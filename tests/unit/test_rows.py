@@ -41,8 +41,10 @@ class AnyOrder(ToyTarget):
         return context, np.ones_like(right)
 
 
-def toy(rows: int, columns: int, vocabulary: int = 5) -> Model:
-    return Model(AnyOrder(vocabulary), None, rows * columns, 200, columns=columns)
+def toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> Model:
+    row_end = vocabulary if ends else None
+    target = AnyOrder(vocabulary, row_end=row_end)
+    return Model(target, None, rows * columns, 200, columns=columns, row_end=row_end)
 
 
 def drawn(
@@ -75,24 +77,35 @@ def sight(row: int, count: int, columns: int, window: int) -> set[int]:
 def told(
     model: Model, prompt: Prompt, window: int, sampling: Sampling, draw: Callable[[int, NDArray], int]
 ) -> list[int]:
-    """The picture by the definition, cell by cell in raster order; `draw(cell, p)` draws from a distribution."""
-    columns = model.columns
-    known = [draw(0, distribution(model, prompt, {}, sampling))]
-    for cell in range(1, model.codes):
-        row, column = divmod(cell, columns)
-        seen = {c: known[c] for c in sight(row, column, columns, window) if c < cell}
-        if column == 0 and window < columns:
-            seen[cell - 1] = known[cell - columns + window - 1]
-        known.append(draw(cell, distribution(model, prompt, seen, sampling)))
-    return known
+    """The picture by the definition, cell by cell in raster order; `draw(cell, p)` draws from a distribution.
+
+    What ends a row is a cell of its own, known before those of its row.
+    """
+    ends = model.row_end is not None
+    columns, window = model.columns + ends, window + (ends and window >= model.columns)
+    known: Known = {}
+    if model.row_end is not None:
+        known = dict.fromkeys(range(columns - 1, columns * model.codes // model.columns, columns), model.row_end)
+    codes: list[int] = []
+    for place in (p for p in range(columns * model.codes // model.columns) if p not in known):
+        row, column = divmod(place, columns)
+        seen = {p: known[p] for p in sight(row, column, columns, window) if p < place}
+        if column == 0 and row > 0 and window < columns:
+            seen[place - 1] = known[place - 1 if ends else place - columns + window - 1]
+        codes.append(draw(len(codes), distribution(model, prompt, seen, sampling)))
+        known[place] = codes[-1]
+    return codes
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
-@pytest.mark.parametrize(("rows", "columns", "window"), [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (2, 4, 7)])
+@pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "window"), [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (2, 4, 7), (3, 4, 4), (4, 1, 1)]
+)
 def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
-    rows: int, columns: int, window: int, sampling: Sampling
+    rows: int, columns: int, window: int, sampling: Sampling, ends: bool
 ) -> None:
-    model, prompt = toy(rows, columns), make_prompt(3, padding=1)
+    model, prompt = toy(rows, columns, ends=ends), make_prompt(3, padding=1)
     for seed in range(3):
         noise = Noise(seed)
 
@@ -156,8 +169,9 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
         assert ahead or passes == min(window, columns) * (rows - 1) + columns - 1
 
 
-def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding() -> None:
-    model, prompt = toy(3, 4), make_prompt(2)
+@pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
+def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding(ends: bool) -> None:
+    model, prompt = toy(3, 4, ends=ends), make_prompt(2)
     plain = [code for step in decode(model, [prompt], [5], GUIDED, Ar()) for code in step.parts[0].codes.tolist()]
     assert drawn(model, [prompt], 4, [5], GUIDED) == [plain]
     assert drawn(model, [prompt], 1, [5], GUIDED) != [plain]

@@ -101,7 +101,7 @@ class ToyCache:
         assert len(counts) == len(self._lengths)
         rows, picked = np.repeat(np.arange(len(accepted_indices)), counts), np.concatenate(accepted_indices)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + self._lengths[rows]
-        assert columns.max() < self.entries.hashes.shape[1], "the cache is too small"
+        assert columns.max(initial=-1) < self.entries.hashes.shape[1], "the cache is too small"
         assert not new_kv.fault[rows, picked].any(), "a node with a wrong mask, position or input was committed"
         for kept, new in zip(self.entries.columns(), new_kv.columns(), strict=True):
             kept[rows, columns] = new[rows, picked]
@@ -194,6 +194,8 @@ def _masked_sum(attention_mask: NDArray[np.bool_], values: Hashes) -> Hashes:
 class ToyTarget(ToyEngine):
     """Tabulated target. Prefix rows carry (identity, slot, padding flag); see `make_prompt`."""
 
+    row_end: int | None = None  # the token behind all codes, if rows end with it
+
     def code_hash(self, codes: NDArray[np.int64], positions: NDArray[np.int64]) -> Hashes:
         return scramble(codes, positions, self.seed)
 
@@ -217,7 +219,7 @@ class ToyTarget(ToyEngine):
         else:
             assert batch.tokens is not None
             assert batch.tokens.min() >= 0
-            assert batch.tokens.max() < self.vocabulary
+            assert batch.tokens.max() < self.vocabulary + (self.row_end is not None)
             new, padding = self.code_hash(batch.tokens, batch.positions), np.zeros(batch.tokens.shape, bool)
             context, right = self._sums(batch, cache, new)
         logits = self.logits(context)
@@ -301,15 +303,20 @@ def make_model(
     layout: DrafterLayout | None = None,
     columns: int = 3,
     neighbors: NDArray[np.integer] | None = None,
+    row_ends: bool = False,
 ) -> Model:
-    """A toy target and drafter; `positions` in the rotary table, so ever deeper nodes share the last one."""
+    """A toy target and drafter; `positions` in the rotary table, so ever deeper nodes share the last one.
+
+    row_ends: whether rows end with a token, the one behind all codes.
+    """
     layout = layout or DrafterLayout()
-    target = ToyTarget(vocabulary, prefix, seed, spread, positions - 1, round_span)
+    row_end = vocabulary if row_ends else None
+    target = ToyTarget(vocabulary, prefix, seed, spread, positions - 1, round_span, row_end=row_end)
     last = positions - 1 + layout.position_shift
     drafter = ToyDrafter(
         vocabulary, prefix, seed, spread, last, round_span, target=target, agreement=agreement, layout=layout
     )
-    return Model(target, drafter, codes, positions, layout, columns, neighbors)
+    return Model(target, drafter, codes, positions, layout, columns, neighbors, row_end=row_end)
 
 
 def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
@@ -331,7 +338,7 @@ def naive_distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArr
 
 
 def next_distribution(model: Model, prompt: Prompt, codes: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
-    """The target's distribution after `codes`, from the table, without any engine or runtime."""
+    """The target's distribution after tokens, from the table, without any engine or runtime."""
     target = model.target
     assert isinstance(target, ToyTarget)
     prefix = len(prompt.cond.real)

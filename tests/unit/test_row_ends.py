@@ -1,0 +1,177 @@
+"""Rows that end with a token which is no choice: on toy engines that notice every wrong mask, position or commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import make_model, make_prompt, next_distribution
+
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
+from lantern_rt.runtime.decode import decode
+from lantern_rt.runtime.drafts import Model, Prompt, Request
+from lantern_rt.runtime.likelihood import likelihood
+from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.tree import DraftTree
+
+LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
+VOCABULARY, CODES = 5, 12
+NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
+EXACT: dict[str, MethodConfig] = {
+    "ar": Ar(),
+    "sjd": Sjd(window=5),
+    "eagle, chain": Eagle(tree="chain-4"),
+    "eagle, static": Eagle(tree="tree-3-210-100"),
+    "eagle, dynamic": Eagle(tree="dynamic-16-5-3"),
+}
+RELAXED: dict[str, MethodConfig] = {
+    "lantern": Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
+    "lantern++": LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
+    "sjd, relaxed": Sjd(window=3, neighbors=3, lambda_=1.5),
+}
+SAMPLINGS = [Sampling(), Sampling(cfg_scale=2.0, temperature=0.8, top_k=4), Sampling(cfg_scale=3.0, temperature=0)]
+
+
+def model(columns: int, **options: Any) -> Model:
+    given: dict[str, Any] = {"vocabulary": VOCABULARY, "codes": CODES, "round_span": 4, "neighbors": NEAR}
+    return make_model(**(given | options), columns=columns, row_ends=True)
+
+
+def spelled(codes: Sequence[int], columns: int, codes_in_all: int = CODES) -> list[int]:
+    """The tokens of codes, and of the end of a row that follows them."""
+    tokens: list[int] = []
+    for cell, code in enumerate(codes):
+        tokens += [code, VOCABULARY] if (cell + 1) % columns == 0 and cell + 1 < codes_in_all else [code]
+    return tokens
+
+
+def plain(one: Model, prompt: Prompt, seed: int, sampling: Sampling) -> list[int]:
+    """The codes by the definition, from the table."""
+    codes: list[int] = []
+    for cell in range(one.codes):
+        p = next_distribution(one, prompt, spelled(codes, one.columns, one.codes), sampling)
+        noise = 0 if sampling.greedy else Noise(seed).gumbel(cell, 1, VOCABULARY)[0]
+        with np.errstate(divide="ignore"):
+            codes.append(int(np.argmax(np.log(p) + noise)))
+    return codes
+
+
+def decoded(one: Model, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in prompts]
+    for step in decode(one, prompts, range(len(prompts)), sampling, method):
+        for part in step.parts:
+            found[part.request] += part.codes[: part.committed].tolist()
+    return found
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize("method", EXACT.values(), ids=EXACT)
+def test_every_exact_method_draws_each_code_after_the_ends_of_rows_before_it(
+    method: MethodConfig, columns: int
+) -> None:
+    prompts = [make_prompt(i, padding=i % 3) for i in range(3)]
+    for sampling in SAMPLINGS:
+        expected = [plain(model(columns), prompt, i, sampling) for i, prompt in enumerate(prompts)]
+        assert decoded(model(columns), prompts, sampling, method) == expected
+
+
+@pytest.mark.parametrize("method", [*EXACT.values(), *RELAXED.values()], ids=[*EXACT, *RELAXED])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["sampling", "guided", "greedy"])
+def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: MethodConfig, sampling: Sampling) -> None:
+    one, rasters = model(3), [Raster(12, 3, VOCABULARY), Raster(8, 2, VOCABULARY), Raster(10, 5, VOCABULARY)]
+
+    def run(numbers: Sequence[int]) -> list[list[int]]:
+        scheduler = Scheduler(one)
+        requests = [Request(i, rasters[i], make_prompt(i).rows(sampling), sampling, (method,), i) for i in numbers]
+        for request in requests:
+            scheduler.submit(request)
+        while scheduler.busy:
+            scheduler.step()
+        return [request.codes[: request.raster.codes] for request in requests]
+
+    assert run(range(3)) == [*run([0]), *run([1]), *run([2])]
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_end_of_a_row_takes_no_pass_of_its_own(columns: int) -> None:
+    *_, last = decode(model(columns), [make_prompt(0)], [0], Sampling(), Ar())
+    assert last.statistics is not None
+    assert last.statistics.target_passes == CODES
+
+
+@pytest.mark.parametrize("tree", ["chain-4", "dynamic-5-4-1"])
+def test_drafts_go_on_beyond_the_end_of_a_row(tree: str) -> None:
+    """A perfect drafter has every chain accepted whole, wherever rows end."""
+    steps = [*decode(model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))]
+    assert all(len(part.codes) == 5 for step in steps[1:-1] for part in step.parts)
+
+
+@pytest.mark.parametrize("known", [0, 1, 5, 11])
+def test_a_resumed_picture_is_the_one_it_would_have_been(known: int) -> None:
+    one, sampling = model(3), SAMPLINGS[1]
+    expected = plain(one, make_prompt(1), 7, sampling)
+    scheduler, rows = Scheduler(one), make_prompt(1).rows(sampling)
+    request = Request(0, one.raster, rows, sampling, (Ar(),), 7, expected[:known])
+    scheduler.submit(request)
+    while scheduler.busy:
+        scheduler.step()
+    assert request.codes == expected
+
+
+def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:
+    one, sampling, prompt = model(3), SAMPLINGS[1], make_prompt(1)
+    codes, unfiltered = plain(one, prompt, 7, sampling), sampling.model_copy(update={"top_k": 0})
+    nats = [
+        -np.log(next_distribution(one, prompt, spelled(codes[:cell], 3), unfiltered)[code])
+        for cell, code in enumerate(codes)
+    ]
+    assert likelihood(one, prompt, np.array(codes), sampling).nats == pytest.approx(np.mean(nats), abs=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 5), st.integers(0, 6))
+def test_a_chain_is_laid_out_as_its_codes_are_spelled(codes: list[int], columns: int, first: int) -> None:
+    raster = Raster(columns * 30, columns, 100)
+    tree = DraftTree(np.array(codes), np.arange(len(codes)) - 1)
+    laid, whole = raster.lay_out(tree, first), raster.spell([*[0] * first, *codes, 0])[:-1]
+    start = raster.place(first)
+    assert laid.tokens.tolist() == whole[start:].tolist()
+    assert laid.depths.tolist() == list(range(len(laid.tokens)))
+    assert np.array_equal(laid.ancestors, np.tri(len(laid.tokens), dtype=bool))
+    assert laid.last is not None
+    assert [start + last + 1 for last in laid.last] == [raster.place(first + 1 + n) for n in range(len(codes))]
+    assert laid.kept(range(len(codes))).tolist() == list(range(len(laid.tokens)))
+
+
+def test_children_see_the_end_of_their_own_row_and_not_that_of_a_sibling() -> None:
+    tree = DraftTree(np.array([1, 2, 3, 4, 5]), np.array([-1, 0, 0, 1, 2]))
+    laid = Raster(9, 3, 9).lay_out(tree, 1)  # nodes of depth 1 end a row
+    assert laid.tokens.tolist() == [1, 2, 9, 3, 9, 4, 5]
+    assert laid.depths.tolist() == [0, 1, 2, 1, 2, 3, 3]
+    seen = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 1, 2, 5], [0, 3, 4, 6]]
+    assert [np.flatnonzero(row).tolist() for row in laid.ancestors] == seen
+    assert laid.last is not None
+    assert laid.last.tolist() == [0, 2, 4, 5, 6]
+    assert laid.kept([0, 2, 4]).tolist() == [0, 3, 4, 6]
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (18, 32), (32, 16)], ids="official_forced_{0[0]}x{0[1]}".format)
+def test_sequences_of_official_sizes_end_their_rows_where_the_published_constraint_does(shape: tuple[int, int]) -> None:
+    high, wide = shape
+    official = np.load(LUMINA / "golden.npz")[f"official_forced_{high}x{wide}"].tolist()
+    row_end, end_of_image = (json.loads((LUMINA / "protocol.json").read_text())["tokens"][name][0] for name in NAMES)
+    codes = 2 * high * 2 * wide
+    ours = Raster(codes, 2 * wide, row_end)
+    assert [*ours.spell([-1] * codes).tolist(), row_end, end_of_image] == official  # these two draw nothing
+    assert ours.tokens == len(official) - 2
+
+
+NAMES = ("<reserved08799>", "<eoss>")
