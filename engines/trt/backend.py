@@ -108,11 +108,17 @@ class TensorRTBackend:
     def build(
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
     ) -> list[Path]:
-        """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`."""
+        """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`.
+
+        Not of an image decoder for several sizes: the CPU runs that.
+        """
+        if role == "vq_decoder" and bundle.manifest.sizes:
+            return []
         library, path, entries = import_library(self.name), bundle.path(role), 0
         if spec := {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}.get(role):
             model = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles)).model
-            entries = max(spec.vocab_size, *(profile.rows[2] * profile.nodes[2] for profile in profiles))
+            tokens = max(spec.vocab_size, 1 + (bundle.manifest.row_end or 0))
+            entries = max(tokens, *(profile.rows[2] * profile.nodes[2] for profile in profiles))
         else:
             model = path.read_bytes()
         errors: list[str] = []
