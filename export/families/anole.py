@@ -113,7 +113,9 @@ def read_chameleon(folder: Path, grid: int, kin: Kin = _ANOLE, picture_tokens: i
     config.expect("model_type", "chameleon")
     usual = LUMINA if _MARK in config.values else CHAMELEON
     if config.get("architectures", [usual]) != [kin.architecture] or usual != kin.architecture:
-        found = _MARK if usual != kin.architecture else f"architectures {short(config.get('architectures'))}"
+        found = f"architectures {short(config.get('architectures'))}"
+        if usual != kin.architecture:
+            found = _MARK if usual == LUMINA else f"no {_MARK}"
         cure = "--family anole takes Anole, --family lumina Lumina-mGPT"
         raise config.error(f"found {found}, expected a {kin.architecture}; {cure}")
     codes, names = _read_vocabulary(config, kin.tokens)

@@ -21,7 +21,8 @@ _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Few = Annotated[int, Field(ge=1, le=1024)]
 Side = Annotated[int, Field(ge=1, le=256)]  # codes
-Pixels = Annotated[int, Field(ge=1, le=8192)]
+MOST_PIXELS = 8192  # along a side
+Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
 
@@ -255,6 +256,8 @@ class Manifest(Part):
             raise ValueError("`sizes` has a name or a grid twice; expected each once")
         if self.sizes and not any(self._is_default(size) for size in self.sizes):
             raise ValueError(f"`sizes` lacks the default grid, {self.grid_rows} x {self.grid_columns}")
+        if large := next((size.name for size in self.sizes if max(self.pixels(size)) > MOST_PIXELS), None):
+            raise ValueError(f"size {large} has more than {MOST_PIXELS} pixels along a side")
         if layout is not None and layout.uncond == () and not all(size.tokens for size in self.sizes or (self.size(),)):
             raise ValueError("`uncond` is empty, and so are the tokens of a size; the unconditional row needs one")
 

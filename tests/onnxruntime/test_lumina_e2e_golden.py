@@ -18,6 +18,9 @@ from PIL import Image
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
+from lantern_rt.engines.ort.backend import OrtGraphs
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
 
@@ -52,6 +55,32 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_row_ends(
     written = raster.spell(result.codes[0]) + trace["generated_ids"][3] - trace["codes"][0][0]
     assert manifest.row_end is not None
     assert written.tolist() == trace["generated_ids"][3:-3]  # then the last row's end, that of the image, of the turn
+
+
+@pytest.fixture(scope="module")
+def on_device(lumina_bundle: Path) -> Pipeline:
+    """Drawn by the graphs that accelerators run, here on the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        opened = OrtGraphs.__init__
+
+        def open_there(self: OrtGraphs, *given: Any) -> None:
+            opened(self, *given)
+            self._device = Device("cpu")
+
+        patch.setattr(OrtGraphs, "__init__", open_there)
+        pipe = Pipeline.from_bundle(lumina_bundle, threads=1)
+    pipe.engines.rounding = 0.0  # as on a GPU: whatever the device draws is taken
+    assert isinstance(pipe.engines.target, OrtDeviceEngine)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    "method", ["ar", "sjd:window=7", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10", "rows:window=6"]
+)
+def test_greedy_generations_on_the_device_path_give_the_published_ids(on_device: Pipeline, method: str) -> None:
+    for trace in TRACES:
+        result = on_device(trace["caption"], method=method, **asked(trace))
+        assert result.codes[0].reshape(trace["latent"]).tolist() == trace["codes"]
 
 
 @pytest.mark.parametrize("trace", TRACES, ids=named)

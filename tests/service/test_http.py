@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import threading
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from running_server import GENERATIONS, RunningServer, events, until
 
 JSON = {"content-type": "application/json"}
@@ -184,6 +187,26 @@ def test_two_models_are_served_by_name(start: Callable[..., RunningServer], tiny
         status, answer = server.post({"prompt": "red cube on sand", **asked})
         assert (status, answer["size"]) == (200, size)
         assert answer["lantern"]["model"] == asked.get("model", "tiny")
+
+
+def test_a_model_of_several_sizes_draws_the_one_that_is_asked_for(
+    start: Callable[..., RunningServer], lumina_bundle: Path
+) -> None:
+    server = start(lumina_bundle, "--threads", 1)
+    described = server.get("/v1/models")[1]["data"][0]["lantern"]
+    assert (described["size"], described["sizes"][0], len(described["sizes"])) == ("96x96", "128x32", 8)
+    for asked, size, pixels in (
+        ({}, "96x96", (24, 24)),
+        ({"size": "auto"}, "96x96", (24, 24)),
+        ({"size": "64x128"}, "64x128", (16, 32)),
+    ):
+        status, answer = server.post({"prompt": "a red fox", "method": "ar", **asked})
+        assert (status, answer["size"]) == (200, size)
+        with Image.open(BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
+            assert image.size == pixels
+    status, answer = server.post({"prompt": "a red fox", "size": "512x512"})
+    assert (status, answer["error"]["param"]) == (400, "size")
+    assert answer["error"]["message"].startswith("size: found '512x512', expected 128x32, 128x64, 96x64")
 
 
 def test_classes_are_asked_for_by_number(start: Callable[..., RunningServer], tmp_path: Path) -> None:
