@@ -35,7 +35,7 @@ from .writer import Model
 _ARRAY_LIMIT = 1e-5  # of arrays that are stored as they are, or computed in a few float32 operations
 _LARGEST_INPUT = 1 << 28  # numbers of a random input; a damaged graph may ask for any
 # What a checkpoint determines of a manifest: fields, and parts with fields, but for those that are chosen.
-_SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width")
+_SIZES = ("grid_rows", "grid_columns", "codebook_size", "image_height", "image_width", "sizes", "row_end")
 _PARTS = ("target", "drafter", "condition")
 _CHOSEN = {"precision", "dtype", "head_codes"}
 
@@ -135,7 +135,7 @@ def _check_sizes(manifest: Manifest, model: Model, against: str) -> None:
 
 def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint determines, of the fields of a manifest; those of its parts by dotted names."""
-    values = {name: fields[name] for name in _SIZES}
+    values = {name: fields[name] for name in _SIZES if name in fields}
     for part in _PARTS:
         content = fields.get(part)
         own = content.model_dump(exclude=_CHOSEN) if isinstance(content, BaseModel) else {}

@@ -121,9 +121,10 @@ def read_chameleon(folder: Path, grid: int, kin: Kin = _ANOLE, picture_tokens: i
     codes, names = _read_vocabulary(config, kin.tokens)
     checkpoint = read_checkpoint(folder, keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
+    highest = max(*codes, *(names[name] for name in kin.tokens))
     for name, shown in _NAMES.items():
-        if (rows := checkpoint.shape(name)[0]) <= max(highest := [*codes, *(names[one] for one in kin.tokens)]):
-            raise checkpoint.error(f"{shown} has {rows} rows, but config.json has image tokens up to {max(highest)}")
+        if (rows := checkpoint.shape(name)[0]) <= highest:
+            raise checkpoint.error(f"{shown} has {rows} rows, but config.json has tokens up to {highest}")
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens))
     embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]

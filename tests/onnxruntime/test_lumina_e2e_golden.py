@@ -99,18 +99,17 @@ def test_pictures_of_every_shape_are_the_published_ones_up_to_rounding(pipe: Pip
     assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1
 
 
-@pytest.mark.parametrize("method", ["ar", "sjd:window=7", "eagle:tree=mc-25"])
-def test_requests_for_several_sizes_share_passes_and_give_the_published_ids(pipe: Pipeline, method: str) -> None:
+@pytest.mark.parametrize("where", ["pipe", "on_device"])
+@pytest.mark.parametrize("method", ["ar", "sjd:window=7", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10"])
+def test_requests_for_several_sizes_share_passes_and_give_the_published_ids(
+    request: pytest.FixtureRequest, where: str, method: str
+) -> None:
+    pipe: Pipeline = request.getfixturevalue(where)
     heard: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
     with Service(pipe, together=5) as service:
         for i, trace in enumerate(TRACES):
-            service.submit(
-                partial(lambda i, news: heard.put((i, news)), i),
-                trace["caption"],
-                steps=False,
-                method=method,
-                **asked(trace),
-            )
+            listener = partial(lambda i, news: heard.put((i, news)), i)
+            service.submit(listener, trace["caption"], steps=False, method=method, **asked(trace))
         found = dict(heard.get(timeout=60) for _ in TRACES)
     for i, trace in enumerate(TRACES):
         step = found[i]

@@ -37,8 +37,11 @@ const model = () => {
 };
 
 function useModel() {
-  const { id, size, rows, columns, takes, classes, methods, sampling, examples } = model();
+  const { id, size, sizes = [size], rows, columns, takes, classes, methods, sampling, examples } = model();
   at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} codes`;
+  at("size").replaceChildren(...sizes.map((name) => option(name)));
+  at("size").value = size;
+  show(at("size-field"), sizes.length > 1);
   show(at("class-field"), takes === "class");
   show(at("prompt-field"), takes !== "class");
   at("class-id").max = (classes ?? 1) - 1;

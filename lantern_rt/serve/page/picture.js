@@ -10,7 +10,7 @@ export class Picture {
     this.label = body.method;
     this.element = document.getElementById("panel").content.cloneNode(true).firstElementChild;
     this.part = (selector) => this.element.querySelector(selector);
-    const [width, height] = model.size.split("x").map(Number);
+    const [width, height] = (body.size ?? model.size).split("x").map(Number);
     this.part(".stage").style.aspectRatio = `${width} / ${height}`;
     this.part("h2").textContent = this.label;
     this.part(".curl").addEventListener("click", () => this.copyCommand());
