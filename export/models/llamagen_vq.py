@@ -2,12 +2,14 @@
 
 A convolutional encoder and decoder around a codebook whose rows are unit vectors at use. Sizes come from the weights:
 width per level from the convolutions, levels and residual blocks from the names. Groups of the norms (32) and their
-eps are constants of the published model. Chameleon's and Janus's are the same modules with other choices (`VQConfig`).
+eps are constants of the published model. Chameleon's and Janus's are the same modules with other choices (`VQConfig`);
+Emu3's decoder has other norms, which also read the codes (`about`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,9 @@ _VQGAN_NAMES = (  # of taming-transformers, and LlamaGen's
     (r"\.(?:down|up)\.(\d+)\.", r".conv_blocks.\1."),
     *((rf"\.mid\.{theirs}\.", f".mid.{i}.") for i, theirs in enumerate(("block_1", "attn_1", "block_2"))),
 )
+
+
+Norm = Callable[[int], nn.Module]  # of so many channels
 
 
 @dataclass(frozen=True)
@@ -57,22 +62,23 @@ class VQConfig:
         return int(2 ** (len(self.decoder_widths) - 1))
 
 
-def _norm(width: int) -> nn.GroupNorm:
+def group_norm(width: int) -> nn.Module:
+    """Over groups of channels and all pixels."""
     return nn.GroupNorm(_GROUPS, width, eps=_EPS)
 
 
 class _Residual(nn.Module):
     """Norm, swish, convolution; twice; around a skip connection."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
         super().__init__()
-        self.norm1, self.conv1 = _norm(inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm2, self.conv2 = _norm(outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.norm1, self.conv1 = norm(inputs), nn.Conv2d(inputs, outputs, 3, padding=1)
+        self.norm2, self.conv2 = norm(outputs), nn.Conv2d(outputs, outputs, 3, padding=1)
         if inputs != outputs:
             self.nin_shortcut = nn.Conv2d(inputs, outputs, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
+        y = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x, *about))), *about)))
         skipped: Tensor = y + (self.nin_shortcut(x) if hasattr(self, "nin_shortcut") else x)
         return skipped
 
@@ -80,13 +86,13 @@ class _Residual(nn.Module):
 class _CellAttention(nn.Module):
     """Every cell attends to every cell, one head."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, norm: Norm) -> None:
         super().__init__()
-        self.norm = _norm(width)
+        self.norm = norm(width)
         self.q, self.k, self.v, self.proj_out = (nn.Conv2d(width, width, 1) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
+    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
+        normed = self.norm(x, *about)
         query, key, value = (conv(normed).flatten(2) for conv in (self.q, self.k, self.v))  # [images, width, cells]
         weights = torch.softmax(query.transpose(1, 2) @ key * x.shape[1] ** -0.5, -1)  # [images, cells, cells]
         mixed = value @ weights.transpose(1, 2)
@@ -111,47 +117,59 @@ class _Resize(nn.Module):
 class _Level(nn.Module):
     """Residual blocks of one resolution, each perhaps followed by attention, then perhaps a resize under its name."""
 
-    def __init__(self, inputs: int, width: int, blocks: int, attention: bool, resize: str | None) -> None:
+    def __init__(self, inputs: int, width: int, blocks: int, attention: bool, resize: str | None, norm: Norm) -> None:
         super().__init__()
-        self.res = nn.ModuleList(_Residual(inputs if i == 0 else width, width) for i in range(blocks))
-        self.attn = nn.ModuleList(_CellAttention(width) for _ in range(blocks if attention else 0))
+        self.res = nn.ModuleList(_Residual(inputs if i == 0 else width, width, norm) for i in range(blocks))
+        self.attn = nn.ModuleList(_CellAttention(width, norm) for _ in range(blocks if attention else 0))
         self.resize = resize
         if resize:
             setattr(self, resize, _Resize(width, shrinks=resize == "downsample"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
         for i, block in enumerate(self.res):
-            x = self.attn[i](block(x)) if len(self.attn) else block(x)
+            x = block(x, *about)
+            x = self.attn[i](x, *about) if len(self.attn) else x
         return getattr(self, self.resize)(x) if self.resize else x
 
 
-class _Levels(nn.Module):
-    """Pictures `[images, channels, height, width]` to latents, or back; widths: of the levels as they run."""
+class Levels(nn.Module):
+    """Pictures `[images, channels, height, width]` to latents, or back; widths: of the levels as they run.
+
+    norm: makes all norms; what `forward` is given beside x is for them.
+    """
 
     def __init__(
-        self, inputs: int, stem: int, widths: tuple[int, ...], outputs: int, blocks: int, attention: bool, resize: str
+        self,
+        inputs: int,
+        stem: int,
+        widths: tuple[int, ...],
+        outputs: int,
+        blocks: int,
+        attention: bool,
+        resize: str,
+        norm: Norm = group_norm,
     ) -> None:
         super().__init__()
         last, down = len(widths) - 1, resize == "downsample"
         coarsest = last if down else 0
         inner = widths[coarsest]
         self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
-        mid = nn.ModuleList([_Residual(inner, inner), _CellAttention(inner), _Residual(inner, inner)])
+        mid = nn.ModuleList([_Residual(inner, inner, norm), _CellAttention(inner, norm), _Residual(inner, inner, norm)])
         levels = nn.ModuleList(
-            _Level(before, width, blocks, attention and i == coarsest, resize if i < last else None)
+            _Level(before, width, blocks, attention and i == coarsest, resize if i < last else None, norm)
             for i, (before, width) in enumerate(zip((stem, *widths), widths, strict=False))
         )
         self.order = ("conv_blocks", "mid") if down else ("mid", "conv_blocks")
         for name in self.order:
             setattr(self, name, mid if name == "mid" else levels)
-        self.norm_out, self.conv_out = _norm(widths[-1]), nn.Conv2d(widths[-1], outputs, 3, padding=1)
+        self.norm_out, self.conv_out = norm(widths[-1]), nn.Conv2d(widths[-1], outputs, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
         x = self.conv_in(x)
         for name in self.order:
             for part in getattr(self, name):
-                x = part(x)
-        result: Tensor = self.conv_out(F.silu(self.norm_out(x)))
+                x = part(x, *about)
+        result: Tensor = self.conv_out(F.silu(self.norm_out(x, *about)))
         return result
 
 
@@ -164,8 +182,8 @@ class LlamaGenVQ(nn.Module):
         super().__init__()
         self.config, latent, blocks, attention = config, config.latent_width, config.blocks, config.attention
         down, up = config.encoder_widths, config.decoder_widths
-        self.encoder = _Levels(3, config.encoder_stem, down, latent, blocks, attention, "downsample")
-        self.decoder = _Levels(latent, up[0], up, 3, blocks + 1, attention, "upsample")
+        self.encoder = Levels(3, config.encoder_stem, down, latent, blocks, attention, "downsample")
+        self.decoder = Levels(latent, up[0], up, 3, blocks + 1, attention, "upsample")
         self.quant_conv = nn.Conv2d(latent, config.code_width, 1)
         self.post_quant_conv = nn.Conv2d(config.code_width, latent, 1)
         self.register_buffer("codebook", torch.zeros(config.codes, config.code_width))
@@ -222,10 +240,15 @@ def read_vq(path: Path) -> LlamaGenVQ:
     return load_vq(checkpoint)
 
 
-def load_vq(checkpoint: Checkpoint, unit_decoding: bool = True, unit_encoding: bool = True) -> LlamaGenVQ:
+def load_vq(
+    checkpoint: Checkpoint,
+    unit_decoding: bool = True,
+    unit_encoding: bool = True,
+    make: Callable[[VQConfig], LlamaGenVQ] = LlamaGenVQ,
+) -> LlamaGenVQ:
     """The tokenizer with these weights, which bear LlamaGen's names. Raises: CheckpointError."""
     codes, code_width = checkpoint.shape(CODEBOOK)
-    latent_width = checkpoint.shape("post_quant_conv.weight", 4)[0]
+    latent_width = checkpoint.shape("encoder.conv_out.weight", 4)[0]
     encoder, decoder = (
         tuple(
             checkpoint.shape(f"{part}.conv_blocks.{i}.res.0.conv2.weight", 4)[0]
@@ -245,7 +268,7 @@ def load_vq(checkpoint: Checkpoint, unit_decoding: bool = True, unit_encoding: b
     attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
     with without_weights():
         sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
-        vq = LlamaGenVQ(VQConfig(*sizes, unit_decoding, unit_encoding))
+        vq = make(VQConfig(*sizes, unit_decoding, unit_encoding))
     checkpoint.rename({"codebook": CODEBOOK})
     checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}  # it is small
     checkpoint.load_strict(vq)
@@ -272,17 +295,20 @@ def read_vqgan(path: Path) -> tuple[LlamaGenVQ, int | None, list[Path]]:
     return (vq, _grid(settings, vq.config), [file, settings]) if settings.is_file() else (vq, None, [file])
 
 
-def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False) -> None:
-    """Give weights LlamaGen's names; coarsest_first: the decoder's levels are numbered as they run, unlike taming's."""
-    last, names = checkpoint.count("decoder.up.") - 1, {}
+def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False, names: Sequence[tuple[str, str]] = ()) -> None:
+    """Give weights LlamaGen's names; coarsest_first: the decoder's levels are numbered as they run, unlike taming's.
+
+    names: patterns, and what of taming's names replaces them, for files with names of their own.
+    """
+    last, ours = max(map(checkpoint.count, ("decoder.up.", "decoder.up_block.up."))) - 1, {}
     for name in checkpoint.weights:
-        ours = name
-        for pattern, replacement in _VQGAN_NAMES:
-            ours = re.sub(pattern, replacement, ours)
-        if name.startswith("decoder.up.") and not coarsest_first:
-            ours = re.sub(r"conv_blocks\.(\d+)", lambda found: f"conv_blocks.{last - int(found[1])}", ours)
-        names[ours] = name
-    checkpoint.rename(names)
+        new = name
+        for pattern, replacement in (*names, *_VQGAN_NAMES):
+            new = re.sub(pattern, replacement, new)
+        if new.startswith("decoder.conv_blocks.") and not coarsest_first:
+            new = re.sub(r"conv_blocks\.(\d+)", lambda found: f"conv_blocks.{last - int(found[1])}", new)
+        ours[new] = name
+    checkpoint.rename(ours)
 
 
 def _grid(path: Path, config: VQConfig) -> int:

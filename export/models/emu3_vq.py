@@ -1,0 +1,155 @@
+"""Emu3's image tokenizer: a VQGAN of videos, as far as single pictures go through it.
+
+One grid of codes stands for several frames, and a picture is the first of them. Convolutions in time see only what
+comes before, which is nothing: of a decoder's kernel the last slice acts, on one frame. The encoder reads the picture
+as a video of equal frames; those it still has stand side by side as channels here. So all convolutions are in two
+dimensions. The decoder's norms are scaled and shifted by the codes around each pixel (`about`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checkpoints.folders import Checkpoint
+from .llamagen_vq import CODEBOOK, Levels, LlamaGenVQ, VQConfig, group_norm, load_vq, rename_vqgan
+
+_TAPS, _BEFORE = 4, 2  # frames that a halving convolution reads, and zero frames before the first
+_HALVING = "encoder.time_conv."
+# Of transformers' layout to the published one, then of both to one without the wrappers of convolutions in time.
+_NAMES = (
+    (r"\.(?:down|up)_block\.", "."),
+    (r"\.middle_block\.attn_norm\.", ".mid.attn_1.norm."),
+    (r"\.middle_block\.", ".mid."),
+    (r"\.attn_norms\.(\d+)\.", r".attn.\1.norm."),
+    (r"\.([qkv])_proj\.", r".\1."),
+    (r"\.out_proj\.", ".proj_out."),
+    (r"(?<=\d)(?:\.conv){1,2}\.(?=weight|bias)", "."),
+    (r"^quant_conv\.conv\.", "quant_conv."),
+    (r"^post_quant_conv\.conv\.", "decoder.post_quant_conv."),
+)
+
+
+class _SpatialNorm(nn.Module):
+    """A group norm of x, times one linear map of the code vectors, plus another; codes are those nearest to a pixel."""
+
+    def __init__(self, code_width: int, width: int) -> None:
+        super().__init__()
+        self.norm_layer = group_norm(width)
+        self.conv_y, self.conv_b = nn.Conv2d(code_width, width, 1), nn.Conv2d(code_width, width, 1)
+
+    def forward(self, x: Tensor, codes: Tensor) -> Tensor:
+        codes = F.interpolate(codes, size=x.shape[-2:], mode="nearest")
+        scaled: Tensor = self.norm_layer(x) * self.conv_y(codes) + self.conv_b(codes)
+        return scaled
+
+
+class _StoredNorm(nn.Module):
+    """(x - mean) / deviation of every channel, both recorded in training, then scaled and shifted."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.register_buffer("running_mean", torch.zeros(width))
+        self.register_buffer("running_var", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=1e-5)
+
+
+class _TimeResidual(nn.Module):
+    """Norm, swish, convolution; twice; around a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = _StoredNorm(width), nn.Conv2d(width, width, 3, padding=1)
+        self.norm2, self.conv2 = _StoredNorm(width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
+        return x + y
+
+
+class _VideoEncoder(Levels):
+    """Pictures to latents; `halvings` of the frames after the levels."""
+
+    def __init__(self, config: VQConfig, halvings: int) -> None:
+        width, sizes = config.latent_width, (config.encoder_stem, config.encoder_widths, config.latent_width)
+        super().__init__(3, *sizes, config.blocks, config.attention, "downsample")
+        kept = [width * 2**i for i in reversed(range(halvings))]  # of the first, whose frames are all alike: one
+        self.time_conv = nn.ModuleList(
+            nn.Conv2d(*ends, 3, padding=1) for ends in zip([width, *kept], kept, strict=False)
+        )
+        self.time_res_stack = nn.ModuleList(_TimeResidual(width) for _ in range(config.blocks))
+
+    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
+        x = super().forward(x)
+        for conv in self.time_conv:
+            x = F.silu(conv(x))
+        for block in self.time_res_stack:
+            x = block(x)
+        return x
+
+
+class _VideoDecoder(Levels):
+    """Code vectors `[images, code_width, rows, columns]` to pictures."""
+
+    def __init__(self, config: VQConfig, doublings: int) -> None:
+        width, widths = config.latent_width, config.decoder_widths
+        norm = partial(_SpatialNorm, config.code_width)
+        super().__init__(width, widths[0], widths, 3, config.blocks + 1, config.attention, "upsample", norm)
+        self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
+        self.time_res_stack = nn.ModuleList(_TimeResidual(width) for _ in range(config.blocks))
+        self.time_conv = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(doublings))
+
+    def forward(self, x: Tensor, *about: Tensor) -> Tensor:
+        return super().forward(self._through_time(self.post_quant_conv(x)), self._through_time(x))
+
+    def _through_time(self, x: Tensor) -> Tensor:
+        for block in self.time_res_stack:
+            x = block(x)
+        for conv in self.time_conv:
+            x = F.silu(conv(x))
+        return x
+
+
+class Emu3VQ(LlamaGenVQ):
+    """The whole tokenizer; a grid of codes stands for 2^doublings frames."""
+
+    def __init__(self, doublings: int, config: VQConfig) -> None:
+        super().__init__(config)
+        self.encoder, self.decoder = _VideoEncoder(config, doublings), _VideoDecoder(config, doublings)
+        self.post_quant_conv = nn.Identity()  # the decoder reads codes before and after its own
+
+
+def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
+    """The tokenizer with these weights, in the published layout or that of transformers. Raises: CheckpointError."""
+    rename_vqgan(checkpoint, names=_NAMES)
+    doublings = checkpoint.count("decoder.time_conv.")
+    for i in range(checkpoint.count(_HALVING)):
+        name, frames = f"{_HALVING}{i}.weight", 2 ** (doublings - i)
+        if frames < 2 or checkpoint.shape(name, 5)[2] != _TAPS:
+            raise checkpoint.error(f"{checkpoint.shown(name)} does not halve {frames} frames; expected Emu3's VQ model")
+        stacked = _stack_frames(checkpoint.weights[name].float(), frames)
+        checkpoint.weights[name] = stacked if i else stacked.unflatten(1, (frames, -1)).sum(1)
+        bias = f"{_HALVING}{i}.bias"
+        checkpoint.weights[bias] = checkpoint.weights[bias].repeat(frames // 2)
+    for name, weight in checkpoint.weights.items():
+        if weight.ndim == 5:
+            checkpoint.weights[name] = weight[:, :, -1]
+        elif weight.ndim == 2 and name != CODEBOOK:  # transformers' attention multiplies where Emu3's convolves
+            checkpoint.weights[name] = weight[:, :, None, None]
+    return load_vq(checkpoint, unit_decoding=False, unit_encoding=False, make=partial(Emu3VQ, doublings))
+
+
+def _stack_frames(weight: Tensor, frames: int) -> Tensor:
+    """A convolution `[out, in, taps, 3, 3]` that halves `frames`, as `[frames / 2 * out, frames * in, 3, 3]`."""
+    padded = F.pad(weight, (0, 0, 0, 0, frames, frames))  # zeros for the frames that a tap does not read
+    taps = [[frames + _BEFORE + i - 2 * j for i in range(frames)] for j in range(frames // 2)]
+    return torch.cat([torch.cat([padded[:, :, tap] for tap in row], 1) for row in taps])
