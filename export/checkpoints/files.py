@@ -144,13 +144,16 @@ def find_tokenizer(folder: Path) -> Path:
 
 
 @refusing
-def read_tokenizer(path: Path, rows: int, named: Mapping[str, int] | None = None) -> Tokenizer:
+def read_tokenizer(
+    path: Path, rows: int, named: Mapping[str, int] | None = None, content: bytes | None = None
+) -> Tokenizer:
     """The tokenizer of a model that embeds `rows` token ids, some of them under the names `named`.
 
-    Raises: CheckpointError if it cannot be read, gives ids that the model does not embed, or other ids than `named`.
+    content: what a file of another format at `path` is as a `tokenizer.json`. Raises: CheckpointError if it cannot be
+    read, gives ids that the model does not embed, or other ids than `named`.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{path}: expected a tokenizer in JSON, found {brief(error)}") from error

@@ -116,14 +116,19 @@ class TokenCondition(nn.Module):
 
 
 def token_condition(
-    embeddings: Tensor, prefix: int, layout: TokenLayout, tokenizer: Path, named: Mapping[str, int] | None = None
+    embeddings: Tensor,
+    prefix: int,
+    layout: TokenLayout,
+    tokenizer: Path,
+    named: Mapping[str, int] | None = None,
+    content: bytes | None = None,
 ) -> Condition:
     """The condition of prompts made of token ids that the decoder embeds itself.
 
     embeddings `[tokens, hidden_size]`: of all ids. prefix: the longest prompt. named: the ids by name that the
-    tokenizer must have. Raises: CheckpointError.
+    tokenizer must have. content: the tokenizer, where its file is no `tokenizer.json`. Raises: CheckpointError.
     """
-    read_tokenizer(tokenizer, len(embeddings), named)
+    read_tokenizer(tokenizer, len(embeddings), named, content)
     generator = np.random.default_rng(0)
     tokens, width = embeddings.shape
     inputs = Value("token_ids", ("rows", "tokens"), "int64"), Value("uncond_ids", ("rows", "uncond_tokens"), "int64")
@@ -141,7 +146,9 @@ def token_condition(
             ops.op("Gather", ops.weight("table.weight", embeddings), source.name, name=result.name)
 
     graph = Graph("condition", TokenCondition(embeddings), inputs, outputs, cases_of(*cases), write)
-    return Condition(ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, tokenizer.read_bytes())
+    return Condition(
+        ConditionSpec(kind="tokens", prefix=prefix, layout=layout), graph, content or tokenizer.read_bytes()
+    )
 
 
 def text_condition(encoder: Any, tokenizer: bytes, caption: CaptionCondition) -> Condition:

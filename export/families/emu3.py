@@ -1,0 +1,187 @@
+"""Emu3-Gen: as published (the model in one folder, its image tokenizer in another), or as transformers converts it.
+
+One vocabulary of text and visual tokens; code c is the visual token c. A prompt is start of sequence, the text, begin
+of image, `{rows}*{columns}` as text, image token. The unconditional row is the same with a negative text. A row of
+codes ends with a token of its own. Transformers' configurations leave out what its classes have as defaults.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from ...bundle.manifest import Size, TokenLayout
+from ...checks import short
+from ...errors import CheckpointError
+from ...methods import Sampling
+from ..checkpoints.deferred import without_weights
+from ..checkpoints.files import Config, find_tokenizer, read_config, read_text, read_tokenizer, refusing
+from ..checkpoints.folders import Checkpoint, read_checkpoint
+from ..checkpoints.tiktoken import tokenizer_of_ranks
+from ..graph.conditions import token_condition
+from ..models.decoder import Decoder
+from ..models.emu3_vq import load_emu3_vq
+from ..models.llama import decoder_config, rename_llama
+from ..models.llamagen_vq import LlamaGenVQ
+from ..writer import Model
+from .common import check_grid, image_model
+
+# What follows the caption and what the unconditional row says in Emu3's own program, and its settings.
+SUFFIX = " masterpiece, film grained, best quality."
+NEGATIVE = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
+    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+_SAMPLING = Sampling(cfg_scale=3.0, top_k=2048)
+_AREA = 518400  # pixels of a picture
+_RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16), (2, 1), (1, 2), (21, 9))  # width : height
+
+# Tokens by name, and the field of the published configuration with their ids.
+START, BEGIN, IMAGE, ROW_END = "<|extra_203|>", "<|image start|>", "<|image token|>", "<|extra_200|>"
+_FIELDS = {START: "bos_token_id", BEGIN: "boi_token_id", IMAGE: "img_token_id", ROW_END: "eol_token_id"}
+_VISUAL = "<|visual token {:06}|>"
+_RANKS, _VISION = "emu3.tiktoken", "emu3_vision_tokens.txt"
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
+_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_DEFAULTS = {  # of transformers' class
+    "vocab_size": 184622,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 9216,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_PREFIXES, _HEADS = ("model.text_model.", "text_model.model.", "model."), ("text_model.", "")
+_VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
+
+
+@refusing
+def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) -> Model:
+    """The model in a folder of transformers, or in the published ones.
+
+    vq: the folder of Emu3-VisionTokenizer, where target does not hold it. grid: rows of codes of a square picture;
+    other sizes have about as many pixels. By default those of the published size. Raises: CheckpointError,
+    RequestError.
+    """
+    check_grid(grid)
+    config = read_config(target / "config.json", "a folder of Emu3-Gen with config.json and weights")
+    config.expect("model_type", "emu3", "Emu3")
+    text = config.section("text_config") if "text_config" in config.values else config
+    text = replace(text, values=_DEFAULTS | dict(text.values))
+    tokenizer, content = _find_tokenizer(target)
+    checkpoint = read_checkpoint(target, keep=_is_used)
+    image, vq_files = _image_tokenizer(checkpoint, vq)
+    scale = image.config.scale
+    sizes = grids(_AREA if grid is None else (grid * scale) ** 2, scale)
+    prefix, head = _found(checkpoint, _PREFIXES, _EMBED), _found(checkpoint, _HEADS, _HEAD)
+    names = {"embed.weight": prefix + _EMBED, "head.weight": head + _HEAD}
+    rename_llama(checkpoint, prefix, names)
+    library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _ids(config), content)
+    codes = _visual_tokens(tokenizer, library)
+    longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
+    with without_weights():
+        decoder = Decoder(decoder_config(checkpoint, text, len(codes), sizes[0][0], picture_tokens=longest))
+    embeddings, row_end = checkpoint.weights.pop("embed.weight"), library.token_to_id(ROW_END)
+    checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
+    checkpoint.load_strict(decoder)
+    layout, prefix_rows = prompt_layout(library), decoder.config.prefix
+    return image_model(
+        family="emu3",
+        decoder=decoder,
+        code_embeddings=torch.cat([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        condition=token_condition(embeddings, prefix_rows, layout, tokenizer, content=content),
+        vq=image,
+        vq_place=vq or target,
+        sampling=_SAMPLING,
+        sources=[*checkpoint.sources("target"), ("target_config", config.path), ("tokenizer", tokenizer), *vq_files],
+        sizes=[picture_size(library, rows, columns, scale) for rows, columns in sizes],
+        row_end=len(codes),
+    )
+
+
+def grids(area: int, scale: int) -> list[tuple[int, int]]:
+    """Rows and columns of codes of `scale` pixels, for pictures of about `area` pixels: a square, then other shapes."""
+    sides = ((math.sqrt(area / (wide * high)), wide, high) for wide, high in _RATIOS)
+    pairs = ((round(high * side / scale), round(wide * side / scale)) for side, wide, high in sides)
+    return list(dict.fromkeys((max(rows, 1), max(columns, 1)) for rows, columns in pairs))
+
+
+def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
+    """How a caption becomes both rows, up to begin of image; the tokens of a picture's size follow."""
+    start, begin = library.token_to_id(START), library.token_to_id(BEGIN)
+    uncond = (start, *_encoded(library, negative), begin)
+    return TokenLayout(template="{prompt}" + SUFFIX, before=(start,), after=(begin,), uncond=uncond)
+
+
+def picture_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
+    """The size of a picture, with the tokens that announce it, as both rows end."""
+    tokens = (*_encoded(library, f"{rows}*{columns}"), library.token_to_id(IMAGE))
+    return Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns, tokens=tokens)
+
+
+def _encoded(library: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = library.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _image_tokenizer(target: Checkpoint, vq: Path | None) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
+    """The image tokenizer, taken out of the target's weights if it is there, and its own files."""
+    inside = [prefix for prefix in _VQ_PREFIXES if any(name.startswith(prefix) for name in target.weights)]
+    if inside and vq is not None:
+        raise target.error("holds its image tokenizer, but another was given; leave --vq out")
+    if inside:
+        return load_emu3_vq(target.take(inside[0])), []
+    if vq is None:
+        raise target.error("holds no image tokenizer; give the folder of Emu3-VisionTokenizer as --vq")
+    checkpoint = read_checkpoint(vq, keep=_is_used)
+    return load_emu3_vq(checkpoint), checkpoint.sources("vq")
+
+
+def _is_used(name: str) -> bool:
+    return not name.endswith(".num_batches_tracked")  # a record of training
+
+
+def _found(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
+    """The prefix that a weight has here; the last one if it is missing, which is told later."""
+    return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])
+
+
+def _find_tokenizer(folder: Path) -> tuple[Path, bytes | None]:
+    """The file with the tokenizer, and its content as a `tokenizer.json` if it is none. Raises: CheckpointError."""
+    path = folder / _RANKS
+    if not path.is_file():
+        return find_tokenizer(folder), None
+    vision = read_text(folder / _VISION).splitlines()
+    return path, tokenizer_of_ranks(path, _PATTERN, (*_SPECIAL, *vision))
+
+
+def _ids(config: Config) -> dict[str, int]:
+    """The ids by name that a configuration tells, in either layout. Raises: CheckpointError."""
+    names = config.get("vocabulary_map", {})
+    if not isinstance(names, Mapping):
+        raise config.error(f"vocabulary_map is {short(names)}, expected ids by the names of tokens")
+    ids = {name: names.get(name, config.get(field)) for name, field in _FIELDS.items()}
+    return {name: one for name, one in ids.items() if one is not None}
+
+
+def _visual_tokens(path: Path, library: Tokenizer) -> range:
+    """The tokens of codes 0, 1, ... Raises: CheckpointError."""
+    tokens = library.get_vocab(with_added_tokens=True)
+    first, count = tokens.get(_VISUAL.format(0)), sum(name.startswith("<|visual token ") for name in tokens)
+    if missing := [name for name in _FIELDS if name not in tokens]:
+        raise CheckpointError(f"{path}: lacks {', '.join(missing)}; give the model's own tokenizer")
+    if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
+        raise CheckpointError(f"{path}: has {count} visual tokens, expected those of codes 0, 1, ... in a row")
+    return range(first, first + count)
