@@ -32,9 +32,7 @@ def tokenizer_of_ranks(path: Path, pattern: str, special: Iterable[str]) -> byte
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
     except ValueError as error:
-        raise CheckpointError(
-            f"{path}: found {line[:40]!r}, expected a token in base 64 and its rank"
-        ) from error
+        raise CheckpointError(f"{path}: found {line[:40]!r}, expected a token in base 64 and its rank") from error
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
         raise CheckpointError(f"{path}: expected the ranks 0, 1, ..., each once, and all bytes among the tokens")
     vocabulary = {token: "".join(_CHARACTERS[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}

@@ -93,7 +93,7 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
     longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, text, len(codes), sizes[0][0], picture_tokens=longest))
-    embeddings, row_end = checkpoint.weights.pop("embed.weight"), library.token_to_id(ROW_END)
+    embeddings, (row_end,) = checkpoint.weights.pop("embed.weight"), _encoded(library, ROW_END)
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
     checkpoint.load_strict(decoder)
     layout, prefix_rows = prompt_layout(library), decoder.config.prefix
@@ -120,20 +120,18 @@ def grids(area: int, scale: int) -> list[tuple[int, int]]:
 
 def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """How a caption becomes both rows, up to begin of image; the tokens of a picture's size follow."""
-    start, begin = library.token_to_id(START), library.token_to_id(BEGIN)
-    uncond = (start, *_encoded(library, negative), begin)
-    return TokenLayout(template="{prompt}" + SUFFIX, before=(start,), after=(begin,), uncond=uncond)
+    start, end, uncond = (_encoded(library, text) for text in (START, BEGIN, START + negative + BEGIN))
+    return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond)
 
 
 def picture_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:
-    """The size of a picture, with the tokens that announce it, as both rows end."""
-    tokens = (*_encoded(library, f"{rows}*{columns}"), library.token_to_id(IMAGE))
+    """The size of a picture, with the tokens that announce it, which both rows end with."""
+    tokens = _encoded(library, f"{rows}*{columns}{IMAGE}")
     return Size(name=f"{columns * scale}x{rows * scale}", rows=rows, columns=columns, tokens=tokens)
 
 
-def _encoded(library: Tokenizer, text: str) -> list[int]:
-    ids: list[int] = library.encode(text, add_special_tokens=False).ids
-    return ids
+def _encoded(library: Tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(library.encode(text, add_special_tokens=False).ids)
 
 
 def _image_tokenizer(target: Checkpoint, vq: Path | None) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:

@@ -132,19 +132,18 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     """The tokenizer with these weights, in the published layout or that of transformers. Raises: CheckpointError."""
     rename_vqgan(checkpoint, names=_NAMES)
     doublings = checkpoint.count("decoder.time_conv.")
-    for i in range(checkpoint.count(_HALVING)):
-        name, frames = f"{_HALVING}{i}.weight", 2 ** (doublings - i)
-        if frames < 2 or checkpoint.shape(name, 5)[2] != _TAPS:
-            raise checkpoint.error(f"{checkpoint.shown(name)} does not halve {frames} frames; expected Emu3's VQ model")
-        stacked = _stack_frames(checkpoint.weights[name].float(), frames)
-        checkpoint.weights[name] = stacked if i else stacked.unflatten(1, (frames, -1)).sum(1)
-        bias = f"{_HALVING}{i}.bias"
+    for i in range(min(checkpoint.count(_HALVING), doublings)):
+        weight, bias, frames = f"{_HALVING}{i}.weight", f"{_HALVING}{i}.bias", 2 ** (doublings - i)
+        if (shape := checkpoint.shape(weight, 5))[2] != _TAPS:
+            raise checkpoint.error(f"{checkpoint.shown(weight)} has shape {list(shape)}, expected {_TAPS} taps in time")
+        stacked = _stack_frames(checkpoint.weights[weight].float(), frames)
+        checkpoint.weights[weight] = stacked if i else torch.stack(stacked.chunk(frames, 1)).sum(0)
         checkpoint.weights[bias] = checkpoint.weights[bias].repeat(frames // 2)
-    for name, weight in checkpoint.weights.items():
-        if weight.ndim == 5:
-            checkpoint.weights[name] = weight[:, :, -1]
-        elif weight.ndim == 2 and name != CODEBOOK:  # transformers' attention multiplies where Emu3's convolves
-            checkpoint.weights[name] = weight[:, :, None, None]
+    for name, tensor in checkpoint.weights.items():
+        if tensor.ndim == 5:
+            checkpoint.weights[name] = tensor[:, :, -1]
+        elif tensor.ndim == 2 and name != CODEBOOK:  # transformers' attention multiplies where Emu3's convolves
+            checkpoint.weights[name] = tensor[:, :, None, None]
     return load_vq(checkpoint, unit_decoding=False, unit_encoding=False, make=partial(Emu3VQ, doublings))
 
 

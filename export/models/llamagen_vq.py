@@ -185,7 +185,7 @@ class LlamaGenVQ(nn.Module):
         self.encoder = Levels(3, config.encoder_stem, down, latent, blocks, attention, "downsample")
         self.decoder = Levels(latent, up[0], up, 3, blocks + 1, attention, "upsample")
         self.quant_conv = nn.Conv2d(latent, config.code_width, 1)
-        self.post_quant_conv = nn.Conv2d(config.code_width, latent, 1)
+        self.post_quant_conv: nn.Module = nn.Conv2d(config.code_width, latent, 1)
         self.register_buffer("codebook", torch.zeros(config.codes, config.code_width))
 
 

@@ -29,6 +29,7 @@ lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan
     --drafter anole-drafter/ --output bundles/anole
 lantern-rt export --family lumina --target Lumina-mGPT-7B-768/ --vq chameleon-vqgan/ --grid 48 --output bundles/lumina
 lantern-rt export --family janus --target Janus-Pro-1B/ --output bundles/janus
+lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/emu3
 """
 
 
@@ -36,7 +37,7 @@ def export(
     given: Checkpoints,
     *,
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
-    family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina or janus.")] = "llamagen",
+    family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
         str | None,

@@ -22,14 +22,17 @@ _TAKES = {
     "anole": ("vq", "drafter", "grid"),
     "lumina": ("vq", "drafter", "grid"),
     "janus": (),
+    "emu3": ("vq", "grid"),
 }
 FAMILIES = tuple(_TAKES)
+_MAY_HOLD_VQ = ("emu3",)  # in the target's folder; their readers miss it
 # Fetched with weights, where not config.json alone.
 _SIDE_FILES = {
     ("llamagen", "text_encoder"): ("config.json", "tokenizer.json"),
     ("anole", "target"): ("config.json", "tokenizer.json"),
     ("lumina", "target"): ("config.json", "tokenizer.json"),
     ("janus", "target"): ("config.json", "generation_config.json", "tokenizer.json"),
+    ("emu3", "target"): ("config.json", "tokenizer.json", "emu3.tiktoken", "emu3_vision_tokens.txt"),
 }
 
 
@@ -68,7 +71,7 @@ class Checkpoints:
         for option, value in vars(self).items():
             if value is not None and option not in ("target", "heads", *_TAKES[family]):
                 raise CheckpointError(f"--{option.replace('_', '-')}: family {family} does not take it; leave it out")
-        if self.vq is None and "vq" in _TAKES[family]:
+        if self.vq is None and "vq" in _TAKES[family] and family not in _MAY_HOLD_VQ:
             raise CheckpointError(f"--vq: found nothing, expected the VQ tokenizer that belongs to the {family} target")
 
     def fetched(self, family: str) -> tuple[Checkpoints, dict[Path, str]]:

@@ -1,0 +1,253 @@
+"""Emu3's layouts, prompts, sizes and tokenizers; files that do not fit are named."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emu3_copies import EMU3, MODEL, ORIGINAL, copied, published
+from hypothesis import given
+from hypothesis import strategies as st
+from refusals import refused
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.checkpoints.tiktoken import tokenizer_of_ranks
+from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, grids, picture_size, prompt_layout, read_emu3
+from lantern_rt.export.graph.graphs import write_graph
+from lantern_rt.export.writer import Model
+from lantern_rt.text.tokenizers import TemplateTokenizer
+
+PROTOCOL = json.loads((EMU3 / "protocol.json").read_text())
+TRACES = [trace for trace in json.loads((EMU3 / "traces.json").read_text()) if trace["name"] != "batch"]
+
+
+@pytest.fixture(scope="module")
+def as_published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return published(tmp_path_factory.mktemp("published"))
+
+
+@pytest.fixture(scope="module")
+def libraries(as_published: tuple[Path, Path]) -> dict[str, Tokenizer]:
+    """The tokenizers of both layouts, as bundles have them."""
+    models = {"hf": read_emu3(MODEL, grid=4), "original": read_emu3(*as_published, grid=4)}
+    return {name: Tokenizer.from_buffer(model.files["tokenizer"][1]) for name, model in models.items()}
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def reweigh(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path)
+
+
+def described(model: Model) -> tuple[Any, ...]:
+    """All of a model but its files: fields of the manifest, arrays, and the weights of graphs."""
+    weights = [(one.role, *entry) for one in model.graphs for entry in one.module.state_dict().items()]
+    numbers = {(role, name): computed(weight).numpy().tobytes() for role, name, weight in weights}
+    return {**model.fields}, model.code_embeddings.tolist(), model.codebook.tolist(), numbers
+
+
+def written(model: Model, folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    return {path.name: path.read_bytes() for graph in model.graphs for path in write_graph(graph, folder)}
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_both_published_layouts_give_the_same_graphs_and_manifest(
+    as_published: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ours, theirs = read_emu3(MODEL, grid=4), read_emu3(*as_published, grid=4)
+    assert described(ours) == described(theirs)
+    assert written(ours, tmp_path / "ours") == written(theirs, tmp_path / "theirs")
+    assert [role for role, _ in theirs.sources] == ["target", "target_config", "tokenizer", "vq"]
+
+
+def test_what_transformers_5_saves_is_read_the_same(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Emu3ForConditionalGeneration.from_pretrained(MODEL)
+    folder = copied(tmp_path / "five")
+    model.save_pretrained(folder, save_original_format=False)
+    names = load_file(folder / "model.safetensors").keys()
+    assert {"model.text_model.norm.weight", "model.vqmodel.quantize.embedding.weight", "lm_head.weight"} < names
+    assert described(read_emu3(folder, grid=4)) == described(read_emu3(MODEL, grid=4))
+
+
+def test_a_configuration_without_the_defaults_of_its_class_means_them(tmp_path: Path) -> None:
+    folder = copied(tmp_path / "model")
+    change(folder / "config.json", lambda config: config["text_config"].update(rope_theta=1e6, rms_norm_eps=1e-5))
+    rope = [read_emu3(place, grid=4).graphs[0].module.rope for place in (folder, MODEL)]
+    assert torch.equal(*rope)
+    change(folder / "config.json", lambda config: config["text_config"].pop("hidden_size"))
+    with refused(CheckpointError, "config.json: hidden_size is 4096, but the weights have 48"):
+        read_emu3(folder, grid=4)
+
+
+def test_the_published_sizes_and_defaults_are_those_of_the_program() -> None:
+    ratios = PROTOCOL["sizes_for_image_area_518400"]
+    assert grids(PROTOCOL["image_area_default"], 8) == [tuple(size) for size in ratios.values()]
+    sampling = read_emu3(MODEL, grid=4).fields["sampling"]
+    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg_default"], PROTOCOL["top_k_default"])
+    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+    assert [PROTOCOL[name] for name in ("negative_default", "positive_suffix")] == [NEGATIVE, SUFFIX]
+
+
+@pytest.mark.parametrize("name", ["90x90", "68x120"])
+def test_official_forced_row_ends_of_a_published_size_are_behind_each_row_of_codes(name: str) -> None:
+    with np.load(EMU3 / "golden.npz") as arrays:
+        forced = arrays[f"official_forced_{name}"]
+    rows, columns = map(int, name.split("x"))
+    assert (rows, columns) in grids(PROTOCOL["image_area_default"], 8)
+    picture = forced[: rows * (columns + 1)].reshape(rows, columns + 1)
+    assert (picture[:, :-1] == -1).all()
+    assert (picture[:, -1] == PROTOCOL["tokens"]["eol"]["official"]).all()
+
+
+# ---------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("layout", ["hf", "original"])
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: trace["name"])
+def test_prompt_and_unconditional_ids_of_runs(
+    libraries: dict[str, Tokenizer], layout: str, trace: dict[str, Any]
+) -> None:
+    library = libraries[layout]
+    words, size = prompt_layout(library, trace["negative"]), picture_size(library, *trace["grid"], 2)
+    text = TemplateTokenizer(library, words.template).encode(trace["text"].removesuffix(SUFFIX), 2048)
+    assert [*words.before, *text.tolist(), *words.after, *size.tokens] == trace["prompt_ids"]
+    assert words.uncond is not None
+    if trace["unconditional_ids"] is not None:
+        assert [*words.uncond, *size.tokens] == trace["unconditional_ids"]
+    assert size.name == f"{2 * trace['grid'][1]}x{2 * trace['grid'][0]}"
+
+
+@pytest.mark.parametrize("layout", ["hf", "original"])
+@pytest.mark.parametrize("case", PROTOCOL["tokenizer_cases"], ids=lambda case: case["text"][:20])
+def test_tokenizer_cases_of_both_layouts(libraries: dict[str, Tokenizer], layout: str, case: dict[str, Any]) -> None:
+    found = TemplateTokenizer(libraries[layout]).encode(case["text"], 2048).tolist()
+    assert found == case[f"ids_{layout}"]
+
+
+def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """What tiktoken makes of a piece: the neighbours with the lowest rank are joined, the first ones first."""
+    if piece in ranks:
+        return [ranks[piece]]
+    parts = [piece[i : i + 1] for i in range(len(piece))]
+    while joined := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        _, i = min(joined)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return [ranks[part] for part in parts]
+
+
+@pytest.fixture(scope="module")
+def ranked() -> tuple[Tokenizer, dict[bytes, int]]:
+    lines = (ORIGINAL / "emu3.tiktoken").read_text().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
+    return Tokenizer.from_buffer(tokenizer_of_ranks(ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
+
+
+@given(text=st.text("aeilnorst dgu", min_size=1, max_size=40))
+def test_ranks_as_merges_give_the_ids_of_tiktokens_rule(ranked: tuple[Tokenizer, dict[bytes, int]], text: str) -> None:
+    library, ranks = ranked
+    assert library.encode(text).ids == merged(text.encode(), ranks)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_files_that_do_not_fit_are_named(as_published: tuple[Path, Path], tmp_path: Path) -> None:
+    target, vq = as_published
+    with refused(CheckpointError, "holds no image tokenizer; give the folder of Emu3-VisionTokenizer as --vq"):
+        read_emu3(target, grid=4)
+    with refused(CheckpointError, "holds its image tokenizer, but another was given; leave --vq out"):
+        read_emu3(MODEL, vq, grid=4)
+    with refused(CheckpointError, "expected a folder of Emu3-Gen with config.json and weights"):
+        read_emu3(tmp_path)
+    with refused(CheckpointError, "missing weight quantize.embedding.weight"):
+        read_emu3(target, target, grid=4)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.update(model_type="llama"), "model_type is 'llama', expected 'emu3' or 'Emu3'"),
+        (lambda c: c.update(vocabulary_map=[]), "vocabulary_map is [], expected ids by the names of tokens"),
+        (
+            lambda c: c["vocabulary_map"].update({"<|extra_200|>": 5}),
+            "tokenizer.json: token '<|extra_200|>' has id 549, but the model's is 5; give the model's own tokenize",
+        ),
+        (
+            lambda c: c["text_config"].update(rope_scaling={"rope_type": "yarn"}),
+            "rotary positions are of type 'yarn', expected plain ones",
+        ),
+        (
+            lambda c: c["text_config"].update(max_position_embeddings=20),
+            "max_position_embeddings is 20, expected more than the ",
+        ),
+    ],
+)
+def test_configurations_of_other_models_are_refused(tmp_path: Path, edit: Any, message: str) -> None:
+    folder = copied(tmp_path / "model")
+    change(folder / "config.json", edit)
+    with refused(CheckpointError, message):
+        read_emu3(folder, grid=4)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.pop("text_model.lm_head.weight"), "missing weight lm_head.weight"),
+        (
+            lambda w: w.pop("text_model.model.layers.1.mlp.up_proj.weight"),
+            "weights do not fit the model; missing: text_model.model.layers.1.mlp.up_proj.weight",
+        ),
+        (
+            lambda w: w.update({"vqmodel.encoder.time_conv.0.conv.conv.weight": torch.zeros(4, 4, 3, 3, 3)}),
+            "vqmodel.encoder.time_conv.0.conv.conv.weight has shape [4, 4, 3, 3, 3], expected 4 taps in time",
+        ),
+        (lambda w: w.update({"vqmodel.extra.weight": torch.zeros(2)}), "unexpected: vqmodel.extra.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_as_the_files_name_them(tmp_path: Path, edit: Any, message: str) -> None:
+    folder = copied(tmp_path / "model")
+    reweigh(folder / "model.safetensors", edit)
+    with refused(CheckpointError, message):
+        read_emu3(folder, grid=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "message"),
+    [
+        ("emu3.tiktoken", lambda text: text.replace("Ig== 1", "Ig=="), "found 'Ig==', expected a token in base 64"),
+        ("emu3.tiktoken", lambda text: text.replace("Ig== 1", "Ig== 0"), "expected the ranks 0, 1, ..., each once"),
+        ("emu3_vision_tokens.txt", lambda text: text.replace("000007", "000700"), "has 96 visual tokens, expected"),
+        ("emu3_vision_tokens.txt", lambda text: text.replace("image start", "start"), "lacks <|image start|>"),
+    ],
+)
+def test_tokenizer_files_that_do_not_fit_are_named(
+    as_published: tuple[Path, Path], tmp_path: Path, name: str, edit: Callable[[str], str], message: str
+) -> None:
+    target, vq = as_published
+    for path in target.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).write_text(edit((tmp_path / name).read_text()))
+    if "start" in message:  # or its id would be missed first
+        change(tmp_path / "config.json", lambda config: config.pop("boi_token_id"))
+    with refused(CheckpointError, message):
+        read_emu3(tmp_path, vq, grid=4)

@@ -1,0 +1,237 @@
+"""Emu3's exported graphs against every array recorded from the published implementation that concerns them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from emu3_copies import EMU3, MODEL, Sides, embed
+from llamagen_golden import GUIDED, Arrays, close, golden, manifest
+from numpy.typing import NDArray
+
+from lantern_rt.export.graph.graphs import HIDDEN, Graph, cases_of, write_graph
+from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.parity import Sessions
+from lantern_rt.methods import Sampling
+from lantern_rt.output.images import to_image
+from lantern_rt.runtime.sampling import choose, guide, shape_distribution, shape_logits
+
+CODES = slice(557, 653)  # the visual tokens
+ROW_END = 549
+SIDES = ("cond", "uncond")
+TRACES: list[dict[str, Any]] = json.loads((EMU3 / "traces.json").read_text())
+SINGLE = [trace for trace in TRACES if trace["name"] != "batch"]
+DRAWN = [trace for trace in SINGLE if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
+BATCH = next(trace for trace in TRACES if trace["name"] == "batch")
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Arrays:
+    return golden("emu3")
+
+
+def by_name(trace: dict[str, Any]) -> str:
+    return str(trace["name"])
+
+
+def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Over codes; what is -inf stays so."""
+    wide = scores.astype(np.float64)
+    total = np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    return (wide - wide.max(-1, keepdims=True) - total).astype(np.float32)
+
+
+def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
+    """Guided logits of codes `[nodes, codes]`."""
+    return guide(np.concatenate([out["logits"] for out in outputs]), scale)
+
+
+def observed(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
+    """Values inside a graph."""
+    model = onnx.load(path)
+    for name in names:
+        if name not in {value.name for value in model.graph.output}:
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it dies of an empty past
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(names, feeds))
+
+
+# ---------------------------------------------------------------- the decoder
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_prefill_hidden_logits_keys_and_values_of_both_rows(emu3_bundle: Path, arrays: Arrays, side: str) -> None:
+    ids = arrays[f"{side}_ids"]
+    assert arrays[f"{side}_position_ids"].tolist() == list(range(len(ids)))  # as `Run` counts
+    (out,) = Sides(emu3_bundle, ids, None).outputs
+    close(out["hidden_states"][0], arrays[f"{side}_prefill_hidden"])
+    close(out["logits"][0], arrays[f"{side}_prefill_logits"][:, CODES])
+    for part in ("key", "value"):
+        found = np.stack([out[f"new_key_values.{i}.{part}"][:, 0] for i in range(3)])  # [layers, nodes, heads, width]
+        close(found.transpose(0, 2, 1, 3), arrays[f"{side}_prefill_{part}s"])
+
+
+def test_cond_layer_hidden_embeddings_every_layer_and_the_last_one_normed(emu3_bundle: Path, arrays: Arrays) -> None:
+    path, ids = emu3_bundle / "target.onnx", arrays["cond_ids"]
+    sums = [node for node in onnx.load(path).graph.node if node.op_type == "Add"]
+    layers = ["input_embeds"]
+    while following := [node.output[0] for node in sums if node.input[0] == layers[-1]]:
+        layers += following  # each layer adds attention, then feed-forward
+    embeds, nodes = embed(emu3_bundle, ids), len(ids)
+    feeds = {"input_embeds": embeds, "position_ids": np.arange(nodes)[None]}
+    feeds["attention_mask"] = np.where(np.tri(nodes), 0, HIDDEN).astype(np.float32)[None, None]
+    empty = np.zeros((0, 1, 2, 12), np.float32)
+    feeds |= {f"past_key_values.{i}.{part}": empty for i in range(3) for part in ("key", "value")}
+    found = observed(path, [*layers[2:-1:2], "hidden_states"], feeds)  # the last layer's output is normed
+    close(np.concatenate([embeds, *found]), arrays["cond_layer_hidden"])
+
+
+def test_decode_tokens_one_at_a_time_give_hidden_logits_and_guided_of_both_rows(
+    emu3_bundle: Path, arrays: Arrays
+) -> None:
+    sides = Sides(emu3_bundle, arrays["cond_ids"], arrays["uncond_ids"])
+    steps = [sides.step(arrays["decode_tokens"][k : k + 1]) for k in range(7)]
+    for i, side in enumerate(SIDES):
+        close(np.concatenate([s[i]["hidden_states"][0] for s in steps]), arrays[f"decode_{side}_hidden"])
+        close(np.concatenate([s[i]["logits"][0] for s in steps]), arrays[f"decode_{side}_logits"][:, CODES])
+    guided = np.concatenate([mixed(step) for step in steps])
+    close(log_softmax(guided), log_softmax(arrays["decode_guided"][:, CODES]), GUIDED)
+
+
+def test_tree_behind_the_decode_tokens_gives_hidden_logits_guided_and_filtered_scores(
+    emu3_bundle: Path, arrays: Arrays
+) -> None:
+    sides = Sides(emu3_bundle, arrays["cond_ids"], arrays["uncond_ids"])
+    sides.step(arrays["decode_tokens"])
+    depths, parents, forced = (arrays[f"tree_{name}"] for name in ("depth", "parents", "next_forced"))
+    assert depths.tolist() == [0 if p < 0 else depths[p] + 1 for p in parents]
+    for run, side in zip(sides.runs, SIDES, strict=True):
+        assert arrays[f"tree_{side}_position_ids"].tolist() == (run.length + depths).tolist()
+    out = sides.step(arrays["tree_tokens"], depths, visible=arrays["tree_mask"] > 0)
+    for own, side in zip(out, SIDES, strict=True):
+        close(own["hidden_states"][0], arrays[f"tree_{side}_hidden"])
+        close(own["logits"][0], arrays[f"tree_{side}_logits"][:, CODES])
+    guided = mixed(out)
+    close(log_softmax(guided), log_softmax(arrays["tree_guided"][:, CODES]), GUIDED)
+    scores, free = arrays["tree_scores_topk20"], forced < 0
+    assert not np.isfinite(np.delete(scores[free], np.r_[CODES], 1)).any()  # nothing but codes
+    found = shape_logits(guided, Sampling(top_k=20))[free]
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(scores[free][:, CODES]))
+    np.testing.assert_allclose(log_softmax(found), log_softmax(scores[free][:, CODES]), rtol=0, atol=GUIDED)
+    assert [np.flatnonzero(np.isfinite(row)).tolist() for row in scores[~free]] == [[ROW_END]] * int((~free).sum())
+
+
+def test_guiding_logits_gives_the_choices_and_probabilities_of_decode_guided_and_tree_guided(arrays: Arrays) -> None:
+    # Both rows' log-softmax takes a constant from a row's logits, and so from the guided ones.
+    for name in ("decode", "tree"):
+        published = arrays[f"{name}_guided"]
+        logits = np.stack([arrays[f"{name}_{side}_logits"] for side in SIDES])
+        apart = guide(logits, 3.0) - published
+        assert np.abs(apart - apart.mean(1, keepdims=True)).max() < GUIDED
+        assert np.abs(apart).max() > 1  # the scores themselves do differ
+        plain, theirs = guide(logits[..., CODES], 3.0), published[:, CODES]
+        for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
+            np.testing.assert_array_equal(choose(plain, None, sampling), choose(theirs, None, sampling))
+            expected = shape_distribution(theirs, sampling)
+            np.testing.assert_allclose(shape_distribution(plain, sampling), expected, rtol=0, atol=1e-4)
+
+
+def test_filter_probs_inside_a_row_of_codes(arrays: Arrays) -> None:
+    for (top_k, temperature), expected in zip(arrays["filter_params"], arrays["filter_probs"], strict=True):
+        found = shape_distribution(
+            arrays["filter_logits"][:, CODES], Sampling(top_k=int(top_k), temperature=float(temperature))
+        )
+        np.testing.assert_allclose(found, expected[:, CODES], rtol=0, atol=1e-4)
+        assert expected[:, CODES].sum(1) == pytest.approx(1, abs=1e-5)
+
+
+def greedy_scores(bundle: Path, trace: dict[str, Any]) -> NDArray[np.float32]:
+    """Guided logits of codes for each token of a run, which is fed as it was generated."""
+    sides = Sides(bundle, trace["prompt_ids"], trace["unconditional_ids"])
+    last = mixed([{"logits": own["logits"][:, -1:]} for own in sides.outputs], trace["cfg"])
+    out = sides.step(np.array(trace["generated_ids"][:-1], np.int64))
+    return np.concatenate([last, mixed(out, trace["cfg"])])
+
+
+@pytest.mark.parametrize("trace", SINGLE, ids=by_name)
+def test_generated_ids_of_a_run_are_the_likeliest_codes_wherever_none_was_forced(
+    emu3_bundle: Path, trace: dict[str, Any]
+) -> None:
+    scores, ids, (rows, columns) = greedy_scores(emu3_bundle, trace), np.array(trace["generated_ids"]), trace["grid"]
+    assert len(ids) == rows * (columns + 1) + 3
+    free = np.array(trace["forced"]) == 0
+    assert free.tolist() == ([True] * columns + [False]) * rows + [False] * 3
+    found = scores.argmax(-1)[free]
+    np.testing.assert_array_equal(found + CODES.start, ids[free])
+    assert found.reshape(rows, columns).tolist() == trace["codes"]
+
+
+@pytest.mark.parametrize("trace", DRAWN, ids=by_name)
+def test_scores_of_every_generated_token_of_a_run(emu3_bundle: Path, arrays: Arrays, trace: dict[str, Any]) -> None:
+    expected = arrays[f"{trace['name']}_scores"][:, CODES]
+    close(log_softmax(greedy_scores(emu3_bundle, trace)), log_softmax(expected), GUIDED)
+
+
+@pytest.mark.parametrize("row", range(2))
+def test_generated_ids_of_the_batch_where_padding_was_seen_and_where_there_was_none(
+    emu3_bundle: Path, row: int
+) -> None:
+    real = np.array(BATCH["attention_mask"][row]) > 0
+    trace = {name: BATCH[name][row] for name in ("unconditional_ids", "generated_ids")} | {"cfg": BATCH["cfg"]}
+    trace["prompt_ids"] = np.array(BATCH["prompt_ids"][row])[real].tolist()
+    scores, ids = greedy_scores(emu3_bundle, trace), np.array(trace["generated_ids"])
+    free = ids >= CODES.start
+    rows, columns = BATCH["grids"][row]
+    assert free.sum() == rows * columns
+    np.testing.assert_array_equal(scores.argmax(-1)[free] + CODES.start, ids[free])
+
+
+def test_the_table_of_embeddings_holds_the_codes_and_the_end_of_a_row(emu3_bundle: Path) -> None:
+    table, row_end = np.load(emu3_bundle / "code_embeddings.npy"), manifest(emu3_bundle).row_end
+    assert row_end == 96
+    close(table, embed(emu3_bundle, [*range(CODES.start, CODES.stop), ROW_END])[0], 0)
+
+
+# ---------------------------------------------------------------- the image tokenizer
+
+
+def test_vq_codes_become_vq_code_vectors_vq_post_quant_vq_z_vq_zq_and_vq_decoded(
+    emu3_bundle: Path, arrays: Arrays
+) -> None:
+    path = emu3_bundle / "vq_decoder.onnx"
+    reading = {node.input[1]: node for node in onnx.load(path).graph.node if node.op_type == "Conv"}
+    by_code = reading["decoder.post_quant_conv.weight"]
+    norm = reading["decoder.mid.0.norm1.conv_y.weight"]  # the codes as they are: cells are the coarsest pixels
+    names = [by_code.input[0], by_code.output[0], reading["decoder.conv_in.weight"].input[0], norm.input[0], "images"]
+    found = observed(path, names, {"codes": arrays["vq_codes"]})
+    for array, name in zip(found, ("code_vectors", "post_quant", "z", "zq", "decoded"), strict=True):
+        close(array, arrays[f"vq_{name}"])
+
+
+@pytest.mark.parametrize("trace", DRAWN, ids=lambda trace: f"{trace['name']}_pixels_and_uint8")
+def test_codes_of_runs_become_their_pictures(emu3_bundle: Path, arrays: Arrays, trace: dict[str, Any]) -> None:
+    (picture,) = Sessions(emu3_bundle / "vq_decoder.onnx").run({"codes": np.array([trace["codes"]])})["images"]
+    close(picture, arrays[f"{trace['name']}_pixels"])
+    expected = arrays[f"{trace['name']}_uint8"]
+    assert np.abs(np.asarray(to_image(picture)).astype(int) - expected).max() <= 1
+
+
+def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(arrays: Arrays, tmp_path: Path) -> None:
+    from lantern_rt.export.families.emu3 import read_emu3
+
+    module = next(graph.module for graph in read_emu3(MODEL, grid=4).graphs if graph.role == "vq_encoder")
+    picture = Value("images", ("images", 3, "height", "width"))
+    codes, latents = Value("codes", ("images", "cells"), "int64"), Value("pre_quant", ("images", 4, "rows", "columns"))
+    cases = cases_of({"images": arrays["vq_image"]})
+    write_graph(Graph("vq_encoder", module, (picture,), (codes, latents), cases), tmp_path)
+    found = Sessions(tmp_path / "vq_encoder.onnx").run({"images": arrays["vq_image"]})
+    close(found["pre_quant"], arrays["vq_pre_quant"])
+    np.testing.assert_array_equal(found["codes"].reshape(arrays["vq_encoded"].shape), arrays["vq_encoded"])
