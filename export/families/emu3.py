@@ -52,7 +52,6 @@ _PATTERN = (
 )
 
 _DEFAULTS = {  # of transformers' class
-    "vocab_size": 184622,
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -81,7 +80,7 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
     text = config.section("text_config") if "text_config" in config.values else config
     text = replace(text, values=_DEFAULTS | dict(text.values))
     tokenizer, content = _find_tokenizer(target)
-    checkpoint = read_checkpoint(target, keep=_is_used)
+    checkpoint = read_checkpoint(target)
     image, vq_files = _image_tokenizer(checkpoint, vq)
     scale = image.config.scale
     sizes = grids(_AREA if grid is None else (grid * scale) ** 2, scale)
@@ -143,12 +142,8 @@ def _image_tokenizer(target: Checkpoint, vq: Path | None) -> tuple[LlamaGenVQ, l
         return load_emu3_vq(target.take(inside[0])), []
     if vq is None:
         raise target.error("holds no image tokenizer; give the folder of Emu3-VisionTokenizer as --vq")
-    checkpoint = read_checkpoint(vq, keep=_is_used)
+    checkpoint = read_checkpoint(vq)
     return load_emu3_vq(checkpoint), checkpoint.sources("vq")
-
-
-def _is_used(name: str) -> bool:
-    return not name.endswith(".num_batches_tracked")  # a record of training
 
 
 def _found(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:

@@ -177,7 +177,7 @@ def _trace(graph: Graph) -> tuple[onnx.ModelProto, dict[str, Tensor]]:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporter announces its successor, and the tracer constant sizes
         torch.onnx.export(
-            graph.module,
+            graph.module.eval(),  # or the exporter would leave all of it in training mode, if its outermost part is
             tuple(torch.from_numpy(example[value.name]) for value in graph.inputs),
             buffer,  # type: ignore[arg-type]  # the annotation knows paths only
             input_names=[value.name for value in graph.inputs],

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checkpoints.folders import Checkpoint
-from .llamagen_vq import CODEBOOK, Levels, LlamaGenVQ, VQConfig, group_norm, load_vq, rename_vqgan
+from .llamagen_vq import CODEBOOK, Levels, LlamaGenVQ, Residual, VQConfig, group_norm, load_vq, rename_vqgan
 
 _TAPS, _BEFORE = 4, 2  # frames that a halving convolution reads, and zero frames before the first
+_MOST_FRAMES = 16  # of a grid of codes; the published model has four
 _HALVING = "encoder.time_conv."
 # Of transformers' layout to the published one, then of both to one without the wrappers of convolutions in time.
 _NAMES = (
@@ -47,33 +48,20 @@ class _SpatialNorm(nn.Module):
         return scaled
 
 
-class _StoredNorm(nn.Module):
-    """(x - mean) / deviation of every channel, both recorded in training, then scaled and shifted."""
+class _TimeConv(nn.Conv2d):
+    """What is left of a convolution in time, then swish."""
 
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-        self.register_buffer("running_mean", torch.zeros(width))
-        self.register_buffer("running_var", torch.ones(width))
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=1e-5)
+        return F.silu(super().forward(x))
 
 
-class _TimeResidual(nn.Module):
-    """Norm, swish, convolution; twice; around a skip connection."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = _StoredNorm(width), nn.Conv2d(width, width, 3, padding=1)
-        self.norm2, self.conv2 = _StoredNorm(width), nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
-        return x + y
+def _time_residuals(config: VQConfig) -> nn.Sequential:
+    """Their norms use the mean and deviation of every channel that training recorded."""
+    width = config.latent_width
+    return nn.Sequential(*(Residual(width, width, nn.BatchNorm2d) for _ in range(config.blocks)))
 
 
 class _VideoEncoder(Levels):
@@ -83,18 +71,12 @@ class _VideoEncoder(Levels):
         width, sizes = config.latent_width, (config.encoder_stem, config.encoder_widths, config.latent_width)
         super().__init__(3, *sizes, config.blocks, config.attention, "downsample")
         kept = [width * 2**i for i in reversed(range(halvings))]  # of the first, whose frames are all alike: one
-        self.time_conv = nn.ModuleList(
-            nn.Conv2d(*ends, 3, padding=1) for ends in zip([width, *kept], kept, strict=False)
-        )
-        self.time_res_stack = nn.ModuleList(_TimeResidual(width) for _ in range(config.blocks))
+        self.time_conv = nn.Sequential(*map(_TimeConv, [width, *kept], kept))
+        self.time_res_stack = _time_residuals(config)
 
     def forward(self, x: Tensor, *about: Tensor) -> Tensor:
-        x = super().forward(x)
-        for conv in self.time_conv:
-            x = F.silu(conv(x))
-        for block in self.time_res_stack:
-            x = block(x)
-        return x
+        latents: Tensor = self.time_res_stack(self.time_conv(super().forward(x)))
+        return latents
 
 
 class _VideoDecoder(Levels):
@@ -105,18 +87,12 @@ class _VideoDecoder(Levels):
         norm = partial(_SpatialNorm, config.code_width)
         super().__init__(width, widths[0], widths, 3, config.blocks + 1, config.attention, "upsample", norm)
         self.post_quant_conv = nn.Conv2d(config.code_width, width, 1)
-        self.time_res_stack = nn.ModuleList(_TimeResidual(width) for _ in range(config.blocks))
-        self.time_conv = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(doublings))
+        self.time_res_stack = _time_residuals(config)
+        self.time_conv = nn.Sequential(*(_TimeConv(width, width) for _ in range(doublings)))
 
     def forward(self, x: Tensor, *about: Tensor) -> Tensor:
-        return super().forward(self._through_time(self.post_quant_conv(x)), self._through_time(x))
-
-    def _through_time(self, x: Tensor) -> Tensor:
-        for block in self.time_res_stack:
-            x = block(x)
-        for conv in self.time_conv:
-            x = F.silu(conv(x))
-        return x
+        latents, codes = (self.time_conv(self.time_res_stack(one)) for one in (self.post_quant_conv(x), x))
+        return super().forward(latents, codes)
 
 
 class Emu3VQ(LlamaGenVQ):
@@ -134,8 +110,10 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
     doublings = checkpoint.count("decoder.time_conv.")
     for i in range(min(checkpoint.count(_HALVING), doublings)):
         weight, bias, frames = f"{_HALVING}{i}.weight", f"{_HALVING}{i}.bias", 2 ** (doublings - i)
-        if (shape := checkpoint.shape(weight, 5))[2] != _TAPS:
-            raise checkpoint.error(f"{checkpoint.shown(weight)} has shape {list(shape)}, expected {_TAPS} taps in time")
+        shape, _ = checkpoint.shape(weight, 5), checkpoint.shape(bias, 1)
+        if shape[2] != _TAPS or frames > _MOST_FRAMES:
+            found = f"{checkpoint.shown(weight)} of shape {list(shape)} for {frames} frames"
+            raise checkpoint.error(f"found {found}, expected {_TAPS} taps in time and at most {_MOST_FRAMES} frames")
         stacked = _stack_frames(checkpoint.weights[weight].float(), frames)
         checkpoint.weights[weight] = stacked if i else torch.stack(stacked.chunk(frames, 1)).sum(0)
         checkpoint.weights[bias] = checkpoint.weights[bias].repeat(frames // 2)

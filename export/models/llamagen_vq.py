@@ -67,7 +67,7 @@ def group_norm(width: int) -> nn.Module:
     return nn.GroupNorm(_GROUPS, width, eps=_EPS)
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
     """Norm, swish, convolution; twice; around a skip connection."""
 
     def __init__(self, inputs: int, outputs: int, norm: Norm) -> None:
@@ -119,7 +119,7 @@ class _Level(nn.Module):
 
     def __init__(self, inputs: int, width: int, blocks: int, attention: bool, resize: str | None, norm: Norm) -> None:
         super().__init__()
-        self.res = nn.ModuleList(_Residual(inputs if i == 0 else width, width, norm) for i in range(blocks))
+        self.res = nn.ModuleList(Residual(inputs if i == 0 else width, width, norm) for i in range(blocks))
         self.attn = nn.ModuleList(_CellAttention(width, norm) for _ in range(blocks if attention else 0))
         self.resize = resize
         if resize:
@@ -154,7 +154,7 @@ class Levels(nn.Module):
         coarsest = last if down else 0
         inner = widths[coarsest]
         self.conv_in = nn.Conv2d(inputs, stem, 3, padding=1)
-        mid = nn.ModuleList([_Residual(inner, inner, norm), _CellAttention(inner, norm), _Residual(inner, inner, norm)])
+        mid = nn.ModuleList([Residual(inner, inner, norm), _CellAttention(inner, norm), Residual(inner, inner, norm)])
         levels = nn.ModuleList(
             _Level(before, width, blocks, attention and i == coarsest, resize if i < last else None, norm)
             for i, (before, width) in enumerate(zip((stem, *widths), widths, strict=False))
@@ -270,7 +270,8 @@ def load_vq(
         sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
         vq = make(VQConfig(*sizes, unit_decoding, unit_encoding))
     checkpoint.rename({"codebook": CODEBOOK})
-    checkpoint.weights = {name: weight.float() for name, weight in checkpoint.weights.items()}  # it is small
+    numbers = ((name, weight) for name, weight in checkpoint.weights.items() if weight.is_floating_point())
+    checkpoint.weights |= {name: weight.float() for name, weight in numbers}  # it is small
     checkpoint.load_strict(vq)
     return vq
 

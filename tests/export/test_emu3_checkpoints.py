@@ -219,7 +219,7 @@ def test_configurations_of_other_models_are_refused(tmp_path: Path, edit: Any, m
         ),
         (
             lambda w: w.update({"vqmodel.encoder.time_conv.0.conv.conv.weight": torch.zeros(4, 4, 3, 3, 3)}),
-            "vqmodel.encoder.time_conv.0.conv.conv.weight has shape [4, 4, 3, 3, 3], expected 4 taps in time",
+            "found vqmodel.encoder.time_conv.0.conv.conv.weight of shape [4, 4, 3, 3, 3] for 4 frames, expected 4 taps",
         ),
         (lambda w: w.update({"vqmodel.extra.weight": torch.zeros(2)}), "unexpected: vqmodel.extra.weight"),
     ],
