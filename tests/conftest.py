@@ -164,18 +164,20 @@ def _random_drafter(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes that pictures were recorded in."""
+    """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
     for needed in ("torch", "onnx", "onnxruntime", "safetensors", "tokenizers"):
         pytest.importorskip(needed)
     import torch
     from tokenizers import Tokenizer
 
-    from lantern_rt.export.families.emu3 import picture_size, read_emu3
+    from lantern_rt.export.families.emu3 import picture_size, prompt_layout, read_emu3
     from lantern_rt.export.writer import export_model
 
     torch.set_num_threads(1)
     target = DATA / "emu3/model"
     model, library = read_emu3(target, grid=4), Tokenizer.from_file(str(target / "tokenizer.json"))
     sizes = [picture_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+    layout = prompt_layout(library, "low quality, blurry.")
+    condition = model.fields["condition"].model_copy(update={"layout": layout})
     output = tmp_path_factory.mktemp("bundles") / "tiny-emu3"
-    return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
+    return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
