@@ -27,7 +27,7 @@ from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.emu3_vq import load_emu3_vq
 from ..models.llama import decoder_config, rename_llama
-from ..models.llamagen_vq import LlamaGenVQ
+from ..models.llamagen_vq import CODEBOOK
 from ..writer import Model
 from .common import check_grid, image_model
 
@@ -61,6 +61,7 @@ _DEFAULTS = {  # of transformers' class
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }
+_MODEL_TYPES = ("emu3", "Emu3")  # of transformers, as published
 _EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _PREFIXES, _HEADS = ("model.text_model.", "text_model.model.", "model."), ("text_model.", "")
 _VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
@@ -76,12 +77,16 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
     """
     check_grid(grid)
     config = read_config(target / "config.json", "a folder of Emu3-Gen with config.json and weights")
-    config.expect("model_type", "emu3", "Emu3")
+    config.expect("model_type", *_MODEL_TYPES)
+    if (config.get("model_type") == _MODEL_TYPES[1]) != (vq is not None):
+        cure = "give the folder of Emu3-VisionTokenizer as --vq" if vq is None else "leave --vq out"
+        raise CheckpointError(f"{target}: holds {'no' if vq is None else 'its own'} image tokenizer; {cure}")
     text = config.section("text_config") if "text_config" in config.values else config
     text = replace(text, values=_DEFAULTS | dict(text.values))
     tokenizer, content = _find_tokenizer(target)
     checkpoint = read_checkpoint(target)
-    image, vq_files = _image_tokenizer(checkpoint, vq)
+    images = read_checkpoint(vq) if vq else checkpoint.take(_found(checkpoint, _VQ_PREFIXES, CODEBOOK))
+    image = load_emu3_vq(images)
     scale = image.config.scale
     sizes = grids(_AREA if grid is None else (grid * scale) ** 2, scale)
     prefix, head = _found(checkpoint, _PREFIXES, _EMBED), _found(checkpoint, _HEADS, _HEAD)
@@ -96,6 +101,7 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
     checkpoint.load_strict(decoder)
     layout, prefix_rows = prompt_layout(library), decoder.config.prefix
+    sides = (("target_config", config.path), ("tokenizer", tokenizer))
     return image_model(
         family="emu3",
         decoder=decoder,
@@ -104,7 +110,7 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
         vq=image,
         vq_place=vq or target,
         sampling=_SAMPLING,
-        sources=[*checkpoint.sources("target"), ("target_config", config.path), ("tokenizer", tokenizer), *vq_files],
+        sources=[*checkpoint.sources("target"), *sides, *images.sources("vq")],
         sizes=[picture_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
@@ -131,19 +137,6 @@ def picture_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Siz
 
 def _encoded(library: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(library.encode(text, add_special_tokens=False).ids)
-
-
-def _image_tokenizer(target: Checkpoint, vq: Path | None) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """The image tokenizer, taken out of the target's weights if it is there, and its own files."""
-    inside = [prefix for prefix in _VQ_PREFIXES if any(name.startswith(prefix) for name in target.weights)]
-    if inside and vq is not None:
-        raise target.error("holds its image tokenizer, but another was given; leave --vq out")
-    if inside:
-        return load_emu3_vq(target.take(inside[0])), []
-    if vq is None:
-        raise target.error("holds no image tokenizer; give the folder of Emu3-VisionTokenizer as --vq")
-    checkpoint = read_checkpoint(vq)
-    return load_emu3_vq(checkpoint), checkpoint.sources("vq")
 
 
 def _found(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:

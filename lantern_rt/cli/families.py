@@ -47,7 +47,7 @@ class Checkpoints:
         Path | None,
         typer.Option(
             help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole and lumina also a "
-            "folder with vqgan.ckpt and vqgan.yaml."
+            "folder with vqgan.ckpt and vqgan.yaml, for emu3 the folder of Emu3-VisionTokenizer."
         ),
     ] = None
     drafter: Annotated[
