@@ -203,4 +203,4 @@ def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(
 ) -> None:
     code, _, err = program(capsys, "verify", "scenes", "--against", C2I)
     assert code == 2
-    assert "found a bundle of family 'scenes', expected llamagen or anole or janus" in err
+    assert "found a bundle of family 'scenes', expected llamagen or anole or lumina or janus or emu3" in err
