@@ -142,12 +142,14 @@ def test_pictures_are_distributed_as_the_definition_says() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 7), st.integers(1, 9), st.integers(1, 10), st.integers(0, 4),
-    st.sampled_from([1, 2, 5, 64]), st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 2, 5, 64]), st.integers(0, 2**32 - 1), st.booleans(),
 )  # fmt: skip
 def test_every_cell_is_drawn_once_after_those_that_it_sees(
-    rows: int, columns: int, window: int, ahead: int, most: int, seed: int
+    rows: int, codes: int, window: int, ahead: int, most: int, seed: int, ends: bool
 ) -> None:
-    grid = Grid([0, *[-1] * (rows * columns - 1)], columns, window, ahead, most)
+    columns, window = codes + ends, window + (ends and window >= codes)
+    cells = [*[-1] * codes, *[9] * ends] * rows
+    grid = Grid([0, *cells[1:]], columns, window, ahead, most, ends)
     passes, rng = 0, np.random.default_rng(seed)
     while -1 in grid.cells:
         known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
@@ -161,12 +163,13 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
         assert not known & {*drawn.tolist()}
         for cell in drawn.tolist():
             assert {c for c in sight(*divmod(cell, columns), columns, window) if c < cell} <= known | {*drawn.tolist()}
-        assert grid.drawn == [sum(grid.cells[row * columns + c] >= 0 for c in range(columns)) for row in range(rows)]
+        counts = [sum(grid.cells[row * columns + c] >= 0 for c in range(codes)) for row in range(rows)]
+        assert grid.drawn == [columns if count == codes else count for count in counts]
         assert {*front.cells[kept].tolist()} <= {cell for cell, code in enumerate(grid.cells) if code >= 0}
     assert len(grid.order) == len({*grid.order})
     if most == 64:
-        assert passes <= min(window, columns) * (rows - 1) + columns - 1
-        assert ahead or passes == min(window, columns) * (rows - 1) + columns - 1
+        assert passes <= min(window, codes) * (rows - 1) + codes - 1
+        assert ahead or passes == min(window, codes) * (rows - 1) + codes - 1
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
