@@ -258,9 +258,7 @@ class Scheduler:
         codes = [*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist(), 0]  # the last one is dropped
         tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
-        logits = settled_logits(
-            self.model, request.rows, tokens, len(codes) - 1, request.sampling, self.target_clock
-        )
+        logits = settled_logits(self.model, request.rows, tokens, len(codes) - 1, request.sampling, self.target_clock)
         request.statistics.settling_passes += self.target_clock.calls - calls
         return logits
 
