@@ -2,14 +2,14 @@
 
     python benchmarks/end_to_end.py                     # LlamaGen-B's size on a GPU: about a quarter of an hour
     python benchmarks/end_to_end.py --batch 16          # where its memory is small
-    python benchmarks/end_to_end.py --device cpu --size default --minutes 60 --drafter-minutes 20
+    python benchmarks/end_to_end.py --device cpu --size default --minutes 60 --drafter-steps 2000
     python benchmarks/end_to_end.py --smoke             # tiny, on the CPU: does the script itself run?
 
 No network, no data: scenes are rendered while training, and the VQ tokenizer is that of the `scenes` bundle. A model of
 LlamaGen-B's size (width 768, 12 layers) with so little training draws worse pictures than the bundle's; what it is for
 is passes of a real model's cost with a drafter that has really learned from it. How well both have learned is printed
-beside the speeds, which are measured as `lantern-rt bench` does: nats per token of the target on fresh scenes, overlap
-of the drafter's distributions with its own ("deep": far into a draft). Nothing is judged.
+beside the speeds, which are measured as `lantern-rt bench` does: nats per token of the target on fresh scenes, and what
+`lantern-rt train-drafter` says of the drafter. Nothing is judged.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from lantern_rt import EngineError, LanternError, Pipeline
 from lantern_rt.export.models.decoder import DecoderConfig
 from lantern_rt.train.scenes.bundle import write_scenes_bundle
 from lantern_rt.train.scenes.checkpoints import load_checkpoint
-from lantern_rt.train.scenes.drafter import CFG_SCALE, train_drafter
+from lantern_rt.train.scenes.drafter import train_drafter, write_samples
 from lantern_rt.train.scenes.model import CONFIG, SIZES, size_name
 from lantern_rt.train.scenes.restore import restore_work
-from lantern_rt.train.scenes.samples import write_samples
 from lantern_rt.train.scenes.target import SHARD, train_target
 
-SAMPLE_SHARE = 1 / 6  # of the drafter's time: the target draws pictures for it to learn from
 METHODS = (
     "ar,sjd,eagle:tree=chain-5,lantern,lantern++,"
     "eagle:tree=dynamic-59,lantern:tree=dynamic-59,lantern++:tree=balanced-25"  # the papers' trees: cheap on a GPU only
 )
 SMOKE_SIZE = replace(CONFIG, hidden_size=64, num_layers=2, intermediate_size=128)
-SMOKE = {"minutes": 0.03, "drafter_minutes": 0.03, "device": "cpu", "provider": "cpu", "batch": 4, "images": 1}
+SMOKE = {"minutes": 0.03, "pictures": 4, "drafter_steps": 2, "device": "cpu", "provider": "cpu", "batch": 4}
+SMOKE |= {"images": 1}
 SMOKE |= {"precision": ["float16"], "methods": "ar,sjd,eagle,lantern,lantern++"}
 
 
@@ -52,7 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="llamagen-b")
     parser.add_argument("--minutes", type=float, default=7, help="to train the target [default: 7]")
-    parser.add_argument("--drafter-minutes", type=float, default=3, help="to train the drafter [default: 3]")
+    parser.add_argument("--pictures", type=int, default=1024, help="that the drafter learns from [default: 1024]")
+    parser.add_argument("--drafter-steps", type=int, default=1500, help="to train the drafter [default: 1500]")
     parser.add_argument("--device", default="cuda", help="where to train: cpu, cuda, cuda:1 [default: cuda]")
     parser.add_argument("--provider", help="where to measure: cpu, cuda, ... [default: as --device]")
     parser.add_argument("--batch", type=int, default=64, help="scenes a training step [default: 64]")
@@ -90,24 +90,24 @@ def train(asked: argparse.Namespace, size: DecoderConfig, work: Path) -> dict[st
     if not (work / "vq.pt").exists():
         restore_work("scenes", work, only_vq=True)
     device, batch, shard = asked.device, asked.batch, 32 if asked.smoke else SHARD
-    drawing, drafting = asked.drafter_minutes * SAMPLE_SHARE, asked.drafter_minutes * (1 - SAMPLE_SHARE)
-    parts: dict[str, Callable[[], object]] = {
+    provider, drawn_together = asked.provider or device.partition(":")[0], 2 if asked.smoke else 64
+    parts: dict[str, Callable[[], Any]] = {
         "target": lambda: train_target(work, asked.minutes, batch=batch, device=device, size=size, shard=shard),
-        "samples": lambda: write_samples(work, drawing, CFG_SCALE, 2 if asked.smoke else 64, device),
-        "drafter": lambda: train_drafter(work, drafting, max(1, batch // 2), device=device, shard=shard),
+        "samples": lambda: write_samples(work, asked.pictures, drawn_together, provider),
+        "drafter": lambda: train_drafter(work, asked.drafter_steps, max(1, batch // 2), device),
     }
-    seconds = {}
+    seconds, results = {}, {}
     for name, part in parts.items():
         began = time.perf_counter()
         try:
-            part()
+            results[name] = part()
         except torch.OutOfMemoryError as error:
             raise EngineError(f"{device}: too little memory for the {name}; give a --batch below {batch}") from error
         seconds[name] = time.perf_counter() - began
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what is measured next is not torch's
-    scores = {name: load_checkpoint(work / f"{name}.pt")["scores"] for name in ("target", "drafter")}
-    found = {"seconds": seconds, "target_nats_per_token": scores["target"], "drafter_overlap": scores["drafter"]}
+    scores = load_checkpoint(work / "target.pt")["scores"]
+    found = {"seconds": seconds, "target_nats_per_token": scores, "drafter": results["drafter"]}
     print(json.dumps(found), flush=True)
     return found
 

@@ -11,7 +11,7 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import RequestError
 from ..runtime.engine import Engine, Floats, Ints
-from .contracts import Array, Tensor
+from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import thread_count
 from .memory import INTEGERS
@@ -41,7 +41,7 @@ def find_backend(name: str) -> OrtBackend | TensorRTBackend:
 class Engines:
     """Everything a bundle can run, from its own graphs or from an engine folder built of it; for several threads.
 
-    The drafter and the VQ decoder are loaded when first asked for: decoding without a drafter never pays for one.
+    The drafter, the VQ decoder and its encoder are loaded when first asked for: decoding without them never pays.
     providers: of the bundle's own graphs. expand_weights: the target's int8 or int4 weights become float32 when loaded;
     with provider `cpu`. picture_threads: of the VQ decoder, by default as many as the others have.
 
@@ -78,6 +78,7 @@ class Engines:
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: ImageDecoder | None = None
+        self._vq_encoder: Function | None = None
         if expand_weights:
             _check_expandable(bundle, providers.main, folder)
         self._graphs = _open_graphs(bundle, self.threads, providers, folder, expand_weights)
@@ -104,6 +105,20 @@ class Engines:
             if self._vq_decoder is None:
                 self._vq_decoder = _image_decoder(self._graphs, self._bundle.manifest, self.picture_threads)
         return self._vq_decoder(codes)
+
+    def vq_encoder(self, images: Floats) -> Ints:
+        """Codes int64 `[images, cells]` of pictures float32 `[images, 3, height, width]` in -1 .. 1.
+
+        Raises: BundleError: the bundle has no encoder.
+        """
+        manifest = self._bundle.manifest
+        pictures = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
+        codes = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
+        latents = Tensor("pre_quant", ("float32",), (None, None, None, None))
+        with self._lock:
+            if self._vq_encoder is None:
+                self._vq_encoder = self._graphs.function("vq_encoder", [pictures], [codes, latents])
+        return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
         """Load what is still unloaded, so that a damaged graph shows now."""

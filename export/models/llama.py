@@ -17,7 +17,7 @@ from .decoder import DecoderConfig
 _LONGEST_PROMPT = 2048  # tokens; a request's prompt has at most 2000 characters
 _LAYER = "layers.0.attention"
 _KINDS = ("weight", "bias")
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     **{f"attention.{p}.weight": f"self_attn.{p[0]}_proj.weight" for p in ("query", "key", "value", "out")},
     "attention.qkv.weight": "self_attn.{q,k,v}_proj.weight",
@@ -33,7 +33,7 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
     Queries, keys and values `[heads * head_dim, hidden_size]` of a layer become one weight. A row of a norm of queries
     or keys `[rows, head_dim]` may serve several heads (Lumina-mGPT); it is repeated. Raises: CheckpointError.
     """
-    layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in _LAYER_NAMES.items()}
+    layers = {f"layers.*.{ours}": f"{prefix}layers.*.{theirs}" for ours, theirs in LAYER_NAMES.items()}
     checkpoint.rename({"norm.weight": f"{prefix}norm.weight", **layers, **names})
     for i in range(checkpoint.count("layers.")):
         parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]

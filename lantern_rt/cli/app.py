@@ -9,13 +9,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 PROGRAM = "lantern-rt"
-# Every command: the function that has its options, in a module of that name, and what the list of commands says.
+# Every command: the function that has its options, in a module of that name, and what the list of commands says. A
+# module with `STEPS` has several functions instead, each a command below it, with its examples.
 COMMANDS = {
     "run": ("run", "Turn prompts (or class ids, or embeddings of texts) into PNG files."),
     "serve": ("serve", "Serve bundles over HTTP: OpenAI's Images API, a web page, metrics."),
     "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
     "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
+    "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target."),
     "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
     "tune": ("tune", "Measure what method and image decoder suit this host best, and keep that."),
     "bench": ("bench", "Measure methods against ar, in turns on the same prompts and seeds."),
@@ -38,6 +40,14 @@ class _Command(TyperCommand):
                 formatter.write_dl(sections[name])
 
 
+class _Steps(TyperGroup):
+    """Commands below a command, listed with their first lines."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, (one.help or "").partition("\n")[0]) for name, one in self.commands.items()])
+
+
 class _Commands(TyperGroup):
     """The commands, each imported when it is asked for."""
 
@@ -55,9 +65,19 @@ class _Commands(TyperGroup):
 
         name = COMMANDS[cmd_name][0]
         module = importlib.import_module(f".{name}", __package__)
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name, cls=_Command, epilog=_examples(module.EXAMPLES))(with_options(getattr(module, name)))
-        return typer.main.get_command(single)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        steps: dict[str, str] = getattr(module, "STEPS", None) or {cmd_name: module.EXAMPLES}
+        for step, examples in steps.items():
+            function = getattr(module, name if step == cmd_name else step)
+            app.command(step, cls=_Command, epilog=_examples(examples))(with_options(function))
+        if cmd_name not in steps:
+            examples = "\n".join(one.strip() for one in steps.values())
+            app.callback(cls=_Steps, help=module.__doc__, epilog=_examples(examples))(_nothing)
+        return typer.main.get_command(app)
+
+
+def _nothing() -> None:
+    """What a group of commands does by itself."""
 
 
 def _examples(lines: str) -> str:

@@ -57,28 +57,29 @@ def target(
 @app.command()
 def samples(
     work: Work = DEFAULT_WORK,
-    minutes: Minutes = 10,
+    count: Annotated[int, typer.Option(help="Pictures.")] = 4096,
     threads: Threads = 2,
-    batch: Annotated[int, typer.Option(help="Pictures at a time.")] = 64,
-    device: Device = "cpu",
+    provider: Annotated[str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Let the target draw pictures for the drafter to learn from."""
-    from .drafter import CFG_SCALE
-    from .samples import write_samples
+    """Let the target draw pictures for the drafter to learn from, or go on with it."""
+    from .drafter import write_samples
 
-    torch.set_num_threads(threads)
-    write_samples(work, minutes, CFG_SCALE, batch, device)
+    write_samples(work, count, provider=provider, threads=threads)
 
 
 @app.command()
 def drafter(
-    work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2, batch: Batch = 12, device: Device = "cpu"
+    work: Work = DEFAULT_WORK,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 4000,
+    threads: Threads = 2,
+    batch: Batch = 12,
+    device: Device = "cpu",
 ) -> None:
-    """Train the drafter on the trained target, or go on with it."""
+    """Train the drafter on the pictures that the target drew, or go on with it."""
     from .drafter import train_drafter
 
     torch.set_num_threads(threads)
-    train_drafter(work, minutes, batch, device=device)
+    train_drafter(work, steps, batch, device)
 
 
 @app.command()

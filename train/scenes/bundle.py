@@ -18,15 +18,16 @@ from ...bundle.manifest import (
     DecodingDefaults,
     DrafterSpec,
 )
+from ...export.checkpoints.deferred import computed
 from ...export.families.common import decoder_fields
 from ...export.graph.graphs import Graph, cases_of, target_graph
 from ...export.graph.onnx_ops import Value
 from ...export.graph.precision import read_precisions
-from ...export.models.eagle import EagleDrafter, drafter_graph
+from ...export.models.decoder import Decoder
+from ...export.models.eagle import Drafting, drafter_graph, read_drafter
 from ...export.writer import Model, export_model
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from .data import render_pictures
-from .drafter import load_drafter
 from .model import CONFIG, ScenesTarget, size_name
 from .render import SIZE
 from .target import load_target
@@ -96,8 +97,11 @@ def write_scenes_bundle(
     progress: Callable[[str, int, int], None],
     compute: str = "float32",
     precision: str | None = None,
+    drafter: bool = True,
 ) -> Path:
     """Write the bundle of a work folder's checkpoints, and `acceptance_statistics.json` where there is one.
+
+    drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
 
     compute: what target and drafter compute in, float32 or float16. precision: what their weights are rounded to, by
     default no further than to the float16 that they fit.
@@ -106,13 +110,11 @@ def write_scenes_bundle(
     """
     vq, target = load_vq(work), load_target(work)
     config = target.config
-    trained = load_drafter(work, config)
     _round(vq, target)
     decoder, code_embeddings = target.fold()
     code_embeddings = code_embeddings.half().float()
-    _round(decoder, trained)
-    drafter = EagleDrafter(trained.config, decoder.head, bias=True)
-    drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
+    _round(decoder)
+    drafting = _read_drafter(work / "drafter", decoder) if drafter else None
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
     codes = {"codes": generator.integers(CODES, size=(2, GRID * GRID))}
@@ -121,7 +123,7 @@ def write_scenes_bundle(
     rows = ("rows", SLOTS, config.hidden_size)
     graphs = [
         target_graph(decoder, code_embeddings),
-        drafter_graph(drafter.eval()),
+        *([] if drafting is None else [drafter_graph(drafting.drafter)]),
         Graph(
             "condition",
             Condition(target),
@@ -161,17 +163,26 @@ def write_scenes_bundle(
             "image_height": SIZE,
             "image_width": SIZE,
             "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
-            "drafter": DrafterSpec(**decoder_fields(trained.config)),
+            "drafter": None if drafting is None else DrafterSpec(**decoder_fields(drafting.drafter.config)),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),
             "sampling": Sampling(cfg_scale=3.0),
-            "decoding": DECODING,
+            "decoding": DecodingDefaults(method="ar") if drafting is None else DECODING,
         },
         files=files,
-        sources=[(role, work / f"{role}.pt") for role in ("vq", "target", "drafter")],
+        sources=[(role, work / f"{role}.pt") for role in ("vq", "target")] + (drafting.sources if drafting else []),
         licence="Apache-2.0",
     )
     precisions = replace(read_precisions(precision, compute=compute), lossless=precision is None)
     return export_model(model, output, precisions=precisions, force=force, progress=progress)
+
+
+def _read_drafter(folder: Path, decoder: Decoder) -> Drafting:
+    """The drafter in a folder, rounded as the rest."""
+    found = read_drafter(folder, decoder)
+    weights = {name: computed(weight) for name, weight in found.drafter.state_dict().items()}
+    rounded = {name: weight.half().float() if weight.ndim >= 2 else weight for name, weight in weights.items()}
+    found.drafter.load_state_dict(rounded, assign=True)
+    return found
 
 
 def _round(*modules: nn.Module) -> None:

@@ -58,12 +58,6 @@ def saved_config(state: Mapping[str, Any], default: DecoderConfig = CONFIG) -> D
     return DecoderConfig(**state["config"]) if "config" in state else default
 
 
-def mixed_precision(device: str | torch.device) -> torch.autocast:
-    """Products in bfloat16 on a CUDA device; everything in float32 on any other."""
-    kind = torch.device(device).type
-    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
-
-
 class CodeTable(nn.Module):
     """A table `[codes, width]`: learned rows plus a map of fixed features of the codebook vectors."""
 

@@ -11,19 +11,20 @@ from pathlib import Path
 import onnx
 import torch
 from onnx import numpy_helper
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...bundle.files import Bundle, open_bundle
 from ...export.models.decoder import DecoderConfig
+from ...export.models.eagle import EagleDrafter
 from ...export.writer import check_output
+from ..drafter.folder import save_drafter
 from .checkpoints import save_checkpoint
-from .drafter import ScenesDrafter, drafter_config
 from .model import CONFIG, ScenesTarget
 from .vq import ScenesVQ
 
 
 def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
-    """Write `vq.pt`, `target.pt` and `drafter.pt` from a scenes bundle; refuses a work folder that is there.
+    """Write `vq.pt`, `target.pt` and the folder `drafter` from a scenes bundle; refuses a work folder that is there.
 
     only_vq: `vq.pt` alone, to train a target of another size on the same codes.
     """
@@ -34,10 +35,8 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
     if only_vq:
         return
     target = _target(opened, vq.codebook)
-    drafter = _drafter(opened, target.config)
-    for name, model in (("target", target), ("drafter", drafter)):
-        state = {"model": model.state_dict(), "seen": 0, "config": asdict(model.config)}
-        save_checkpoint(work / f"{name}.pt", state)
+    save_checkpoint(work / "target.pt", {"model": target.state_dict(), "seen": 0, "config": asdict(target.config)})
+    save_drafter(_drafter(opened, target.config), work / "drafter", {})
 
 
 def _vq(bundle: Bundle) -> ScenesVQ:
@@ -76,15 +75,14 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     return target
 
 
-def _drafter(bundle: Bundle, target: DecoderConfig) -> ScenesDrafter:
-    stored, drafter = _weights(bundle.path("drafter")), ScenesDrafter(drafter_config(target))
-    inner = {f"body.{name}": w for name, w in _layers(stored, 1, target.head_dim).items()}
-    outer = {
-        "embed_tokens.weight": stored["embed.weight"],
-        "fc.weight": stored["fc.weight"].T,
-        "fc.bias": stored["fc.bias"],
+def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleDrafter:
+    stored = _weights(bundle.path("drafter"))
+    config = replace(target, num_layers=1, prefix=target.prefix - 1, input_norm=False, final_norm=False)
+    drafter = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
+    outer = {name: stored[name] for name in ("embed.weight", "fc.bias")} | {
+        name: stored[name].T for name in ("fc.weight", "head.weight")
     }
-    drafter.load_state_dict(drafter.state_dict() | inner | outer)
+    drafter.load_state_dict(_layers(stored, 1, target.head_dim) | outer)
     return drafter
 
 

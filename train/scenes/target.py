@@ -18,10 +18,11 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...export.models.decoder import DecoderConfig
+from ..muon import Muon
+from ..precision import mixed_precision
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
-from .model import CONFIG, ScenesTarget, mixed_precision, saved_config, size_name
-from .muon import Muon
+from .model import CONFIG, ScenesTarget, saved_config, size_name
 from .text import UNKNOWN, encode_caption
 from .vocabulary import describe
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is orthogonalised, for the matrices of the decoder.
+"""Muon: momentum whose update is orthogonalised, for the matrices of decoders and drafters.
 
 `torch.optim.Muon` orthogonalises in bfloat16, one matrix at a time, which processors without bfloat16
 arithmetic do slowly; here equal shapes are stacked. Source: Keller Jordan, Muon (2024), quintic

@@ -1,0 +1,111 @@
+"""A trained drafter's folder in LANTERN's layout: config.json, model.safetensors, and a card that says what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from ... import __version__
+from ...export.models.decoder import DecoderConfig
+from ...export.models.eagle import EagleDrafter
+from ...export.models.llama import LAYER_NAMES
+from ...output.files import check_new_folder, folder_or_nothing
+from .borrowed import Borrowed
+
+_MARKER, _KIND = "config.json", "drafter"
+
+
+def check_folder(output: Path, force: bool) -> None:
+    """Refuse a goal that is there already, or that `force` would replace without being a drafter's folder."""
+    check_new_folder(output, force, _MARKER, _KIND)
+
+
+def save_drafter(
+    drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], card: str | None = None, force: bool = False
+) -> None:
+    """Write the folder, whole or not at all; fields: of config.json, besides sizes. Raises: OutputError."""
+    weights = lantern_weights(drafter)
+    config = {**lantern_config(drafter.config, drafter.embed.num_embeddings), **fields}
+    with folder_or_nothing(output, force, _MARKER, _KIND) as folder:
+        (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+        (folder / _MARKER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+        if card is not None:
+            (folder / "README.md").write_text(card, "utf-8")
+
+
+def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
+    """Sizes as LANTERN's config.json has them."""
+    return {
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vocab_size": tokens,
+    }
+
+
+def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
+    """Weights by LANTERN's names, float32; the head is the target's and not among them."""
+    found: dict[str, Tensor] = {}
+    sizes = drafter.config
+    for name, weight in drafter.state_dict().items():
+        stored = weight.detach().float().cpu().contiguous()
+        prefix, _, rest = name.partition(".")
+        if prefix == "head":
+            continue
+        if prefix != "layers":
+            found[name.replace("embed.", "embed_tokens.")] = stored
+            continue
+        number, _, part = rest.partition(".")
+        if part == "attention.qkv.weight":
+            heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
+            rows = stored.split([count * sizes.head_dim for count in heads])
+            own = dict(zip(("query", "key", "value"), rows, strict=True))
+            found |= {f"layers.{number}.{LAYER_NAMES[f'attention.{p}.weight']}": w.clone() for p, w in own.items()}
+        else:
+            found[f"layers.{number}.{LAYER_NAMES[part]}"] = stored
+    return found
+
+
+def card_of(
+    borrowed: Borrowed,
+    drafter: EagleDrafter,
+    figures: Mapping[str, float],
+    pictures: tuple[int, int],
+    options: Mapping[str, Any],
+) -> str:
+    """The README.md of a drafter; pictures: trained on, and those that the figures are of."""
+    count = sum(weight.numel() for name, weight in drafter.named_parameters() if not name.startswith("head."))
+    rows = "\n".join(f"{name} | {value:.3f}" for name, value in figures.items())
+    given = ", ".join(f"{name} {value}" for name, value in options.items())
+    return f"""# EAGLE drafter for {borrowed.name}
+
+One layer that predicts the target's next hidden state, in the layout of LANTERN's drafters; {count / 1e6:.1f} million
+weights. It works with one target: `{borrowed.name}`, whose weights have the sha256
+`{borrowed.weights}`.
+
+    lantern-rt export --drafter THIS_FOLDER ...        # with the options that the target was exported with
+
+Trained by lantern-rt {__version__} (PyTorch {torch.__version__.partition("+")[0]}) on {pictures[0]:,} pictures:
+{given}.
+
+On {pictures[1]:,} pictures that it was not trained on, codes as in the data (tokens per pass are estimates from
+acceptance by depth and rank; `lantern-rt bench` measures them):
+
+figure | value
+---|---
+{rows}
+
+Whoever passes it on should know the licence of the target and of what it was trained on.
+"""

@@ -1,0 +1,91 @@
+"""The drafter while it learns: EAGLE's layer, and what it predicts deeper and deeper in a draft.
+
+At depth 0 a slot reads the target's hidden state, as slots of committed tokens do. At depth d it reads what the slot
+before it predicted at depth d - 1, and sees the d - 1 drafted slots before it as they were, and everything before these
+at depth 0: exactly what a chain of drafts meets in decoding (training-time test, EAGLE-3, arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...export.models.decoder import Layer
+from ...export.models.eagle import EagleDrafter
+from .borrowed import Borrowed
+
+KeysAndValues = list[tuple[Tensor, Tensor]]
+
+
+def new_drafter(borrowed: Borrowed, seed: int) -> EagleDrafter:
+    """A drafter that has learned nothing: it hands the hidden state on. Its head is the target's, frozen."""
+    config = borrowed.config
+    width = config.hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = nn.Linear(width, config.vocab_size, bias=False)
+        drafter = EagleDrafter(config, head, bias=True, tokens=len(borrowed.embeddings))
+        for name, weight in drafter.layers.named_parameters():
+            if weight.ndim == 2 and "norm" not in name:
+                spread = weight.shape[1] ** -0.5
+                nn.init.normal_(weight, std=spread * (0.3 if name.endswith(("out.weight", "down.weight")) else 1.0))
+        nn.init.uniform_(drafter.fc.weight, -((2 * width) ** -0.5), (2 * width) ** -0.5)
+    with torch.no_grad():
+        drafter.fc.weight[:, width:] = torch.eye(width)
+        drafter.fc.weight[:, :width] *= 0.5
+        drafter.fc.bias.zero_()
+        drafter.embed.weight.copy_(borrowed.embeddings)
+        head.weight.copy_(borrowed.head)
+    head.weight.requires_grad_(False)
+    return drafter
+
+
+def drafted(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
+    """Predicted hidden states `[rows, slots, width]` at depth 0, 1, ...: slot p predicts that of position p + 1.
+
+    tokens `[rows, slots]`: slot p reads the token at p + 1. states `[rows, slots, width]`: the target's, at p. At depth
+    d the first d slots after a prefix, and those in it, predict nothing of use. What is fed back carries no gradient.
+    """
+    slots, layers = tokens.shape[1], [cast(Layer, layer) for layer in drafter.layers]
+    rope, embeds = drafter.rope[None, :slots], drafter.embed(tokens)
+    seen: list[KeysAndValues] = [[] for _ in layers]
+    given = states
+    for _ in range(depths):
+        x = drafter.fc(torch.cat([embeds, given.to(embeds.dtype)], -1))
+        for layer, own in zip(layers, seen, strict=True):
+            query, key, value = layer.attention.project(layer.attention_norm(x), rope)
+            own.append((key, value))
+            x = x + layer.attention.out(_attend(query, own).flatten(2))
+            x = x + layer.ffn(layer.ffn_norm(x))
+        yield x
+        given = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))
+
+
+def _attend(query: Tensor, seen: KeysAndValues) -> Tensor:
+    """Values mixed for `query [rows, slots, heads, head_dim]` of the last depth in `seen`."""
+    depth, group = len(seen) - 1, query.shape[2] // seen[0][0].shape[2]
+    wide = [tuple(part.repeat_interleave(group, 2) if group > 1 else part for part in pair) for pair in seen]
+    key, value = (part.transpose(1, 2) for part in wide[0])  # [rows, heads, slots, head_dim]
+    if not depth:
+        return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, is_causal=True).transpose(1, 2)
+    slots = query.shape[1]
+    scale = query.shape[3] ** -0.5
+    behind = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril(-depth)  # seen at depth 0
+    scores = (query.transpose(1, 2) @ key.transpose(2, 3)).masked_fill(~behind, float("-inf"))
+    # of the slots drafted before it, the one at depth i is depth - i slots back; the last is the slot itself
+    own = [(_shifted(k, depth - i), _shifted(v, depth - i)) for i, (k, v) in enumerate(wide[1:], 1)]
+    nearby = torch.stack([(query * k).sum(-1) for k, _ in own], -1).transpose(1, 2)  # [rows, heads, slots, depth]
+    weights = (torch.cat([scores, nearby.to(scores.dtype)], -1) * scale).softmax(-1)
+    mixed: Tensor = (weights[..., :slots].to(value.dtype) @ value).transpose(1, 2)
+    for i, (_, v) in enumerate(own):
+        mixed = mixed + weights[..., slots + i].transpose(1, 2)[..., None] * v
+    return mixed
+
+
+def _shifted(part: Tensor, slots: int) -> Tensor:
+    """`[rows, slots, ...]` moved so many slots back; what is before the first is zero."""
+    return F.pad(part[:, : part.shape[1] - slots], (0, 0, 0, 0, slots, 0)) if slots else part
