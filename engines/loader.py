@@ -114,10 +114,9 @@ class Engines:
         manifest = self._bundle.manifest
         pictures = Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))
         codes = Tensor("codes", ("int64",), (None, manifest.codes_per_image))
-        latents = Tensor("pre_quant", ("float32",), (None, None, None, None))
         with self._lock:
             if self._vq_encoder is None:
-                self._vq_encoder = self._graphs.function("vq_encoder", [pictures], [codes, latents])
+                self._vq_encoder = self._graphs.function("vq_encoder", [pictures], [codes])
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:

@@ -233,7 +233,9 @@ class Fit:
             self.adam.load_state_dict(state["adam"])
 
     def _identity(self) -> dict[str, Any]:
-        return {**asdict(self.options), "target": self.borrowed.weights, "pictures": len(self.data)}
+        """What must be the same to go on; more steps may be asked for."""
+        own = {name: value for name, value in asdict(self.options).items() if name != "steps"}
+        return {**own, "target": self.borrowed.weights, "pictures": len(self.data)}
 
 
 def _trained(drafter: EagleDrafter) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ def guided(hidden: Tensor, head: Tensor, cfg_scale: float) -> Tensor:
 def draft_loss(loss: Loss, wanted: Tensor, logits: Tensor) -> Tensor:
     """The mean loss of the drafter's `logits [..., codes]`; wanted: `p`, or for `tv-neighbors` its `pooled`."""
     if loss == "kl":
-        entropy = torch.special.entr(wanted).sum(-1)
+        entropy: Tensor = torch.special.entr(wanted).sum(-1)
         return (-(wanted * logits.log_softmax(-1)).sum(-1) - entropy).mean()
     return 1 - overlap(wanted, logits.softmax(-1)).mean()
 

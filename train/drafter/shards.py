@@ -95,7 +95,7 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, "drafter data in safetensors", CheckpointError, _CURE):
-            self._file: Any = safe_open(path, "np")
+            self._file = _open(path)
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"format {short(metadata.get('format'))}, not {FORMAT}")
@@ -131,6 +131,10 @@ class Shard:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(name).get_shape())
+
+
+def _open(path: Path) -> Any:
+    return safe_open(path, "np")  # its methods have no types
 
 
 class Data:

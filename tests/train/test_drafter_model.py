@@ -1,0 +1,193 @@
+"""The drafter while it learns: its passes, the folder it is written to, and the published drafters' numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import refused
+
+from lantern_rt import CheckpointError, OutputError, open_bundle
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnx")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from lantern_rt.export.families.anole import read_chameleon  # noqa: E402
+from lantern_rt.export.families.llamagen import read_transformer  # noqa: E402
+from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
+from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
+from lantern_rt.train.drafter.borrowed import Borrowed, read_borrowed  # noqa: E402
+from lantern_rt.train.drafter.folder import check_folder, lantern_weights, save_drafter  # noqa: E402
+from lantern_rt.train.drafter.model import drafted, new_drafter  # noqa: E402
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+def random_drafter(**changes: Any) -> EagleDrafter:
+    """One with two layers, so that what the first hands on is seen, too."""
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "input_norm": False} | changes
+    config = DecoderConfig(
+        hidden_size=32, intermediate_size=48, vocab_size=20, grid=4, prefix=2, final_norm=False, **sizes
+    )
+    torch.manual_seed(0)
+    drafter = EagleDrafter(config, torch.nn.Linear(32, 20, bias=False), bias=True).eval()
+    for weight in drafter.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return drafter
+
+
+class Decoding:
+    """The drafter as decoding runs it: committed slots at once, then a chain of drafts, slot by slot."""
+
+    def __init__(self, drafter: EagleDrafter, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        self.drafter, self.tokens, self.states = drafter, tokens, states
+
+    def chain(self, committed: int, depth: int) -> torch.Tensor:
+        """The prediction of the slot `depth` behind `committed` slots, all of them with the target's states."""
+        sizes = self.drafter.config
+        past = [torch.zeros(0, 1, sizes.num_kv_heads, sizes.head_dim)] * 2 * sizes.num_layers
+        start, end, given = 0, committed, self.states[:, :committed]
+        for _ in range(depth + 1):
+            nodes = end - start
+            mask = torch.full((1, 1, nodes, end), -1e9).triu(start + 1)
+            positions = torch.arange(start, end)[None]
+            _, hidden, *new = self.drafter(self.tokens[:, start:end], given, positions, mask, *past)
+            past = [torch.cat(pair) for pair in zip(past, new, strict=True)]
+            start, end, given = end, end + 1, hidden[:, -1:]
+        return hidden[0, -1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rotary": "sequence", "rope_style": "half", "query_key_norm": True, "input_norm": True, "num_kv_heads": 4}],
+)
+def test_predictions_deep_in_a_draft_are_those_of_decoding(changes: dict[str, Any]) -> None:
+    drafter, slots = random_drafter(**changes), 12
+    tokens, states = torch.randint(20, (1, slots)), torch.randn(1, slots, 32)
+    with torch.no_grad():
+        decoding = Decoding(drafter, tokens, states)
+        for depth, found in enumerate(drafted(drafter, tokens, states, 4)):
+            for slot in range(depth, slots):
+                wanted = decoding.chain(slot + 1 - depth, depth)
+                torch.testing.assert_close(found[0, slot], wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_what_is_fed_back_carries_no_gradient_but_every_weight_has_one() -> None:
+    drafter = random_drafter()
+    tokens, states = torch.randint(20, (2, 9)), torch.randn(2, 9, 32, requires_grad=True)
+    *_, last = drafted(drafter, tokens, states, 3)
+    last[:, 4:].sum().backward()
+    own = {name: weight.grad for name, weight in drafter.named_parameters() if not name.startswith("head.")}
+    assert [name for name, grad in own.items() if grad is None or not grad.any()] == []
+
+
+def as_published(borrowed: Borrowed) -> Borrowed:
+    """The published small drafters are narrower inside than their targets, those of real models are not."""
+    return replace(borrowed, config=replace(borrowed.config, intermediate_size=128))
+
+
+def with_golden_weights(borrowed: Borrowed, golden: EagleDrafter) -> EagleDrafter:
+    """A drafter that training makes, with the weights of a published one."""
+    drafter = new_drafter(borrowed, seed=1)
+    drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
+    return drafter
+
+
+def stored(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
+    """Computed ones instead of those that are joined when they are used."""
+    return {name: weight.clone() for name, weight in drafter.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def t2i(t2i_bundle: Path) -> Borrowed:
+    return as_published(read_borrowed(open_bundle(t2i_bundle)))
+
+
+@pytest.fixture(scope="module")
+def anole(anole_bundle: Path) -> Borrowed:
+    return as_published(read_borrowed(open_bundle(anole_bundle)))
+
+
+def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Borrowed, tmp_path: Path) -> None:
+    config = DATA / "llamagen-t2i/config.json"
+    target = read_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
+    golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
+    assert t2i.config == golden.config
+    save_drafter(with_golden_weights(t2i, golden), tmp_path / "saved", t2i.fields)
+    again = read_drafter(tmp_path / "saved", target).drafter
+    with np.load(DATA / "lantern-drafter-llamagen/golden.npz") as arrays:
+        length = int(arrays["fwd_len"])
+        tokens, states = torch.from_numpy(arrays["token_ids"][:, 1:]), torch.from_numpy(arrays["target_hidden"])
+        for drafter in (again, with_golden_weights(t2i, golden)):
+            with torch.no_grad():
+                (hidden,) = drafted(drafter, tokens[:, :length], states[:, :length], 1)
+                logits = hidden @ t2i.head.T
+            np.testing.assert_allclose(hidden, arrays["fwd_hidden"], atol=1e-4)
+            np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
+
+
+def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
+    t2i: Borrowed, anole: Borrowed, tmp_path: Path
+) -> None:
+    for borrowed, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
+        folder = tmp_path / published
+        save_drafter(new_drafter(borrowed, 0), folder, borrowed.fields, "# A card\n")
+        weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
+        found = load_file(folder / "model.safetensors")
+        assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in weights.items()}
+        theirs, ours = (json.loads((one / "config.json").read_text()) for one in (DATA / published, folder))
+        shared = theirs.keys() & ours.keys() - {"max_position_embeddings"}
+        assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
+        assert len(shared) >= 12
+        assert (folder / "README.md").read_text() == "# A card\n"
+
+
+def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: Borrowed, tmp_path: Path) -> None:
+    target = read_chameleon(DATA / "anole/target", 8)
+    drafting = read_drafter(DATA / "anole/drafter", target.decoder, len(target.embeddings))
+    assert anole.config == drafting.drafter.config
+    assert anole.code_offset == min(target.codes)
+    torch.testing.assert_close(anole.embeddings, target.embeddings.float())
+    drafter = with_golden_weights(anole, drafting.drafter)
+    save_drafter(drafter, tmp_path / "saved", anole.fields)
+    again = read_drafter(tmp_path / "saved", target.decoder, len(target.embeddings)).drafter
+    assert stored(again).keys() == stored(drafting.drafter).keys()
+    for name, weight in stored(drafting.drafter).items():
+        assert torch.equal(stored(again)[name], weight), name
+
+
+def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Borrowed) -> None:
+    first, same, other = (lantern_weights(new_drafter(t2i, seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
+    torch.testing.assert_close(first["fc.weight"][:, 64:], torch.eye(64))
+    torch.testing.assert_close(first["embed_tokens.weight"], t2i.embeddings)
+
+
+def test_the_scenes_bundle_lends_what_its_drafter_has() -> None:
+    borrowed = read_borrowed(open_bundle("scenes"))
+    assert borrowed.head.shape == borrowed.embeddings.shape == (1024, 256)
+    assert borrowed.config.prefix_rotation == "identity"
+    assert borrowed.neighbors is not None
+
+
+def test_a_folder_that_is_something_else_is_not_replaced(t2i: Borrowed, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.png").write_bytes(b"")
+    with refused(OutputError, "photos: is there already"):
+        check_folder(tmp_path / "photos", force=False)
+    with refused(OutputError, "photos: is no drafter, so --force does not replace it"):
+        save_drafter(new_drafter(t2i, 0), tmp_path / "photos", {}, force=True)
+
+
+def test_families_without_drafters_are_refused(t2i_bundle: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(t2i_bundle)
+    manifest = bundle.manifest.model_copy(update={"family": "janus"})
+    with refused(CheckpointError, "is of family janus, expected llamagen, scenes and anole"):
+        read_borrowed(type(bundle)(bundle.folder, manifest, bundle.digest))
