@@ -12,24 +12,14 @@ from lantern_rt import open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.train.muon import orthogonalise  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
-from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from lantern_rt.train.scenes.drafter import (  # noqa: E402
-    CFG_SCALE,
-    ScenesDrafter,
-    drafter_config,
-    guided_logits,
-    target_states,
-)
 from lantern_rt.train.scenes.evaluate import differences, interval  # noqa: E402
 from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
-from lantern_rt.train.scenes.model import CONFIG, ScenesTarget  # noqa: E402
-from lantern_rt.train.scenes.muon import orthogonalise  # noqa: E402
+from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
-from lantern_rt.train.scenes.samples import read_samples, sample_codes, write_samples  # noqa: E402
 from lantern_rt.train.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
 from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
     COLOURS,
@@ -117,19 +107,6 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
             assert (hidden[:, -1] - whole[:, i]).abs().max() < 1e-4
 
 
-def test_the_drafter_graphs_module_is_the_trained_one() -> None:
-    torch.manual_seed(1)
-    trained = ScenesDrafter(drafter_config(CONFIG)).eval()
-    drafter = EagleDrafter(trained.config, torch.nn.Linear(256, 1024, bias=False), bias=True)
-    drafter.embed, drafter.fc, drafter.layers = trained.embed_tokens, trained.fc, trained.body.layers
-    tokens, hidden = torch.randint(1024, (2, 50)), torch.randn(2, 50, 256)
-    mask = torch.full((50, 50), -1e9).triu(1).expand(2, 1, 50, 50)
-    nothing = [torch.zeros(0, 2, 4, 64)] * 2
-    with torch.no_grad():
-        _, found, *_ = drafter(tokens, hidden, torch.arange(50).expand(2, 50), mask, *nothing)
-        assert (found - trained(tokens, hidden)).abs().max() < 1e-4
-
-
 def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path: Path) -> None:
     restore_work("scenes", tmp_path / "work")
     write_scenes_bundle(tmp_path / "work", tmp_path / "again", force=False, progress=lambda *_: None)
@@ -166,37 +143,6 @@ def test_agreement_marks_single_solids_and_pairs() -> None:
     )
     marks = agreement(pair, Verdict("clear", "wood", {"left": ("red", "cone"), "right": ("blue", "star")}))
     assert marks == {"sky": True, "ground": True, "pair colours": True, "pair shapes": False}
-
-
-def test_the_targets_own_pictures_are_drawn_from_its_guided_distributions() -> None:
-    torch.manual_seed(0)
-    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(1024, 8), dim=1)).eval()
-    captions = torch.randint(1, 60, (2, SLOTS))
-    codes = sample_codes(target, captions, CFG_SCALE, torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        states = target_states(target, captions, codes)[:, SLOTS - 1 : -1]  # each predicts the next code
-        wanted = guided_logits(states, target.code_head()).softmax(-1)
-    generator = torch.Generator().manual_seed(5)
-    again = torch.stack([torch.multinomial(wanted[:, i], 1, generator=generator)[:, 0] for i in range(256)], 1)
-    assert (codes == again).float().mean() > 0.99  # rounding may move a draw
-    assert codes.unique().numel() > 100
-
-
-def test_drawn_pictures_are_kept_and_added_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quick(target: object, captions: object, cfg_scale: float, generator: torch.Generator) -> torch.Tensor:
-        return torch.randint(1024, (2, 256), generator=generator)
-
-    monkeypatch.setattr("lantern_rt.train.scenes.samples.sample_codes", quick)
-    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(1024, 8), dim=1))
-    save_checkpoint(tmp_path / "target.pt", {"model": target.state_dict(), "seen": 0})
-    assert read_samples(tmp_path)[1].shape == (0, 256)
-    assert write_samples(tmp_path, 0, CFG_SCALE, batch=2) == 2
-    first = read_samples(tmp_path)[1]
-    assert write_samples(tmp_path, 0, CFG_SCALE, batch=2) == 4
-    captions, codes = read_samples(tmp_path)
-    assert captions.shape == (4, SLOTS)
-    np.testing.assert_array_equal(codes[:2], first)
-    assert (codes[2:] != first).any()
 
 
 def test_the_judge_that_comes_with_the_recipe_reads_rendered_scenes() -> None:
