@@ -56,7 +56,8 @@ def data(
     if pictures is not None and not (prompts is None and embeddings is None):
         raise RequestError("pictures: bring their own captions; leave --prompts and --embeddings out")
     opened = running.open_bundle(bundle)
-    subjects = None if pictures is not None else subjects_of(opened, prompts, embeddings=embeddings)
+    classes = opened.manifest.condition.classes  # all of them
+    subjects = None if pictures is not None else subjects_of(opened, prompts, classes, embeddings)
     pipeline = running.load(opened)
     if pictures is not None:
         jobs = encoding_jobs(pipeline, pictures, shard)
@@ -105,6 +106,7 @@ def fit(
         import torch
 
         from ..train.drafter.borrowed import read_borrowed
+        from ..train.drafter.figures import default_relaxation
         from ..train.drafter.fit import Fit, Options
         from ..train.drafter.folder import check_folder
         from ..train.drafter.losses import LOSSES
@@ -126,6 +128,7 @@ def fit(
     opened = running.open_bundle(bundle)
     borrowed = read_borrowed(opened)
     shards = Data(data, borrowed.weights)
+    neighbors, lambda_ = default_relaxation(opened.manifest)
     options = Options(
         whole("steps", steps, 1, 1, 10**9),
         whole("batch", batch, 1, 1, 10**6),
@@ -135,6 +138,8 @@ def fit(
         feature_weight,
         caption_dropout=caption_dropout,
         cfg_scale=opened.manifest.sampling.cfg_scale if cfg_scale is None else cfg_scale,
+        neighbors=neighbors,
+        lambda_=lambda_,
         seed=whole("seed", seed, 0, 0, 2**31),
     )
     pipeline = None if shards.source.states else running.load(opened)

@@ -22,8 +22,10 @@ from lantern_rt.export.families.anole import read_chameleon  # noqa: E402
 from lantern_rt.export.families.llamagen import read_transformer  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
+from lantern_rt.train.drafter.batches import Batch  # noqa: E402
 from lantern_rt.train.drafter.borrowed import Borrowed, read_borrowed  # noqa: E402
 from lantern_rt.train.drafter.folder import check_folder, lantern_weights, save_drafter  # noqa: E402
+from lantern_rt.train.drafter.losses import draft_loss, guided, pooled  # noqa: E402
 from lantern_rt.train.drafter.model import drafted, new_drafter  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "data"
@@ -90,6 +92,30 @@ def test_what_is_fed_back_carries_no_gradient_but_every_weight_has_one() -> None
 def as_published(borrowed: Borrowed) -> Borrowed:
     """The published small drafters are narrower inside than their targets, those of real models are not."""
     return replace(borrowed, config=replace(borrowed.config, intermediate_size=128))
+
+
+def test_training_keeps_everything_on_one_device() -> None:
+    """On a device without data, which no operation mixes with the host's."""
+    drafter = random_drafter().to("meta")
+    tokens, states = torch.zeros(4, 9, dtype=torch.int64, device="meta"), torch.zeros(4, 10, 32, device="meta")
+    batch = Batch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
+    head, near = torch.zeros(20, 32, device="meta"), torch.zeros(20, 3, dtype=torch.int64, device="meta")
+    for depth, hidden in enumerate(drafted(drafter, batch.tokens, batch.states[:, :-1], 3)):
+        logits = guided(batch.predicted(hidden, depth), head, 3.0)
+        wanted = pooled(guided(batch.wanted(depth), head, 3.0).softmax(-1), near, 2.0)
+        assert logits.shape == wanted.shape == (2, 9 - depth, 20)
+        draft_loss("tv-neighbors", wanted, logits).backward(retain_graph=True)
+    assert drafter.fc.weight.grad.device.type == "meta"
+
+
+def test_in_bfloat16_predictions_are_about_the_same() -> None:
+    drafter, tokens, states = random_drafter(), torch.randint(20, (2, 9)), torch.randn(2, 9, 32)
+    with torch.no_grad():
+        exact = list(drafted(drafter, tokens, states, 3))
+        with torch.autocast("cpu", torch.bfloat16):  # what `mixed_precision` does on CUDA
+            rounded = list(drafted(drafter, tokens, states, 3))
+    for one, other in zip(exact, rounded, strict=True):
+        assert (one - other).abs().mean() < 0.05 * one.abs().mean()
 
 
 def with_golden_weights(borrowed: Borrowed, golden: EagleDrafter) -> EagleDrafter:

@@ -92,9 +92,7 @@ class Batches:
 
 def chosen_pictures(training: list[int], seed: int, start: int, count: int) -> list[int]:
     """Pictures `start` .. `start + count` of endless passes over all, each in an order of its own."""
-    found = []
-    for number in range(start, start + count):
-        turn, place = divmod(number, len(training))
-        order = np.random.default_rng((seed, turn)).permutation(len(training))
-        found.append(training[order[place]])
-    return found
+    turns = range(start // len(training), (start + count - 1) // len(training) + 1)
+    orders = {turn: np.random.default_rng((seed, turn)).permutation(len(training)) for turn in turns}
+    places = (divmod(number, len(training)) for number in range(start, start + count))
+    return [training[orders[turn][place]] for turn, place in places]

@@ -79,6 +79,13 @@ def default_trees(manifest: Manifest) -> dict[str, StaticTree]:
     return {name: shape for name, shape in shapes.items() if isinstance(shape, StaticTree)}
 
 
+def default_relaxation(manifest: Manifest) -> tuple[int, float]:
+    """How many neighbours LANTERN++ looks at by a bundle's defaults, and its lambda."""
+    own = (method for method in manifest.decoding.methods if isinstance(method, LanternPlusPlus))
+    method = next(own, LanternPlusPlus())
+    return method.neighbors or 0, method.lambda_ or 1.0
+
+
 def tree_tokens(tree: StaticTree, chances: Chances) -> float:
     """Tokens that a pass over a tree gives on average."""
     total = 1.0

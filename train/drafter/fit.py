@@ -109,6 +109,8 @@ class Fit:
         self.muon = Muon([own[name] for name in own if name in matrices], options.rate)
         self.adam = torch.optim.AdamW(others, _ADAM, betas=(0.9, 0.95), weight_decay=0.0)
         self.average, self.step = copy.deepcopy(self.drafter), 0
+        self.average.head = self.drafter.head
+        self.training = data.training
         self._restore()
 
     def run(self, progress: Progress, say: Callable[[str], None], every: float = _EVERY) -> dict[str, float]:
@@ -123,7 +125,7 @@ class Fit:
             progress("training", self.step, options.steps)
             loss = self._update()
             if time.monotonic() - told >= every and self.step < options.steps and self.workers.first:
-                say(f"step {self.step}, loss {loss:.3f}: {_line(self.figures())}")
+                say(f"step {self.step}, loss {float(loss):.3f}: {_line(self.figures())}")
                 self._save()
                 told = time.monotonic()
         found: dict[str, float] = {}
@@ -131,7 +133,7 @@ class Fit:
             progress("training", self.step, options.steps)
             found = self.figures()
             self._save()
-            pictures = len(self.data.training), min(len(self.data.validation), _MOST_FIGURES)
+            pictures = len(self.training), min(len(self.data.validation), _MOST_FIGURES)
             given = {name.rstrip("_").replace("_", " "): value for name, value in asdict(options).items()}
             card = card_of(self.borrowed, self.average, found, pictures, given)
             save_drafter(self.average, self.output, self.borrowed.fields, card, self.force)
@@ -157,12 +159,12 @@ class Fit:
                 )
         return tally.figures(near is not None)
 
-    def _update(self) -> float:
+    def _update(self) -> Tensor:
         """One step; the loss."""
         options, workers = self.options, self.workers
         warm = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _FALL)
         self.muon.param_groups[0]["lr"], self.adam.param_groups[0]["lr"] = options.rate * warm, _ADAM * warm
-        numbers = chosen_pictures(self.data.training, options.seed, self.step * options.batch, options.batch)
+        numbers = chosen_pictures(self.training, options.seed, self.step * options.batch, options.batch)
         numbers = numbers[workers.rank :: workers.count]
         seed = (options.seed * 1_000_003 + self.step) * 1024 + workers.rank
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -181,7 +183,7 @@ class Fit:
         with torch.no_grad():
             for kept, current in zip(self.average.parameters(), self.drafter.parameters(), strict=True):
                 kept.lerp_(current, 1 - min(0.99, (self.step + 1) / (self.step + 20)))
-        return float(loss.detach())
+        return loss.detach()
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         options, head = self.options, self.head

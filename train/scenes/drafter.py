@@ -12,6 +12,7 @@ from ...pipeline import Pipeline
 from ...runner import Subjects
 from ..drafter.borrowed import read_borrowed
 from ..drafter.data import SHARD, drawing_jobs, write_shards
+from ..drafter.figures import default_relaxation
 from ..drafter.fit import Fit, Options
 from ..drafter.shards import Data
 from .bundle import write_scenes_bundle
@@ -47,7 +48,9 @@ def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", 
     """Train the drafter on the drawn pictures, or go on with it; returns its figures."""
     bundle = undrafted_bundle(work)
     borrowed = read_borrowed(bundle)
-    options = Options(steps, batch, cfg_scale=bundle.manifest.sampling.cfg_scale, seed=seed)
+    neighbors, lambda_ = default_relaxation(bundle.manifest)
+    scale = bundle.manifest.sampling.cfg_scale
+    options = Options(steps, batch, cfg_scale=scale, neighbors=neighbors, lambda_=lambda_, seed=seed)
     data = Data(work / "samples", borrowed.weights)
     fit = Fit(data, borrowed, bundle.manifest, options, work / "drafter", device=device, force=True)
     figures = fit.run(lambda what, done, total: None, lambda line: print(f"drafter: {line}", flush=True))
