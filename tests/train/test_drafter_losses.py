@@ -17,7 +17,7 @@ from lantern_rt.runtime.tree_names import named_tree
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.train.drafter.figures import Tally, relaxed_ranks, tree_tokens  # noqa: E402
+from lantern_rt.train.drafter.figures import Tally, relaxed_ranks, steps_through  # noqa: E402
 from lantern_rt.train.drafter.losses import draft_loss, guided, overlap, pooled  # noqa: E402
 
 SIZE = 4
@@ -106,13 +106,16 @@ def test_a_drafter_that_agrees_with_the_target_fills_a_chain_and_a_blind_one_giv
     scores = 3 * torch.randn(200, 64, generator=generator)
     for drafted, tokens in ((scores, 4.0), (scores.flip(0).roll(1, 1), 1.2)):
         tally = Tally(trees)  # type: ignore[arg-type]
-        for depth in range(3):
-            tally.add(depth, scores, drafted, None, generator)
-        found = tally.figures(relaxation=False)
+        tally.add(((scores[depth:], drafted[depth:]) for depth in range(3)), None, generator)
+        found = tally.figures()
         assert found["tokens per pass, exact, chain-3"] == pytest.approx(tokens, abs=0.25)
         assert (found["top-1"] == 1) == (tokens == 4)
+        assert not [name for name in found if "relaxed" in name]
 
 
-def test_tokens_of_a_tree_are_one_and_the_chances_of_its_nodes() -> None:
-    tree = named_tree("tree-2-10")
-    assert tree_tokens(tree, [[0.5, 0.25], [0.4, 0.0]]) == pytest.approx(1 + 0.5 + 0.25 + 0.5 * 0.4)  # type: ignore[arg-type]
+def test_a_step_goes_down_its_tree_as_far_as_children_are_taken() -> None:
+    tree = named_tree("tree-2-10")  # (0), (1), (0, 0)
+    assert steps_through(tree, [[0, 0, 0, 0], [0, 0, 0]]) == 2  # codes 0 + 3 and 3 + 1
+    assert steps_through(tree, [[1, 1, 1, 1], [0, 0, 0]]) == 2  # (1, 0) is not in the tree: 2 codes a step
+    assert steps_through(tree, [[2, 2, 2, 2], [0, 0, 0]]) == 4
+    assert steps_through(tree, [[0, 2, 0, 0], [0, 0, 1]]) == 2

@@ -3,14 +3,15 @@
 At every depth of a chain the drafter's guided distribution q is held against the target's p. Children of a node are
 the best of log q + g, with Gumbel noise g, which is a draw without replacement; exact acceptance takes the child that
 is the target's own choice, the best of log p + g, and relaxed acceptance tries one after the other as
-`runtime/relaxation.py` does. What a tree gives follows from how often the child of each rank at each depth is taken, as
-if these were independent: 1 + the sum over nodes of the product along its path. The true figure is that of
-`lantern-rt bench`.
+`runtime/relaxation.py` does. Which child is taken at each code and depth is found with the codes of the data before it.
+Steps through a picture then follow: each goes down its tree as far as these children are in it. The true figure, with
+the codes that a step itself draws, is that of `lantern-rt bench`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -21,54 +22,71 @@ from ...runtime.tree import StaticTree
 from ...runtime.tree_names import named_tree
 from .losses import overlap
 
-Chances = list[list[float]]  # [depth][rank]: how often the child of a rank is the one that is taken
+Near = tuple[Tensor, float]
+_KINDS = ("exact", "relaxed")
 _PAPERS = "balanced-25"  # LANTERN++'s own tree
 
 
 class Tally:
-    """Adds up what was seen at each depth, over batches, as far as some trees go."""
+    """Adds up what is seen of pictures at each depth, as far as some trees go."""
 
     def __init__(self, trees: Mapping[str, StaticTree]) -> None:
         self.trees = trees
-        depths = max(len(path) for tree in trees.values() for path in tree.paths)
-        ranks = 1 + max(max(path) for tree in trees.values() for path in tree.paths)
-        self.count = [0] * depths
-        self.sums = [dict.fromkeys(("overlap", "top-1", "top-3"), 0.0) for _ in range(depths)]
-        self.exact, self.relaxed = ([[0] * ranks for _ in range(depths)] for _ in range(2))
+        self.depths = max(len(path) for tree in trees.values() for path in tree.paths)
+        self.ranks = 1 + max(max(path) for tree in trees.values() for path in tree.paths)
+        self.count = [0] * self.depths
+        self.sums = [dict.fromkeys(("overlap", "top-1", "top-3"), 0.0) for _ in range(self.depths)]
+        self.tokens: dict[str, list[float]] = {}  # per forward pass, of each picture
 
-    def add(
-        self, depth: int, wanted: Tensor, logits: Tensor, near: tuple[Tensor, float] | None, generator: torch.Generator
-    ) -> None:
-        """Guided logits `[n, codes]` of target and drafter; near: neighbours `[codes, k]` and lambda."""
-        p, q = wanted.softmax(-1), logits.softmax(-1)
-        best, ranks = wanted.argmax(-1, keepdim=True), len(self.exact[0])
-        self.count[depth] += len(p)
-        sums = self.sums[depth]
-        sums["overlap"] += float(overlap(p, q).sum())
-        sums["top-1"] += float((logits.argmax(-1, keepdim=True) == best).sum())
-        sums["top-3"] += float((logits.topk(min(3, logits.shape[1])).indices == best).sum())
-        noise = -torch.empty_like(p).exponential_(generator=generator).log()
-        children = (logits.log_softmax(-1) + noise).topk(min(ranks, p.shape[1])).indices  # [n, ranks]
-        choice = (wanted.log_softmax(-1) + noise).argmax(-1, keepdim=True)
-        for rank, hits in enumerate((children == choice).sum(0).tolist()):
-            self.exact[depth][rank] += hits
-        if near is not None:
-            taken = relaxed_ranks(p, q, children, *near, generator)
-            for rank in range(children.shape[1]):
-                self.relaxed[depth][rank] += int((taken == rank).sum())
+    def add(self, seen: Iterable[tuple[Tensor, Tensor]], near: Near | None, generator: torch.Generator) -> None:
+        """Guided logits of target and drafter for one picture, depth by depth: `[codes - 1 - depth, vocabulary]` each.
 
-    def figures(self, relaxation: bool) -> dict[str, float]:
+        near: neighbours `[vocabulary, k]` and lambda, for relaxed acceptance.
+        """
+        taken: dict[str, list[list[int]]] = {kind: [] for kind in _KINDS[: 1 if near is None else 2]}
+        for depth, (wanted, logits) in enumerate(seen):
+            p, q = wanted.softmax(-1), logits.softmax(-1)
+            best = wanted.argmax(-1, keepdim=True)
+            self.count[depth] += len(p)
+            sums = self.sums[depth]
+            sums["overlap"] += float(overlap(p, q).sum())
+            sums["top-1"] += float((logits.argmax(-1, keepdim=True) == best).sum())
+            sums["top-3"] += float((logits.topk(min(3, logits.shape[1])).indices == best).sum())
+            noise = -torch.empty_like(p).exponential_(generator=generator).log()
+            children = (logits.log_softmax(-1) + noise).topk(min(self.ranks, p.shape[1])).indices  # [n, ranks]
+            hits = children == (wanted.log_softmax(-1) + noise).argmax(-1, keepdim=True)
+            taken["exact"].append(torch.where(hits.any(1), hits.int().argmax(1), self.ranks).tolist())
+            if near is not None:
+                taken["relaxed"].append(relaxed_ranks(p, q, children, *near, generator).tolist())
+        for kind, ranks in taken.items():
+            for name, tree in self.trees.items():
+                rate = (1 + len(ranks[0])) / (1 + steps_through(tree, ranks))  # the first code is the prefill's
+                self.tokens.setdefault(f"tokens per pass, {kind}, {name}", []).append(rate)
+
+    def figures(self) -> dict[str, float]:
         """Means over all that was added, and the tokens per forward pass of each tree."""
         counts = [max(1, count) for count in self.count]
         found = {name: value / counts[0] for name, value in self.sums[0].items()}
-        found |= {f"overlap at depth {d}": self.sums[d]["overlap"] / counts[d] for d in range(1, len(counts))}
-        kinds = {"exact": self.exact} | ({"relaxed": self.relaxed} if relaxation else {})
-        for kind, hits in kinds.items():
-            chances = [[hit / count for hit in row] for row, count in zip(hits, counts, strict=True)]
-            found |= {
-                f"tokens per pass, {kind}, {name}": tree_tokens(tree, chances) for name, tree in self.trees.items()
-            }
-        return found
+        found |= {f"overlap at depth {d}": self.sums[d]["overlap"] / counts[d] for d in range(1, self.depths)}
+        return found | {name: fmean(rates) for name, rates in self.tokens.items()}
+
+
+def steps_through(tree: StaticTree, taken: Sequence[Sequence[int]]) -> int:
+    """Steps from the first code of a picture to its end, if each goes down the tree as far as its children are taken.
+
+    taken: `[depth][code]`, the rank of the child that is taken at this depth below a root that is this code.
+    """
+    paths, codes = set(tree.paths), 1 + len(taken[0])
+    steps, root = 0, 0
+    while root < codes - 1:
+        path: tuple[int, ...] = ()
+        for ranks in taken[: codes - 1 - root]:
+            if (*path, ranks[root]) not in paths:
+                break
+            path = (*path, ranks[root])
+        root += len(path) + 1
+        steps += 1
+    return steps
 
 
 def default_trees(manifest: Manifest) -> dict[str, StaticTree]:
@@ -84,17 +102,6 @@ def default_relaxation(manifest: Manifest) -> tuple[int, float]:
     own = (method for method in manifest.decoding.methods if isinstance(method, LanternPlusPlus))
     method = next(own, LanternPlusPlus())
     return method.neighbors or 0, method.lambda_ or 1.0
-
-
-def tree_tokens(tree: StaticTree, chances: Chances) -> float:
-    """Tokens that a pass over a tree gives on average."""
-    total = 1.0
-    for path in tree.paths:
-        chance = 1.0
-        for depth, rank in enumerate(path):
-            chance *= chances[depth][rank]
-        total += chance
-    return total
 
 
 def relaxed_ranks(

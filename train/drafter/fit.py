@@ -149,15 +149,15 @@ class Fit:
         head, scale = self.head, self.options.cfg_scale
         for number in self.data.validation[:_MOST_FIGURES]:
             batch = self.batches.batch([number])
-            depths = min(len(tally.count), batch.cells - 1)
+            depths = min(tally.depths, batch.cells - 1)
             with mixed_precision(self.device):
                 passes = list(drafted(self.average, batch.tokens, batch.states[:, :-1], depths))
-            for depth, hidden in enumerate(passes):
-                wanted = guided(batch.wanted(depth), head, scale)[0]
-                tally.add(
-                    depth, wanted, guided(batch.predicted(hidden, depth).float(), head, scale)[0], near, generator
-                )
-        return tally.figures(near is not None)
+            seen = (
+                tuple(guided(own.float(), head, scale)[0] for own in (batch.wanted(d), batch.predicted(hidden, d)))
+                for d, hidden in enumerate(passes)
+            )
+            tally.add(((wanted, logits) for wanted, logits in seen), near, generator)
+        return tally.figures()
 
     def _update(self) -> Tensor:
         """One step; the loss."""
