@@ -217,3 +217,11 @@ def test_families_without_drafters_are_refused(t2i_bundle: Path, tmp_path: Path)
     manifest = bundle.manifest.model_copy(update={"family": "janus"})
     with refused(CheckpointError, "is of family janus, expected llamagen, scenes and anole"):
         read_borrowed(type(bundle)(bundle.folder, manifest, bundle.digest))
+
+
+def test_bundles_of_any_precision_lend_the_same(t2i_bundle: Path, t2i_half_bundle: Path, t2i_int8_bundle: Path) -> None:
+    exact, half, integers = (read_borrowed(open_bundle(one)) for one in (t2i_bundle, t2i_half_bundle, t2i_int8_bundle))
+    assert exact.config == half.config == integers.config
+    for one in (half, integers):
+        torch.testing.assert_close(one.head, exact.head, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(one.embeddings, exact.embeddings, atol=1e-3, rtol=1e-3)

@@ -40,7 +40,7 @@ from .shards import Data
 _EVERY = 60.0  # seconds between figures, and between saved states
 _WARM_UP, _FALL = 40, 0.6  # steps over which the rates rise, and the share of all over which they fall
 _ADAM = 1e-3  # rate of what is no matrix, where Muon's is 0.01
-_MOST_FIGURES = 64  # pictures that figures are of
+_FEW, _MOST = 16, 64  # pictures that figures are of, on the way and at the end
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Fit:
             progress("training", self.step, options.steps)
             loss = self._update()
             if time.monotonic() - told >= every and self.step < options.steps and self.workers.first:
-                say(f"step {self.step}, loss {float(loss):.3f}: {_line(self.figures())}")
+                say(f"step {self.step}, loss {float(loss):.3f}: {_line(self.figures(_FEW))}")
                 self._save()
                 told = time.monotonic()
         found: dict[str, float] = {}
@@ -133,7 +133,7 @@ class Fit:
             progress("training", self.step, options.steps)
             found = self.figures()
             self._save()
-            pictures = len(self.training), min(len(self.data.validation), _MOST_FIGURES)
+            pictures = len(self.training), min(len(self.data.validation), _MOST)
             given = {name.rstrip("_").replace("_", " "): value for name, value in asdict(options).items()}
             card = card_of(self.borrowed, self.average, found, pictures, given)
             save_drafter(self.average, self.output, self.borrowed.fields, card, self.force)
@@ -141,13 +141,13 @@ class Fit:
         return found
 
     @torch.no_grad()
-    def figures(self) -> dict[str, float]:
-        """Of the averaged weights, on pictures that are not trained on."""
+    def figures(self, most: int = _MOST) -> dict[str, float]:
+        """Of the averaged weights, on at most so many pictures that are not trained on."""
         tally = Tally(self.trees)
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
         near = None if self.neighbors is None else (self.neighbors, self.options.lambda_)
         head, scale = self.head, self.options.cfg_scale
-        for number in self.data.validation[:_MOST_FIGURES]:
+        for number in self.data.validation[:most]:
             batch = self.batches.batch([number])
             depths = min(tally.depths, batch.cells - 1)
             with mixed_precision(self.device):
