@@ -46,6 +46,12 @@ class Job:
     request: dict[str, Any]
     codes: Callable[[Progress], Codes]
 
+    @property
+    def subjects(self) -> list[Any]:
+        """Prompts, class ids, or numbers of embeddings."""
+        given = self.request[self.kind]
+        return list(range(len(given[0]))) if self.kind == "embeddings" else list(given)
+
 
 def drawing_jobs(pipeline: Pipeline, subjects: Subjects, count: int, shard: int = SHARD) -> list[Job]:
     """At least `count` pictures in whole shards: the subjects over and over, each time with other seeds."""
@@ -123,9 +129,7 @@ def write_shards(
         manifest.target.hidden_size,
         states,
     )
-    missing = [i for i in range(len(jobs)) if not shard_path(output, i).exists()]
-    pictures = sum(len(jobs[i].request[source.kind]) for i in missing if source.kind != "embeddings")
-    pictures += sum(len(jobs[i].request[source.kind][0]) for i in missing if source.kind == "embeddings")
+    pictures = sum(len(job.subjects) for i, job in enumerate(jobs) if not shard_path(output, i).exists())
     needed, free = estimated_bytes(manifest, pictures, states), shutil.disk_usage(existing_parent(output)).free
     if needed > free:
         raise OutputError(
@@ -174,7 +178,7 @@ def _pictures(pipeline: Pipeline, job: Job, codes: Codes, states: bool, progress
     pairs = (len(prompts), 2)
     embeddings = job.kind == "embeddings"
     return Pictures(
-        list(range(len(prompts))) if embeddings else list(given),
+        job.subjects,
         codes.astype(np.int32),
         lengths.reshape(pairs),
         tokens.reshape(*pairs, -1),
@@ -200,9 +204,7 @@ def _stacked(rows: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
 
 
 def _check_same(shard: Shard, source: Source, job: Job) -> None:
-    given = job.request[job.kind]
-    wanted = list(range(len(given[0]))) if job.kind == "embeddings" else list(given)
-    if shard.source != source or shard.subjects != wanted:
+    if shard.source != source or shard.subjects != job.subjects:
         raise OutputError(
             f"{shard.path}: is of another bundle, other prompts or other options; give another --output, or those "
             "that it was begun with"
