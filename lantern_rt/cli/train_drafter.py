@@ -103,14 +103,12 @@ def fit(
         require_library(library, "train-drafter fit", "cpu,train")
     with progress(lines=False) as show:
         show("loading PyTorch")
-        import torch
-
         from ..train.drafter.borrowed import read_borrowed
         from ..train.drafter.figures import default_relaxation
         from ..train.drafter.fit import Fit, Options
         from ..train.drafter.folder import check_folder
         from ..train.drafter.losses import LOSSES
-        from ..train.drafter.parallel import joined_workers
+        from ..train.drafter.parallel import check_device, joined_workers
         from ..train.drafter.shards import Data
     if loss not in LOSSES:
         raise RequestError(f"loss: found {short(loss)}, expected {', '.join(LOSSES)}")
@@ -122,8 +120,7 @@ def fit(
     ):
         if not low <= value <= high:
             raise RequestError(f"{name}: found {value}, expected {low} .. {high}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RequestError(f"device: found {device}, but PyTorch {torch.__version__} sees no such device; give cpu")
+    check_device(device)
     check_folder(output, force)
     opened = running.open_bundle(bundle)
     borrowed = read_borrowed(opened)

@@ -248,7 +248,8 @@ def test_workers_together_train_one_drafter(c2i_bundle: Path, shards: Path, tmp_
         (["--caption-dropout", "2"], "--caption-dropout: found 2.0, expected 0.0 .. 1.0"),
         (["--batch", "0"], "--batch: found 0, expected a whole number 1 .."),
         (["--data", "/nowhere"], "/nowhere: found no shards; make some with `lantern-rt train-drafter data`"),
-        (["--device", "cuda"], "--device: found cuda, but PyTorch"),
+        (["--device", "cuda"], "--device: found 'cuda', which PyTorch"),
+        (["--device", "quantum"], "--device: found 'quantum', which PyTorch"),
     ],
 )
 def test_what_fit_refuses_is_one_line(

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from ...checks import brief, short
+from ...errors import RequestError
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -35,6 +38,15 @@ class Workers:
         """Until all workers have come here."""
         if self.count > 1:
             dist.barrier()
+
+
+def check_device(device: str) -> None:
+    """Raises: RequestError: PyTorch does not know it, or does not see it."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        found = f"device: found {short(device)}, which PyTorch {torch.__version__} does not see ({brief(error, 80)})"
+        raise RequestError(f"{found}; give cpu") from error
 
 
 @contextmanager
