@@ -72,15 +72,6 @@ def test_a_budget_bounds_total_variation_and_likelihood_to_both_sides() -> None:
     assert budget("tvd=0.10") == Budget(0.1, float("inf"))
 
 
-def test_rows_keep_to_a_budget_if_the_interval_of_their_likelihood_does() -> None:
-    rows, balanced = RowParallel(window=4), budget("balanced")
-    sure, unsure = (Quality(images=99, tvd_per_token=0.0, nll_ratio=1.01, nll_error=error) for error in (0.005, 0.006))
-    assert balanced.allows(rows, sure)
-    assert not balanced.allows(rows, unsure)
-    assert not budget("strict").allows(rows, sure)
-    assert not budget("tvd=0.10").allows(rows, sure), "their total variation is not known"
-
-
 @pytest.mark.parametrize("wrong", ["best", "TVD=2", "TVD", "TVD=0", ""])
 def test_other_budgets_are_refused(wrong: str) -> None:
     with pytest.raises(ValidationError, match="expected strict, balanced, fast, or TVD=x with x between 0 and 1"):

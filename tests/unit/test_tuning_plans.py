@@ -132,6 +132,15 @@ def test_rows_are_planned_by_the_nodes_of_all_their_passes() -> None:
     assert best_plan(found, costs, most_nodes=max(sizes) - 1).nodes == 1
 
 
+def test_rows_keep_to_a_budget_if_the_interval_of_their_likelihood_does() -> None:
+    rows, balanced = RowParallel(window=4), budget_of(Auto(quality="balanced"))
+    sure, unsure = (Quality(images=99, tvd_per_token=0.0, nll_ratio=1.01, nll_error=error) for error in (0.005, 0.006))
+    assert balanced.allows(rows, sure)
+    assert not balanced.allows(rows, unsure)
+    assert not budget_of(Auto(quality="strict")).allows(rows, sure)
+    assert not budget_of(Auto(quality="tvd=0.10")).allows(rows, sure), "their total variation is not known"
+
+
 def test_the_best_window_is_the_one_whose_codes_outweigh_its_pass() -> None:
     windows = windows_of({3: 2.0, 7: 2.7, 15: 3.4})
     assert best_plan(windows, CHEAP).window == 15  # nodes are free
