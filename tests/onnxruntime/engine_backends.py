@@ -120,7 +120,7 @@ class SmallModel:
         return HostLibrary(memory), memory, build
 
     def _gpu(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
-        specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec)
+        specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec, sizes=(), row_end=None)
         bundle: Any = SimpleNamespace(path=lambda role: self.folder / f"{role}.onnx", manifest=specs)
 
         def build(role: str) -> Path:

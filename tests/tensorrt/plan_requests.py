@@ -32,4 +32,4 @@ def bad_graph(path: Path, op: str) -> Any:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("elsewhere", 1)]
     graph = helper.make_graph(nodes, "bad", inputs, outputs, [weight])
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-    return SimpleNamespace(path=lambda _: path, manifest=SimpleNamespace(target=None, drafter=None))
+    return SimpleNamespace(path=lambda _: path, manifest=SimpleNamespace(target=None, drafter=None, sizes=()))

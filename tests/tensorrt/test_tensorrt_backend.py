@@ -194,7 +194,7 @@ def test_a_graph_that_cannot_be_parsed_names_its_node_and_module(tmp_path: Path,
 
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, library: Any) -> None:
     (tmp_path / "junk.onnx").write_bytes(b"junk")
-    specs = SimpleNamespace(target=None, drafter=None)
+    specs = SimpleNamespace(target=None, drafter=None, sizes=())
     bundle: Any = SimpleNamespace(path=lambda _: tmp_path / "junk.onnx", manifest=specs)
     with refused(EngineError, f"{tmp_path / 'junk.onnx'}: tensorrt-rtx {library.__version__} cannot parse "):
         TensorRTBackend("tensorrt-rtx").build(bundle, "vq_decoder", [ONE_ROW], RTX, tmp_path, silent)

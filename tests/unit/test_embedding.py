@@ -94,7 +94,7 @@ def test_the_class_id_of_a_list_that_failed_is_named(tmp_path: Path) -> None:
 
 def test_options_are_all_that_a_call_takes() -> None:
     names = {name.rstrip("_") for name in get_type_hints(Options)}
-    assert names == {"method", *SAMPLING, *PARAMETERS}
+    assert names == {"method", "size", *SAMPLING, *PARAMETERS}
 
 
 # ---------------------------------------------------------------- opening and closing
