@@ -89,6 +89,8 @@ def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Te
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match="--precision: found 'int8', expected one of fp32, fp16, bf16-safe, int8-"):
         read_precisions("int8")
+    with pytest.raises(RequestError, match="--precision: found 'auto'"):  # docs/precision.md says why
+        read_precisions("auto")
     with pytest.raises(RequestError, match="--drafter-precision: found 'half'"):
         read_precisions("fp32", "half")
     chosen = read_precisions("int8-weights", "int4-weights")
