@@ -1,21 +1,54 @@
 """Guidance of the first tokens only: what is drawn after them, and that the unconditional row is gone by then."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
-from test_decode import CODES, METHODS, VOCABULARY, codes_of, model, prompts, steps_of
-from toy_engine import ToyTarget
+from toy_engine import ToyTarget, make_model, make_prompt
 
-from lantern_rt.methods import Ar, MethodConfig, RowParallel, Sampling
+from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, RowParallel, Sampling, Sjd
+from lantern_rt.runtime.decode import Step, decode
+from lantern_rt.runtime.drafts import Model
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import choose, guide
 from lantern_rt.runtime.sequences import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
+VOCABULARY, CODES = 5, 9
+NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
+METHODS: list[MethodConfig] = [
+    Ar(),
+    Eagle(tree="chain-2"),
+    Eagle(tree="tree-3-210-100"),
+    Eagle(tree="dynamic-8-3-3"),
+    Lantern(tree="dynamic-8-3-3", neighbors=3, delta=0.2),
+    LanternPlusPlus(tree="tree-3-210-100", neighbors=3),
+    Sjd(window=4),
+    Sjd(window=3, neighbors=3, lambda_=1.5),
+    RowParallel(window=2),
+]
+
+
+def model() -> Model:
+    return make_model(vocabulary=VOCABULARY, codes=CODES, round_span=4, neighbors=NEAR)
+
+
+def steps_of(engine: Model, identities: Sequence[int], sampling: Sampling, method: MethodConfig) -> list[Step]:
+    prompts = [make_prompt(i, padding=i % 3) for i in identities]
+    return list(decode(engine, prompts, list(identities), sampling, method))
+
+
+def codes_of(steps: list[Step], requests: int) -> list[list[int]]:
+    codes: list[list[int]] = [[] for _ in range(requests)]
+    for part in (part for step in steps for part in step.parts):
+        codes[part.request] += part.codes[: part.committed].tolist()
+    return codes
+
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_after_the_guided_ones_are_those_of_the_conditional_row_alone(temperature: float) -> None:
     sampling = Sampling(cfg_scale=3.0, cfg_interval=2, temperature=temperature)
-    engine, plain, (prompt,) = model(), sampling.unguided(), prompts([7])
+    engine, plain, prompt = model(), sampling.unguided(), make_prompt(7, padding=1)
     (codes,) = codes_of(steps_of(engine, [7], sampling, Ar()), 1)
     (guided,) = codes_of(steps_of(engine, [7], sampling.model_copy(update={"cfg_interval": None}), Ar()), 1)
     assert codes[:4] == guided[:4]
@@ -25,7 +58,7 @@ def test_tokens_after_the_guided_ones_are_those_of_the_conditional_row_alone(tem
         assert choose(guide(last[:, -1:], plain, position), noise, plain)[0] == codes[position]
 
 
-@pytest.mark.parametrize("method", [*METHODS.values(), RowParallel(window=2)], ids=str)
+@pytest.mark.parametrize("method", METHODS, ids=str)
 def test_passes_lose_the_unconditional_row_once_no_missing_token_is_guided(method: MethodConfig) -> None:
     engine = model()
     steps = steps_of(engine, [1], Sampling(cfg_scale=2.0, cfg_interval=1), method)
@@ -37,7 +70,7 @@ def test_passes_lose_the_unconditional_row_once_no_missing_token_is_guided(metho
 
 def test_rows_of_a_batch_end_their_guidance_one_by_one_and_stay_what_they_are_alone() -> None:
     sampling = Sampling(cfg_scale=3.0, cfg_interval=1)
-    for method in METHODS.values():
+    for method in METHODS:
         together = codes_of(steps_of(model(), range(4), sampling, method), 4)
         assert together == [codes_of(steps_of(model(), [i], sampling, method), 1)[0] for i in range(4)]
 
