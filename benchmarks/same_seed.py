@@ -1,11 +1,14 @@
-"""The picture of docs/sampling.md: the same prompts and seeds under five methods, a row each.
+"""Pictures of docs/sampling.md and docs/decoding.md: the same prompts and seeds under several methods, a row each.
 
 python benchmarks/same_seed.py docs/sampling/same_seed.png
+python benchmarks/same_seed.py docs/decoding/rows.png ar rows:window=8 rows:window=6 rows:window=4 \
+    auto:quality=balanced auto:quality=fast
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -21,16 +24,17 @@ PROMPTS = (
 SEED, MARGIN = 3, 22
 
 
-def main(path: str) -> None:
+def main(path: str, methods: Sequence[str]) -> None:
     """Draw all, and write one PNG."""
     pipeline = Pipeline.from_bundle("scenes")
-    rows = [(method, pipeline(PROMPTS, seed=SEED, method=method)) for method in METHODS]
+    rows = [(method, pipeline(PROMPTS, seed=SEED, method=method)) for method in methods or METHODS]
     width, height = rows[0][1].images[0].size
     sheet = Image.new("RGB", (width * len(PROMPTS), (height + MARGIN) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
     for line, (method, result) in enumerate(rows):
         top = line * (height + MARGIN)
-        tokens = f"{method}: {result.stats.tokens_per_forward_pass:.2f} tokens per forward pass"
+        named = f"{method}, {result.settings.method}" if method.startswith("auto") else method
+        tokens = f"{named}: {result.stats.tokens_per_forward_pass:.2f} tokens per forward pass"
         draw.text((4, top + 4), tokens, "black", font)
         for column, image in enumerate(result.images):
             sheet.paste(image, (column * width, top + MARGIN))
@@ -38,4 +42,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:])
