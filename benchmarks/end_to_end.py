@@ -50,7 +50,7 @@ def main() -> None:
     """Train, export, measure, in a folder that is removed afterwards unless one is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="llamagen-b")
-    parser.add_argument("--minutes", type=float, default=7, help="to train the target [default: 7]")
+    parser.add_argument("--minutes", type=float, default=7, help="to train the target in all [default: 7]")
     parser.add_argument("--pictures", type=int, default=1024, help="that the drafter learns from [default: 1024]")
     parser.add_argument("--drafter-steps", type=int, default=1500, help="to train the drafter [default: 1500]")
     parser.add_argument("--device", default="cuda", help="where to train: cpu, cuda, cuda:1 [default: cuda]")

@@ -1,8 +1,8 @@
-"""Muon: momentum whose update is orthogonalised, for the matrices of decoders and drafters.
+"""Muon: momentum whose update is orthogonalised, for matrices of decoders and kernels of convolutions.
 
 `torch.optim.Muon` orthogonalises in bfloat16, one matrix at a time, which processors without bfloat16
-arithmetic do slowly; here equal shapes are stacked. Source: Keller Jordan, Muon (2024), quintic
-Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315). On CUDA it runs in bfloat16 here, too.
+arithmetic do slowly; here equal shapes are stacked, in numbers that are fast. Source: Keller Jordan, Muon
+(2024), quintic Newton-Schulz iteration with coefficients (3.4445, -4.7750, 2.0315).
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from .precision import fast_in_bfloat16
+
 
 class Muon(torch.optim.Optimizer):
-    """Momentum 0.95 with Nesterov, orthogonalised update, scaled by sqrt(max(1, rows / columns))."""
+    """Momentum 0.95 with Nesterov, orthogonalised update, scaled by sqrt(max(1, rows / columns)).
+
+    A kernel `[outputs, inputs, height, width]` is a matrix with a row for every output.
+    """
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum})
@@ -26,7 +31,7 @@ class Muon(torch.optim.Optimizer):
             stacks: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for weight in group["params"]:
                 if weight.grad is not None:
-                    stacks[weight.shape].append(weight)
+                    stacks[weight.flatten(1).shape].append(weight)
             for shape, weights in stacks.items():
                 updates = []
                 for weight in weights:
@@ -34,12 +39,12 @@ class Muon(torch.optim.Optimizer):
                     state = self.state[weight]
                     average = state.setdefault("momentum", torch.zeros_like(weight))
                     average.lerp_(weight.grad, 1 - group["momentum"])
-                    updates.append(weight.grad.lerp(average, group["momentum"]))
+                    updates.append(weight.grad.lerp(average, group["momentum"]).flatten(1))
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 stacked = torch.stack(updates)
-                stacked = stacked.bfloat16() if stacked.is_cuda else stacked
+                stacked = stacked.bfloat16() if fast_in_bfloat16(stacked.device) else stacked
                 for weight, update in zip(weights, orthogonalise(stacked), strict=True):
-                    weight.add_(update, alpha=-scale)
+                    weight.add_(update.view_as(weight), alpha=-scale)
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:

@@ -17,7 +17,7 @@ from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from lantern_rt.train.muon import Muon  # noqa: E402
-from lantern_rt.train.precision import mixed_precision  # noqa: E402
+from lantern_rt.train.precision import fast_in_bfloat16, mixed_precision  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
 from lantern_rt.train.scenes.drafter import train_drafter, undrafted_bundle, write_samples  # noqa: E402
@@ -117,7 +117,7 @@ def test_a_work_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_size_of_another_name_is_refused() -> None:
-    with refused(RequestError, "size: found 'xl', expected one of default, llamagen-b"):
+    with refused(RequestError, "size: found 'xl', expected one of default, large, llamagen-b"):
         find_size("xl")
 
 
@@ -136,9 +136,10 @@ def test_in_bfloat16_the_loss_is_about_the_same() -> None:
     target = ScenesTarget(codebook(), SMALL)
     captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(1024, (2, 256))
     exact = token_losses(target, captions, codes)
-    with torch.autocast("cpu", torch.bfloat16):  # what `mixed_precision` does on CUDA
+    with torch.autocast("cpu", torch.bfloat16):
         rounded = token_losses(target, captions, codes)
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().mean() < 0.05
     with mixed_precision("cpu"):
-        assert torch.equal(token_losses(target, captions, codes), exact)
+        found = token_losses(target, captions, codes)
+    assert torch.equal(found, rounded if fast_in_bfloat16("cpu") else exact)

@@ -112,7 +112,7 @@ def test_in_bfloat16_predictions_are_about_the_same() -> None:
     drafter, tokens, states = random_drafter(), torch.randint(20, (2, 9)), torch.randn(2, 9, 32)
     with torch.no_grad():
         exact = list(drafted(drafter, tokens, states, 3))
-        with torch.autocast("cpu", torch.bfloat16):  # what `mixed_precision` does on CUDA
+        with torch.autocast("cpu", torch.bfloat16):  # what `mixed_precision` does where that is fast
             rounded = list(drafted(drafter, tokens, states, 3))
     for one, other in zip(exact, rounded, strict=True):
         assert (one - other).abs().mean() < 0.05 * one.abs().mean()

@@ -14,6 +14,7 @@ from ...errors import LanternError
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Work = Annotated[Path, typer.Option(help="Folder of checkpoints and codes; kept between calls.")]
 Minutes = Annotated[float, typer.Option(help="How long to train.")]
+MinutesInAll = Annotated[float, typer.Option(help="How long to train in all, earlier calls counted in.")]
 Threads = Annotated[int, typer.Option(help="Processor threads.")]
 Device = Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1.")]
 Batch = Annotated[int, typer.Option(help="Scenes a step.")]
@@ -22,19 +23,27 @@ DEFAULT_WORK = Path("work/scenes")
 
 @app.command()
 def vq(
-    work: Work = DEFAULT_WORK, minutes: Minutes = 15, threads: Threads = 2, batch: Batch = 16, device: Device = "cpu"
+    work: Work = DEFAULT_WORK,
+    minutes: MinutesInAll = 15,
+    threads: Threads = 2,
+    batch: Batch = 16,
+    device: Device = "cpu",
+    size: Annotated[
+        str | None, typer.Option(help="128 or 256 pixels a side. [default: that of the tokenizer in the work folder]")
+    ] = None,
 ) -> None:
-    """Train the VQ tokenizer."""
-    from .vq import train_vq
+    """Train the VQ tokenizer, or go on with it."""
+    from .vq import find_vq_size, train_vq
 
     torch.set_num_threads(threads)
-    train_vq(work, minutes, batch=batch, device=device)
+    config = None if size is None else find_vq_size(size)
+    train_vq(work, minutes, batch=batch, device=device, config=config)
 
 
 @app.command()
 def target(
     work: Work = DEFAULT_WORK,
-    minutes: Minutes = 150,
+    minutes: MinutesInAll = 150,
     threads: Threads = 2,
     cooldown: Annotated[float, typer.Option(help="Share of the time over which the rate falls to zero.")] = 0.3,
     batch: Batch = 16,
@@ -42,7 +51,7 @@ def target(
     device: Device = "cpu",
     size: Annotated[
         str | None,
-        typer.Option(help="default or llamagen-b. [default: that of the target in the work folder, or default]"),
+        typer.Option(help="default, large or llamagen-b. [default: that of the target in the work folder, or default]"),
     ] = None,
 ) -> None:
     """Train the target, or go on with it."""

@@ -29,11 +29,10 @@ from ...export.writer import Model, export_model
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from .data import render_pictures
 from .model import CONFIG, ScenesTarget, size_name
-from .render import SIZE
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS
 from .vocabulary import describe, sample_scene
-from .vq import CODE_DIM, CODES, GRID, ScenesVQ, load_vq, to_tensor
+from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 
 NEIGHBOURS = 256
 PROMPTS_SEED = 930_000
@@ -63,7 +62,7 @@ class Condition(nn.Module):
 
 
 class PictureDecoder(nn.Module):
-    """`codes [images, 256]` -> pictures `[images, 3, 128, 128]`."""
+    """`codes [images, 256]` -> pictures `[images, 3, picture, picture]`."""
 
     codebook: Tensor
 
@@ -79,7 +78,7 @@ class PictureDecoder(nn.Module):
 
 
 class PictureEncoder(nn.Module):
-    """Pictures `[images, 3, 128, 128]` -> `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
+    """Pictures `[images, 3, picture, picture]` -> `codes [images, 256]` and unit vectors `[images, 8, 16, 16]`."""
 
     def __init__(self, vq: ScenesVQ) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ def write_scenes_bundle(
     bundle written before.
     """
     vq, target = load_vq(work), load_target(work)
-    config = target.config
+    config, size = target.config, vq.config.picture
     _round(vq, target)
     decoder, code_embeddings = target.fold()
     code_embeddings = code_embeddings.half().float()
@@ -117,9 +116,9 @@ def write_scenes_bundle(
     drafting = _read_drafter(work / "drafter", decoder) if drafter else None
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
-    codes = {"codes": generator.integers(CODES, size=(2, GRID * GRID))}
-    pictures = {"images": to_tensor(render_pictures(2, seed=1)).numpy()}
-    picture = Value("images", ("images", 3, SIZE, SIZE))
+    codes = {"codes": generator.integers(vq.config.codes, size=(2, GRID * GRID))}
+    pictures = {"images": to_tensor(render_pictures(2, seed=1, size=size)).numpy()}
+    picture = Value("images", ("images", 3, size, size))
     rows = ("rows", SLOTS, config.hidden_size)
     graphs = [
         target_graph(decoder, code_embeddings),
@@ -159,9 +158,9 @@ def write_scenes_bundle(
             "family": "scenes",
             "grid_rows": GRID,
             "grid_columns": GRID,
-            "codebook_size": CODES,
-            "image_height": SIZE,
-            "image_width": SIZE,
+            "codebook_size": vq.config.codes,
+            "image_height": size,
+            "image_width": size,
             "target": DecoderSpec(**decoder_fields(config), max_positions=config.positions),
             "drafter": None if drafting is None else DrafterSpec(**decoder_fields(drafting.drafter.config)),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +22,25 @@ def draw_scenes(count: int, seed: int) -> list[Scene]:
     return [sample_scene(rng) for _ in range(count)]
 
 
-def render_pictures(count: int, seed: int, workers: int | None = None) -> NDArray[np.uint8]:
-    """Pictures uint8 `[count, 128, 128, 3]` of `draw_scenes(count, seed)`."""
-    return render_scenes(draw_scenes(count, seed), workers)
+def render_pictures(count: int, seed: int, size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
+    """Pictures uint8 `[count, size, size, 3]` of `draw_scenes(count, seed)`."""
+    return render_scenes(draw_scenes(count, seed), size, workers)
 
 
-def render_scenes(scenes: list[Scene], workers: int | None = None) -> NDArray[np.uint8]:
-    """Pictures uint8 `[scenes, 128, 128, 3]`, in the scenes' order."""
+def render_scenes(scenes: list[Scene], size: int = SIZE, workers: int | None = None) -> NDArray[np.uint8]:
+    """Pictures uint8 `[scenes, size, size, 3]`, in the scenes' order."""
     chunks = [scenes[i : i + CHUNK] for i in range(0, len(scenes), CHUNK)]
-    pictures = np.empty((len(scenes), SIZE, SIZE, 3), np.uint8)
+    pictures = np.empty((len(scenes), size, size, 3), np.uint8)
     workers = min(workers or os.cpu_count() or 1, len(chunks))
+    paint = partial(_render_chunk, size=size)
     if workers <= 1 or len(scenes) < FEWEST:
-        done = map(_render_chunk, chunks)
+        done = map(paint, chunks)
         return np.concatenate(list(done)) if chunks else pictures
     with ProcessPoolExecutor(workers) as pool:
-        for i, part in enumerate(pool.map(_render_chunk, chunks)):
+        for i, part in enumerate(pool.map(paint, chunks)):
             pictures[i * CHUNK : i * CHUNK + len(part)] = part
     return pictures
 
 
-def _render_chunk(scenes: list[Scene]) -> NDArray[np.uint8]:
-    return np.stack([render(scene) for scene in scenes])
+def _render_chunk(scenes: list[Scene], size: int) -> NDArray[np.uint8]:
+    return np.stack([render(scene, size) for scene in scenes])

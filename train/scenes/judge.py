@@ -1,7 +1,8 @@
 """A judge of scenes: a small network that reads sky, ground and solids off a picture.
 
-It is trained on rendered pictures, half of them passed through the VQ tokenizer and all slightly
-disturbed, and is as good as its measured accuracy on fresh ones; agreement figures cannot be better than that.
+It looks at 128 x 128 pixels; larger pictures are averaged down to that. It is trained on rendered pictures, half of
+them passed through the VQ tokenizer and all slightly disturbed, and is as good as its measured accuracy on fresh ones;
+agreement figures cannot be better than that.
 
 `judge.onnx` beside this file is the graph for `lantern-rt eval scenes --agreement`: pictures `[n, 3, 128, 128]` in
 0 .. 1 and the word ids of captions `[n, length]` -> agreement `[n]`, the mean of the probabilities that the judge gives
@@ -29,6 +30,7 @@ from .vq import load_vq, to_tensor
 
 JUDGE_FILE = "judge.onnx"
 SHIPPED_JUDGE = Path(__file__).with_name(JUDGE_FILE)
+SEEN = 128  # pixels a side of what the judge looks at
 ABSENT = 0  # class 0 of a place's colour and shape: nothing stands there
 FRESH_SEED = 910_000
 
@@ -81,12 +83,12 @@ def labels(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def judge(model: Judge, pictures: NDArray[np.uint8], solids: list[int]) -> list[Verdict]:
-    """Verdicts on pictures uint8 `[n, 128, 128, 3]`; `solids[i]` is how many solids picture i should hold.
+    """Verdicts on pictures uint8 `[n, size, size, 3]`; `solids[i]` is how many solids picture i should hold.
 
     The places with the strongest evidence of a solid are taken, as many as asked for.
     """
     verdicts = []
-    sky, ground, colours, shapes = model(to_tensor(pictures))
+    sky, ground, colours, shapes = model(_to_judged(pictures))
     present = 1 - colours.softmax(-1)[..., ABSENT]
     for i, count in enumerate(solids):
         places = sorted(present[i].topk(count).indices.tolist())
@@ -102,13 +104,16 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
     """Train for `minutes`, write `work/judge.onnx`, and print its accuracy on fresh scenes."""
     torch.manual_seed(seed)
     vq = load_vq(work)
+    size = vq.config.picture
     scenes = draw_scenes(pool, seed + 77)
-    pictures = render_scenes(scenes)
-    half = pool // 2
-    with torch.no_grad():
-        codes = torch.from_numpy(vq.encode(pictures[:half]).astype(np.int64))
-        for i in range(0, half, 100):
-            pictures[i : i + 100] = _to_pictures(vq.decode(codes[i : i + 100]))
+    parts = []
+    for i in range(0, pool, 500):
+        rendered = render_scenes(scenes[i : i + 500], size)
+        with torch.no_grad():
+            if i < pool // 2:
+                rendered = _to_pictures(vq.decode(torch.from_numpy(vq.encode(rendered).astype(np.int64))))
+            parts.append(_to_pictures(_to_judged(rendered)))
+    pictures = np.concatenate(parts)
     wanted = labels(scenes)
     model = Judge()
     optimiser = torch.optim.AdamW(model.parameters(), 2e-3, weight_decay=0.05)
@@ -136,7 +141,7 @@ def train_judge(work: Path, minutes: float, pool: int = 8000, batch: int = 32, s
         weight.data = weight.data.half().float() if weight.ndim > 1 else weight.data
     model.eval()
     fresh = draw_scenes(1000, FRESH_SEED)
-    accuracy = judge_accuracy(model, fresh, render_scenes(fresh))
+    accuracy = judge_accuracy(model, fresh, render_scenes(fresh, size))
     save_judge(model, work / JUDGE_FILE)
     print("judge done: " + "  ".join(f"{name} {value:.3f}" for name, value in accuracy.items()))
 
@@ -197,6 +202,11 @@ def _weights(graph: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """The judge's weights in its graph, by their names in the module."""
     own = [tensor for tensor in graph.graph.initializer if tensor.name.startswith("judge.")]
     return {tensor.name.removeprefix("judge.").removesuffix(".half"): tensor for tensor in own}
+
+
+def _to_judged(pictures: NDArray[np.uint8]) -> Tensor:
+    """What the judge looks at, `[n, 3, 128, 128]` in [-1, 1]."""
+    return F.adaptive_avg_pool2d(to_tensor(pictures), SEEN)
 
 
 def _to_pictures(images: Tensor) -> NDArray[np.uint8]:

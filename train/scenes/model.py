@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import RequestError
 from ...export.models.decoder import Decoder, DecoderConfig
 from .text import SLOTS, WORDS
-from .vq import CODE_DIM, CODES, GRID
+from .vq import CODE_DIM, GRID, VQConfig
 
 CONFIG = DecoderConfig(
     hidden_size=256,
@@ -28,13 +28,14 @@ CONFIG = DecoderConfig(
     num_heads=4,
     num_kv_heads=4,
     intermediate_size=768,
-    vocab_size=CODES,
+    vocab_size=VQConfig().codes,
     grid=GRID,
     prefix=SLOTS,
     prefix_rotation="identity",
 )
 SIZES: Mapping[str, DecoderConfig] = {
     "default": CONFIG,
+    "large": replace(CONFIG, hidden_size=320, num_layers=8, num_heads=5, num_kv_heads=5, intermediate_size=896),
     "llamagen-b": replace(
         CONFIG, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, intermediate_size=2048
     ),
@@ -49,8 +50,9 @@ def find_size(name: str) -> DecoderConfig:
 
 
 def size_name(config: DecoderConfig) -> str:
-    """The name of a target's size, or its width and layers where it has none."""
-    return next((name for name, size in SIZES.items() if size == config), f"{config.hidden_size}x{config.num_layers}")
+    """The name of a target's size, whatever its codes, or its width and layers where it has none."""
+    named = (name for name, size in SIZES.items() if replace(size, vocab_size=config.vocab_size) == config)
+    return next(named, f"{config.hidden_size}x{config.num_layers}")
 
 
 def saved_config(state: Mapping[str, Any], default: DecoderConfig = CONFIG) -> DecoderConfig:

@@ -1,7 +1,8 @@
-"""Paint a `Scene` as a 128 x 128 picture, in NumPy.
+"""Paint a `Scene` as a square picture, in NumPy.
 
-Everything is a function of the scene and its seed. Solids are shaded from surface normals, grounds are
-noise textures seen in perspective, skies are gradients with clouds, stars, a sun or a moon.
+Everything is a function of the scene and its seed. Solids are shaded from surface normals, grounds are noise textures
+seen in perspective, skies are gradients with clouds, stars, a sun or a moon. Lengths and places are in units of which a
+picture has 128 a side, however many pixels that is; what is finer than a pixel is averaged.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from .vocabulary import Scene, Solid
 
-SIZE = 128
+SIZE = 128  # units a side, and pixels where nothing else is asked for
 TEXTURE = 256  # side of the tileable textures
+LEVELS = 6  # of a texture: each averaged over twice the side of the one before
 Floats = NDArray[Any]
 
 RGB = {
@@ -42,18 +44,21 @@ SOLID_TINT = {
     "night": (0.74, 0.76, 0.86),
     "overcast": (0.92, 0.93, 0.95),
 }
+REFLECTED = {"water": 0.5, "wood": 0.16, "stone": 0.1}  # share of a solid's light that the ground throws back
 LIGHT = np.array([-0.52, -0.64, 0.57], np.float32)
 VIEWER = np.array([0, 0, 1], np.float32)
 LIGHT_HALF = (LIGHT + VIEWER) / np.linalg.norm(LIGHT + VIEWER)
 
 
-def render(scene: Scene) -> NDArray[np.uint8]:
-    """Picture of the scene, uint8 `[128, 128, 3]` (height, width, RGB)."""
+def render(scene: Scene, size: int = SIZE) -> NDArray[np.uint8]:
+    """Picture of the scene, uint8 `[size, size, 3]` (height, width, RGB)."""
     rng = np.random.default_rng(scene.seed)
     horizon = int(rng.integers(46, 58))
-    canvas = np.empty((SIZE, SIZE, 3), np.float32)
-    canvas[:horizon] = _sky(scene.sky, horizon, rng)
-    canvas[horizon:] = _ground(scene.ground, horizon, rng) * np.asarray(GROUND_TINT[scene.sky], np.float32)
+    canvas = np.empty((size, size, 3), np.float32)
+    split = horizon * size // SIZE  # first row of the ground
+    at = _centres(size)
+    canvas[:split] = _sky(scene.sky, horizon, at, rng)
+    canvas[split:] = _ground(scene.ground, horizon, at, rng) * np.asarray(GROUND_TINT[scene.sky], np.float32)
     placed = []
     for solid in scene.solids:
         low, high = (18, 21) if solid.size == "small" else (29, 33) if len(scene.solids) == 1 else (27, 29)
@@ -62,10 +67,15 @@ def render(scene: Scene) -> NDArray[np.uint8]:
         placed.append((foot, radius, solid))
     placed.sort(key=lambda item: item[0])
     for foot, radius, solid in placed:
-        _shadow(canvas, solid.x * SIZE, foot, radius, horizon)
+        _shadow(canvas, solid.x * SIZE, foot, radius, split, at)
     for foot, radius, solid in placed:
-        _paint(canvas, solid, radius, foot, scene.sky, rng)
+        _paint(canvas, solid, radius, foot, scene, rng)
     return np.rint(np.clip(canvas, 0, 1) * 255).astype(np.uint8)
+
+
+def _centres(size: int) -> Floats:
+    """Where pixels of a row or column lie, in units; pixels of a picture of 128 lie at whole ones."""
+    return np.asarray((np.arange(size, dtype=np.float32) + 0.5) * (SIZE / size) - 0.5)
 
 
 # ---------------------------------------------------------------- textures
@@ -73,7 +83,7 @@ def render(scene: Scene) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=1)
 def _textures() -> dict[str, Floats]:
-    """Tileable `[256, 256]` textures in [0, 1]: soft and fine noise, cells, planks."""
+    """Tileable textures `[levels, 256, 256]` in [0, 1]: soft and fine noise, cells, planks; each level is smoother."""
     rng = np.random.default_rng(7)
 
     def noise(*octaves: tuple[int, float]) -> Floats:
@@ -87,12 +97,24 @@ def _textures() -> dict[str, Floats]:
     grid = np.stack(np.meshgrid(np.arange(TEXTURE), np.arange(TEXTURE), indexing="ij"), -1)
     gap = np.abs(grid[:, :, None] - points)  # [256, 256, points, 2]
     distance = np.sort(np.hypot(*np.moveaxis(np.minimum(gap, TEXTURE - gap), -1, 0)), axis=-1)  # nearest point first
-    return {
+    found = {
         "soft": noise((4, 1.0), (8, 0.6), (16, 0.35), (32, 0.2)),
         "fine": noise((32, 1.0), (64, 0.9), (128, 0.5)),
         "wave": noise((8, 0.5), (16, 1.0), (32, 0.6)),
         "cells": np.clip((distance[..., 1] - distance[..., 0]) / 5.0, 0, 1).astype(np.float32),
     }
+    return {name: _levels(texture) for name, texture in found.items()}
+
+
+def _levels(texture: Floats) -> Floats:
+    """`[levels, 256, 256]`: level i is the texture averaged over squares of side 2**i around every texel."""
+    found = [texture]
+    for level in range(LEVELS - 1):
+        last, step = found[-1], 2**level
+        last = (last + np.roll(last, step, 0)) / 2
+        last = (last + np.roll(last, step, 1)) / 2
+        found.append(np.roll(last, (-(step // 2), -(step // 2)), (0, 1)))
+    return np.stack(found)
 
 
 def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
@@ -106,50 +128,60 @@ def _value_noise(rng: np.random.Generator, cells: int) -> Floats:
     return np.asarray(rows[:, low] * (1 - part) + rows[:, (low + 1) % cells] * part)
 
 
-@lru_cache(maxsize=16)
-def _perspective(horizon: int) -> tuple[Floats, Floats, Floats]:
-    """World coordinates (across, away) and nearness in [0, 1] of the ground pixels."""
-    rows = np.arange(horizon, SIZE, dtype=np.float32)[:, None]
+def _sample(name: str, across: Floats, away: Floats) -> Floats:
+    """The texture at `across [rows, columns]` and `away [rows, 1]`, in texels: interpolated, and as smooth as a pixel
+    of that row is wide."""
+    levels = _textures()[name]
+    wide = np.abs(across[:, 1] - across[:, 0])
+    high = np.abs(np.gradient(away[:, 0]))
+    level = np.rint(np.log2(np.maximum(np.sqrt(wide * high), 1))).astype(np.int64).clip(0, LEVELS - 1)[:, None]
+    x, y = np.floor(across), np.floor(away)
+    right, below = (across - x).astype(np.float32), (away - y).astype(np.float32)
+    left, top = x.astype(np.int64) % TEXTURE, y.astype(np.int64) % TEXTURE
+    flat = levels.ravel()
+
+    def row(of: Floats) -> Floats:
+        base = (level * TEXTURE + of) * TEXTURE
+        one = flat[base + left]
+        return np.asarray(one + (flat[base + (left + 1) % TEXTURE] - one) * right)
+
+    first = row(top)
+    return np.asarray(first + (row((top + 1) % TEXTURE) - first) * below)
+
+
+def _ground(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Floats:
+    rows = at[horizon * len(at) // SIZE :, None]
     depth = 900.0 / (rows - horizon + 7.0)
-    across = (np.arange(SIZE, dtype=np.float32)[None] - SIZE / 2) * depth / 22.0
-    away = np.broadcast_to(depth * 3.2, across.shape)
-    return across, away, np.clip((rows - horizon) / 34.0, 0, 1)
-
-
-def _sample(texture: Floats, across: Floats, away: Floats) -> Floats:
-    return np.asarray(texture[away.astype(int) % TEXTURE, across.astype(int) % TEXTURE])
-
-
-def _ground(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
-    textures = _textures()
-    across, away, near = _perspective(horizon)
-    across, away = across + rng.uniform(0, TEXTURE), away + rng.uniform(0, TEXTURE)
-    soft = _sample(textures["soft"], across, away) - 0.5
+    near = np.clip((rows - horizon) / 34.0, 0, 1)
+    across = (at[None] - SIZE / 2) * depth / 22.0 + np.float32(rng.uniform(0, TEXTURE))
+    away = depth * 3.2 + np.float32(rng.uniform(0, TEXTURE))
+    soft = _sample("soft", across, away) - 0.5
     if kind == "grass":
-        blades = _sample(textures["fine"], across * 2.2, away * 0.5) - 0.5
-        level, low, high = 0.5 + near * (0.9 * blades + 0.25 * soft), (0.10, 0.30, 0.05), (0.36, 0.66, 0.16)
+        blades = _sample("fine", across * 2.2, away * 0.5) - 0.5
+        level, low, high = 0.5 + near * (0.5 * blades + 0.45 * soft), (0.10, 0.30, 0.05), (0.36, 0.66, 0.16)
     elif kind == "sand":
-        ripple = _sample(textures["wave"], across * 0.8, away * 1.4) - 0.5
+        ripple = _sample("wave", across * 0.8, away * 1.4) - 0.5
         level, low, high = (
-            0.55 + (0.25 + 0.75 * near) * (0.6 * ripple + 0.2 * soft),
+            0.55 + (0.25 + 0.75 * near) * (0.5 * ripple + 0.3 * soft),
             (0.66, 0.52, 0.28),
             (0.95, 0.83, 0.56),
         )
     elif kind == "snow":
         level, low, high = 0.66 + (0.2 + 0.8 * near) * 0.9 * soft, (0.70, 0.78, 0.88), (1.0, 1.0, 1.0)
     elif kind == "water":
-        wave = _sample(textures["wave"], across * 0.7, away * 2.0) - 0.5
-        level, low, high = 0.42 + (0.3 + 0.7 * near) * 1.0 * wave, (0.01, 0.12, 0.34), (0.22, 0.58, 0.82)
+        wave = _sample("wave", across * 0.7, away * 2.0) - 0.5
+        level, low, high = 0.42 + (0.3 + 0.7 * near) * 0.8 * wave, (0.01, 0.12, 0.34), (0.22, 0.58, 0.82)
     elif kind == "stone":
-        cells = _sample(textures["cells"], across * 1.1, away * 1.1)
-        level, low, high = 0.1 + 0.6 * cells + 0.4 * soft * near, (0.20, 0.20, 0.21), (0.66, 0.65, 0.63)
+        cells = _sample("cells", across * 1.1, away * 1.1)
+        level, low, high = 0.16 + 0.5 * cells + 0.4 * soft * near, (0.20, 0.20, 0.21), (0.66, 0.65, 0.63)
     else:  # wood
-        plank = np.floor(across / 22.0)
-        seam = np.clip(np.abs(across / 22.0 - plank - 0.5) * -14.0 + 7.0, 0, 1)
+        planks = across / 22.0
+        plank = np.floor(planks)
+        seam = np.clip(np.abs(planks - plank - 0.5) * -14.0 + 7.0, 0, 1)
         shade = (np.sin(plank * 12.9898) * 43758.5453) % 1.0
-        grain = _sample(textures["fine"], across * 1.5, away * 0.16) - 0.5
+        grain = _sample("fine", across * 1.5, away * 0.16) - 0.5
         level, low, high = (
-            (0.42 + 0.28 * shade + 0.3 * grain) * (0.25 + 0.75 * seam),
+            (0.42 + 0.28 * shade + 0.22 * grain) * (0.25 + 0.75 * seam),
             (0.17, 0.08, 0.03),
             (0.74, 0.46, 0.24),
         )
@@ -157,71 +189,90 @@ def _ground(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
     return np.asarray(low, np.float32) * (1 - level) + np.asarray(high, np.float32) * level
 
 
-def _sky(kind: str, horizon: int, rng: np.random.Generator) -> Floats:
-    textures = _textures()
-    rows = np.arange(horizon)
-    height = (rows / max(horizon - 1, 1)).astype(np.float32)[:, None, None]  # 0 at the top, 1 at the horizon
+def _sky(kind: str, horizon: int, at: Floats, rng: np.random.Generator) -> Floats:
+    rows = at[: horizon * len(at) // SIZE, None]
+    height = (rows / (horizon - 1))[..., None]  # 0 at the top, 1 at the horizon
     dx, dy = rng.integers(0, TEXTURE, 2)
-    clouds = textures["soft"][(rows[:, None] * 2 + dy) % TEXTURE, (np.arange(SIZE)[None] + dx) % TEXTURE][..., None]
+    clouds = _sample("soft", at[None] + np.float32(dx), rows * 2 + np.float32(dy))[..., None]
     disc_x = rng.uniform(16, SIZE - 16)
     if kind == "clear":
-        sky = _blend((0.20, 0.48, 0.88), (0.72, 0.87, 0.98), height)
+        sky = _blend((0.20, 0.48, 0.88), (0.72, 0.87, 0.98), height, at)
         cover = np.clip((clouds - 0.55) * 5.0, 0, 1)
         return np.asarray(sky * (1 - cover) + np.float32(0.98) * cover)
     if kind == "sunset":
-        sky = _blend((0.36, 0.16, 0.44), (1.0, 0.62, 0.22), height**1.3)
+        sky = _blend((0.36, 0.16, 0.44), (1.0, 0.62, 0.22), height.clip(0) ** 1.3, at)
         sky += np.clip((clouds - 0.5) * 1.6, 0, 1) * np.asarray((0.34, 0.02, 0.06), np.float32)
-        return _disc(sky, disc_x, horizon - rng.uniform(4, 10), 7.5, (1.0, 0.93, 0.62))
+        return _disc(sky, at, disc_x, horizon - rng.uniform(4, 10), 7.5, (1.0, 0.93, 0.62))
     if kind == "night":
-        sky = _blend((0.01, 0.01, 0.07), (0.08, 0.10, 0.26), height)
-        stars = rng.integers(0, (horizon, SIZE), (26, 2))
-        sky[stars[:, 0], stars[:, 1]] += rng.uniform(0.3, 0.9, 26).astype(np.float32)[:, None]
-        return _disc(sky, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
-    sky = _blend((0.50, 0.53, 0.57), (0.74, 0.76, 0.78), height)
+        sky = _blend((0.01, 0.01, 0.07), (0.08, 0.10, 0.26), height, at)
+        for row, column in rng.integers(0, (horizon, SIZE), (26, 2)):
+            light = rng.uniform(0.3, 0.9)
+            above, left = np.searchsorted(at, (row - 1, column - 1))
+            near = (slice(above, above + len(at) // 64), slice(left, left + len(at) // 64))
+            spread = np.exp(-1.6 * ((at[near[0], None] - row) ** 2 + (at[None, near[1]] - column) ** 2))
+            sky[near] += np.float32(light) * spread[: len(sky[near])][..., None]
+        return _disc(sky, at, disc_x, rng.uniform(11, 24), 6.5, (0.97, 0.96, 0.85))
+    sky = _blend((0.50, 0.53, 0.57), (0.74, 0.76, 0.78), height, at)
     return np.asarray(sky + (clouds - 0.5) * np.float32(0.34))
 
 
-def _blend(top: tuple[float, ...], bottom: tuple[float, ...], height: Floats) -> Floats:
+def _blend(top: tuple[float, ...], bottom: tuple[float, ...], height: Floats, at: Floats) -> Floats:
     sky = np.asarray(top, np.float32) * (1 - height) + np.asarray(bottom, np.float32) * height
-    return np.repeat(sky, SIZE, axis=1)  # [horizon, 128, 3]
+    return np.repeat(sky, len(at), axis=1)  # [rows, size, 3]
 
 
-def _disc(sky: Floats, x: float, y: float, radius: float, colour: tuple[float, float, float]) -> Floats:
-    rows, columns = np.ogrid[: sky.shape[0], :SIZE]
-    cover = np.clip(radius - np.hypot(rows - y, columns - x) + 0.5, 0, 1)[..., None].astype(np.float32)
+def _disc(sky: Floats, at: Floats, x: float, y: float, radius: float, colour: tuple[float, float, float]) -> Floats:
+    scale = len(at) / SIZE
+    away = np.hypot(at[: len(sky), None] - y, at[None] - x)
+    sky = sky + 0.22 * np.exp(-((away / (2.6 * radius)) ** 2))[..., None] * np.asarray(colour, np.float32)  # its glow
+    cover = np.clip((radius - away) * scale + 0.5, 0, 1)[..., None].astype(np.float32)
     return np.asarray(sky * (1 - cover) + np.asarray(colour, np.float32) * cover)
 
 
 # ---------------------------------------------------------------- solids
 
 
-def _shadow(canvas: Floats, x: float, foot: float, radius: float, horizon: int) -> None:
-    rows, columns = np.ogrid[horizon:SIZE, :SIZE]
-    away = np.hypot((columns - x - 0.30 * radius) / (1.15 * radius), (rows - foot + 0.06 * radius) / (0.30 * radius))
-    canvas[horizon:] *= 1 - 0.55 * np.clip(1.5 - 1.5 * away, 0, 1)[..., None].astype(np.float32)
+def _shadow(canvas: Floats, x: float, foot: float, radius: float, split: int, at: Floats) -> None:
+    """A dark, soft patch to the right, away from the light, and a darker one where the solid touches the ground."""
+    rows, columns = at[split:, None], at[None]
+    cast = np.hypot((columns - x - 0.48 * radius) / (1.35 * radius), (rows - foot + 0.10 * radius) / (0.30 * radius))
+    touch = np.hypot((columns - x - 0.08 * radius) / (0.95 * radius), (rows - foot + 0.03 * radius) / (0.20 * radius))
+    canvas[split:] *= 1 - 0.45 * np.clip(1.5 - 1.5 * cast, 0, 1)[..., None]
+    canvas[split:] *= 1 - 0.35 * np.clip(1.5 - 1.5 * touch, 0, 1)[..., None]
 
 
-def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, sky: str, rng: np.random.Generator) -> None:
-    """Shade the solid at twice the resolution, average, and lay it over the canvas."""
-    x, y = solid.x * SIZE, foot - 0.97 * radius
-    reach = int(np.ceil(radius * 1.08))
+def _paint(canvas: Floats, solid: Solid, radius: float, foot: float, scene: Scene, rng: np.random.Generator) -> None:
+    """Shade the solid at twice the resolution, average, and lay it over the canvas, its reflection first."""
+    size = len(canvas)
+    scale = size / SIZE
+    x, y = (solid.x * SIZE + 0.5) * scale, (foot - 0.97 * radius + 0.5) * scale  # in pixels from the corner
+    reach = int(np.ceil(radius * scale * 1.08))
     top, left = round(float(y)) - reach, round(float(x)) - reach
-    steps = (np.arange(4 * reach) + 0.5) / 2
-    across = ((left + steps - x) / radius).astype(np.float32)[None]
-    down = ((top + steps - y) / radius).astype(np.float32)[:, None]
+    steps = (np.arange(4 * reach, dtype=np.float32) + 0.5) / 2
+    across = ((left + steps - x) / (radius * scale)).astype(np.float32)[None]
+    down = ((top + steps - y) / (radius * scale)).astype(np.float32)[:, None]
     across, down = np.broadcast_arrays(across, down)
     inside, normal = SURFACES[solid.shape](across, down, rng)
     facing = normal[inside].astype(np.float32)
     diffuse = np.clip(facing @ LIGHT, 0, 1)
     gloss = np.clip(facing @ LIGHT_HALF, 0, 1)
-    base = np.asarray(RGB[solid.colour], np.float32) * np.asarray(SOLID_TINT[sky], np.float32)
+    base = np.asarray(RGB[solid.colour], np.float32) * np.asarray(SOLID_TINT[scene.sky], np.float32)
     colour = base * (0.42 + 0.62 * diffuse)[:, None]
     colour += ((0.75 * gloss**28 + 0.10 * gloss**5) if solid.finish == "shiny" else 0.05 * gloss**3)[:, None]
     fine = np.zeros((*inside.shape, 4), np.float32)
     fine[inside, :3], fine[inside, 3] = colour, 1
     pixels = (fine[::2, ::2] + fine[1::2, ::2] + fine[::2, 1::2] + fine[1::2, 1::2]) / 4
-    rows = slice(max(top, 0), min(top + 2 * reach, SIZE))
-    columns = slice(max(left, 0), min(left + 2 * reach, SIZE))
+    if share := REFLECTED.get(scene.ground):
+        fading = share * np.linspace(1, 0.25, 2 * reach, dtype=np.float32)[:, None, None]
+        _lay(canvas, pixels[::-1] * fading, round(float(2 * foot * scale)) - top - 2 * reach, left)
+    _lay(canvas, pixels, top, left)
+
+
+def _lay(canvas: Floats, pixels: Floats, top: int, left: int) -> None:
+    """Lay premultiplied `pixels [rows, columns, 4]` over the canvas, cut at its edges."""
+    size = len(canvas)
+    rows = slice(max(top, 0), min(top + pixels.shape[0], size))
+    columns = slice(max(left, 0), min(left + pixels.shape[1], size))
     pixels = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
     canvas[rows, columns] = canvas[rows, columns] * (1 - pixels[..., 3:]) + pixels[..., :3]
 

@@ -20,7 +20,7 @@ from ...export.writer import check_output
 from ..drafter.folder import save_drafter
 from .checkpoints import save_checkpoint
 from .model import CONFIG, ScenesTarget
-from .vq import ScenesVQ
+from .vq import VQ_SIZES, ScenesVQ
 
 
 def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
@@ -31,7 +31,7 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
     check_output(work, force=False)
     opened = open_bundle(bundle)
     vq = _vq(opened)
-    save_checkpoint(work / "vq.pt", {"model": vq.state_dict()})
+    save_checkpoint(work / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
     if only_vq:
         return
     target = _target(opened, vq.codebook)
@@ -42,7 +42,8 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
 def _vq(bundle: Bundle) -> ScenesVQ:
     stored = {name.removeprefix("vq."): w for name, w in _weights(bundle.path("vq_encoder")).items()}
     stored |= _weights(bundle.path("vq_decoder"))
-    codebook, vq = stored["codebook"], ScenesVQ()
+    codebook = stored["codebook"]
+    vq = ScenesVQ(replace(VQ_SIZES[str(bundle.manifest.image_height)], codes=len(codebook)))
     networks = {name: w for name, w in stored.items() if name.startswith(("encoder.", "decoder."))}
     table = {"codebook": codebook, "sums": codebook.clone(), "members": torch.ones(len(codebook))}
     vq.load_state_dict(networks | table)
@@ -53,6 +54,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     spec, stored = bundle.manifest.target, _weights(bundle.path("target"))
     config = replace(
         CONFIG,
+        vocab_size=len(codebook),
         hidden_size=spec.hidden_size,
         num_layers=spec.num_layers,
         num_heads=spec.hidden_size // spec.head_dim,

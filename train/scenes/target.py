@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from ..precision import mixed_precision
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
 from .model import CONFIG, ScenesTarget, saved_config, size_name
+from .stopwatch import Stopwatch
 from .text import UNKNOWN, encode_caption
 from .vocabulary import describe
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq
 
-SHARD = 8000  # scenes rendered and tokenised at a time
+SHARD = 4000  # scenes rendered and tokenised at a time
 PASSES = 2  # times a shard is gone through, each time with other captions
 FRESH_SEED = 900_000  # scenes nobody trains on
 ROW_WEIGHT = torch.tensor([0.6] * 4 + [1.0] + [1.3] * 10 + [0.8])  # solids stand on the lower rows
@@ -47,8 +47,13 @@ def shard_codes(work: Path, vq: ScenesVQ, index: int, size: int) -> NDArray[np.i
 
 def tokenise(vq: ScenesVQ, count: int, seed: int) -> NDArray[np.int16]:
     """Codes `[count, 256]` of the scenes of a seed."""
-    scenes = draw_scenes(count, seed)
-    return np.concatenate([vq.encode(render_scenes(scenes[i : i + 2000])) for i in range(0, count, 2000)])
+    scenes, size = draw_scenes(count, seed), vq.config.picture
+    parts = []
+    for i in range(0, count, 1000):
+        pictures = render_scenes(scenes[i : i + 1000], size, workers=torch.get_num_threads())
+        with mixed_precision(vq.codebook.device):
+            parts.append(vq.encode(pictures))
+    return np.concatenate(parts)
 
 
 def batches(
@@ -104,38 +109,44 @@ def train_target(
     size: DecoderConfig | None = None,
     shard: int = SHARD,
 ) -> None:
-    """Train (or go on training) for `minutes`.
+    """Train until this work folder's target has had `minutes`.
 
-    `size` is that of the target in `work` or, where there is none, `CONFIG`; CheckpointError if another is given.
+    `size` is that of the target in `work` or, where there is none, `CONFIG`, with as many codes as the tokenizer;
+    CheckpointError if another is given.
 
     `compiled` passes the loss through torch.compile, which needs a C++ compiler and gave 20 % more scenes a second.
 
-    The learning rate is constant, then falls to zero over the last `cooldown` share. `target-stable.pt`
-    holds the state before that fall, from which a later call goes on (or from `target.pt` where there is no
-    such file); `target.pt` holds the average weights for use. Both are rewritten every four minutes.
+    The learning rate is constant, then falls to zero over the last `cooldown` share. `target-state.pt` is what an
+    interrupted call goes on from; `target-stable.pt` is the last of it before that fall, from which a call for more
+    minutes goes on (or from `target.pt` where there is no such file); `target.pt` holds the average weights for use.
+    All are rewritten every four minutes.
     """
     torch.manual_seed(1)
     vq = load_vq(work).to(device)
-    stable, finished = work / "target-stable.pt", work / "target.pt"
-    path = stable if stable.exists() else finished  # finished or restored: weights without the optimisers' state
-    state = load_checkpoint(path) if path.exists() else None
-    config = size or CONFIG
+    ongoing, stable, finished = (work / f"target{kind}.pt" for kind in ("-state", "-stable", ""))
+    plan = {"minutes": minutes, "cooldown": cooldown}
+    path, state = _state_to_go_on_from((ongoing, stable, finished), plan)
+    config = replace(size or CONFIG, vocab_size=vq.config.codes)
     if state is not None:
-        config = saved_config(state)
-        if size is not None and size != config:
+        found = saved_config(state)
+        if size is not None and found != config:
             raise CheckpointError(
-                f"{path}: found a target of size {size_name(config)}, expected {size_name(size)}; "
+                f"{path}: found a target of size {size_name(found)}, expected {size_name(size)}; "
                 "give another --work, or leave --size out"
             )
+        config = found
+    if state is not None and state.get("seconds", 0.0) >= 60 * minutes:
+        print(f"target has had its {minutes:g} minutes")
+        return
     model = ScenesTarget(vq.codebook.cpu(), config).to(device)
     matrices = [w for w in model.decoder.parameters() if w.ndim == 2]
     others = [w for w in model.parameters() if not any(w is m for m in matrices)]
     muon, adam = Muon(matrices, lr), torch.optim.AdamW(others, 2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    average, seen = copy.deepcopy(model), 0
+    average, seen, step, before = copy.deepcopy(model), 0, 0, 0.0
     if state is not None:
         model.load_state_dict(state["model"])
         average.load_state_dict(state.get("average", state["model"]))
-        seen = state["seen"]
+        seen, step, before = state["seen"], state.get("step", 0), state.get("seconds", 0.0)
         if "muon" in state:
             muon.load_state_dict(state["muon"])
             adam.load_state_dict(state["adam"])
@@ -145,28 +156,33 @@ def train_target(
     fresh_captions = torch.from_numpy(np.stack([encode_caption(describe(s, rng, complete=True)) for s in fresh_scenes]))
     fresh_captions, weight = fresh_captions.to(device), ROW_WEIGHT.repeat_interleave(GRID).to(device)
 
-    def snapshot() -> dict[str, Any]:
-        return {
+    def save() -> dict[str, float]:
+        snapshot = {
             "model": model.state_dict(),
             "average": average.state_dict(),
             "muon": muon.state_dict(),
             "adam": adam.state_dict(),
             "seen": seen,
+            "step": step,
+            "seconds": watch.seconds(),
             "config": asdict(config),
+            "plan": plan,
         }
-
-    def finish() -> dict[str, float]:
-        scores = evaluate(average, fresh_captions, fresh)
+        save_checkpoint(ongoing, snapshot)
+        if passed < 1 - cooldown:
+            save_checkpoint(stable, snapshot)
+        with mixed_precision(device):
+            scores = evaluate(average, fresh_captions, fresh)
         weights = average.state_dict()
         save_checkpoint(finished, {"model": weights, "seen": seen, "config": asdict(config), "scores": scores})
         return scores
 
     losses_of = torch.compile(token_losses) if compiled else token_losses
-    start = saved = said = time.monotonic()
+    watch = Stopwatch(device, before)
+    saved = said = before
     running = torch.zeros((), device=device)
-    for step, (captions, codes, seen) in enumerate(batches(work, vq, batch, seen, shard)):  # noqa: B020
-        now = time.monotonic()
-        passed = (now - start) / (60 * minutes)
+    for captions, codes, seen in batches(work, vq, batch, seen, shard):  # noqa: B020
+        passed = watch.seconds() / (60 * minutes)
         if passed >= 1:
             break
         rate = min(1.0, (step + 1) / 60, (1 - passed) / cooldown if cooldown else 1.0)
@@ -186,15 +202,26 @@ def train_target(
             for kept, current in zip(average.parameters(), model.parameters(), strict=True):
                 kept.lerp_(current, 1 - decay)
         running.lerp_(losses.detach().mean(), max(0.02, 1 / (step + 1)))
+        step += 1
+        now = watch.seconds()
         if now - said > 60:
             said = now
-            print(f"target {now - start:6.0f} s  seen {seen}  rate {rate:.2f}  running loss {running:.3f}", flush=True)
+            print(f"target {now:6.0f} s  seen {seen}  rate {rate:.2f}  running loss {running:.3f}", flush=True)
         if now - saved > 240:
             saved = now
-            if passed < 1 - cooldown:
-                save_checkpoint(stable, snapshot())
-            print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in finish().items()), flush=True)
-    print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in finish().items()))
+            print("  fresh scenes: " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()), flush=True)
+    print(f"target done: seen {seen}  " + "  ".join(f"{k} {v:.3f}" for k, v in save().items()))
+
+
+def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float]) -> tuple[Path, dict[str, Any] | None]:
+    """The checkpoint among `ongoing, stable, finished` that a run of this plan begins with, or None."""
+    ongoing, stable, finished = paths
+    if ongoing.exists():
+        state = load_checkpoint(ongoing)
+        if state["plan"] == plan or not stable.exists():
+            return ongoing, state
+    path = stable if stable.exists() else finished
+    return path, load_checkpoint(path) if path.exists() else None
 
 
 def load_target(work: Path) -> ScenesTarget:

@@ -1,15 +1,18 @@
-"""The scenes VQ tokenizer: 128 x 128 pictures <-> 16 x 16 codes out of 1024, and its training.
+"""The scenes VQ tokenizer: pictures <-> 16 x 16 codes, and its training.
 
 The encoder sees a small neighbourhood of each cell, which keeps codes local and interchangeable and the
 autoregressive task easy. Codes are unit vectors of 8 numbers; the codebook follows its members by
 exponential moving averages, and codes nobody uses are moved onto encodings that are badly served.
+
+A size is a `VQConfig`. It goes into every checkpoint, and what reads one takes it from there.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +20,45 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ...errors import CheckpointError, RequestError
+from ..muon import Muon
+from ..precision import mixed_precision
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import render_pictures
+from .stopwatch import Stopwatch
 
-CODES, CODE_DIM, GRID = 1024, 8, 16
+CODE_DIM, GRID = 8, 16
+RATE, MUON_RATE = 1e-3, 0.02
+POOL, PASSES = 1024, 4  # pictures rendered at a time, and how often each is learnt from
+SEATED = 80  # steps before there are codes
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """Sizes of a tokenizer; the defaults are those of the bundle that comes with the package."""
+
+    patch: int = 2  # side in pixels of the squares that are folded into channels; pictures are 64 * patch a side
+    codes: int = 1024
+    encoder: tuple[int, int] = (40, 112)  # channels at 32 x 32 and 16 x 16
+    decoder: tuple[tuple[int, int], ...] = ((144, 2), (72, 1), (32, 1))  # channels and blocks at 16 x 16, 32 x 32, ...
+
+    @property
+    def picture(self) -> int:
+        """Pixels a side."""
+        return 4 * GRID * self.patch
+
+
+VQ_SIZES: Mapping[str, VQConfig] = {
+    "128": VQConfig(),
+    "256": VQConfig(patch=4, codes=2048, encoder=(128, 256), decoder=((192, 3), (128, 2), (64, 1))),
+}
+
+
+def find_vq_size(name: str) -> VQConfig:
+    """The size of a name; RequestError if there is none."""
+    if name not in VQ_SIZES:
+        raise RequestError(f"size: found {name!r}, expected one of {', '.join(VQ_SIZES)}")
+    return VQ_SIZES[name]
 
 
 class Residual(nn.Module):
@@ -37,40 +75,40 @@ class Residual(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`[images, 3, 128, 128]` in [-1, 1] -> unit vectors `[images, 8, 16, 16]`."""
+    """`[images, 3, picture, picture]` in [-1, 1] -> unit vectors `[images, 8, 16, 16]`."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        self.down1 = nn.Conv2d(12, 40, 4, stride=2, padding=1)
-        self.down2 = nn.Conv2d(40, 112, 4, stride=2, padding=1)
-        self.residual = Residual(112)
-        self.project = nn.Conv2d(112, CODE_DIM, 1)
+        middle, width = config.encoder
+        self.patch = config.patch
+        self.down1 = nn.Conv2d(3 * config.patch**2, middle, 4, stride=2, padding=1)
+        self.down2 = nn.Conv2d(middle, width, 4, stride=2, padding=1)
+        self.residual = Residual(width)
+        self.project = nn.Conv2d(width, CODE_DIM, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = F.silu(self.down1(F.pixel_unshuffle(images, 2)))
+        x = F.silu(self.down1(F.pixel_unshuffle(images, self.patch)))
         x = F.silu(self.residual(self.down2(x)))
         return F.normalize(self.project(x).float(), dim=1)
 
 
 class Decoder(nn.Module):
-    """Code vectors `[images, 8, 16, 16]` -> pictures `[images, 3, 128, 128]`, about [-1, 1]."""
+    """Code vectors `[images, 8, 16, 16]` -> pictures `[images, 3, picture, picture]`, about [-1, 1]."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(CODE_DIM, 144, 3, padding=1),
-            Residual(144),
-            Residual(144),
-            nn.Conv2d(144, 72 * 4, 3, padding=1),
-            nn.PixelShuffle(2),
-            Residual(72),
-            nn.Conv2d(72, 32 * 4, 3, padding=1),
-            nn.PixelShuffle(2),
-            Residual(32),
-            nn.SiLU(),
-            nn.Conv2d(32, 12, 3, padding=1),
-            nn.PixelShuffle(2),
-        )
+        layers: list[nn.Module] = []
+        before = 0
+        for width, blocks in config.decoder:
+            if before:
+                layers += [nn.Conv2d(before, 4 * width, 3, padding=1), nn.PixelShuffle(2)]
+            else:
+                layers += [nn.Conv2d(CODE_DIM, width, 3, padding=1)]
+            layers += [Residual(width) for _ in range(blocks)]
+            before = width
+        left = config.picture // (GRID * 2 ** (len(config.decoder) - 1))
+        layers += [nn.SiLU(), nn.Conv2d(before, 3 * left**2, 3, padding=1), nn.PixelShuffle(left)]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, vectors: Tensor) -> Tensor:
         pictures: Tensor = self.layers(vectors)
@@ -84,12 +122,16 @@ class ScenesVQ(nn.Module):
     members: Tensor
     sums: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, config: VQConfig | None = None) -> None:
         super().__init__()
-        self.encoder, self.decoder = Encoder(), Decoder()
-        start = F.normalize(torch.randn(CODES, CODE_DIM), dim=1)
+        self.config = config = config or VQConfig()
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+        for module in self.modules():  # residual blocks begin by handing on what they get
+            if isinstance(module, Residual):
+                nn.init.zeros_(module.second.weight)
+        start = F.normalize(torch.randn(config.codes, CODE_DIM), dim=1)
         self.register_buffer("codebook", start)
-        self.register_buffer("members", torch.ones(CODES))
+        self.register_buffer("members", torch.ones(config.codes))
         self.register_buffer("sums", start.clone())
 
     def nearest(self, vectors: Tensor) -> Tensor:
@@ -102,13 +144,13 @@ class ScenesVQ(nn.Module):
         return self.codebook[codes].permute(0, 3, 1, 2)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Pictures `[images, 3, 128, 128]` of codes `[images, 256]` or `[images, 16, 16]`."""
+        """Pictures `[images, 3, picture, picture]` of codes `[images, 256]` or `[images, 16, 16]`."""
         pictures: Tensor = self.decoder(self.lookup(codes.view(-1, GRID, GRID)))
         return pictures
 
     @torch.no_grad()
     def encode(self, pictures: NDArray[np.uint8], batch: int = 64) -> NDArray[np.int16]:
-        """Codes `[images, 256]` of uint8 pictures `[images, 128, 128, 3]`."""
+        """Codes `[images, 256]` of uint8 pictures `[images, picture, picture, 3]`."""
         parts = []
         for i in range(0, len(pictures), batch):
             vectors = self.encoder(to_tensor(pictures[i : i + batch], self.codebook.device))
@@ -116,106 +158,168 @@ class ScenesVQ(nn.Module):
         return np.concatenate(parts)
 
     @torch.no_grad()
-    def follow(self, vectors: Tensor, codes: Tensor, decay: float = 0.99) -> None:
+    def follow(self, vectors: Tensor, codes: Tensor, decay: float = 0.98) -> None:
         """Move each code towards the mean of its members; re-seat the unused ones."""
         flat = vectors.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
         index = codes.flatten()
-        count = torch.bincount(index, minlength=CODES).float()
+        count = torch.bincount(index, minlength=self.config.codes).float()
         self.members.lerp_(count, 1 - decay)
         self.sums.lerp_(torch.zeros_like(self.sums).index_add_(0, index, flat), 1 - decay)
-        unused = self.members < 0.03
+        unused = self.members < 0.1
         if unused.any():
-            worst = (flat * self.codebook[index]).sum(1).topk(4 * int(unused.sum()), largest=False).indices
-            chosen = flat[worst[torch.randperm(len(worst))[: int(unused.sum())]]]
-            self.sums[unused], self.members[unused] = chosen * 0.5, 0.5
+            wanted = min(int(unused.sum()), len(flat) // 4)
+            worst = (flat * self.codebook[index]).sum(1).topk(4 * wanted, largest=False).indices
+            seats = unused.nonzero()[:wanted, 0]
+            self.sums[seats], self.members[seats] = flat[worst[torch.randperm(len(worst))[:wanted]]] * 0.5, 0.5
         self.codebook.copy_(F.normalize(self.sums, dim=1))
 
 
 def to_tensor(pictures: NDArray[np.uint8], device: str | torch.device = "cpu") -> Tensor:
-    """uint8 `[images, 128, 128, 3]` -> float `[images, 3, 128, 128]` in [-1, 1], channels-last memory."""
+    """uint8 `[images, picture, picture, 3]` -> float `[images, 3, picture, picture]` in [-1, 1], channels last."""
     scaled = torch.from_numpy(np.ascontiguousarray(pictures)).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
     return scaled.contiguous(memory_format=torch.channels_last)
 
 
 def psnr(model: ScenesVQ, pictures: NDArray[np.uint8]) -> float:
     """Peak signal-to-noise ratio in dB of decode(encode(pictures))."""
-    with torch.no_grad():
+    with torch.no_grad(), mixed_precision(model.codebook.device):
         decoded = model.decode(torch.from_numpy(model.encode(pictures)).long().to(model.codebook.device)).cpu()
-    error = ((decoded.clamp(-1, 1) - to_tensor(pictures)) / 2).square().mean()
+    error = ((decoded.float().clamp(-1, 1) - to_tensor(pictures)) / 2).square().mean()
     return float(-10 * torch.log10(error))
 
 
-def train_vq(work: Path, minutes: float, seed: int = 0, batch: int = 16, pool: int = 6000, device: str = "cpu") -> None:
-    """Train (or go on training) for `minutes`; writes `work/vq.pt` every two minutes.
+def train_vq(
+    work: Path,
+    minutes: float,
+    seed: int = 0,
+    batch: int = 16,
+    device: str = "cpu",
+    config: VQConfig | None = None,
+) -> None:
+    """Train until this work folder's tokenizer has had `minutes`; writes `work/vq.pt` and, to go on from,
+    `work/vq-state.pt` every two minutes.
 
-    The learning rate falls to zero over the time given, so each call is a complete run.
+    `config` is that of the tokenizer in `work` or, where there is none, `VQConfig()`; CheckpointError if another is
+    given.
+
+    The learning rate falls to zero over `minutes`; pictures are rendered as they are needed. The first steps train a
+    plain autoencoder, on whose encodings the codebook is then seated: quantised from the start, it collapses.
     """
     torch.manual_seed(seed)
-    model = ScenesVQ().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    path = work / "vq.pt"
-    if path.exists():
-        model.load_state_dict(load_checkpoint(path)["model"])
-    optimiser = torch.optim.AdamW(model.parameters(), 1.5e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    pictures, fresh = render_pictures(pool, seed=seed + 1), render_pictures(128, seed=seed + 999)
-    start = saved = said = time.monotonic()
-    for step, chosen in enumerate(_batches(pool, batch, seed)):
-        passed = (time.monotonic() - start) / (60 * minutes)
-        if passed >= 1:
-            break
-        for group in optimiser.param_groups:
-            group["lr"] = 1.5e-3 * min(1, (step + 1) / 50, (1 - passed) / 0.6)
-        images = to_tensor(pictures[chosen], device)
-        vectors = model.encoder(images)
-        codes = model.nearest(vectors.detach())
-        if step == 0 and not path.exists():  # seat the codebook on real encodings
-            flat = vectors.detach().permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
-            model.codebook.copy_(flat[torch.randperm(len(flat))[:CODES]])
-            model.sums.copy_(model.codebook)
-            codes = model.nearest(vectors.detach())
-        quantised = model.lookup(codes)
-        output = model.decoder(vectors + (quantised - vectors).detach())
-        loss = _picture_loss(output, images) + 0.25 * (vectors - quantised).square().sum(1).mean()
-        optimiser.zero_grad(set_to_none=True)
+    path, ongoing = work / "vq.pt", work / "vq-state.pt"
+    begun = ongoing if ongoing.exists() else path
+    state = load_checkpoint(begun) if begun.exists() else {}
+    found = saved_vq_config(state) if state else config or VQConfig()
+    if config is not None and found != config:
+        raise CheckpointError(
+            f"{begun}: found a tokenizer of pictures {found.picture} pixels a side, expected {config.picture}; "
+            "give another --work, or leave --size out"
+        )
+    config = found
+    if state.get("seconds", 0.0) >= 60 * minutes:
+        print(f"vq has had its {minutes:g} minutes")
+        return
+    model = ScenesVQ(config).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    kernels = [w for w in model.parameters() if w.ndim == 4 and min(w.shape[:2]) >= 32]
+    others = [w for w in model.parameters() if not any(w is k for k in kernels)]
+    muon = Muon(kernels, MUON_RATE)
+    adam = torch.optim.AdamW(others, RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    step, watch = state.get("step", 0), Stopwatch(device, state.get("seconds", 0.0))
+    seated = SEATED + 1 if state and not step else 0  # a tokenizer from a bundle has its codebook
+    if state:
+        model.load_state_dict(state["model"])
+    if "muon" in state:
+        muon.load_state_dict(state["muon"])
+        adam.load_state_dict(state["adam"])
+    fresh = render_pictures(64, seed + 999, config.picture, workers=1)
+
+    def save() -> None:
+        found = {"model": model.state_dict(), "config": asdict(config)}
+        save_checkpoint(path, found)
+        more = {"muon": muon.state_dict(), "adam": adam.state_dict(), "step": step, "seconds": watch.seconds()}
+        save_checkpoint(ongoing, found | more)
+
+    rendered = _batches(batch, config.picture, seed, step)
+    saved = said = watch.seconds()
+    while (passed := watch.seconds() / (60 * minutes)) < 1:
+        rate = min(1, (step + 1) / 50, (1 - passed) / 0.6)
+        muon.param_groups[0]["lr"], adam.param_groups[0]["lr"] = MUON_RATE * rate, RATE * rate
+        images = to_tensor(next(rendered), device)
+        loss = _step_loss(model, images, step + seated)
+        muon.zero_grad(set_to_none=True)
+        adam.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        model.follow(vectors.detach(), codes)
-        now = time.monotonic()
-        if now - said > 20:
+        muon.step()
+        adam.step()
+        step += 1
+        now = watch.seconds()
+        if now - said > 60:
             said = now
-            print(
-                f"vq {now - start:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, fresh):.2f} dB",
-                flush=True,
-            )
+            print(f"vq {now:5.0f} s  step {step}  loss {loss.item():.4f}  PSNR {psnr(model, fresh):.2f} dB", flush=True)
         if now - saved > 120:
             saved = now
-            save_checkpoint(path, {"model": model.state_dict()})
-    save_checkpoint(path, {"model": model.state_dict()})
-    codes = torch.from_numpy(model.encode(render_pictures(1000, seed=seed + 4242)).astype(np.int64))
-    share = torch.bincount(codes.flatten(), minlength=CODES).double() / codes.numel()
+            save()
+    save()
+    codes = torch.from_numpy(model.encode(fresh).astype(np.int64))
+    share = torch.bincount(codes.flatten(), minlength=config.codes).double() / codes.numel()
     perplexity = torch.exp(-(share * share.clamp_min(1e-12).log()).sum()).item()
     print(
         f"vq done: PSNR {psnr(model, fresh):.2f} dB, codes used {int((share > 0).sum())}, perplexity {perplexity:.0f}"
     )
 
 
+def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
+    """Loss of a batch; moves the codebook, which plays no part before step `SEATED`."""
+    with mixed_precision(images.device):
+        vectors = model.encoder(images)
+    given, commitment = vectors, vectors.new_zeros(())
+    if step >= SEATED:
+        apart = vectors.detach()
+        if step == SEATED:
+            flat = apart.permute(0, 2, 3, 1).reshape(-1, CODE_DIM)
+            model.codebook.copy_(flat[torch.randint(len(flat), (len(model.codebook),))])
+            model.sums.copy_(model.codebook)
+        codes = model.nearest(apart)
+        quantised = model.lookup(codes)
+        model.follow(apart, codes)
+        given = vectors + (quantised - vectors).detach()
+        commitment = 0.25 * (vectors - quantised).square().sum(1).mean()
+    with mixed_precision(images.device):
+        output = model.decoder(given)
+    loss: Tensor = picture_loss(output.float(), images) + commitment
+    return loss
+
+
+def _batches(batch: int, size: int, seed: int, step: int) -> Iterator[NDArray[np.uint8]]:
+    """Pictures uint8 `[batch, size, size, 3]` from a step on: endless ones, each seen `PASSES` times."""
+    steps = POOL * PASSES // batch
+    index, done = divmod(step, steps)
+    while True:
+        pictures = render_pictures(POOL, seed + 100_000 + index, size, workers=torch.get_num_threads())
+        rng = np.random.default_rng((seed, index))
+        order = np.concatenate([rng.permutation(POOL) for _ in range(PASSES)])
+        for i in range(done, steps):
+            yield pictures[order[i * batch : (i + 1) * batch]]
+        index, done = index + 1, 0
+
+
 def load_vq(work: Path) -> ScenesVQ:
     """The trained tokenizer of a work folder, ready for use."""
-    model = ScenesVQ()
-    model.load_state_dict(load_checkpoint(work / "vq.pt")["model"])
+    state = load_checkpoint(work / "vq.pt")
+    model = ScenesVQ(saved_vq_config(state))
+    model.load_state_dict(state["model"])
     return model.eval()
 
 
-def _picture_loss(output: Tensor, images: Tensor) -> Tensor:
+def saved_vq_config(state: Mapping[str, Any]) -> VQConfig:
+    """The sizes in a checkpoint; the default ones for a checkpoint from before there was a choice."""
+    return VQConfig(**state["config"]) if "config" in state else VQConfig()
+
+
+def picture_loss(output: Tensor, images: Tensor) -> Tensor:
+    """How far pictures `[images, 3, picture, picture]` are from others, and how far their edges are."""
     difference = output - images
     across = difference[..., 1:] - difference[..., :-1]
     down = difference[..., 1:, :] - difference[..., :-1, :]
     return difference.abs().mean() + difference.square().mean() + 0.5 * (across.abs().mean() + down.abs().mean())
-
-
-def _batches(pool: int, batch: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    rng = np.random.default_rng(seed)
-    while True:
-        order = rng.permutation(pool)
-        for i in range(0, pool - batch + 1, batch):
-            yield order[i : i + batch]
