@@ -21,6 +21,7 @@ from lantern_rt.train.scenes.drafter import train_drafter, write_samples  # noqa
 from lantern_rt.train.scenes.judge import judge_accuracy, load_judge  # noqa: E402
 from lantern_rt.train.scenes.model import CONFIG, ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
+from lantern_rt.train.scenes.sharpen import train_sharpen  # noqa: E402
 from lantern_rt.train.scenes.stopwatch import Stopwatch  # noqa: E402
 from lantern_rt.train.scenes.target import load_target, train_target  # noqa: E402
 from lantern_rt.train.scenes.vq import VQ_SIZES, VQConfig, find_vq_size, load_vq, train_vq  # noqa: E402
@@ -42,7 +43,7 @@ class Clock(Stopwatch):
 
 @pytest.fixture(autouse=True)
 def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("vq", "target"):
+    for module in ("vq", "target", "sharpen"):
         monkeypatch.setattr(f"lantern_rt.train.scenes.{module}.Stopwatch", Clock)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
@@ -96,6 +97,18 @@ def work(tmp_path: Path) -> Path:
     """A work folder with a small tokenizer that has hardly learnt anything."""
     train_vq(tmp_path / "work", minutes=0.2, batch=4, config=TINY_VQ)
     return tmp_path / "work"
+
+
+def test_sharpening_moves_the_decoder_and_no_code(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lantern_rt.train.scenes.sharpen.ALONE", 2)
+    before = load_vq(work).state_dict()
+    train_sharpen(work, minutes=0.3, batch=4)
+    state = load_checkpoint(work / "sharpen-state.pt")
+    train_sharpen(work, minutes=0.5, batch=4)
+    assert load_checkpoint(work / "sharpen-state.pt")["step"] > state["step"] > 2
+    after = load_vq(work).state_dict()
+    moved = {name.split(".")[0] for name, weight in before.items() if not torch.equal(weight, after[name])}
+    assert moved == {"decoder"}
 
 
 def test_a_target_goes_on_where_it_was_stopped(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

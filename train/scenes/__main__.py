@@ -41,6 +41,21 @@ def vq(
 
 
 @app.command()
+def sharpen(
+    work: Work = DEFAULT_WORK,
+    minutes: MinutesInAll = 15,
+    threads: Threads = 2,
+    batch: Batch = 16,
+    device: Device = "cpu",
+) -> None:
+    """Train the tokenizer's decoder on, against a critic; codes stay what they are."""
+    from .sharpen import train_sharpen
+
+    torch.set_num_threads(threads)
+    train_sharpen(work, minutes, batch, device)
+
+
+@app.command()
 def target(
     work: Work = DEFAULT_WORK,
     minutes: MinutesInAll = 150,

@@ -239,7 +239,7 @@ def train_vq(
         more = {"muon": muon.state_dict(), "adam": adam.state_dict(), "step": step, "seconds": watch.seconds()}
         save_checkpoint(ongoing, found | more)
 
-    rendered = _batches(batch, config.picture, seed, step)
+    rendered = endless_pictures(batch, config.picture, seed, step)
     saved = said = watch.seconds()
     while (passed := watch.seconds() / (60 * minutes)) < 1:
         rate = min(1, (step + 1) / 50, (1 - passed) / 0.6)
@@ -291,7 +291,7 @@ def _step_loss(model: ScenesVQ, images: Tensor, step: int) -> Tensor:
     return loss
 
 
-def _batches(batch: int, size: int, seed: int, step: int) -> Iterator[NDArray[np.uint8]]:
+def endless_pictures(batch: int, size: int, seed: int, step: int) -> Iterator[NDArray[np.uint8]]:
     """Pictures uint8 `[batch, size, size, 3]` from a step on: endless ones, each seen `PASSES` times."""
     steps = POOL * PASSES // batch
     index, done = divmod(step, steps)

@@ -1,0 +1,107 @@
+"""Sharper pictures from the same codes: the tokenizer's decoder against a critic.
+
+A decoder that is trained for small differences draws the mean of all pictures that a code may stand for, which is soft.
+Here encoder and codebook stay as they are, so that codes keep their meaning and a target trained on them stays good;
+the decoder goes on with two more losses from a critic that learns to tell its pictures from rendered ones: the critic's
+opinion, and how far its features of the two pictures are apart. Sources: hinge loss as in Lim, Ye (2017), feature
+matching as in Salimans et al. (2016), critics of patches as in Isola et al. (2017).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from ..precision import mixed_precision
+from .checkpoints import load_checkpoint, save_checkpoint
+from .data import render_pictures
+from .stopwatch import Stopwatch
+from .vq import endless_pictures, load_vq, picture_loss, psnr, to_tensor
+
+RATE, CRITIC_RATE = 2e-4, 4e-4
+OPINION, FEATURES = 0.01, 0.1  # weights of the critic's losses beside `picture_loss`
+ALONE = 60  # steps that the critic learns alone at first
+SEED = 40_000  # of pictures that the tokenizer was not trained on
+
+
+class Critic(nn.Module):
+    """Pictures `[n, 3, size, size]` -> features of every layer, opinions `[n, 1, size / 16, size / 16]` last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (12, 48, 96, 192)
+        self.layers = nn.ModuleList(
+            spectral_norm(nn.Conv2d(inputs, outputs, 4, stride=2, padding=1)) for inputs, outputs in pairwise(widths)
+        )
+        self.opinion = spectral_norm(nn.Conv2d(widths[-1], 1, 3, padding=1))
+
+    def forward(self, pictures: Tensor) -> list[Tensor]:
+        found = [F.pixel_unshuffle(pictures, 2)]
+        for layer in self.layers:
+            found.append(F.leaky_relu(layer(found[-1]), 0.2))
+        return [*found[1:], self.opinion(found[-1])]
+
+
+def train_sharpen(work: Path, minutes: float, batch: int = 16, device: str = "cpu") -> None:
+    """Train until this work folder's decoder has had `minutes` against the critic; rewrites `work/vq.pt` and, to go on
+    from, `work/sharpen-state.pt` every two minutes."""
+    torch.manual_seed(6)
+    vq, critic = load_vq(work).to(device, memory_format=torch.channels_last), Critic().to(device)  # type: ignore[call-overload]
+    adam = torch.optim.AdamW(vq.decoder.parameters(), RATE, betas=(0.5, 0.95), weight_decay=0.0)
+    critic_adam = torch.optim.AdamW(critic.parameters(), CRITIC_RATE, betas=(0.5, 0.95), weight_decay=0.0)
+    parts = {"decoder": vq.decoder, "critic": critic, "adam": adam, "critic_adam": critic_adam}
+    ongoing = work / "sharpen-state.pt"
+    state = load_checkpoint(ongoing) if ongoing.exists() else {}
+    for name in parts.keys() & state.keys():
+        parts[name].load_state_dict(state[name])
+    step, watch = state.get("step", 0), Stopwatch(device, state.get("seconds", 0.0))
+    size = vq.config.picture
+    fresh = render_pictures(64, SEED - 1, size, workers=1)
+
+    def save() -> None:
+        save_checkpoint(work / "vq.pt", {"model": vq.state_dict(), "config": asdict(vq.config)})
+        states = {name: part.state_dict() for name, part in parts.items()}
+        save_checkpoint(ongoing, states | {"step": step, "seconds": watch.seconds()})
+
+    rendered = endless_pictures(batch, size, SEED, step)
+    saved = said = watch.seconds()
+    while (passed := watch.seconds() / (60 * minutes)) < 1:
+        rate = min(1, (step + 1) / 50, (1 - passed) / 0.4)
+        adam.param_groups[0]["lr"], critic_adam.param_groups[0]["lr"] = RATE * rate, CRITIC_RATE * rate
+        images = to_tensor(next(rendered), device)
+        with mixed_precision(device):
+            with torch.no_grad():
+                vectors = vq.lookup(vq.nearest(vq.encoder(images)))
+            drawn = vq.decoder(vectors).float()
+            real, false = critic(images), critic(drawn.detach())
+        doubt = F.relu(1 - real[-1].float()).mean() + F.relu(1 + false[-1].float()).mean()
+        critic_adam.zero_grad(set_to_none=True)
+        torch.autograd.backward(doubt)
+        critic_adam.step()
+        loss = picture_loss(drawn, images)
+        if step >= ALONE:
+            with mixed_precision(device):
+                false = critic(drawn)
+            apart = [F.l1_loss(a.float(), b.detach().float()) for a, b in zip(false[:-1], real[:-1], strict=True)]
+            loss = loss + FEATURES * torch.stack(apart).sum() - OPINION * false[-1].float().mean()
+        adam.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(vq.decoder.parameters(), 1.0)
+        adam.step()
+        step += 1
+        now = watch.seconds()
+        if now - said > 60:
+            said = now
+            shown = f"loss {loss.item():.4f}  critic {doubt.item():.3f}  PSNR {psnr(vq, fresh):.2f} dB"
+            print(f"sharpen {now:5.0f} s  step {step}  {shown}", flush=True)
+        if now - saved > 120:
+            saved = now
+            save()
+    save()
+    print(f"sharpen done: PSNR {psnr(vq, fresh):.2f} dB")
