@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from statistics import mean
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -27,17 +28,19 @@ SEED, MARGIN = 3, 22
 def main(path: str, methods: Sequence[str]) -> None:
     """Draw all, and write one PNG."""
     pipeline = Pipeline.from_bundle("scenes")
-    rows = [(method, pipeline(PROMPTS, seed=SEED, method=method)) for method in methods or METHODS]
-    width, height = rows[0][1].images[0].size
+    rows = [
+        (method, [pipeline(prompt, seed=SEED, method=method) for prompt in PROMPTS]) for method in methods or METHODS
+    ]
+    width, height = rows[0][1][0].images[0].size
     sheet = Image.new("RGB", (width * len(PROMPTS), (height + MARGIN) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
-    for line, (method, result) in enumerate(rows):
+    for line, (method, results) in enumerate(rows):
         top = line * (height + MARGIN)
-        named = f"{method}, {result.settings.method}" if method.startswith("auto") else method
-        tokens = f"{named}: {result.stats.tokens_per_forward_pass:.2f} tokens per forward pass"
-        draw.text((4, top + 4), tokens, "black", font)
-        for column, image in enumerate(result.images):
-            sheet.paste(image, (column * width, top + MARGIN))
+        named = f"{method}, {results[-1].settings.method}" if method.startswith("auto") else method
+        tokens = mean(result.stats.tokens_per_forward_pass for result in results)
+        draw.text((4, top + 4), f"{named}: {tokens:.2f} tokens per forward pass", "black", font)
+        for column, result in enumerate(results):
+            sheet.paste(result.images[0], (column * width, top + MARGIN))
     sheet.quantize(256, dither=Image.Dither.FLOYDSTEINBERG).save(path, optimize=True)
 
 
