@@ -41,7 +41,7 @@ def write_samples(
     with Pipeline.from_bundle(undrafted_bundle(work), threads, provider=provider) as pipeline:
         jobs = drawing_jobs(pipeline, Subjects("prompts", captions), count, shard)
         for done in write_shards(pipeline, jobs, work / "samples", True, lambda what, done, total: None):
-            print(f"samples: {done * shard} of {count}", flush=True)
+            print(f"samples: {min(done * shard, count)} of {count}", flush=True)
 
 
 def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", seed: int = 3) -> dict[str, float]:
