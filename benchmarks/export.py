@@ -3,7 +3,7 @@
     python benchmarks/export.py --shape GPT-XL --precision fp16
     python benchmarks/export.py --shape Anole-7B --precision fp16 --keep
     python benchmarks/export.py --shape GPT-XL --drafter --compute float16 --plans SM89,SM120
-    python benchmarks/export.py --smoke                            # does it still run?
+    python benchmarks/export.py --shape Emu3-8B --smoke            # does it still run?
 
 The checkpoint, Anole's always with a drafter, is written to disk piece by piece first; with the bundle it takes twice
 the model's size in `--work` (default `work/`, which git ignores) and is removed afterwards, but for the bundle with
@@ -39,14 +39,17 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="GPT-XL")
     parser.add_argument("--precision", choices=BYTES, default="fp16")
     parser.add_argument("--compute", choices=("float32", "float16"), default="float32")
-    parser.add_argument("--drafter", action="store_true", help="LlamaGen's with a drafter, too")
+    parser.add_argument("--drafter", action="store_true", help="with a drafter")
     parser.add_argument("--plans", metavar="SM89,...", help="build TensorRT-RTX plans for these GPUs from the bundle")
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for checkpoint and bundle")
     parser.add_argument("--keep", action="store_true", help="keep the bundle")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model of the shape's family")
     arguments = parser.parse_args()
-    name = "tiny" if arguments.smoke else arguments.shape
+    if arguments.drafter and SHAPES[arguments.shape].family == "emu3":
+        parser.error("Emu3 has no drafters; leave --drafter out")
+    tiny = {shape.family: name for name, shape in SHAPES.items() if name.startswith("tiny")}
+    name = tiny[SHAPES[arguments.shape].family] if arguments.smoke else arguments.shape
     precision = arguments.precision
     shape, bundle = SHAPES[name], arguments.work / f"bundle-{name}-{precision}"
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -58,7 +61,7 @@ def main() -> int:
                 return
             print(f"  {time.perf_counter() - start:6.1f} s  {peak.bytes / 1e9:5.2f} GB  {line}", flush=True)
 
-        write_checkpoints(shape, checkpoints, arguments.drafter or shape.vocab_size is not None)
+        write_checkpoints(shape, checkpoints, arguments.drafter or shape.family == "anole")
         say(f"wrote checkpoints of {folder_bytes(checkpoints) / 1e9:.2f} GB")
         start, peak.bytes = time.perf_counter(), 0
         export_checkpoints(shape, checkpoints, bundle, precision, arguments.compute, say)

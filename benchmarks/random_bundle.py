@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,18 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen
+from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.graph.precision import read_precisions
-from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
+from lantern_rt.export.models.emu3_vq import Emu3VQ
+from lantern_rt.export.models.llamagen_vq import CODEBOOK, LlamaGenVQ, VQConfig
 from lantern_rt.export.writer import export_model
 
 CLASSES = 1000
@@ -31,9 +36,11 @@ CLASSES = 1000
 LAYER_GAIN, DRAFTER_NOISE, LOGIT_SPREAD = 0.01, 0.3, 4.0
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _BLOCK = 1 << 22  # random numbers of a weight, which then repeat; what they cost does not
-_FIRST_CODE, _BEGIN_OF_IMAGE, _END_OF_TURN = 4, 8197, 8710  # Chameleon's tokens
+_FIRST_CODE, _BEGIN_OF_IMAGE, _RESERVED = 4, 8197, 4  # Chameleon's tokens; <reserved00000> would be the last
+_RESERVED_NAMES = range(8706, 8865)  # end of turn, and those that end rows and tell sizes in Lumina-mGPT
 _VQ_WIDTH = 256  # of the image tokenizers' narrowest part
 _LEVELS = (1, 1, 2, 2, 4)  # widths of the image tokenizers' levels, in units of the first
+_EMU3_LEVELS, _EMU3_WIDTH, _FRAMES_LOG2 = (1, 2, 2, 4), 4, 2  # of Emu3's; its codes and latents; frames of a grid
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
 
 
@@ -41,7 +48,8 @@ Sizes = Iterator[tuple[str, tuple[int, ...]]]
 class Shape:
     """Sizes of a target and of the image tokenizer (`vq_width`: of its first level).
 
-    vocab_size: of a joint vocabulary of text and codes, as Chameleon has; None: class-conditional LlamaGen.
+    vocab_size: of a joint vocabulary of text and codes; None: class-conditional LlamaGen, which has none.
+    key_share: heads of queries that share one of keys.
     """
 
     num_layers: int
@@ -53,27 +61,38 @@ class Shape:
     dtype: torch.dtype
     vq_width: int = 128
     vocab_size: int | None = None
+    family: str = "llamagen"
+    key_share: int = 1
 
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer."""
-        return 4 * self.hidden_size**2 + 3 * self.hidden_size * self.intermediate_size
+        return self.hidden_size * (2 * self.hidden_size + 2 * self.key_width + 3 * self.intermediate_size)
+
+    @property
+    def key_width(self) -> int:
+        """Numbers of a position's keys."""
+        return self.hidden_size // self.key_share
 
 
 SHAPES = {
     "tiny": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32),
-    "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000),
+    "tiny-anole": Shape(2, 4, 64, 128, 128, 2, torch.bfloat16, 32, 9000, "anole"),
+    "tiny-lumina": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 9000, "lumina"),
+    "tiny-emu3": Shape(2, 4, 64, 128, 128, 4, torch.bfloat16, 32, 700, "emu3", 2),
     "GPT-B": Shape(12, 12, 768, 2048, 16384, 16, torch.float32),
     "GPT-XL": Shape(36, 20, 1280, 3584, 16384, 16, torch.float32),
     "GPT-3B": Shape(24, 32, 3200, 8704, 16384, 24, torch.float32),
-    "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536),
+    "Anole-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "anole"),
+    "Lumina-7B": Shape(32, 32, 4096, 11008, 8192, 32, torch.bfloat16, 128, 65536, "lumina"),
+    "Emu3-8B": Shape(32, 32, 4096, 14336, 32768, 90, torch.bfloat16, 256, 184622, "emu3", 4),
 }
 
 
 def random_bundle(shape: Shape, output: Path, compute: str = "float32") -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
-    write_checkpoints(shape, checkpoints, drafter=True)
+    write_checkpoints(shape, checkpoints, drafter=shape.family != "emu3")
     export_checkpoints(shape, checkpoints, output, compute=compute)
     shutil.rmtree(checkpoints)
     return output
@@ -89,49 +108,59 @@ def export_checkpoints(
 ) -> Path:
     """Export what `write_checkpoints` wrote to `folder`."""
     drafter = folder / "drafter" if (folder / "drafter").exists() else None
-    if shape.vocab_size is None:
-        model = read_llamagen(folder / "target", folder / "vq.pt", drafter=drafter, grid=shape.grid)
+    if shape.family == "emu3":
+        model = read_emu3(folder / "target", folder / "vq", grid=shape.grid)
     else:
-        model = read_anole(folder / "target", folder / "vqgan", drafter=drafter, grid=shape.grid)
+        read = {"llamagen": read_llamagen, "anole": read_anole, "lumina": read_lumina}[shape.family]
+        vq = folder / ("vq.pt" if shape.family == "llamagen" else "vqgan")
+        model = read(folder / "target", vq, drafter=drafter, grid=shape.grid)
     precisions = read_precisions(precision, compute=compute)
     return export_model(model, output, precisions=precisions, progress=progress)
 
 
 def write_checkpoints(shape: Shape, folder: Path, drafter: bool) -> None:
-    """Write all that an export reads: folders in LANTERN's layout, or Anole's, and an image tokenizer."""
+    """Write all that an export reads: folders in LANTERN's layout or a family's own, and an image tokenizer."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_heads // shape.key_share,
         "rms_norm_eps": 1e-5,
         "vocab_size": shape.vocab_size or shape.codes,
     }
-    if shape.vocab_size is None:
+    if shape.family == "llamagen":
         _write_vq(shape, folder)
+    elif shape.family == "emu3":
+        config |= {"model_type": "Emu3", "max_position_embeddings": 9216}
+        _write_video_vq(shape, folder / "vq")
     else:
         config |= {"model_type": "chameleon", "max_position_embeddings": 4096}
+        config |= {"mask_image_logits": True} if shape.family == "lumina" else {}
         _write_vqgan(shape, folder / "vqgan")
-    _write_folder(folder / "target", _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
-    if shape.vocab_size is not None:
-        _name_tokens(shape, folder / "target")
+    target = folder / "target"
+    _write_folder(target, _target(shape), shape.dtype, config | {"num_hidden_layers": shape.num_layers})
+    if shape.family == "emu3":
+        _write_ranks(shape, target)
+    elif shape.family != "llamagen":
+        _name_tokens(shape, target)
     if drafter:
         _write_folder(folder / "drafter", _drafter(shape), shape.dtype, config | {"num_hidden_layers": 1})
 
 
 def _target(shape: Shape) -> Sizes:
     """Names and shapes of a target's weights."""
-    width, anole = shape.hidden_size, shape.vocab_size is not None
+    width, head = shape.hidden_size, shape.hidden_size // shape.num_heads
+    # Anole's norms of queries and keys have a row for every head, those of Lumina-mGPT one for all.
+    rows = {"anole": (shape.num_heads,), "lumina": (1,)}.get(shape.family, ())
     yield "model.embed_tokens.weight", (shape.vocab_size or shape.codes, width)
-    if not anole:
+    if shape.vocab_size is None:
         yield "model.cls_embedding.embedding_table.weight", (CLASSES + 1, width)
     for i in range(shape.num_layers):
         yield from _layer(shape, f"model.layers.{i}.")
         yield f"model.layers.{i}.input_layernorm.weight", (width,)
-        for name in ("self_attn.q_norm", "self_attn.k_norm") if anole else ():
-            yield f"model.layers.{i}.{name}.weight", (shape.num_heads, width // shape.num_heads)
-            yield f"model.layers.{i}.{name}.bias", (shape.num_heads, width // shape.num_heads)
+        for name in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias") if rows else ():
+            yield f"model.layers.{i}.self_attn.{name}", (*rows, head)
     yield "model.norm.weight", (width,)
     yield "lm_head.weight", (shape.vocab_size or shape.codes, width)
 
@@ -146,7 +175,8 @@ def _drafter(shape: Shape) -> Sizes:
 
 def _layer(shape: Shape, prefix: str) -> Sizes:
     for part in "qkvo":
-        yield f"{prefix}self_attn.{part}_proj.weight", (shape.hidden_size, shape.hidden_size)
+        width = shape.key_width if part in "kv" else shape.hidden_size
+        yield f"{prefix}self_attn.{part}_proj.weight", (width, shape.hidden_size)
     for part in ("gate", "up"):
         yield f"{prefix}mlp.{part}_proj.weight", (shape.intermediate_size, shape.hidden_size)
     yield f"{prefix}mlp.down_proj.weight", (shape.hidden_size, shape.intermediate_size)
@@ -155,40 +185,70 @@ def _layer(shape: Shape, prefix: str) -> Sizes:
 
 def _name_tokens(shape: Shape, folder: Path) -> None:
     """Chameleon's names of image tokens, in which a code's digits are letters (A is 0), and a small tokenizer."""
-    named = {"<s>": 0, "<racm3:break>": _BEGIN_OF_IMAGE, "<reserved08706>": _END_OF_TURN}
+    named = {"<s>": 0, "<racm3:break>": _BEGIN_OF_IMAGE}
+    named |= {f"<reserved{number:05d}>": _RESERVED + number for number in _RESERVED_NAMES}
     letters = str.maketrans("0123456789", "ABCDEFGHIJ")
     codes = {f"IMGIMG{str(code).translate(letters)}Z": _FIRST_CODE + code for code in range(shape.codes)}
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocabulary_map": named | codes}))
-    words = {word: _END_OF_TURN + 1 + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
+    behind = max(named.values()) + 1
+    words = {word: behind + i for i, word in enumerate(("<unk>", "a", "red", "cube", "on", "sand"))}
     tokenizer = Tokenizer(WordLevel(named | words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def _write_ranks(shape: Shape, folder: Path) -> None:
+    """Emu3's tokenizer as published, with bytes alone for a text's tokens, and its names of visual tokens."""
+    lines = (f"{b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (folder / "emu3.tiktoken").write_text("".join(lines))
+    names = ["<|image token|>", "<|image start|>", "<|image end|>"]
+    names += (f"<|visual token {code:06d}|>" for code in range(shape.codes))
+    (folder / "emu3_vision_tokens.txt").write_text("\n".join(names))
+
+
 def _write_vq(shape: Shape, folder: Path) -> None:
     """LlamaGen's image tokenizer."""
     state = _tokenizer(shape, 8, attention=True)
-    state["quantize.embedding.weight"] = torch.randn_like(state.pop("codebook"))
+    state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
     torch.save({"model": state}, folder / "vq.pt")
 
 
 def _write_vqgan(shape: Shape, folder: Path) -> None:
     """Chameleon's, in taming-transformers' layout."""
     top = len(_LEVELS) - 1
-    state = {}
-    for name, weight in _tokenizer(shape, _VQ_WIDTH, attention=False).items():
-        for i, part in enumerate(("block_1", "attn_1", "block_2")):
-            name = name.replace(f".mid.{i}.", f".mid.{part}.")
-        name = re.sub(r"encoder\.conv_blocks\.(\d+)", r"encoder.down.\1", name)
-        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{top - int(found[1])}", name)
-        state[name.replace(".res.", ".block.")] = weight
-    state["quantize.embedding.weight"] = torch.randn_like(state.pop("codebook"))
+    state = _taming(_tokenizer(shape, _VQ_WIDTH, attention=False), top)
     folder.mkdir()
     torch.save({"state_dict": state}, folder / "vqgan.ckpt")
     sizes = {"z_channels": _VQ_WIDTH, "ch": shape.vq_width, "num_res_blocks": 2, "resolution": shape.grid * 2**top}
     parameters = {"embed_dim": _VQ_WIDTH, "n_embed": shape.codes, "ddconfig": sizes}
     (folder / "vqgan.yaml").write_text(yaml.safe_dump({"model": {"params": parameters}}))
+
+
+def _write_video_vq(shape: Shape, folder: Path) -> None:
+    """Emu3's. Where only the last slice of a kernel in time acts, it alone is written."""
+    torch.manual_seed(0)
+    widths = tuple(shape.vq_width * level for level in _EMU3_LEVELS)
+    config = VQConfig(shape.codes, _EMU3_WIDTH, _EMU3_WIDTH, shape.vq_width, widths, widths[::-1], 2)
+    state = _taming(dict(Emu3VQ(_FRAMES_LOG2, config).state_dict()), len(widths) - 1)
+    for i in range(_FRAMES_LOG2):
+        state[f"encoder.time_conv.{i}.weight"] = torch.randn(_EMU3_WIDTH, _EMU3_WIDTH, 4, 3, 3) / 8
+        state[f"encoder.time_conv.{i}.bias"] = torch.zeros(_EMU3_WIDTH)
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+
+
+def _taming(ours: dict[str, torch.Tensor], top: int) -> dict[str, torch.Tensor]:
+    """Weights by the names of taming-transformers; top: the last level."""
+    state = {}
+    for name, weight in ours.items():
+        for i, part in enumerate(("block_1", "attn_1", "block_2")):
+            name = name.replace(f".mid.{i}.", f".mid.{part}.")
+        name = re.sub(r"encoder\.conv_blocks\.(\d+)", r"encoder.down.\1", name)
+        name = re.sub(r"decoder\.conv_blocks\.(\d+)", lambda found: f"decoder.up.{top - int(found[1])}", name)
+        state[name.replace(".res.", ".block.")] = weight
+    state[CODEBOOK] = torch.randn_like(state.pop("codebook"))
+    return state
 
 
 def _tokenizer(shape: Shape, code_width: int, attention: bool) -> dict[str, torch.Tensor]:
