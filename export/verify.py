@@ -190,7 +190,8 @@ def _against_reference(path: Path, manifest: Manifest) -> Iterator[tuple[Arrays,
 
 def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
     """Random inputs for a graph of a bundle, made from what the graph says of them."""
-    sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1}
+    pixels = 2 * manifest.image_height // manifest.grid_rows  # of two codes
+    sizes = {"rows": 2, "nodes": 3, "past": 4, "past + nodes": 7, "images": 1, "height": pixels, "width": pixels}
     ranges = {
         "codes": manifest.codebook_size,
         "input_ids": manifest.target.vocab_size,

@@ -25,6 +25,7 @@ from ..neighbours import MOST
 from ..writer import Model
 
 _LARGE_PICTURE = 256  # pixels a side, beyond which a check with more than one picture takes too much memory
+_CHECKED = 128  # pixels a side of the checks of graphs for pictures of any size: 720 take several GB
 
 
 def image_model(
@@ -95,27 +96,29 @@ def decoder_fields(sizes: DecoderConfig) -> dict[str, Any]:
 
 
 def vq_graphs(tokenizer: LlamaGenVQ, grid: int, varying: bool = False) -> list[Graph]:
-    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes, the decoder for any grid if they vary."""
+    """The graphs `vq_decoder` and `vq_encoder` for a grid of codes, or for any grid if they vary.
+
+    The graphs of varying pictures do not depend on their size, so that small ones check them.
+    """
     config = tokenizer.config
-    cells, pixels = grid * grid, grid * config.scale
+    side = min(grid, max(2, _CHECKED // config.scale)) if varying else grid
+    cells, pixels = side * side, side * config.scale
     generator = np.random.default_rng(0)
     counts = (2, 1) if pixels <= _LARGE_PICTURE else (1,)
-    grids = ((grid, grid), (2 * grid, max(1, grid // 2))) if varying else ((cells,), (cells,))
+    grids = ((side, side), (2 * side, max(1, side // 2))) if varying else ((cells,), (cells,))
     sizes = [(n, *own) for n, own in zip(counts, grids, strict=False)]
     ids = cases_of(*({"codes": generator.integers(config.codes, size=size)} for size in sizes))
     uniform = (generator.uniform(-1, 1, (n, 3, pixels, pixels)) for n in counts)
     pictures = cases_of(*({"images": drawn.astype(np.float32)} for drawn in uniform))
     codes, image = Value("codes", ("images", cells), "int64"), Value("images", ("images", 3, pixels, pixels))
-    drawn = [codes, image]
+    latents, read = Value("pre_quant", ("images", config.code_width, grid, grid)), codes
     if varying:
-        drawn = [
-            replace(codes, axes=("images", "rows", "columns")),
-            replace(image, axes=("images", 3, "height", "width")),
-        ]
-    latents = Value("pre_quant", ("images", config.code_width, grid, grid))
+        image, read = replace(image, axes=("images", 3, "height", "width")), replace(codes, axes=("images", "cells"))
+        latents = replace(latents, axes=("images", config.code_width, "rows", "columns"))
+        codes = replace(codes, axes=("images", "rows", "columns"))
     return [
-        Graph("vq_decoder", VQDecoder(tokenizer, None if varying else grid), (drawn[0],), (drawn[1],), ids),
-        Graph("vq_encoder", VQEncoder(tokenizer), (image,), (codes, latents), pictures),
+        Graph("vq_decoder", VQDecoder(tokenizer, None if varying else grid), (codes,), (image,), ids),
+        Graph("vq_encoder", VQEncoder(tokenizer), (image,), (read, latents), pictures),
     ]
 
 

@@ -10,12 +10,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from emu3_copies import EMU3, MODEL, Sides, embed
+from emu3_copies import EMU3, Sides, embed
 from llamagen_golden import GUIDED, Arrays, close, golden, manifest
 from numpy.typing import NDArray
 
-from lantern_rt.export.graph.graphs import HIDDEN, Graph, cases_of, write_graph
-from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.graph.graphs import HIDDEN
 from lantern_rt.export.parity import Sessions
 from lantern_rt.methods import Sampling
 from lantern_rt.output.images import to_image
@@ -225,14 +224,7 @@ def test_codes_of_runs_become_their_pictures(emu3_bundle: Path, arrays: Arrays, 
     assert np.abs(np.asarray(to_image(picture)).astype(int) - expected).max() <= 1
 
 
-def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(arrays: Arrays, tmp_path: Path) -> None:
-    from lantern_rt.export.families.emu3 import read_emu3
-
-    module = next(graph.module for graph in read_emu3(MODEL, grid=4).graphs if graph.role == "vq_encoder")
-    picture = Value("images", ("images", 3, "height", "width"))
-    codes, latents = Value("codes", ("images", "cells"), "int64"), Value("pre_quant", ("images", 4, "rows", "columns"))
-    cases = cases_of({"images": arrays["vq_image"]})
-    write_graph(Graph("vq_encoder", module, (picture,), (codes, latents), cases), tmp_path)
-    found = Sessions(tmp_path / "vq_encoder.onnx").run({"images": arrays["vq_image"]})
+def test_vq_image_becomes_vq_pre_quant_and_vq_encoded(emu3_bundle: Path, arrays: Arrays) -> None:
+    found = Sessions(emu3_bundle / "vq_encoder.onnx").run({"images": arrays["vq_image"]})
     close(found["pre_quant"], arrays["vq_pre_quant"])
     np.testing.assert_array_equal(found["codes"].reshape(arrays["vq_encoded"].shape), arrays["vq_encoded"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -123,6 +124,20 @@ def test_graphs_of_large_pictures_are_checked_with_one_and_take_several(
     for graph, two in zip(vq_graphs(tokenizer, 3), usual, strict=True):
         assert list(graph.cases) == ["1 rows"]
         assert check_parity(replace(graph, cases=two.cases), write_graph(graph, tmp_path)[0]) < 1e-4
+
+
+def test_graphs_of_varying_pictures_are_checked_with_small_ones_and_take_any(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tokenizer = LlamaGenVQ(VQConfig(20, 4, 8, 32, (32, 32, 32), (32, 32, 32), 1))
+    randomise_norms(tokenizer)
+    tokenizer.codebook.normal_()
+    decoder, encoder = vq_graphs(tokenizer, 256, varying=True)
+    assert [case["images"].shape[2:] for case in encoder.cases.values()] == [(128, 128)] * 2
+    assert [case["codes"].shape for case in decoder.cases.values()] == [(2, 32, 32), (1, 64, 16)]
+    wide = {"codes": np.arange(18).reshape(2, 3, 3)}, {"images": np.ones((2, 3, 12, 20), np.float32)}
+    for graph, inputs in zip((decoder, encoder), wide, strict=True):
+        written = write_graph(graph, tmp_path)
+        assert check_parity(replace(graph, cases={"wide": inputs}), written[0]) < 1e-4
 
 
 SMALL = DecoderConfig(

@@ -137,6 +137,14 @@ def test_without_a_checkpoint_the_reference_evaluator_is_the_measure(
     assert [row["graph"] for row in report["distributions"]] == ["target", "drafter"]
 
 
+def test_without_a_checkpoint_bundles_of_varying_pictures_are_measured_too(
+    emu3_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = program(capsys, "verify", emu3_bundle, "--json")
+    assert code == 0, out
+    assert {"target", "condition", "vq_decoder", "vq_encoder"} == {row["graph"] for row in json.loads(out)["tensors"]}
+
+
 def test_rounded_bundles_are_judged_by_their_distributions(
     rounded_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
