@@ -81,10 +81,17 @@ class Running:
 
         return open_whole(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
 
-    def load(self, bundle: Bundle, settings: Settings | None = None, picture_threads: int | None = None) -> Pipeline:
+    def load(
+        self,
+        bundle: Bundle,
+        settings: Settings | None = None,
+        picture_threads: int | None = None,
+        prefix: int | None = None,
+    ) -> Pipeline:
         """The bundle's graphs, or the engines in their place, ready to decode.
 
         settings: what is to be decoded with; None where that is several things. picture_threads: as of `Pipeline`.
+        prefix: tokens of the longest prompt, if known.
         Raises: RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
         from ..engines.engine_folder import open_engine_folder
@@ -96,7 +103,7 @@ class Running:
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if engines.on_cpu if engines else self.on_cpu:
             chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, chosen, self.expand_weights, engines)
+            check_memory(bundle, chosen, self.expand_weights, engines, prefix)
         with progress(lines=False) as show:
             show("loading graphs")
             options = {**vars(self), "engines": engines, "picture_threads": picture_threads}

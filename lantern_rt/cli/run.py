@@ -149,7 +149,8 @@ def run(
     outputs = plan_outputs(output, stems, force)
     picture = None if trace is None else _check_trace(trace, outputs, force)
 
-    pipeline = running.load(opened, request.settings)
+    prefix = max(len(real) for image in request.images for real in image.real)
+    pipeline = running.load(opened, request.settings, prefix=prefix)
     began = time.perf_counter()
     grid = opened.manifest.size(request.settings.size)
     traced = None if trace is None else Trace(grid.rows, grid.columns)

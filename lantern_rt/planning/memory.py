@@ -31,32 +31,36 @@ def images_together(manifest: Manifest, settings: Settings, most_rows: int) -> i
     return max(1, min(TOGETHER, rows, budget // sum(image_bytes(manifest, settings).values())))
 
 
-def image_bytes(manifest: Manifest, settings: Settings) -> dict[str, int]:
-    """What decoding one image takes, by what it is for."""
+def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = None) -> dict[str, int]:
+    """What decoding one image takes, by what it is for. prefix: tokens of its prompt; None: as many as there may be."""
+    prompt = manifest.condition.prefix if prefix is None else prefix
     rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
     nodes = max(_NODES, _nodes(settings.method))
     drafted = nodes * (1 + (manifest.row_end is not None))
-    columns = round_up(manifest.condition.prefix + manifest.picture_tokens + drafted + 2)
+    columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
     found = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
-    prefill = max(nodes, manifest.condition.prefix)
     # what one pass gave is there until the next one has given its own
-    return found | {"passes": 2 * pass_bytes(manifest.target, rows, prefill, columns, size)}
+    return found | {"passes": 2 * pass_bytes(manifest.target, rows, max(nodes, prompt), columns, size)}
 
 
 def check_memory(
-    bundle: Bundle, settings: Settings, expand_weights: bool = False, engines: EngineFolder | None = None
+    bundle: Bundle,
+    settings: Settings,
+    expand_weights: bool = False,
+    engines: EngineFolder | None = None,
+    prefix: int | None = None,
 ) -> None:
     """Refuse what this host has no memory for: weights, and the decoding of one image.
 
-    engines: what runs on the CPU instead of graphs of the bundle. Raises: RequestError: with all the numbers.
+    engines: what runs on the CPU instead of graphs of the bundle. prefix: tokens of the prompt. Raises: RequestError: with all the numbers.
     """
     manifest, drafts = bundle.manifest, _drafts(settings.method)
     roles = ("target", "drafter", "condition", "vq_decoder")
     graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
     built = engines.bytes_of_graphs() if engines else {}
     weights = sum(built.get(role) or weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
-    needed = {"weights": weights, **image_bytes(manifest, settings)}
+    needed = {"weights": weights, **image_bytes(manifest, settings, prefix)}
     needed["painting"] = _PIXEL * math.prod(manifest.pixels(manifest.size(settings.size)))
     if (total := sum(needed.values())) > (free := available_memory()):
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())

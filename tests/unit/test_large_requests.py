@@ -110,6 +110,18 @@ def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
     )
 
 
+def test_a_short_prompt_takes_less_memory_than_the_longest_one(folder: Path) -> None:
+    manifest, asked = open_bundle(folder).manifest, settings(folder, method="ar")
+    longest = image_bytes(manifest, asked)
+    assert image_bytes(manifest, asked, manifest.condition.prefix) == longest
+    spec = manifest.condition.model_copy(update={"prefix": 4096})
+    large = manifest.model_copy(update={"condition": spec})
+    short, most = image_bytes(large, asked, manifest.condition.prefix), image_bytes(large, asked)
+    assert short == longest
+    assert most["passes"] > 10 * short["passes"]
+    assert most["cache of the target"] > 10 * short["cache of the target"]
+
+
 def test_images_together_are_bounded_in_number_and_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, asked = open_bundle(folder).manifest, settings(folder)
     one = sum(image_bytes(manifest, asked).values())
