@@ -25,6 +25,7 @@ import numpy as np
 from ..methods import RowParallel
 from .drafts import MOST_FRONT, Drafts, Request
 from .engine import Ints
+from .raster import Raster
 from .tree import Front
 
 
@@ -48,6 +49,16 @@ class Grid:
     drawn: list[int] = field(init=False)
     cached: list[int] = field(init=False)
     guesses: dict[int, int] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def begun(cls, raster: Raster, first: int, window: int, ahead: int = 0, most: int = MOST_FRONT) -> Grid:
+        """A picture of which the first code is known."""
+        ends, columns = raster.row_end is not None, raster.columns
+        cells = np.full((raster.codes // columns, columns + ends), -1 if raster.row_end is None else raster.row_end)
+        cells[:, :columns] = -1
+        cells[0, 0] = first
+        wide = window + ends if window >= columns else window  # the end of the row above, too
+        return cls(cells.ravel().tolist(), columns + ends, wide, ahead, most, ends)
 
     def __post_init__(self) -> None:
         self.drawn, self.cached = ([0] * (len(self.cells) // self.columns) for _ in range(2))
@@ -122,9 +133,9 @@ class Grid:
         return True
 
 
-def front_sizes(rows: int, columns: int, window: int) -> list[int]:
-    """Nodes of every pass over a grid, without drafts: which tokens are drawn does not matter."""
-    grid, sizes = Grid([0, *[-1] * (rows * columns - 1)], columns, window), list[int]()
+def front_sizes(raster: Raster, window: int) -> list[int]:
+    """Nodes of every pass over a picture, without drafts: which tokens are drawn does not matter."""
+    grid, sizes = Grid.begun(raster, 0, window), list[int]()
     while min(grid.cells) < 0:
         front = grid.front()
         grid.take(front, np.zeros(len(front.drawn), np.int64))
@@ -164,12 +175,6 @@ class RowFronts(Drafts):
     def _grid(self, request: Request) -> Grid:
         if request not in self.grids:
             assert isinstance(request.method, RowParallel)
-            method, raster = request.method, request.raster
-            ends, columns, window = raster.row_end is not None, raster.columns, method.window
-            cells = np.full((raster.codes // columns, columns + ends), -1 if raster.row_end is None else raster.row_end)
-            cells[:, :columns] = -1
-            cells[0, 0] = request.codes[0]
-            wide = window + ends if window >= columns else window  # the end of the row above, too
-            grid = Grid(cells.ravel().tolist(), columns + ends, wide, method.drafts, self.most, ends)
-            self.grids[request] = grid
+            method, first = request.method, request.codes[0]
+            self.grids[request] = Grid.begun(request.raster, first, method.window, method.drafts, self.most)
         return self.grids[request]

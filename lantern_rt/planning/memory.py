@@ -53,7 +53,8 @@ def check_memory(
 ) -> None:
     """Refuse what this host has no memory for: weights, and the decoding of one image.
 
-    engines: what runs on the CPU instead of graphs of the bundle. prefix: tokens of the prompt. Raises: RequestError: with all the numbers.
+    engines: what runs on the CPU instead of graphs of the bundle. prefix: tokens of the prompt.
+    Raises: RequestError: with all the numbers.
     """
     manifest, drafts = bundle.manifest, _drafts(settings.method)
     roles = ("target", "drafter", "condition", "vq_decoder")

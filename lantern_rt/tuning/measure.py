@@ -21,6 +21,7 @@ from ..requests import Settings
 from ..results import Ints
 from ..runner import Contender, Run, Subjects
 from ..runtime.likelihood import Likelihood
+from ..runtime.raster import Raster
 from ..runtime.rows import front_sizes
 from ..runtime.scheduler import RequestStep
 from ..runtime.tree_names import tree_name
@@ -198,7 +199,8 @@ class Measurement:
         drawn, manifest = self._draw(method, seconds), self.pipeline.bundle.manifest
         if not drawn:
             return None
-        nodes = front_sizes(manifest.grid_rows, manifest.grid_columns, method.window)
+        raster = Raster(manifest.codes_per_image, manifest.grid_columns, manifest.row_end)
+        nodes = front_sizes(raster, method.window)
         fronts = Fronts(tokens=manifest.codes_per_image - 1, passes=dict(sorted(Counter(nodes).items())))
         return self._entry(method, 0.0, likelihoods(drawn), fronts=fronts)
 

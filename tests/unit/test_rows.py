@@ -23,7 +23,7 @@ from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.drafts import Model, Prompt
 from lantern_rt.runtime.engine import Pass
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.rows import Grid
+from lantern_rt.runtime.rows import Grid, front_sizes
 from lantern_rt.service import Service
 
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
@@ -232,3 +232,13 @@ def test_steps_show_every_cell_that_is_drawn_and_hand_out_codes_in_raster_order(
     )
     assert grey.all((1, 3))[~cells].all()
     assert np.array_equal(np.concatenate([step.new_codes[0] for step in steps]), last.codes[0])
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_passes_have_the_sizes_they_are_planned_by(window: int, ends: bool) -> None:
+    model = toy(3, 4, ends=ends)
+    drawn(model, [make_prompt(0)], window, [0], Sampling())
+    assert isinstance(model.target, ToyTarget)
+    sizes = [nodes for _, nodes in model.target.passes[1:]]  # the first one is the prefill
+    assert sizes == [max(2, size) for size in front_sizes(model.raster, window)]
