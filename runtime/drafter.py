@@ -257,8 +257,10 @@ class TreeDrafts(Drafts):
 
         It is run for all of them, and used where a row ends.
         """
+        if self.row_end is None:
+            return level
         ends = np.array([one.raster.ends(len(one.codes) - 1 + depth) for one in self.requests])
-        if self.row_end is None or not ends.any():
+        if not ends.any():
             return level
         requests, slots = len(ends), level.nodes.shape[1]
         same = np.tile(np.arange(slots), (requests, 1))

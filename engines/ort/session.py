@@ -110,6 +110,7 @@ def load_session(
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # between runs; all that older releases know
     options.add_session_config_entry("session.record_ep_graph_assignment_info", str(int(provider != DEFAULT_PROVIDER)))
     if expand_weights:  # DequantizeLinear is then computed once, not fused into products that round what they multiply
         options.add_session_config_entry("session.disable_quant_qdq", "1")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline
 from lantern_rt.engines.ort import slabs
-from lantern_rt.engines.ort.backend import OrtGraphs
-from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.drafts import Request
@@ -29,6 +28,8 @@ METHODS: list[dict[str, Any]] = [
     {"method": "eagle:tree=dynamic-16-6-4"},
     {"method": "eagle:tree=dynamic-16-6-4", "temperature": 0.0},
     {"method": "rows:window=3"},
+    {"method": "sjd:window=7", "cfg_interval": 40},
+    {"method": "eagle:tree=dynamic-16-6-4", "cfg_interval": 40},
     {"method": "lantern++"},
     {"method": "lantern:tree=dynamic-16-6-4", "cfg_scale": 1.0},
 ]
@@ -41,16 +42,7 @@ def on_cpu() -> Pipeline:
 
 @pytest.fixture(scope="module")
 def on_device() -> Pipeline:
-    with pytest.MonkeyPatch.context() as patch:
-        opened = OrtGraphs.__init__
-
-        def open_there(self: OrtGraphs, *given: Any) -> None:
-            opened(self, *given)
-            self._device = Device("cpu")
-
-        patch.setattr(OrtGraphs, "__init__", open_there)
-        pipe = Pipeline.from_bundle("scenes", threads=1)
-    pipe.engines.rounding = 0.0  # as on a GPU: whatever the device draws is taken
+    pipe = device_pipeline("scenes")
     assert all(isinstance(engine, OrtDeviceEngine) for engine in (pipe.engines.target, pipe.engines.drafter))
     return pipe
 

@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device_pipeline import device_pipeline
 from PIL import Image
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines.ort.backend import OrtGraphs
-from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
@@ -60,16 +59,7 @@ def test_greedy_generations_of_every_grid_give_the_published_ids_and_row_ends(
 @pytest.fixture(scope="module")
 def on_device(lumina_bundle: Path) -> Pipeline:
     """Drawn by the graphs that accelerators run, here on the CPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        opened = OrtGraphs.__init__
-
-        def open_there(self: OrtGraphs, *given: Any) -> None:
-            opened(self, *given)
-            self._device = Device("cpu")
-
-        patch.setattr(OrtGraphs, "__init__", open_there)
-        pipe = Pipeline.from_bundle(lumina_bundle, threads=1)
-    pipe.engines.rounding = 0.0  # as on a GPU: whatever the device draws is taken
+    pipe = device_pipeline(lumina_bundle)
     assert isinstance(pipe.engines.target, OrtDeviceEngine)
     return pipe
 
