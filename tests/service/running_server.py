@@ -38,8 +38,8 @@ class RunningServer:
         return self._log.read_text("utf-8")
 
     def lines(self) -> list[dict[str, Any]]:
-        """What it logged of requests."""
-        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+        """What it logged of requests; a line that is still being written is not one yet."""
+        return [json.loads(line) for line in self.log.split("\n")[:-1] if line.startswith("{")]
 
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         deadline = time.monotonic() + seconds
