@@ -16,7 +16,7 @@ from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
 from .host import processor
 from .loader import find_backend
-from .memory import cache_bytes, count_weights, pass_bytes
+from .memory import cache_bytes, check_products, count_weights, pass_bytes
 from .ort.backend import OrtBackend
 from .profiles import BuildOptions, Profile, capacity, profiles
 
@@ -60,6 +60,8 @@ def build_engines(
     Raises: EngineError if the backend is missing or does not take a graph, RequestError on options, OutputError.
     """
     shapes, backend = plan_build(bundle, options), find_backend(options.backend)
+    own = options.backend == "onnxruntime"
+    check_products(bundle, f"{options.backend}-{options.provider}" if own else options.backend)
     version, capabilities = backend.version(), backend.compute_capabilities(options)
     check_new_folder(output, force, ENGINE_FILE, KIND)
     began, files = time.perf_counter(), bundle.manifest.files

@@ -14,7 +14,7 @@ from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import thread_count
-from .memory import INTEGERS
+from .memory import INTEGERS, PRODUCTS, check_products
 from .ort.backend import OrtBackend, OrtGraphs
 from .ort.providers import DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers
 from .trt.backend import TensorRTBackend
@@ -68,7 +68,7 @@ class Engines:
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
         self.integers = precision in INTEGERS and not expand_weights  # products round what they multiply to 8 bits
         own = self.backend.startswith(f"onnxruntime-{DEFAULT_PROVIDER}")
-        settles = own and dtype == "float32" and not self.integers
+        settles = own and dtype == "float32" and precision != PRODUCTS and not self.integers  # whose sums are exact
         self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
         target = None if folder is None else folder.manifest.graphs.get("target")
         built = () if target is None else target.profiles
@@ -81,6 +81,7 @@ class Engines:
         self._vq_encoder: Function | None = None
         if expand_weights:
             _check_expandable(bundle, providers.main, folder)
+        check_products(bundle, self.backend)
         self._graphs = _open_graphs(bundle, self.threads, providers, folder, expand_weights)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings())
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))

@@ -8,11 +8,12 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import NotOnnx, float_weights
 from ..checks import brief
-from ..errors import BundleError
+from ..errors import BundleError, RequestError
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MOST_WEIGHTS = 1 << 50
-INTEGERS = ("int8-weights", "int4-weights")
+INTEGERS = ("int8-weights", "int4-weights")  # of weights alone, turned back to be multiplied
+PRODUCTS = "int8"  # of weights and what they are multiplied with
 
 
 def cache_bytes(spec: DecoderSpec | DrafterSpec, rows: int, columns: int, size: int) -> int:
@@ -32,15 +33,22 @@ def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int
 def weight_bytes(bundle: Bundle, role: str, expand: bool = False) -> int:
     """A graph's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
 
-    Floats are loaded as float32, however they are stored; block-wise integers stay what they are, unless `expand`: then
-    they count as float32, at two integers a byte no more than eight times their file.
+    Floats are loaded as float32, however they are stored; integers stay what they are, unless `expand`: then they
+    count as float32, at two integers a byte no more than eight times their file.
     """
     manifest = bundle.manifest
     precision = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
-    if precision is not None and precision.precision in INTEGERS:
+    if precision is not None and precision.precision in (*INTEGERS, PRODUCTS):
         stored = sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
         return stored * ({"int8-weights": 4, "int4-weights": 8}[precision.precision] if expand else 1)
     return 4 * count_weights(bundle.path(role))
+
+
+def check_products(bundle: Bundle, where: str) -> None:
+    """Raises: RequestError: the bundle multiplies integers, and `where`, such as `onnxruntime-cuda`, is not a CPU."""
+    if bundle.manifest.target.precision == PRODUCTS and not where.startswith("onnxruntime-cpu"):
+        found = f"found {where}, but bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do"
+        raise RequestError(f"{found}; export it with --precision fp32 or fp16, or use provider cpu")
 
 
 def count_weights(path: Path) -> int:

@@ -78,6 +78,12 @@ def t2i_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", precision="int8-weights")
 
 
+@pytest.fixture(scope="session")
+def t2i_products_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text-conditional LlamaGen with its EAGLE drafter, multiplying int8."""
+    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", precision="int8")
+
+
 def _export(
     factory: pytest.TempPathFactory,
     target: str,

@@ -4,6 +4,10 @@ Written by hand rather than traced because these graphs run hundreds of times an
 arithmetic, query weights carry the attention scale where it is a power of two, and the order of transposes is the
 one that ONNX Runtime folds into its matrix products, so that the past is read where it lies.
 
+With products of integers (`Ops.integers`), a difference in the last bit of what is rounded to 8 bits becomes one in the
+first three digits. So nothing may depend on how nodes share passes: all sums over columns are sums of integers that
+float32 holds, exact in any order, and attention draws on values that are multiples of a power of two.
+
 Past tensors may be empty as far as ONNX goes, but ONNX Runtime 1.31 divides by zero in the fused product on an empty
 past: an engine on it feeds at least one column and hides it with the mask.
 """
@@ -16,9 +20,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.deferred import computed, deferred, transposed
+from ..checkpoints.deferred import computed, deferred
 from ..models.decoder import Attention, Decoder, Head, Layer, LayerStack, RMSNorm
 from .onnx_ops import Ops
+
+_EXACT = 24  # bits of integers that float32 holds, and sums of them must keep to
+_SHARES, _VALUES = 4096, 2047  # attention's weights are in units of 1 / 4096, values up to 2047 of their own units
+_MOST_NODES = 128  # of a pass, beside the positions of an image
 
 
 class _Shared(NamedTuple):
@@ -29,6 +37,7 @@ class _Shared(NamedTuple):
     swap: str  # [head_dim, head_dim]: exchanges the two numbers of each pair
     mask: str  # [rows, 1, group * nodes, past + nodes]
     sizes: str  # int64 [2]: past, nodes
+    columns: int  # past and nodes, at the most
 
 
 def write_target(ops: Ops, decoder: Decoder) -> None:
@@ -42,7 +51,7 @@ def write_head(ops: Ops, hidden: str, head: Head) -> None:
     """Hidden states to the output `logits`, always float32."""
     own = "narrow_logits" if ops.half else "logits"
     if isinstance(head, nn.Linear):
-        ops.op("MatMul", hidden, ops.weight("head.weight", transposed(head.weight)), name=own)
+        ops.linear(hidden, "head", head.weight, output=own)
     else:
         first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
         root, one, half = (ops.number(*n) for n in (("root_half", 0.5**0.5), ("one", 1.0), ("half", 0.5)))
@@ -56,10 +65,10 @@ def write_head(ops: Ops, hidden: str, head: Head) -> None:
 def write_layers(ops: Ops, stack: LayerStack, x: str) -> str:
     """All layers over `x [rows, nodes, hidden_size]`; writes the new keys and values as outputs."""
     layers = [cast(Layer, layer) for layer in stack.layers]
-    shared = _write_shared(ops, stack.rope, layers[0].attention)
+    shared = _write_shared(ops, stack.rope, layers[0].attention, stack.config.positions + _MOST_NODES)
     for i, layer in enumerate(layers):
         normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
-        x = ops.op("Add", x, _write_attention(ops, normed, i, layer.attention, shared))
+        x = ops.op("Add", x, _write_attention(ops, normed, i, layer, shared))
         normed = write_norm(ops, x, f"layers.{i}.ffn_norm", layer.ffn_norm)
         gate = ops.linear(normed, f"layers.{i}.ffn.gate", layer.ffn.gate.weight)
         up = ops.linear(normed, f"layers.{i}.ffn.up", layer.ffn.up.weight)
@@ -100,7 +109,7 @@ def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale
     return ops.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
 
 
-def _write_shared(ops: Ops, rope: Tensor, attention: Attention) -> _Shared:
+def _write_shared(ops: Ops, rope: Tensor, attention: Attention, columns: int) -> _Shared:
     width = 2 * rope.shape[1]
     halves = attention.rope_style == "half"
     order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
@@ -116,10 +125,11 @@ def _write_shared(ops: Ops, rope: Tensor, attention: Attention) -> _Shared:
     nodes = ops.op("Shape", "position_ids", start=1, end=2)
     mask = ops.op("Tile", "attention_mask", ops.ints(1, 1, group, 1)) if group > 1 else "attention_mask"
     swap = ops.weight("rotary.swap", torch.eye(width)[pairs])
-    return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0))
+    return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0), columns)
 
 
-def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared: _Shared) -> str:
+def _write_attention(ops: Ops, x: str, index: int, layer: Layer, shared: _Shared) -> str:
+    attention = layer.attention
     heads, num_kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
     scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
     # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
@@ -132,6 +142,8 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
     rotated, value = ops.many(
         "Split", joint, ops.ints(heads + num_kv_heads, num_kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
     )
+    if exact := ops.integers and isinstance(layer.attention_norm, RMSNorm):  # drafters only propose: any sum will do
+        value = _write_multiples(ops, value, f"{at}.value_units", layer, shared.columns)
     if attention.normed:  # the root goes into the norm
         rotated = _write_head_norms(ops, rotated, f"{at}.attention.head_norm", attention, width**-0.5)
     swapped = ops.op("MatMul", rotated, shared.swap)
@@ -147,7 +159,8 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
     if heads > num_kv_heads:  # queries of one group share a key head: stack them along the nodes
         query = ops.reshape(query, 0, num_kv_heads, -1, width)
     scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
-    weights = ops.op("Softmax", ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask), axis=-1)
+    seen = ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask)
+    weights = _write_shares(ops, seen, shared.columns) if exact else ops.op("Softmax", seen, axis=-1)
     parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
     values = zip(parts, (past_value, new_value), strict=True)
     mixed = [ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values]
@@ -157,4 +170,39 @@ def _write_attention(ops: Ops, x: str, index: int, attention: Attention, shared:
         shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
         together = ops.op("Reshape", together, shape)
     joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
-    return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
+    out = attention.out.weight
+    if exact:
+        out = deferred(lambda: computed(attention.out.weight).float() / _SHARES, out.shape, torch.float32)
+    return ops.linear(joined, f"{at}.attention.out", out)
+
+
+def _write_multiples(ops: Ops, value: str, name: str, layer: Layer, columns: int) -> str:
+    """Values `[rows, nodes, num_kv_heads, width]`, rounded to multiples of powers of two, at most 2047 times these.
+
+    The power of each follows from the longest vector that the norm before it gives, so that no value lies beyond; what
+    rounding adds to that is cut off.
+    """
+    attention, most = layer.attention, min(_VALUES, (2**_EXACT - 1) // (_SHARES + columns // 2))
+
+    def units() -> Tensor:
+        rows = computed(attention.qkv.weight)[-attention.num_kv_heads * attention.head_dim :].float()
+        longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(layer.attention_norm.weight), dim=1)
+        return torch.exp2(torch.ceil(torch.log2(longest.clamp(1e-30) / most))).view(shape)
+
+    shape = (attention.num_kv_heads, attention.head_dim)
+    unit = ops.weight(name, deferred(units, shape, torch.float32))
+    limits = (ops.number("least_value", -float(most)), ops.number("most_value", float(most)))
+    return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, unit)), *limits), unit)
+
+
+def _write_shares(ops: Ops, scores: str, columns: int) -> str:
+    """Softmax over the last axis in units of 1 / 4096: whole numbers, whose sums with values float32 holds exactly.
+
+    Numerators are whole as well, as large as sums over all columns allow, so that the denominator is exact.
+    """
+    finest = float(2 ** (_EXACT - math.ceil(math.log2(columns))))
+    largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
+    shifted = ops.op("Sub", scores, ops.op("Sub", largest, ops.number("log_finest", math.log(finest))))
+    numerators = ops.op("Round", ops.op("Exp", shifted))
+    total = ops.op("ReduceSum", numerators, ops.ints(-1), keepdims=1)
+    return ops.op("Round", ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_SHARES)), total)))

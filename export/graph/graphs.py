@@ -72,7 +72,7 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     if graph.write is None:
         model, weights = _trace(graph)
         return GraphFile(model, weights, plan_storage(weights, set(weights), set(), rule), set(), rule)
-    ops = Ops(half=graph.half)
+    ops = Ops(half=graph.half, integers=rule == "int8")
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     if graph.half:
@@ -81,7 +81,7 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
         return GraphFile(model, ops.weights, storages, set(), "fp16", half=True)
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
-    matrices = {name for name in ops.matrices if not name.startswith("head.")}  # a head stays float16 at the least
+    matrices = {name for name in ops.matrices if ops.integers or not name.startswith("head.")}
     return GraphFile(model, ops.weights, plan_storage(ops.weights, own, matrices, rule), matrices, rule)
 
 

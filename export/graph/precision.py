@@ -1,10 +1,11 @@
 """How the weights of a graph are rounded and written: one at a time, and each a chunk at a time.
 
-Only weights are rounded, never activations, logits or caches: a weight that is stored in another type than the graph
-computes with is turned back by a node right before its first use, `Cast` for float16, `DequantizeLinear` for integers,
-which runtimes fold or fuse when they load. Of a float16 table that rows are looked up in, only the rows found are
-turned back. Matrices of the layers may be integers, in blocks along their input axis that share a scale; everything
-else (embeddings, head) has float16 at the least. Large weights go to one file beside the graph, aligned for mapping.
+But for `int8`, only weights are rounded, never activations, logits or caches: a weight that is stored in another type
+than the graph computes with is turned back by a node right before its first use, `Cast` for float16, `DequantizeLinear`
+for integers, which runtimes fold or fuse when they load. Of a float16 table that rows are looked up in, only the rows
+found are turned back. Matrices of the layers may be integers, in blocks along their input axis that share a scale;
+everything else (embeddings, head) has float16 at the least. With `int8` all matrices, the head's too, have a scale for
+each output, and are multiplied as integers. Large weights go to one file beside the graph, aligned for mapping.
 """
 
 from __future__ import annotations
@@ -25,18 +26,23 @@ from torch import Tensor
 from ...bundle.manifest import Precision
 from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import computed
-from .onnx_ops import TYPES
+from .onnx_ops import BLOCK_OPSET, TYPES
 
-BLOCK_OPSET = 21  # the first with scales for blocks, and with 4-bit integers
 _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
 _ALIGNMENT = 4096
-Storage = Literal["float32", "float16", "int8", "int4"]
+# `columns`: int8 with one scale for each output, multiplied as integers; `int8` and `int4` have one for each block
+# along the inputs, and are turned back.
+Storage = Literal["float32", "float16", "int8", "int4", "columns"]
 Compute = Literal["float32", "float16"]
 # `lossless`: float16 where that holds the weight exactly. Recorded as fp32, since it computes the same.
 Rule = Precision | Literal["lossless"]
 
-_INTEGERS: dict[Rule, Storage] = {"int8-weights": "int8", "int4-weights": "int4"}
-_LARGEST = {"int8": 127, "int4": 7}  # the lowest of each type stays unused, so that scales serve both signs
+_INTEGERS: dict[Rule, Storage] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
+_LARGEST = {
+    "int8": 127,
+    "int4": 7,
+    "columns": 127,
+}  # the lowest of each type stays unused, so that scales serve both signs
 # Numbers that share a scale. ONNX Runtime fuses powers of two from 16 on; the smaller a block, the better the
 # fit and the larger the file. With float32 scales: 1.0625 bytes a weight for int8, 0.625 for int4.
 _BLOCKS: dict[Storage, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16)}
@@ -127,14 +133,18 @@ def iter_chunks(weight: Tensor, rows: int = 1) -> Iterator[Tensor]:
 
 def block_size(kind: Storage, inputs: int) -> int | None:
     """Numbers along the input axis that share a scale; None where no block size divides it."""
-    return next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
+    return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
 
 
-def quantise(weight: Tensor, kind: Storage) -> tuple[Tensor, Tensor]:
-    """`weight [in, out]` to integers `[in, out]` int8 and scales `[in / block, out]` float32, round to nearest."""
-    size, largest = block_size(kind, len(weight)) or len(weight), _LARGEST[kind]
-    blocks = weight.reshape(-1, size, weight.shape[1])
-    scales = blocks.abs().amax(1) / largest  # [blocks, out]
+def quantise(weight: Tensor, kind: Storage, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`weight [in, out]` to integers `[in, out]` int8 and scales `[in / block, out]` float32, round to nearest.
+
+    scales: `[1, out]`, where `weight` holds some inputs of those that share them.
+    """
+    size = len(weight) if scales is not None else block_size(kind, len(weight)) or len(weight)
+    largest, blocks = _LARGEST[kind], weight.reshape(-1, size, weight.shape[1])
+    if scales is None:
+        scales = blocks.abs().amax(1) / largest  # [blocks, out]
     steps = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
     return steps.round_().clamp_(-largest, largest).to(torch.int8).view(weight.shape), scales
 
@@ -152,6 +162,12 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
         integers, scales = quantise(part.float().t(), kind)
         rows[:] = (integers.view(len(scales), -1, len(part)) * scales[:, None]).view(integers.shape).t()
     return result
+
+
+def round_nodes(x: Tensor) -> Tensor:
+    """`x [..., inputs]` as products of integers see it: each node in 127 steps to either side of 0."""
+    scale = x.abs().amax(-1, keepdim=True) / _LARGEST["columns"]
+    return (x / torch.where(scale > 0, scale, 1.0)).round_() * scale
 
 
 class Part(NamedTuple):
@@ -192,6 +208,8 @@ class GraphFile:
             return [Part(name, str(weight.dtype).removeprefix("torch.") if kind is None else kind, shape)]
         if kind == "float16":
             return [Part(name if self.half else f"{name}.half", kind, shape)]
+        if kind == "columns":
+            return [Part(f"{name}.int8", "int8", shape), Part(f"{name}.scales", "float32", shape[1:])]
         size = block_size(kind, shape[0]) or 1
         return [Part(f"{name}.{kind}", kind, shape), Part(f"{name}.scales", "float32", (shape[0] // size, shape[1]))]
 
@@ -235,6 +253,11 @@ class GraphFile:
         elif kind in ("float32", "float16"):
             for chunk in iter_chunks(weight):
                 yield np.ascontiguousarray(chunk.numpy(), kind).tobytes()
+        elif kind == "columns":
+            largest = torch.stack([chunk.abs().amax(0) for chunk in iter_chunks(weight)]).amax(0, keepdim=True)
+            scales.append((largest[0] / _LARGEST[kind]).numpy().tobytes())
+            for chunk in iter_chunks(weight):
+                yield quantise(chunk, kind, largest / _LARGEST[kind])[0].numpy().tobytes()
         else:
             for chunk in iter_chunks(weight, block_size(kind, weight.shape[0]) or 1):
                 integers, own = quantise(chunk, kind)
@@ -249,7 +272,7 @@ class GraphFile:
         tables = {name for name, kind in self.storages.items() if kind == "float16"} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
         }
-        waiting = {name: kind for name, kind in self.storages.items() if kind != "float32"}
+        waiting = {name: kind for name, kind in self.storages.items() if kind not in ("float32", "columns")}
         read: set[str] = set()
         del self.model.graph.node[:]
         for node in nodes:
@@ -261,7 +284,8 @@ class GraphFile:
                 if kind := waiting.pop(name, None):
                     self.model.graph.node.append(self._decoder(name, kind))
             self.model.graph.node.append(node)
-        assert set(self.storages) <= read, "weights that no node reads"
+        products = {f"{name}.int8" if kind == "columns" else name for name, kind in self.storages.items()}
+        assert products <= read, "weights that no node reads"
         if any(kind in ("int8", "int4") for kind in self.storages.values()):
             self.model.opset_import[0].version = BLOCK_OPSET
 

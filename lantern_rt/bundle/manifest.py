@@ -24,7 +24,7 @@ Side = Annotated[int, Field(ge=1, le=256)]  # codes
 MOST_PIXELS = 8192  # along a side
 Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
-Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights"]
+Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights", "int8"]
 
 
 def file_sha256(path: Path, counted: Callable[[int], None] = lambda size: None) -> str:

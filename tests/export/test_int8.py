@@ -1,0 +1,150 @@
+"""Products of integers: every node has the same bits whatever shares its pass, so that exact methods stay exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from small_models import CONFIG, randomise_norms, stored
+
+from lantern_rt.engines.ort.session import load_session
+from lantern_rt.errors import ParityError
+from lantern_rt.export.graph.graphs import Graph, plan_graph
+from lantern_rt.export.graph.precision import quantise, round_nodes
+from lantern_rt.export.parity import check_parity
+
+NODES = 24
+HIDDEN = -1e9
+Floats = NDArray[np.float32]
+Past = dict[str, Floats]
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    made = stored(torch.float32, replace(CONFIG, grid=4, spare_positions=16))
+    randomise_norms(made.module)
+    return made
+
+
+@pytest.fixture(scope="module")
+def session(graph: Graph, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = plan_graph(graph, "int8").write(tmp_path_factory.mktemp("int8") / "target.onnx")[0]
+    onnx.checker.check_model(path)
+    return load_session(path, 2, "cpu")
+
+
+@pytest.fixture(scope="module")
+def embeds() -> Floats:
+    return np.random.default_rng(0).standard_normal((2, NODES, CONFIG.hidden_size), dtype=np.float32)
+
+
+def run(session: Any, embeds: Floats, positions: Any, among: NDArray[np.bool_], past: Past) -> dict[str, Floats]:
+    """One pass over `embeds [rows, nodes, width]`, which see all of the past but its first column, and `among`."""
+    rows, nodes = embeds.shape[:2]
+    columns = len(next(iter(past.values())))
+    mask = np.zeros((rows, 1, nodes, columns + nodes), np.float32)
+    mask[..., 0] = HIDDEN  # ONNX Runtime divides by zero where there is no column at all
+    mask[..., columns:] = np.where(among, 0, HIDDEN)
+    feeds = {"input_embeds": np.ascontiguousarray(embeds), "attention_mask": mask, **past}
+    feeds["position_ids"] = np.broadcast_to(positions, (rows, nodes)).astype(np.int64)
+    return dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
+
+
+def nothing(session: Any) -> Past:
+    """A past of one column, which is hidden."""
+    shapes = {one.name: one.shape[2:] for one in session.get_inputs() if one.name.startswith("past")}
+    return {name: np.zeros((1, 2, *shape), np.float32) for name, shape in shapes.items()}
+
+
+def decode(session: Any, embeds: Floats, sizes: list[int]) -> Floats:
+    """Logits `[rows, nodes, codes]` of a chain that is cut into passes of these sizes, over and over."""
+    past, done, logits = nothing(session), 0, list[Floats]()
+    for size in cycle(sizes):
+        nodes = min(size, NODES - done)
+        fed = max(nodes, 2)  # as the runtime does: another kernel computes passes of one node
+        chosen = np.minimum(np.arange(done, done + fed), NODES - 1)
+        found = run(session, embeds[:, chosen], chosen, np.tri(fed, dtype=bool), past)
+        logits.append(found["logits"][:, :nodes])
+        past = {key: np.concatenate([own, found[key.replace("past", "new")][:nodes]]) for key, own in past.items()}
+        done += nodes
+        if done == NODES:
+            break
+    return np.concatenate(logits, 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.lists(st.integers(1, NODES), min_size=1, max_size=6))
+def test_a_chain_has_the_same_bits_however_it_is_cut_into_passes(
+    session: Any, embeds: Floats, sizes: list[int]
+) -> None:
+    np.testing.assert_array_equal(decode(session, embeds, sizes), decode(session, embeds, [1]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(session: Any, embeds: Floats, data: st.DataObject) -> None:
+    parents = [-1, *(data.draw(st.integers(-1, i - 1)) for i in range(1, 12))]
+    sees = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees[node] |= sees[parent]
+    depth = sees.sum(1) - 1
+    tree = run(session, embeds[:, : len(parents)], depth, sees, nothing(session))["logits"]
+    leaf = data.draw(st.integers(0, len(parents) - 1))
+    path = np.flatnonzero(sees[leaf])
+    path = np.append(path, path[-1:]) if len(path) == 1 else path  # never one node alone
+    chain = run(session, embeds[:, path], depth[path], np.tri(len(path), dtype=bool), nothing(session))["logits"]
+    np.testing.assert_array_equal(tree[:, leaf], chain[:, list(path).index(leaf)])
+
+
+def test_other_rows_of_a_batch_change_nothing(session: Any, embeds: Floats) -> None:
+    both = decode(session, embeds, [3])
+    other = np.stack([embeds[0], 100 * embeds[1]])
+    np.testing.assert_array_equal(decode(session, other, [3])[0], both[0])
+
+
+def test_a_node_of_zeros_gives_zeros(session: Any) -> None:
+    empty = np.zeros((2, 3, CONFIG.hidden_size), np.float32)
+    found = run(session, empty, 0, np.tri(3, dtype=bool), nothing(session))
+    assert not found["logits"].any()
+    assert not found["hidden_states"].any()
+
+
+def test_the_graph_computes_what_the_module_does_with_rounded_nodes(graph: Graph, tmp_path: Path) -> None:
+    plan = plan_graph(graph, "int8")
+    path = plan.write(tmp_path / "target.onnx")[0]
+    assert plan.storages["head.weight"] == "columns"
+    assert check_parity(graph, path, plan=plan) < 0.1
+    with torch.no_grad():
+        dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-20:] += 0.5
+    with pytest.raises(ParityError, match=r"new_key_values\.1\.value by"):
+        check_parity(graph, path, plan=plan)
+
+
+def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(96, 5) * torch.logspace(-3, 3, 5)
+    integers, scales = quantise(weight, "columns")
+    assert scales.shape == (1, 5)
+    assert (integers.abs().amax(0) == 127).all()
+    assert ((integers * scales - weight).abs() <= scales * 0.5001).all()
+    whole = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
+    monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 100)
+    parts = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "parts.onnx")
+    initialisers = [[t.raw_data for t in onnx.load(files[0]).graph.initializer] for files in (whole, parts)]
+    assert initialisers[0] == initialisers[1]
+
+
+def test_nodes_are_rounded_to_127_steps_on_either_side() -> None:
+    x = torch.tensor([[-2.0, 1.0, 0.004], [0.0, 0.0, 0.0], [1e-30, 0.0, -1e-30]])
+    found = round_nodes(x)
+    np.testing.assert_allclose(found, [[-2, 64 * 2 / 127, 0], [0, 0, 0], [1e-30, 0, -1e-30]], rtol=1e-6)
