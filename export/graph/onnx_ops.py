@@ -107,9 +107,11 @@ class Ops:
         if x not in self.rounded:
             largest = self.op("ReduceMax", self.op("Abs", x), self.ints(-1), keepdims=1)
             scale = self.op("Mul", largest, self.number("integer_step", 1 / _LARGEST))  # [rows, nodes, 1]
-            shape = self.op("Concat", self.op("Shape", x, end=2), self.ints(1), axis=0)
-            zeros = self.op("ConstantOfShape", shape, value=helper.make_tensor("", TensorProto.UINT8, [1], [_ZERO]))
-            integers = self.op("QuantizeLinear", x, scale, zeros, axis=-1, block_size=inputs)
+            if not self.rounded:  # as many zero points as scales, the same for all
+                shape = self.op("Concat", self.op("Shape", x, end=2), self.ints(1), axis=0)
+                value = helper.make_tensor("", TensorProto.UINT8, [1], [_ZERO])
+                self.op("ConstantOfShape", shape, name="integer_zeros", value=value)
+            integers = self.op("QuantizeLinear", x, scale, "integer_zeros", axis=-1, block_size=inputs)
             self.rounded[x] = integers, scale
         integers, scale = self.rounded[x]
         zero = self.weight("integer_zero", torch.tensor(_ZERO, dtype=torch.uint8))
