@@ -150,17 +150,18 @@ def quantise(weight: Tensor, kind: Storage, scales: Tensor | None = None) -> tup
 
 
 def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
-    """The float32 numbers a runtime computes with; a module's matrix is `[out, in]`."""
+    """The float32 numbers a runtime computes with, rounded a chunk at a time; a module's matrix is `[out, in]`."""
     made = computed(weight)
     if kind == "float32" or (kind in _LARGEST and not matrix):
         return made.float()
+    result = made.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "float16":
-        return made.half().float()
-    result = torch.empty(made.shape)
-    step = max(1, _CHUNK // made.shape[1])  # rows of the module's matrix: columns of the stored one
-    for part, rows in zip(torch.split(made, step), torch.split(result, step), strict=True):
-        integers, scales = quantise(part.float().t(), kind)
-        rows[:] = (integers.view(len(scales), -1, len(part)) * scales[:, None]).view(integers.shape).t()
+        for numbers in result.view(-1).split(_CHUNK):
+            numbers.copy_(numbers.half())
+        return result
+    for rows in result.split(max(1, _CHUNK // made.shape[1])):  # of the module's matrix: columns of the stored one
+        integers, scales = quantise(rows.t(), kind)
+        rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result
 
 
