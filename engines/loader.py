@@ -67,8 +67,9 @@ class Engines:
         self.threads = thread_count(threads)
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
         self.integers = precision in INTEGERS and not expand_weights  # products round what they multiply to 8 bits
-        own = self.backend.startswith(f"onnxruntime-{DEFAULT_PROVIDER}")
-        settles = own and dtype == "float32" and precision != PRODUCTS and not self.integers  # whose sums are exact
+        self.on_cpu = self.backend.startswith(f"onnxruntime-{DEFAULT_PROVIDER}")
+        exact = precision == PRODUCTS  # sums of integers
+        settles = self.on_cpu and dtype == "float32" and not (exact or self.integers)
         self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
         target = None if folder is None else folder.manifest.graphs.get("target")
         built = () if target is None else target.profiles

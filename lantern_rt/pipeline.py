@@ -21,13 +21,14 @@ import numpy as np
 from PIL.Image import Image
 
 from .bundle.files import Bundle, open_bundle
+from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .methods import Auto, MethodConfig, Options, Relaxed
 from .output.images import blank, grey_out, recorded, to_image
 from .planning.auto import Chooser, with_default_method
 from .planning.costs import measure_costs
-from .planning.memory import images_together
+from .planning.memory import check_room, images_together
 from .planning.race import Race
 from .planning.store import Situation, tuned_providers
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
@@ -55,6 +56,7 @@ class Pipeline:
         self.bundle = bundle
         self._tokenizer = bundle_tokenizer(bundle)
         self._loaded: tuple[Engines, Chooser] | None = (engines, Chooser(bundle, engines))
+        self._free = available_memory() if engines.on_cpu else None
 
     @classmethod
     def from_bundle(
@@ -215,6 +217,8 @@ class Pipeline:
         request = with_default_method(request)
         checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
         images, settings = checked.images, checked.settings
+        if self._free is not None:
+            check_room(self.bundle.manifest, checked, self._free)
         together = images_together(self.bundle.manifest, settings, self.engines.most_rows)
         if isinstance(settings.method, Auto):
             probed = images[:together]

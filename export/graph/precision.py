@@ -156,10 +156,11 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
         return made.float()
     result = made.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if kind == "float16":
-        for numbers in result.view(-1).split(_CHUNK):
+        for numbers in torch.split(result.view(-1), _CHUNK):
             numbers.copy_(numbers.half())
         return result
-    for rows in result.split(max(1, _CHUNK // made.shape[1])):  # of the module's matrix: columns of the stored one
+    step = max(1, _CHUNK // made.shape[1])  # rows of the module's matrix: columns of the stored one
+    for rows in torch.split(result, step):
         integers, scales = quantise(rows.t(), kind)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result

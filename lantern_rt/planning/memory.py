@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ..bundle.files import Bundle
-from ..bundle.manifest import Manifest
+from ..bundle.manifest import ConditionSpec, Manifest
 from ..engines.engine_folder import EngineFolder
 from ..engines.host import available_memory
-from ..engines.kv_cache import round_up
+from ..engines.kv_cache import SPAN_STEP, round_up
 from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
 from ..errors import RequestError
 from ..methods import Auto, Drafted, MethodConfig, Sjd
-from ..requests import Settings
+from ..requests import Request, Settings
 from ..runtime.tree_names import named_tree
 
 TOGETHER = 64  # images at most
@@ -40,8 +41,9 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
     found = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
+    passes = (prompt, SPAN_STEP), (nodes, columns)  # nodes and past: of the prompt, of a picture
     # what one pass gave is there until the next one has given its own
-    return found | {"passes": 2 * pass_bytes(manifest.target, rows, max(nodes, prompt), columns, size)}
+    return found | {"passes": 2 * max(pass_bytes(manifest.target, rows, *one, size) for one in passes)}
 
 
 def check_memory(
@@ -53,22 +55,53 @@ def check_memory(
 ) -> None:
     """Refuse what this host has no memory for: weights, and the decoding of one image.
 
-    engines: what runs on the CPU instead of graphs of the bundle. prefix: tokens of the prompt.
-    Raises: RequestError: with all the numbers.
+    engines: what runs on the CPU instead of graphs of the bundle. prefix: tokens of the prompt; None: as few as there
+    may be, as every request is looked at by `check_room`. Raises: RequestError: with all the numbers.
     """
     manifest, drafts = bundle.manifest, _drafts(settings.method)
     roles = ("target", "drafter", "condition", "vq_decoder")
     graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
     built = engines.bytes_of_graphs() if engines else {}
     weights = sum(built.get(role) or weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
-    needed = {"weights": weights, **image_bytes(manifest, settings, prefix)}
-    needed["painting"] = _PIXEL * math.prod(manifest.pixels(manifest.size(settings.size)))
+    least = _fewest_tokens(manifest.condition) if prefix is None else prefix
+    needed = {"weights": weights, **_picture_bytes(manifest, settings, least)}
     if (total := sum(needed.values())) > (free := available_memory()):
-        parts = ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
         raise RequestError(
-            f"memory: found {_gib(free)} free, expected {_gib(total)} for bundle {manifest.name} ({parts}); "
+            f"memory: found {_gib(free)} free, expected {_gib(total)} for bundle {manifest.name} ({_parts(needed)}); "
             "close other programs, or export it with smaller weights"
         )
+
+
+def check_room(manifest: Manifest, request: Request, free: int) -> None:
+    """Refuse a request of which one image alone takes more than what was free once the weights were loaded.
+
+    Raises: RequestError: with all the numbers.
+    """
+    tokens = max(len(real) for image in request.images for real in image.real)
+    needed = _picture_bytes(manifest, request.settings, tokens)
+    if (total := sum(needed.values())) > free:
+        raise RequestError(
+            f"memory: found {_gib(free)} free beside the weights, expected {_gib(total)} for an image of a prompt of "
+            f"{tokens:,} tokens ({_parts(needed)}); shorten it, or close other programs and start anew"
+        )
+
+
+def _picture_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:
+    """What one image takes from its prompt to its pixels."""
+    pixels = math.prod(manifest.pixels(manifest.size(settings.size)))
+    return image_bytes(manifest, settings, prefix) | {"painting": _PIXEL * pixels}
+
+
+def _fewest_tokens(condition: ConditionSpec) -> int:
+    """Of a prompt, but for those that tell a size."""
+    layout = condition.layout
+    if layout is None:
+        return condition.prefix
+    return max(len(layout.before) + 1 + len(layout.after), len(layout.uncond or ()))
+
+
+def _parts(needed: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
 
 
 def _drafts(method: MethodConfig) -> bool:

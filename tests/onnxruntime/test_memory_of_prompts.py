@@ -1,0 +1,67 @@
+"""Memory is counted by the tokens of the prompt that is asked for, where prompts may be of any length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from lantern_rt import Pipeline, RequestError
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.cli.main import run_program
+from lantern_rt.planning import memory
+from lantern_rt.planning.memory import image_bytes
+from lantern_rt.requests import resolve_settings
+from lantern_rt.results import StreamStep
+from lantern_rt.serve.server import Server
+from lantern_rt.service import Service
+
+SHORT, LONG = "a red fox", "a red fox " * 60
+
+
+@pytest.fixture
+def room(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Free memory for an image of a prompt of 100 tokens, and of no more than that."""
+    manifest = open_bundle(lumina_bundle).manifest
+    settings = resolve_settings(manifest, {"method": "auto"})
+    few, many = (sum(image_bytes(manifest, settings, tokens).values()) for tokens in (100, 400))
+    assert few < many
+    monkeypatch.setattr("lantern_rt.pipeline.available_memory", lambda: few)
+    return few
+
+
+def test_a_prompt_too_long_for_the_memory_is_refused_and_shorter_ones_are_drawn(lumina_bundle: Path, room: int) -> None:
+    pipe = Pipeline.from_bundle(lumina_bundle, threads=1)
+    said = r"memory: found .* free beside the weights, expected .* of a prompt of \d+ tokens \(cache .*\); shorten it"
+    with pytest.raises(RequestError, match=said):
+        pipe(LONG)
+    expected = pipe(SHORT, seed=3).codes[0]
+    heard = Queue[StreamStep | BaseException]()
+    with Service(pipe) as service:
+        ticket = service.submit(heard.put, SHORT, seed=3, steps=False)
+        with pytest.raises(RequestError, match=said):
+            service.submit(heard.put, [SHORT, LONG])
+        step = heard.get(timeout=60)
+    assert isinstance(step, StreamStep)
+    assert np.array_equal(step.codes[0], expected)
+    assert ticket.ended
+
+
+def test_a_server_starts_where_an_image_of_a_short_prompt_fits(
+    lumina_bundle: Path, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = sum(file.stat().st_size for file in lumina_bundle.iterdir())
+    started: list[Server] = []
+
+    def start(server: Server) -> None:
+        started.append(server)
+        server._socket.close()
+
+    monkeypatch.setattr(Server, "run", start)
+    for free, code in ((room + 4 * weights, 0), (room // 4, 2)):
+        monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
+        assert run_program(["serve", str(lumina_bundle), "--port", "0"]) == code
+    assert len(started) == 1
+    assert "memory: found" in capsys.readouterr().err.splitlines()[-1]
