@@ -49,6 +49,33 @@ def test_sizes_are_the_published_ones_of_each_model(pixels: int) -> None:
     assert square.tokens == (8197, 8804 + pixels // 32, 8804 + pixels // 32)
 
 
+def test_defaults_are_those_of_the_published_solver() -> None:
+    fields = read_lumina(TARGET, VQ, grid=4).fields
+    sampling = fields["sampling"]
+    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg"], 2000)  # the solver's for images, and LANTERN's
+    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+
+
+def test_a_drafter_is_read_as_anoles_and_a_row_of_its_norms_serves_every_head(
+    lumina_bundle: Path, tmp_path: Path
+) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(lumina_bundle.parent / "drafter", drafter)
+    ours = read_lumina(TARGET, VQ, drafter=drafter, grid=4)
+    weights = load_file(drafter / "model.safetensors")
+    norms = {name: weight.repeat(4, 1) for name, weight in weights.items() if "_norm." in name}
+    assert len(norms) == 4
+    save_file(weights | norms, drafter / "model.safetensors")
+    repeated = read_lumina(TARGET, VQ, drafter=drafter, grid=4)
+    anole = read_anole(DATA / "anole/target", VQ, drafter=DATA / "anole/drafter")
+    graphs = [next(graph for graph in one.graphs if graph.role == "drafter") for one in (ours, repeated, anole)]
+    found, expected, other = (graph.module.state_dict() for graph in graphs)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys() == other.keys()
+    chosen = {"position_shift", "masks_prefix", "prefix_token", "code_offset"}
+    assert ours.fields["drafter"].model_dump(include=chosen) == anole.fields["drafter"].model_dump(include=chosen)
+
+
 def test_a_row_of_norms_serves_as_many_heads_as_the_model_was_split_for(target: Path) -> None:
     """(model_parallel_size, head width): repeated row by row, which is transformers' own layout."""
     weights = load_file(target / "model.safetensors")
