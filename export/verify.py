@@ -26,6 +26,7 @@ from ..checks import short
 from ..engines.contracts import Progress
 from ..errors import BundleError, CheckpointError
 from ..user_files import reading
+from .checkpoints.deferred import computed
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.precision import Precisions
 from .neighbours import neighbour_table
@@ -155,7 +156,7 @@ def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress: Progress) -> None:
     """Add rows for all that a bundle holds besides graphs."""
-    embeddings = model.code_embeddings.detach().float().numpy()
+    embeddings = computed(model.code_embeddings).float().numpy()
     arrays: list[tuple[str, str, NDArray[Any], NDArray[Any]]] = [
         ("code_embeddings", "rows", bundle.code_embeddings(), embeddings)
     ]

@@ -22,6 +22,7 @@ from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, S
 from ..engines.contracts import Progress
 from ..errors import OutputError
 from ..output.files import check_new_folder, existing_parent, folder_or_nothing
+from .checkpoints.deferred import computed
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
@@ -82,9 +83,9 @@ def export_model(
             f"{output}: the bundle takes about {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
             "free some, choose another place, or a smaller --precision"
         )
-    neighbours = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
-        paths: dict[str, Path] = {}
+        paths = {"neighbors": folder / "neighbors.npz"}
+        neighbours = _write_neighbours(paths["neighbors"], model, progress)
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
             files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
@@ -92,9 +93,7 @@ def export_model(
             comparing = partial(progress, f"comparing {file} with the checkpoint")
             check_parity(graph, files[0], graph.tolerance, plan, comparing)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
-        np.save(paths["code_embeddings"], np.ascontiguousarray(model.code_embeddings.detach().float().numpy()))
-        paths["neighbors"] = folder / "neighbors.npz"
-        np.savez(paths["neighbors"], indices=neighbours.indices, distances=neighbours.distances)
+        np.save(paths["code_embeddings"], np.ascontiguousarray(computed(model.code_embeddings).float().numpy()))
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
@@ -115,11 +114,18 @@ def export_model(
         manifest = Manifest(
             **fields,
             format_version=FORMAT_VERSION,
-            neighbors=neighbours.indices.shape[1],
+            neighbors=neighbours,
             files={r: FileEntry.of(p, hashed) for r, p in paths.items()},
         )
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
+
+
+def _write_neighbours(path: Path, model: Model, progress: Progress) -> int:
+    """Write the table of neighbours, which is large and needed no more; returns how many every code has."""
+    table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
+    np.savez(path, **table._asdict())
+    return len(table.indices[0])
 
 
 def check_output(output: Path, force: bool) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer
 
 from ...bundle.manifest import Size, TokenLayout
 from ...checks import short
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.deferred import without_weights
+from ..checkpoints.deferred import joined, without_weights
 from ..checkpoints.files import Config, find_tokenizer, read_config, read_text, read_tokenizer, refusing
 from ..checkpoints.folders import Checkpoint, read_checkpoint
 from ..checkpoints.tiktoken import tokenizer_of_ranks
@@ -105,7 +104,7 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
     return image_model(
         family="emu3",
         decoder=decoder,
-        code_embeddings=torch.cat([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
+        code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, prefix_rows, layout, tokenizer, content=content),
         vq=image,
         vq_place=vq or target,

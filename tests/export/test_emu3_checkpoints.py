@@ -60,7 +60,7 @@ def described(model: Model) -> tuple[Any, ...]:
     """All of a model but its files: fields of the manifest, arrays, and the weights of graphs."""
     weights = [(one.role, *entry) for one in model.graphs for entry in one.module.state_dict().items()]
     numbers = {(role, name): computed(weight).numpy().tobytes() for role, name, weight in weights}
-    return {**model.fields}, model.code_embeddings.tolist(), model.codebook.tolist(), numbers
+    return {**model.fields}, computed(model.code_embeddings).tolist(), model.codebook.tolist(), numbers
 
 
 def written(model: Model, folder: Path) -> dict[str, bytes]:
