@@ -54,8 +54,8 @@ _CHUNK = 1 << 23  # numbers held as float32 at a time
 class Precisions:
     """What the user chose. The drafter follows the target unless it has a precision of its own.
 
-    compute: what target and drafter compute in; in float16 they also store it. lossless: store what float16 holds
-    exactly in it, and round nothing else.
+    compute: what target and drafter compute in; in float16 they also store it. lossless: graphs that are not rounded
+    store in float16 what it holds exactly.
     """
 
     target: Precision = "fp32"
@@ -73,7 +73,8 @@ class Precisions:
 
     def rule(self, role: str) -> Rule:
         """How the weights of a graph are stored."""
-        return "lossless" if self.lossless else self.of(role)
+        precision = self.of(role)
+        return "lossless" if self.lossless and precision == "fp32" else precision
 
 
 def read_precisions(target: str | None = None, drafter: str | None = None, compute: str = "float32") -> Precisions:

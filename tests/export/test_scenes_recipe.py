@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from safetensors.torch import load_file
 
 from lantern_rt import open_bundle
 
@@ -20,6 +22,7 @@ from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, lo
 from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
+from lantern_rt.train.scenes.target import load_target  # noqa: E402
 from lantern_rt.train.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
 from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
     COLOURS,
@@ -108,11 +111,27 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
 
 
 def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path: Path) -> None:
-    restore_work("scenes", tmp_path / "work")
-    write_scenes_bundle(tmp_path / "work", tmp_path / "again", force=False, progress=lambda *_: None)
-    first, second = open_bundle("scenes").manifest.files, open_bundle(tmp_path / "again").manifest.files
-    for role in ("target.data", "drafter.data", "code_embeddings", "vq_decoder.data", "neighbors"):
+    work, again = tmp_path / "work", tmp_path / "again"
+    restore_work("scenes", work)
+    write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
+    first, second = open_bundle("scenes").manifest.files, open_bundle(tmp_path / "bundle").manifest.files
+    for role in ("code_embeddings", "vq_decoder.data", "neighbors"):
         assert second[role].sha256 == first[role].sha256, role
+    restore_work(tmp_path / "bundle", again)
+    drafters = (load_file(folder / "drafter" / "model.safetensors") for folder in (work, again))
+    for before, after in ((load_target(work).state_dict(), load_target(again).state_dict()), tuple(drafters)):
+        assert before.keys() == after.keys()
+        for name, weight in before.items():  # the smallest of queries may be rounded
+            torch.testing.assert_close(after[name], weight, rtol=0, atol=2**-22 if "q" in name else 0)
+
+
+def test_every_large_weight_of_a_bundle_is_stored_in_sixteen_bits(tmp_path: Path) -> None:
+    restore_work("scenes", tmp_path / "work")
+    write_scenes_bundle(tmp_path / "work", tmp_path / "bundle", force=False, progress=lambda *_: None)
+    for role in ("target", "drafter", "vq_encoder", "vq_decoder"):
+        graph = onnx.load(tmp_path / "bundle" / f"{role}.onnx", load_external_data=False).graph
+        wide = [one.name for one in graph.initializer if one.data_type == onnx.TensorProto.FLOAT and len(one.dims) > 1]
+        assert [name for name in wide if not name.startswith("rotary.") and "codebook" not in name] == []
 
 
 def test_a_bundle_of_integer_weights_is_smaller_and_says_so(tmp_path: Path) -> None:
@@ -121,6 +140,7 @@ def test_a_bundle_of_integer_weights_is_smaller_and_says_so(tmp_path: Path) -> N
     embedded, rounded = open_bundle("scenes").manifest, open_bundle(tmp_path / "int8").manifest
     assert rounded.target.precision == "int8-weights"
     assert rounded.files["target.data"].bytes < 0.6 * embedded.files["target.data"].bytes
+    assert rounded.files["vq_decoder.data"] == embedded.files["vq_decoder.data"]
 
 
 def test_muon_updates_have_singular_values_near_one() -> None:

@@ -59,7 +59,7 @@ def test_a_work_folder_of_another_size_becomes_a_bundle_and_comes_back_from_it(w
     target, drafter = save_target(work, SMALL), save_drafter(work, SMALL)
     write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
     manifest = open_bundle(tmp_path / "bundle").manifest
-    assert manifest.name == "scenes-64x2"
+    assert manifest.name == "bundle"
     assert (manifest.target.hidden_size, manifest.target.num_layers, manifest.target.head_dim) == (64, 2, 16)
     restore_work(tmp_path / "bundle", tmp_path / "again")
     again = load_target(tmp_path / "again")

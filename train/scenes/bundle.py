@@ -23,12 +23,12 @@ from ...export.families.common import decoder_fields
 from ...export.graph.graphs import Graph, cases_of, target_graph
 from ...export.graph.onnx_ops import Value
 from ...export.graph.precision import read_precisions
-from ...export.models.decoder import Decoder
+from ...export.models.decoder import Attention, Decoder
 from ...export.models.eagle import Drafting, drafter_graph, read_drafter
 from ...export.writer import Model, export_model
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from .data import render_pictures
-from .model import CONFIG, ScenesTarget, size_name
+from .model import ScenesTarget
 from .target import load_target
 from .text import SLOTS, WORD_IDS, WORDS
 from .vocabulary import describe, sample_scene
@@ -98,7 +98,8 @@ def write_scenes_bundle(
     precision: str | None = None,
     drafter: bool = True,
 ) -> Path:
-    """Write the bundle of a work folder's checkpoints, and `acceptance_statistics.json` where there is one.
+    """Write the bundle of a work folder's checkpoints, and `acceptance_statistics.json` where there is one. It has the
+    name of its folder.
 
     drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
 
@@ -154,7 +155,6 @@ def write_scenes_bundle(
         codebook=vq.codebook.numpy(),
         neighbors=NEIGHBOURS,
         fields={
-            "name": "scenes" if config == CONFIG else f"scenes-{size_name(config)}",
             "family": "scenes",
             "grid_rows": GRID,
             "grid_columns": GRID,
@@ -171,7 +171,7 @@ def write_scenes_bundle(
         sources=[(role, work / f"{role}.pt") for role in ("vq", "target")] + (drafting.sources if drafting else []),
         licence="Apache-2.0",
     )
-    precisions = replace(read_precisions(precision, compute=compute), lossless=precision is None)
+    precisions = replace(read_precisions(precision, compute=compute), lossless=True)
     return export_model(model, output, precisions=precisions, force=force, progress=progress)
 
 
@@ -179,17 +179,24 @@ def _read_drafter(folder: Path, decoder: Decoder) -> Drafting:
     """The drafter in a folder, rounded as the rest."""
     found = read_drafter(folder, decoder)
     weights = {name: computed(weight) for name, weight in found.drafter.state_dict().items()}
-    rounded = {name: weight.half().float() if weight.ndim >= 2 else weight for name, weight in weights.items()}
-    found.drafter.load_state_dict(rounded, assign=True)
+    found.drafter.load_state_dict(weights, assign=True)
+    _round(found.drafter)
     return found
 
 
 def _round(*modules: nn.Module) -> None:
-    """Round matrices and kernels to float16, so that they can be stored in it without loss."""
+    """Round matrices and kernels to float16, so that they can be stored in it without loss.
+
+    Queries are rounded as graphs have them, times the attention scale, 1/8: the smallest would no longer fit with it.
+    """
     for module in modules:
         for weight in module.parameters():
             if weight.ndim >= 2:
                 weight.data = weight.data.half().float()
+        for attention in module.modules():
+            if isinstance(attention, Attention):
+                queries = attention.qkv.weight.data[: attention.num_heads * attention.head_dim]
+                queries.copy_((queries / 8).half().float() * 8)
 
 
 def _prompts() -> bytes:
