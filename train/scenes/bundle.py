@@ -34,7 +34,7 @@ from .text import SLOTS, WORD_IDS, WORDS
 from .vocabulary import describe, sample_scene
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 
-NEIGHBOURS = 256
+NEIGHBOURS = 128  # `tune` tries up to 100
 PROMPTS_SEED = 930_000
 # The tree of 16 nodes with the most tokens per forward pass (lantern_rt/planning/tree_search.py, acceptance statistics
 # of captions that nothing else uses): 3.6 exactly. What is fastest on a host `lantern-rt tune` finds.
