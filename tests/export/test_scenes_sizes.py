@@ -26,11 +26,14 @@ from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
 from lantern_rt.train.scenes.target import load_target, token_losses, train_target  # noqa: E402
 from lantern_rt.train.scenes.text import SLOTS  # noqa: E402
 
-SMALL = replace(CONFIG, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=96)
+CODES = open_bundle("scenes").manifest.codebook_size
+SMALL = replace(
+    CONFIG, vocab_size=CODES, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=96
+)
 
 
-def codebook() -> torch.Tensor:
-    return torch.nn.functional.normalize(torch.randn(1024, 8), dim=1)
+def codebook(codes: int = CODES) -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.randn(codes, 8), dim=1)
 
 
 def save_target(work: Path, config: DecoderConfig) -> ScenesTarget:
@@ -64,7 +67,7 @@ def test_a_work_folder_of_another_size_becomes_a_bundle_and_comes_back_from_it(w
     restore_work(tmp_path / "bundle", tmp_path / "again")
     again = load_target(tmp_path / "again")
     assert again.config == SMALL
-    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(1024, (2, 256))
+    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(CODES, (2, 256))
     difference = token_losses(again, captions, codes) - token_losses(target, captions, codes)
     assert difference.abs().max() < 0.01  # weights are rounded to float16 on the way
     stored = load_file(tmp_path / "again" / "drafter" / "model.safetensors")
@@ -79,7 +82,8 @@ def test_going_on_with_a_target_in_another_size_is_refused(work: Path) -> None:
 
 
 def test_a_target_from_before_there_were_sizes_has_the_default_one(work: Path) -> None:
-    save_checkpoint(work / "target.pt", {"model": ScenesTarget(codebook(), CONFIG).state_dict(), "seen": 0})
+    model = ScenesTarget(codebook(CONFIG.vocab_size), CONFIG)
+    save_checkpoint(work / "target.pt", {"model": model.state_dict(), "seen": 0})
     assert load_target(work).config == CONFIG
     with refused(CheckpointError, "found", "default, expected llamagen-b"):
         train_target(work, minutes=0, size=SIZES["llamagen-b"])
@@ -87,10 +91,9 @@ def test_a_target_from_before_there_were_sizes_has_the_default_one(work: Path) -
 
 def test_a_drafter_of_another_size_than_the_target_is_refused(work: Path, tmp_path: Path) -> None:
     save_target(work, SMALL)
-    save_drafter(work, CONFIG)
-    with refused(
-        CheckpointError, f"{work / 'drafter'}: the drafter has 1024 codes of width 256, the target 1024 of 64"
-    ):
+    save_drafter(work, replace(SMALL, hidden_size=128))
+    found = f"the drafter has {CODES} codes of width 128, the target {CODES} of 64"
+    with refused(CheckpointError, f"{work / 'drafter'}: {found}"):
         write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
 
 
@@ -134,7 +137,7 @@ def test_training_keeps_everything_on_one_device() -> None:
 def test_in_bfloat16_the_loss_is_about_the_same() -> None:
     torch.manual_seed(0)
     target = ScenesTarget(codebook(), SMALL)
-    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(1024, (2, 256))
+    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(CODES, (2, 256))
     exact = token_losses(target, captions, codes)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = token_losses(target, captions, codes)

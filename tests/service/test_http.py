@@ -16,6 +16,8 @@ import pytest
 from PIL import Image
 from running_server import GENERATIONS, RunningServer, events, until
 
+from lantern_rt import open_bundle
+
 JSON = {"content-type": "application/json"}
 
 
@@ -183,7 +185,8 @@ def test_named_sites_may_ask(start: Callable[..., RunningServer], tiny_folder: P
 def test_two_models_are_served_by_name(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
     server = start(tiny_folder, "scenes", "--threads", 1)
     assert [model["id"] for model in server.get("/v1/models")[1]["data"]] == ["tiny", "scenes"]
-    for asked, size in (({}, "24x24"), ({"model": "scenes"}, "128x128")):
+    side = open_bundle("scenes").manifest.image_width
+    for asked, size in (({}, "24x24"), ({"model": "scenes"}, f"{side}x{side}")):
         status, answer = server.post({"prompt": "red cube on sand", **asked})
         assert (status, answer["size"]) == (200, size)
         assert answer["lantern"]["model"] == asked.get("model", "tiny")

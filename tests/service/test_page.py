@@ -14,6 +14,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the extra 
 from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
 from running_server import RunningServer, until  # noqa: E402
 
+from lantern_rt import open_bundle  # noqa: E402
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEEDED = "needs Chromium, as in Debian's package `chromium`"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NEEDED)]
@@ -83,7 +85,7 @@ def test_a_picture_grows_before_it_is_done(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("Done in")
     expect(page.locator(".count")).to_have_text(f"{CODES} of {CODES} codes")
     assert page.evaluate("window.seen.size") > 4
-    assert page.locator(".stage img").evaluate("image => image.naturalWidth") == 128
+    assert page.locator(".stage img").evaluate("image => image.naturalWidth") == open_bundle("scenes").manifest.image_width
 
 
 def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:

@@ -57,7 +57,8 @@ def test_the_notebook_is_valid_and_its_cells_run(tmp_path: Path, monkeypatch: py
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-    assert names["result"].images[0].size == (128, 128)
+    manifest = names["pipe"].bundle.manifest
+    assert names["result"].images[0].size == (manifest.image_width, manifest.image_height)
 
 
 # ---------------------------------------------------------------- the service
