@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 from safetensors.torch import load_file
 
 from lantern_rt import open_bundle
+from lantern_rt.bundle.files import EMBEDDED
 
 torch = pytest.importorskip("torch")
 
 from lantern_rt.train.muon import orthogonalise  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from lantern_rt.train.scenes.evaluate import differences, interval  # noqa: E402
+from lantern_rt.train.scenes.evaluate import differences, evaluate_bundle, interval  # noqa: E402
 from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
 from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
@@ -110,35 +112,45 @@ def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> 
             assert (hidden[:, -1] - whole[:, i]).abs().max() < 1e-4
 
 
-def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(tmp_path: Path) -> None:
-    work, again = tmp_path / "work", tmp_path / "again"
-    restore_work("scenes", work)
-    write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
-    first, second = open_bundle("scenes").manifest.files, open_bundle(tmp_path / "bundle").manifest.files
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of the embedded bundle, as far as that tells it."""
+    folder = tmp_path_factory.mktemp("recipe") / "work"
+    restore_work("scenes", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(work: Path) -> Path:
+    """The bundle of that folder."""
+    return write_scenes_bundle(work, work.parent / "bundle", force=False, progress=lambda *_: None)
+
+
+def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(work: Path, made: Path, tmp_path: Path) -> None:
+    first, second = open_bundle("scenes").manifest.files, open_bundle(made).manifest.files
     for role in ("code_embeddings", "vq_decoder.data"):
         assert second[role].sha256 == first[role].sha256, role
-    near, again_near = (open_bundle(one).neighbors().indices[:, :128] for one in ("scenes", tmp_path / "bundle"))
+    near, again_near = (open_bundle(one).neighbors().indices[:, :128] for one in ("scenes", made))
     np.testing.assert_array_equal(again_near, near)
-    restore_work(tmp_path / "bundle", again)
-    drafters = (load_file(folder / "drafter" / "model.safetensors") for folder in (work, again))
-    for before, after in ((load_target(work).state_dict(), load_target(again).state_dict()), tuple(drafters)):
+    restore_work(made, tmp_path / "again")
+    folders = work, tmp_path / "again"
+    targets = (load_target(folder).state_dict() for folder in folders)
+    drafters = (load_file(folder / "drafter" / "model.safetensors") for folder in folders)
+    for before, after in (tuple(targets), tuple(drafters)):
         assert before.keys() == after.keys()
         for name, weight in before.items():  # the smallest of queries may be rounded
             torch.testing.assert_close(after[name], weight, rtol=0, atol=2**-22 if "q" in name else 0)
 
 
-def test_every_large_weight_of_a_bundle_is_stored_in_sixteen_bits(tmp_path: Path) -> None:
-    restore_work("scenes", tmp_path / "work")
-    write_scenes_bundle(tmp_path / "work", tmp_path / "bundle", force=False, progress=lambda *_: None)
+def test_every_large_weight_of_a_bundle_is_stored_in_sixteen_bits(made: Path) -> None:
     for role in ("target", "drafter", "vq_encoder", "vq_decoder"):
-        graph = onnx.load(tmp_path / "bundle" / f"{role}.onnx", load_external_data=False).graph
+        graph = onnx.load(made / f"{role}.onnx", load_external_data=False).graph
         wide = [one.name for one in graph.initializer if one.data_type == onnx.TensorProto.FLOAT and len(one.dims) > 1]
         assert [name for name in wide if not name.startswith("rotary.") and "codebook" not in name] == []
 
 
-def test_a_bundle_of_integer_weights_is_smaller_and_says_so(tmp_path: Path) -> None:
-    restore_work("scenes", tmp_path / "work")
-    write_scenes_bundle(tmp_path / "work", tmp_path / "int8", False, lambda *_: None, precision="int8-weights")
+def test_a_bundle_of_integer_weights_is_smaller_and_says_so(work: Path, tmp_path: Path) -> None:
+    write_scenes_bundle(work, tmp_path / "int8", False, lambda *_: None, precision="int8-weights")
     embedded, rounded = open_bundle("scenes").manifest, open_bundle(tmp_path / "int8").manifest
     assert rounded.target.precision == "int8-weights"
     assert rounded.files["target.data"].bytes < 0.6 * embedded.files["target.data"].bytes
@@ -172,6 +184,16 @@ def test_the_judge_that_comes_with_the_recipe_reads_rendered_scenes() -> None:
     accuracy = judge_accuracy(load_judge(), scenes, render_scenes(scenes))
     assert min(accuracy.values()) >= 0.9
     assert accuracy["sky"] == accuracy["ground"] == accuracy["colour"] == 1
+
+
+def test_an_evaluation_reports_pictures_judge_and_tokenizer(tmp_path: Path) -> None:
+    report = evaluate_bundle(EMBEDDED / "scenes", tmp_path / "work", tmp_path, 2, ["sjd:window=7"], threads=1)
+    assert json.loads((tmp_path / "evaluation.json").read_text())["prompts"] == 2
+    assert report["judge"]["sky"][0] == report["judge"]["ground"][0] == 1
+    assert 20 < report["tokenizer_psnr"] < 40
+    (found,) = report["methods"].values()
+    assert found["agreement"].keys() == report["judge"].keys() > {"sky", "ground"}
+    assert (tmp_path / "methods.jpg").exists()
 
 
 def test_an_interval_holds_the_share_and_narrows_with_more_marks() -> None:

@@ -85,7 +85,9 @@ def test_a_picture_grows_before_it_is_done(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("Done in")
     expect(page.locator(".count")).to_have_text(f"{CODES} of {CODES} codes")
     assert page.evaluate("window.seen.size") > 4
-    assert page.locator(".stage img").evaluate("image => image.naturalWidth") == open_bundle("scenes").manifest.image_width
+    assert (
+        page.locator(".stage img").evaluate("image => image.naturalWidth") == open_bundle("scenes").manifest.image_width
+    )
 
 
 def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:

@@ -156,11 +156,12 @@ def evaluate(
     work: Work = DEFAULT_WORK,
     count: Annotated[int, typer.Option(help="Prompts.")] = 200,
     method: Annotated[list[str] | None, typer.Option(help="Only these methods; may be repeated.")] = None,
+    threads: Threads = 2,
 ) -> None:
     """Check pictures of unseen prompts with the judge, for every method."""
     from .evaluate import METHODS, evaluate_bundle
 
-    evaluate_bundle(bundle, work, output, count, method or METHODS)
+    evaluate_bundle(bundle, work, output, count, method or METHODS, threads=threads)
 
 
 @app.command()

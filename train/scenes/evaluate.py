@@ -16,6 +16,7 @@ from PIL import Image
 
 from ...pipeline import Pipeline
 from ...runner import Contender, take_turns
+from .data import render_scenes
 from .judge import Judge, agreement, judge, load_judge
 from .vocabulary import Scene, describe, sample_scene
 
@@ -39,12 +40,28 @@ def interval(marks: list[bool]) -> tuple[float, float, float]:
 
 
 def evaluate_bundle(
-    bundle: Path, work: Path, output: Path, count: int, methods: Sequence[str] = METHODS, batch: int = 8
+    bundle: Path,
+    work: Path,
+    output: Path,
+    count: int,
+    methods: Sequence[str] = METHODS,
+    batch: int = 8,
+    threads: int | None = None,
 ) -> dict[str, Any]:
-    """Agreement of every method on `count` prompts; writes `evaluation.json` and `methods.jpg` into `output`."""
-    pipe, critic = Pipeline.from_bundle(bundle), load_judge(work)
+    """Agreement of every method on `count` prompts; writes `evaluation.json` and `methods.jpg` into `output`.
+
+    Also how well the judge reads the same scenes as they are rendered, and the image tokenizer gives them back.
+    """
+    pipe, critic = Pipeline.from_bundle(bundle, threads), load_judge(work)
     scenes, prompts = draw_prompts(count)
-    report: dict[str, Any] = {"prompts": count, "methods": {}}
+    rendered = render_scenes(scenes, pipe.bundle.manifest.image_height)
+    report: dict[str, Any] = {
+        "prompts": count,
+        "judge": {name: interval(values) for name, values in by_name(score(critic, scenes, rendered)).items()},
+        "tokenizer_psnr": round(tokenizer_psnr(pipe, rendered), 2),
+        "methods": {},
+    }
+    print(json.dumps(report), flush=True)
     pictures: dict[str, NDArray[np.uint8]] = {}
     plain: list[dict[str, bool]] = []  # marks of the first method
     requests = [{"prompts": prompts[i : i + batch], "seed": 1000 + i} for i in range(0, count, batch)]
@@ -67,6 +84,16 @@ def evaluate_bundle(
     (output / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
     contact_sheet(list(pictures.values()), 8).save(output / "methods.jpg", quality=90)
     return report
+
+
+def tokenizer_psnr(pipe: Pipeline, pictures: NDArray[np.uint8]) -> float:
+    """Peak signal-to-noise ratio in dB of pictures `[n, size, size, 3]` as the bundle's tokenizer gives them back."""
+    errors = []
+    for picture in pictures:
+        pixels = np.moveaxis(picture, 2, 0)[None].astype(np.float32) / np.float32(127.5) - 1  # [1, 3, size, size]
+        given = pipe.engines.vq_decoder(pipe.engines.vq_encoder(pixels))
+        errors.append(np.square((given.clip(-1, 1) - pixels) / 2).mean())
+    return float(-10 * np.log10(np.mean(errors)))
 
 
 def score(critic: Judge, scenes: list[Scene], pictures: NDArray[np.uint8]) -> list[dict[str, bool]]:
