@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
+from lantern_rt.train.drafter.figures import default_relaxation  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from lantern_rt.train.muon import Muon  # noqa: E402
 from lantern_rt.train.precision import fast_in_bfloat16, mixed_precision  # noqa: E402
@@ -102,6 +103,7 @@ def test_the_drafter_is_trained_on_what_the_target_draws(work: Path, tmp_path: P
     save_target(work, SMALL)
     bundle = undrafted_bundle(work)
     assert bundle.manifest.drafter is None
+    assert default_relaxation(bundle.manifest) == (10, 1.5)  # what figures and losses of the drafter are of
     assert undrafted_bundle(work).digest == bundle.digest
     write_samples(work, 2, shard=2, threads=1)
     found = train_drafter(work, steps=1, batch=1)

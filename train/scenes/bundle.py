@@ -165,7 +165,7 @@ def write_scenes_bundle(
             "drafter": None if drafting is None else DrafterSpec(**decoder_fields(drafting.drafter.config)),
             "condition": ConditionSpec(kind="words", prefix=SLOTS),
             "sampling": Sampling(cfg_scale=3.0),
-            "decoding": DecodingDefaults(method="ar") if drafting is None else DECODING,
+            "decoding": DECODING.model_copy(update={"method": "ar"}) if drafting is None else DECODING,
         },
         files=files,
         sources=[(role, work / f"{role}.pt") for role in ("vq", "target")] + (drafting.sources if drafting else []),
