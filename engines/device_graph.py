@@ -22,6 +22,7 @@ from ..errors import BundleError
 from ..user_files import reading
 from .contracts import Tensor
 from .graph_bytes import GraphWriter, Value
+from .kv_cache import round_up
 
 WORD = 16  # columns of a mask per number
 _HEAD_EPSILON = 1e-5  # of norms of single heads
@@ -116,7 +117,7 @@ class _Writer:
         capacity: int | None,
     ) -> None:
         self.weights, self.spec, self.plain, self.capacity = weights, spec, plain, capacity
-        self.graph = GraphWriter(23 if capacity is None else 24)
+        self.graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
         out = weights.get("layers.0.attention.out.weight")
         self.half = out is not None and out.dtype == "float16"
@@ -136,37 +137,38 @@ class _Writer:
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = graph.op("Gather", "embeddings", "token_ids")
-        mask, tables, normed = self.mask(), self.rotary_tables(), "norm.weight" in self.weights
+        mask, turn, added = self.mask(), self.rotation(), None
         for i in range(spec.num_layers):
-            # no Identity makes an output of it: a copy, which WebGPU does not record
-            last = i + 1 == spec.num_layers and not normed
-            x = self.layer(x, i, mask, tables, "hidden_states" if last else None)
-        self.head(self.norm(x, "norm.weight", name="hidden_states"))
+            x, normed = self.normed(x, added, f"layers.{i}.attention_norm.weight")
+            x, normed = self.normed(x, self.attention(normed, i, mask, turn), f"layers.{i}.ffn_norm.weight")
+            added = self.feed_forward(normed, f"layers.{i}.ffn")
+        self.head(self.normed(x, added, "norm.weight", "hidden_states")[1])
         inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
         return DeviceGraph(graph.model(map(_value, inputs), map(_value, outputs)), inputs, outputs, self.dtype)
 
-    def layer(self, x: str, index: int, mask: str, tables: list[str], name: str | None) -> str:
-        """Attention and feed-forward."""
-        graph, at = self.graph, f"layers.{index}"
-        x = graph.op("Add", x, self.attention(self.norm(x, f"{at}.attention_norm.weight"), index, mask, tables))
-        normed = self.norm(x, f"{at}.ffn_norm.weight")
-        gate, up = (self.linear(normed, f"{at}.ffn.{part}") for part in ("gate", "up"))
+    def feed_forward(self, x: str, at: str) -> str:
+        """What a layer adds after attention."""
+        graph = self.graph
+        gate, up = (self.linear(x, f"{at}.{part}") for part in ("gate", "up"))
         active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-        return graph.op("Add", x, self.linear(active, f"{at}.ffn.down"), name=name)
+        return self.linear(active, f"{at}.down")
 
-    def attention(self, x: str, index: int, mask: str, tables: list[str]) -> str:
+    def attention(self, x: str, index: int, mask: str, turn: list[str]) -> str:
         """Attention over the cache, with the new nodes written into it."""
-        graph, spec, at = self.graph, self.spec, f"layers.{index}"
-        turned, width = self.heads + spec.num_kv_heads, spec.head_dim
-        sizes = graph.ints(turned * width, spec.num_kv_heads * width)
+        graph, shared, at = self.graph, self.spec.num_kv_heads, f"layers.{index}"
+        each, parts = shared * self.spec.head_dim, self.heads // shared + 2
         joint = self.linear(x, f"{at}.attention.qkv")
-        rotated, value = graph.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.new_value"], axis=-1)
         if f"{at}.attention.head_norm.weight" in self.weights:
-            rotated = self.head_norms(rotated, f"{at}.attention.head_norm", turned)
-        turn = [rotated, *tables, "position_ids"]
-        rotated = graph.op("RotaryEmbedding", *turn, interleaved=self.interleaved, num_heads=turned)
-        sizes = graph.ints(self.heads * width, spec.num_kv_heads * width)
-        query, key = graph.many("Split", [rotated, sizes], [f"{at}.query", f"{at}.new_key"], axis=-1)
+            sizes = graph.ints((parts - 1) * each, each)
+            own, value = graph.many("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
+            own = self.head_norms(own, f"{at}.attention.head_norm", self.heads + shared)
+            joint = graph.op("Concat", own, value, axis=-1)
+        apart = graph.op("Reshape", joint, graph.ints(0, -1, each))  # every part in turn, values by no angle
+        turned = graph.op("RotaryEmbedding", apart, *turn, interleaved=self.interleaved, num_heads=shared)
+        turned = graph.op("Reshape", turned, graph.ints(0, -1, parts * each))
+        sizes = graph.ints((parts - 2) * each, each, each)
+        names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
+        query, key, value = graph.many("Split", [turned, sizes], names, axis=-1)
         mixed = self.attend(f"key_values.{index}.", query, key, value, mask)
         return self.linear(mixed, f"{at}.attention.out")
 
@@ -230,12 +232,24 @@ class _Writer:
         )
         return self.narrow(graph.op("Reshape", scaled, graph.ints(0, 0, heads * spec.head_dim)))
 
-    def norm(self, x: str, weight: str, name: str | None = None) -> str:
-        """x / rms(x), scaled; `x` itself where there is no such weight."""
+    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+        """`x` with what is added to it, and that over its root mean square, scaled; not where there is no such weight.
+
+        name: of the latter. No Identity makes an output of it: a copy, which WebGPU does not record.
+        """
+        graph = self.graph
         if weight not in self.weights:
-            return x
+            total = x if added is None else graph.op("Add", x, added, name=name)
+            return total, total
         scale = self.narrow(self.weight(weight))
-        return self.graph.op("RMSNormalization", x, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
+        if added is not None and "com.microsoft" in graph.domains:
+            given, names = [x, added, scale], [name or f"{weight}.normed", "", "", f"{weight}.total"]
+            op = "com.microsoft.SkipSimplifiedLayerNormalization"
+            normed, *_, total = graph.many(op, given, names, epsilon=self.epsilon)
+        else:
+            total = x if added is None else graph.op("Add", x, added)
+            normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
+        return total, normed
 
     def head(self, hidden: str) -> None:
         """Hidden states to float32 logits."""
@@ -266,10 +280,8 @@ class _Writer:
 
     def weight(self, name: str) -> str:
         """A weight in what the graph computes with, whatever it is stored as."""
-        if name in self.weights:
+        if (stored := self.stored(name)) == name:
             return self.take(name)
-        kinds = ("half", "int8", "int4")
-        stored = next((own for kind in kinds if (own := f"{name}.{kind}") in self.weights), name)
         if stored not in self.decoded:
             if stored.endswith(".half"):
                 self.decoded[stored] = self.graph.cast(self.take(stored), "float32")
@@ -278,6 +290,11 @@ class _Writer:
                 parts = self.take(stored), self.take(f"{name}.scales")
                 self.decoded[stored] = self.graph.op("DequantizeLinear", *parts, axis=0, block_size=block)
         return self.decoded[stored]
+
+    def stored(self, name: str) -> str:
+        """What the file calls a weight, which says how it is stored."""
+        names = (name, *(f"{name}.{kind}" for kind in ("half", "int8", "int4")))
+        return next((own for own in names if own in self.weights), name)
 
     def take(self, name: str) -> str:
         """A weight as it is stored."""
@@ -292,15 +309,25 @@ class _Writer:
         """`x` in what the graph computes in."""
         return self.graph.cast(x, "float16") if self.half else x
 
-    def rotary_tables(self) -> list[str]:
-        """Cosines and sines `[positions, head_dim / 2]`, from tables that have each twice, the first sine negated."""
+    def rotation(self) -> list[str]:
+        """Cosines and sines `[angles, head_dim / 2]`, and which of them parts of nodes take, `[rows, parts * nodes]`.
+
+        From tables that have each twice, the first sine negated. A node's parts are as wide as its keys: queries, keys,
+        values. The latter take an angle behind the others, which changes nothing. There are as many angles as parts in
+        the longest pass, as ONNX Runtime wants it.
+        """
         graph, width = self.graph, self.spec.head_dim
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
         place = [graph.ints(number) for number in second]
-        return [
-            graph.op("Slice", self.narrow(self.weight(name)), *place[:2], graph.ints(1), place[2])
-            for name in ("rotary.cos", "rotary.sin")
-        ]
+        positions, parts = self.weights[self.stored("rotary.cos")].shape[0], self.heads // self.spec.num_kv_heads + 2
+        tables = []
+        for name, rest in (("rotary.cos", 1), ("rotary.sin", 0)):
+            table = graph.op("Slice", self.wide(self.weight(name)), *place[:2], graph.ints(1), place[2])
+            pads = graph.ints(0, 0, parts * round_up(positions) - positions, 0)
+            tables.append(self.narrow(graph.op("Pad", table, pads, graph.constant(np.array(rest, np.float32)))))
+        values, still = graph.constant(np.arange(parts) == parts - 1), graph.ints(positions)
+        angles = graph.op("Where", values, still, graph.op("Unsqueeze", "position_ids", graph.ints(-1)))
+        return [*tables, graph.op("Reshape", angles, graph.ints(0, -1))]
 
     def mask(self) -> str:
         """What is added to scores, `[rows, 1, nodes, columns]`; for products, once for all queries that share keys."""

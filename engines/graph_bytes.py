@@ -31,14 +31,15 @@ class Value:
 class GraphWriter:
     """A graph in the making; nodes come in an order in which they can be run."""
 
-    opset: int = 23
+    domains: dict[str, int] = field(default_factory=lambda: {"": 23})  # versions of sets of ops
     nodes: list[bytes] = field(default_factory=list)
     weights: dict[str, bytes] = field(default_factory=dict)
 
     def many(self, op: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute) -> Sequence[str]:
-        """A node with named outputs; an empty name leaves an optional input out."""
+        """A node with named outputs; empty names leave optional ones out. Ops of another domain come with its name."""
+        domain, _, op = op.rpartition(".")
         parts = [_field(1, name) for name in inputs] + [_field(2, name) for name in outputs]
-        parts += [_field(3, outputs[0]), _field(4, op)]
+        parts += [_field(3, outputs[0]), _field(4, op), _field(7, domain)]
         parts += [_field(5, _attribute(name, value)) for name, value in attributes.items()]
         self.nodes.append(b"".join(parts))
         return outputs
@@ -69,8 +70,8 @@ class GraphWriter:
         parts = [_field(1, node) for node in self.nodes] + [_field(2, "graph")]
         parts += [_field(5, weight) for weight in self.weights.values()]
         parts += [_field(number, _value(one)) for number, values in ((11, inputs), (12, outputs)) for one in values]
-        opset = _field(1, "") + _field(2, self.opset)
-        return _field(1, _IR_VERSION) + _field(7, b"".join(parts)) + _field(8, opset)
+        opsets = [_field(8, _field(1, domain) + _field(2, number)) for domain, number in self.domains.items()]
+        return _field(1, _IR_VERSION) + _field(7, b"".join(parts)) + b"".join(opsets)
 
 
 def convolution_graph() -> bytes:
