@@ -33,9 +33,9 @@ from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__, open_bundle
 from lantern_rt.engines.build import build_engines
+from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.profiles import BuildOptions
-from lantern_rt.engines.trt.cuda import find_gpu
 from lantern_rt.planning.acceptance_statistics import bundle_statistics
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")

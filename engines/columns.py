@@ -1,79 +1,55 @@
-"""Caches whose columns are filled in any order, and passes in the tensors of the device layout (`device_graph.py`).
-
-Every pass writes its nodes into free columns. Those that are accepted keep theirs; the others are free again. So
-appending is bookkeeping on the host, for chains and trees alike.
-"""
+"""Where the entries of a cache stand, and passes in the tensors of the two device layouts (`device_graph.py`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Self
 
 import numpy as np
 
-from ..runtime.device import Resident
-from ..runtime.engine import Bools, Floats, Ints, Pass, Taken
+from ..runtime.engine import Bools, Ints, Pass
 from .contracts import Array
 from .device_graph import WORD
 from .kv_cache import CacheRows, round_up
 
 _NODES = (2, 4, 8, 16, 32, 64)  # passes have as many, or a multiple of the last, so that shapes repeat
+_NOT_THE_LAST = "keys and values of a pass that was not the last one on this cache"
 
 
-class Lying(Resident):
-    """Rows `[rows, nodes, width]` on a device. value: what a graph there takes, with `stride` nodes of every row."""
+class Places(CacheRows, ABC):
+    """Which columns of a cache hold what. written: where the last pass wrote its nodes; None: it means nothing."""
 
-    home: object
-    value: Any
-    stride: int
-    dtype: str
+    written: Ints | None
 
+    @abstractmethod
+    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
+        """A pass in the graph's tensors, but for what its nodes read; says in `written` where they go.
 
-def read_by_nodes(batch: Pass, nodes: int, table: Any, dtype: str, home: object) -> dict[str, Any]:
-    """What nodes read, in the graph's inputs, filled up to so many of a row; what lies at `home` stays there.
+        padded: nodes that rows are filled up to; nobody sees those.
+        """
 
-    table: embeddings of codes on the device; None: for a drafter.
-    """
-    if table is not None:
-        if batch.tokens is not None and batch.embeds is None:
-            return {"embeddings": table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
-        if batch.embeds is None or batch.tokens is not None:
-            raise ValueError("a target reads either `tokens` or `embeds`")
-        prefix, ids = _listed(batch.embeds, dtype)  # a table of its own
-        return {"embeddings": prefix, "token_ids": fill_up(ids, nodes, np.int32)}
-    if batch.tokens is None or batch.hidden is None:
-        raise ValueError("a drafter reads `tokens` and `hidden`")
-    taken = batch.hidden
-    source = taken.source if isinstance(taken, Taken) else None
-    if isinstance(taken, Taken) and isinstance(source, Lying) and source.home is home and source.dtype == dtype:
-        hidden, ids = source.value, taken.rows * source.stride + taken.nodes
-    else:
-        states, ids = _listed(taken.read() if isinstance(taken, Taken) else taken, dtype)
-        hidden = states[None]
-    tokens = fill_up(batch.tokens, nodes, np.int32)
-    return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
+    @abstractmethod
+    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
+        """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote.
+
+        Raises: ValueError if they do not fit, or another pass has been run since.
+        """
 
 
-def _listed(states: Floats, dtype: str) -> tuple[Array, Ints]:
-    """States `[rows, nodes, width]` one below the other, and where each is, `[rows, nodes]`."""
-    rows, nodes, width = states.shape
-    return np.ascontiguousarray(states.reshape(-1, width), dtype), np.arange(rows * nodes).reshape(rows, nodes)
+class ColumnCache(Places):
+    """A cache whose columns are filled in any order.
 
-
-@dataclass
-class ColumnCache(CacheRows):
-    """Where each row's entries are.
+    Every pass writes its nodes into free columns. Those that are accepted keep theirs; the others are free again. So
+    appending is bookkeeping on the host, for chains and trees alike.
 
     column_of: that of each entry, int64 `[rows, columns]`; past a row's length it means nothing. The last column is for
-    nodes that only fill up a shape, and never seen. written: columns of the last pass's nodes, int64 `[rows, nodes]`.
+    nodes that only fill up a shape, and never seen. written: of every node, int64 `[rows, nodes]`.
     """
 
-    column_of: Ints = field(init=False)
-    written: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, lengths: Ints, capacity: int) -> None:
+        super().__init__(lengths, capacity)
         self.column_of = np.zeros((len(self.lengths), self.columns), np.int64)
-        self.written = self.column_of[:, :0]
+        self.written = None
 
     @property
     def columns(self) -> int:
@@ -81,9 +57,8 @@ class ColumnCache(CacheRows):
         return round_up(self.capacity + 1)
 
     def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
-        """Count nodes `accepted_indices[r]` of the last pass among row r's entries; new_kv: what it said it wrote."""
         if new_kv is not self.written:
-            raise ValueError("keys and values of a pass that was not the last one on this cache")
+            raise ValueError(_NOT_THE_LAST)
         lengths, spare = self.grown(accepted_indices), self.columns - 1
         if any((new_kv[row, nodes] == spare).any() for row, nodes in enumerate(accepted_indices)):
             raise ValueError("a node that only filled up its row")
@@ -92,15 +67,13 @@ class ColumnCache(CacheRows):
         self.lengths = lengths
 
     def select(self, rows: Ints) -> None:
-        """Keep only these rows, in this order."""
-        self.lengths, self.column_of, self.written = self.lengths[rows], self.column_of[rows], self.written[:0]
+        self.lengths, self.column_of, self.written = self.lengths[rows], self.column_of[rows], None
 
-    def join_rows(self, other: ColumnCache) -> None:
-        """Count the rows of another cache after one's own."""
+    def join(self, other: Self) -> None:
         places = self.column_of, other.column_of
-        self.join(other)
+        super().join(other)
         self.column_of = np.concatenate([np.pad(own, ((0, 0), (0, self.columns - own.shape[1]))) for own in places])
-        self.written = self.column_of[:, :0]
+        self.written = None
 
     def free(self, nodes: int) -> Ints:
         """The first free columns of each row, int64 `[rows, nodes]`; the last column for nodes that find none.
@@ -121,22 +94,19 @@ class ColumnCache(CacheRows):
         found[row, self.column_of[row, entry]] = True
         return found
 
-    def encode(self, batch: Pass) -> dict[str, Array]:
-        """A pass in the graph's tensors, but for what its nodes read; says in `written` where they go.
-
-        Rows are filled up to one of few numbers of nodes, which see nothing and go to the last column.
-        """
+    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
+        """As `Places`; nodes that fill up rows see nothing, and go to the last column."""
         rows, nodes = batch.positions.shape
         past, spare = batch.attention_mask.shape[2] - nodes, self.columns - 1
         on_past = batch.attention_mask[:, :, :past]
         by_all: Bools = np.logical_and.reduce(on_past, 1)  # [rows, past]
         by_some = np.logical_or.reduce(on_past, 1) & ~by_all
-        self.written = self.free(nodes)
-        padded, drafted = node_count(nodes), int(by_some.sum(1).max(initial=0))
+        self.written = written = self.free(nodes)
+        drafted = int(by_some.sum(1).max(initial=0))
         further = drafted + nodes
         columns = np.full((rows, round_up(further, WORD)), spare, np.int32)
         seen = np.zeros((rows, padded, columns.shape[1]), bool)
-        columns[:, drafted:further] = self.written
+        columns[:, drafted:further] = written
         seen[:, :nodes, drafted:further] = batch.attention_mask[:, :, past:]
         for row in np.flatnonzero(by_some.any(1)).tolist():
             own = np.flatnonzero(by_some[row])
@@ -144,7 +114,7 @@ class ColumnCache(CacheRows):
             seen[row, :nodes, : len(own)] = on_past[row][:, own]
         write = np.zeros((rows, padded, 2), np.int64)
         write[..., 0], write[..., 1] = np.arange(rows)[:, None], spare
-        write[:, :nodes, 1] = self.written
+        write[:, :nodes, 1] = written
         return {
             "position_ids": fill_up(batch.positions, padded),
             "write": write,
@@ -152,6 +122,59 @@ class ColumnCache(CacheRows):
             "columns": columns,
             "seen": words(seen),
         }
+
+
+class SideBySideCache(Places):
+    """A cache of a fixed number of columns, whose rows fill the first of theirs.
+
+    A pass writes its nodes after those that a row holds. Of a chain they are then in their places; accepted nodes of a
+    tree move down. written: of the first node of each row, int64 `[rows]`.
+    """
+
+    def __init__(self, lengths: Ints, capacity: int, columns: int) -> None:
+        super().__init__(lengths, capacity)
+        self._columns, self.written = columns, None
+
+    @property
+    def columns(self) -> int:
+        return self._columns
+
+    def span(self, nodes: int) -> int:
+        """Columns that a pass over so many nodes of every row reads."""
+        return round_up(int(self.lengths.max(initial=0)) + nodes)
+
+    def select(self, rows: Ints) -> None:
+        self.lengths, self.written = self.lengths[rows], None
+
+    def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
+        """As `Places`; nodes that fill up rows see the first column."""
+        rows, nodes = batch.positions.shape
+        past, span = batch.attention_mask.shape[2] - nodes, self.span(nodes)
+        seen, row, known = np.zeros((rows, padded, span), bool), np.arange(rows)[:, None, None], min(past, span)
+        seen[:, :nodes, :known] = batch.attention_mask[:, :, :known]
+        own = self.lengths[:, None, None] + np.arange(nodes)  # columns of the new nodes
+        seen[row, np.arange(nodes)[:, None], own] = batch.attention_mask[:, :, past:]
+        seen[:, nodes:, 0] = True  # a softmax over nothing could give what is no number
+        self.written = write = self.lengths.copy()
+        return {"position_ids": fill_up(batch.positions, padded), "write": write, "seen": words(seen)}
+
+    def append(self, new_kv: Ints, accepted_indices: list[Ints]) -> None:
+        if new_kv is not self.written:
+            raise ValueError(_NOT_THE_LAST)
+        lengths = self.grown(accepted_indices)
+        places = [
+            [(row, start + node, length + i) for i, node in enumerate(nodes.tolist()) if start + node != length + i]
+            for row, (start, length, nodes) in enumerate(
+                zip(new_kv.tolist(), self.lengths.tolist(), accepted_indices, strict=True)
+            )
+        ]
+        if moved := [place for own in places for place in own]:
+            self.move(*np.array(moved, np.int64).T)
+        self.lengths, self.written = lengths, None
+
+    @abstractmethod
+    def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
+        """Copy entries, all `[some]`, from columns of rows to others; everything is read before anything is written."""
 
 
 def node_count(nodes: int) -> int:

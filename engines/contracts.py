@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,3 +31,16 @@ class Tensor:
 
     def __str__(self) -> str:
         return f"{' or '.join(self.dtypes)} [{', '.join('any' if n is None else str(n) for n in self.shape)}]"
+
+
+class Executable(Protocol):
+    """A loaded graph that runs on values on a device, whichever library loaded it."""
+
+    def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
+        """The graph on these inputs and outputs, by name, to be held by the caller.
+
+        The result runs it, recorded as a graph of that number if it is told to; None: it will not be.
+        """
+
+    def forget(self, record: int) -> None:
+        """What was recorded by a number will not be run again."""

@@ -37,6 +37,40 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list
     return inputs, outputs
 
 
+def device_tensors(
+    spec: DecoderSpec | DrafterSpec, drafts: bool, dtypes: tuple[str, ...], capacity: int | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and outputs of a `device_graph`; dtypes: what caches and hidden states may be."""
+    width, states = spec.hidden_size, (None, None, spec.hidden_size)
+    if capacity is None:
+        own = [
+            Tensor("write", ("int64",), (None, None, 2)),
+            Tensor("seen_by_all", ("int32",), (None, None)),
+            Tensor("columns", ("int32",), (None, None)),
+            Tensor("column_ids", ("int32",), (None,)),
+        ]
+        cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
+    else:
+        own = [Tensor("write", ("int64",), (None,))]
+        cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
+    names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
+    inputs = [
+        Tensor("hidden", dtypes, states) if drafts else Tensor("embeddings", dtypes, (None, width)),
+        Tensor("token_ids", ("int32",), (None, None)),
+        *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
+        Tensor("position_ids", ("int64",), (None, None)),
+        *own,
+        Tensor("seen", ("int32",), (None, None, None)),
+        *(Tensor(f"past_{name}", dtypes, cache) for name in names),
+    ]
+    outputs = [
+        Tensor("logits", ("float32",), (None, None, spec.vocab_size)),
+        Tensor("hidden_states", dtypes, states),
+        *(Tensor(f"present_{name}", dtypes, cache) for name in names),
+    ]
+    return inputs, outputs
+
+
 def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
     """The one type of all keys and values. Raises: BundleError if there are two."""
     kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}

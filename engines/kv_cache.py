@@ -69,7 +69,11 @@ class CacheRows:
         lengths: Ints = self.lengths + counts
         return lengths
 
-    def join(self, other: CacheRows) -> None:
+    def select(self, rows: Ints) -> None:
+        """Keep only these rows, in this order."""
+        self.lengths = self.lengths[rows]
+
+    def join(self, other: Self) -> None:
         """Count the rows of another cache among one's own; the larger capacity is for all."""
         self.lengths = np.concatenate([self.lengths, other.lengths])
         self.capacity = max(self.capacity, other.capacity)
@@ -126,7 +130,7 @@ class KVCache(CacheRows):
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; one copy of what they hold."""
-        self.lengths = self.lengths[rows]
+        self.select(rows)
         used, old = self.past_length(), self.tensors
         heads, width = old[0].shape[2:]
         self.tensors = KVCache.empty(len(rows), self.capacity, len(old) // 2, heads, width, old[0].dtype.type).tensors

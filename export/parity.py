@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..bundle.manifest import DrafterSpec
 from ..checks import brief
-from ..engines.columns import ColumnCache, fill_up
+from ..engines.columns import ColumnCache, fill_up, node_count
 from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
 from ..errors import ParityError
@@ -237,8 +237,8 @@ class DeviceLayout:
         past, row = inputs["attention_mask"].shape[3] - nodes, np.arange(rows)[:, None]
         cache, generator = ColumnCache(np.full(rows, past), past + nodes), np.random.default_rng(0)
         places = cache.column_of[:, :past] = generator.permutation(cache.columns - 1)[:past]
-        feeds = cache.encode(Pass(inputs["position_ids"], inputs["attention_mask"][:, 0] == 0))
-        count = feeds["position_ids"].shape[1]
+        count = node_count(nodes)
+        feeds = cache.encode(Pass(inputs["position_ids"], inputs["attention_mask"][:, 0] == 0), count)
         ids = fill_up(np.arange(rows * nodes).reshape(rows, nodes), count, np.int32)
         if "input_ids" in inputs:
             tokens = fill_up(inputs["input_ids"], count, np.int32)
@@ -250,10 +250,10 @@ class DeviceLayout:
         for name in [name for name in inputs if name.startswith("past_")]:
             feeds[name] = np.zeros((rows, cache.columns, heads * width), np.float32)
             feeds[name][:, places] = inputs[name].transpose(1, 0, 2, 3).reshape(rows, past, heads * width)
-        found = self._sessions.run(feeds)
+        found, written = self._sessions.run(feeds), feeds["write"][:, :nodes, 1]
         results = {name: found.pop(name)[:, :nodes] for name in ("logits", "hidden_states")}
         for name, array in found.items():
-            new = array[row, cache.written].reshape(rows, nodes, heads, width)
+            new = array[row, written].reshape(rows, nodes, heads, width)
             results[name.replace("present", "new", 1)] = new.transpose(1, 0, 2, 3)
         return results
 

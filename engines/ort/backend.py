@@ -17,8 +17,7 @@ from ..engine_folder import EngineFolder
 from ..host import import_onnxruntime, processor
 from ..profiles import BuildOptions, Profile
 from .device import Device
-from .device_engine import OrtDeviceEngine
-from .engine import OrtEngine
+from .engine import OrtDeviceEngine, OrtEngine
 from .providers import DEFAULT_PROVIDER, PROVIDERS, Providers, find_provider
 from .session import GraphSession, check_convolutions, save_optimised
 

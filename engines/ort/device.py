@@ -49,7 +49,7 @@ class Device:
         binding = session.io_binding()
         for name, value in feeds.items():
             if isinstance(value, np.ndarray):
-                binding.bind_cpu_input(name, value)
+                binding.bind_cpu_input(name, np.ascontiguousarray(value))
             else:
                 binding.bind_ortvalue_input(name, value)
         for name in names:
@@ -95,39 +95,47 @@ class Device:
             inputs = [Value("data", dtype, ["rows", "nodes", width]), Value("places", "int64", ["some"])]
             return writer.model(inputs, [Value("out", dtype, ["some", width])])
 
-        feeds = {"data": value, "places": np.ascontiguousarray(places.ravel(), np.int64)}
+        feeds = {"data": value, "places": places.ravel()}
         (found,) = self.run(("read", dtype, width), graph, feeds, {"out": None})
         rows: Floats = found.reshape(*places.shape, width).astype(np.float32, copy=False)
         return rows
 
-    def take_rows(self, value: Any, rows: Ints, goal: Any) -> None:
-        """Write the value's `rows [some]` to another one."""
+    def copy_rows(self, value: Any, rows: Ints, goal: Any, places: Ints) -> None:
+        """Write `rows [some]` of a value `[rows, columns, width]` to `places [some]` of one of no fewer columns."""
+        dtype, (_, columns, width) = dtype_of(value), value.shape()
+
+        def graph() -> bytes:
+            writer = GraphWriter()
+            padded = writer.op("Pad", writer.op("Gather", "data", "rows"), "pads")
+            writer.op("ScatterND", "goal", "places", padded, name="out")
+            inputs = [Value("data", dtype, ["all", "columns", width]), Value("rows", "int64", ["some"])]
+            inputs += [Value("places", "int64", ["some", 1]), Value("pads", "int64", [6])]
+            inputs.append(Value("goal", dtype, ["rows of goal", "columns of goal", width]))
+            return writer.model(inputs, [Value("out", dtype, ["rows of goal", "columns of goal", width])])
+
+        pads = np.array([0, 0, 0, 0, goal.shape()[1] - columns, 0], np.int64)
+        feeds = {"data": value, "rows": rows, "places": places[:, None], "pads": pads, "goal": goal}
+        self.run(("copy", dtype, width), graph, feeds, {"out": goal})
+
+    def move(self, value: Any, sources: Ints, targets: Ints, steps: Ints) -> None:
+        """Within a value `[rows, columns, width]`, copy what is at `sources [some, 2]` (row, column) to `targets`.
+
+        All at once, so that nothing is overwritten before it is read; again with each of `steps [any, 2]` added.
+        """
         dtype, width = dtype_of(value), value.shape()[2]
 
         def graph() -> bytes:
             writer = GraphWriter()
-            writer.op("Gather", "data", "rows", name="out")
-            inputs = [Value("data", dtype, ["all", "columns", width]), Value("rows", "int64", ["some"])]
-            return writer.model(inputs, [Value("out", dtype, ["some", "columns", width])])
+            every = writer.constant(steps[:, None])  # [any, 1, 2]
+            moved = writer.op("GatherND", "data", writer.op("Add", every, "sources"))
+            writer.op("ScatterND", "data", writer.op("Add", every, "targets"), moved, name="out")
+            axes = ("rows", "columns", width)
+            inputs = [Value("data", dtype, axes)]
+            inputs += [Value(name, "int64", ["some", 2]) for name in ("sources", "targets")]
+            return writer.model(inputs, [Value("out", dtype, axes)])
 
-        feeds = {"data": value, "rows": np.ascontiguousarray(rows, np.int64)}
-        self.run(("take", dtype, width), graph, feeds, {"out": goal})
-
-    def join(self, first: Any, second: Any, goal: Any) -> None:
-        """Write the rows of both to a value of as many, with zeros up to its columns."""
-        dtype, width = dtype_of(first), first.shape()[2]
-
-        def graph() -> bytes:
-            writer = GraphWriter()
-            parts = [writer.op("Pad", f"data.{i}", f"pads.{i}") for i in range(2)]
-            writer.op("Concat", *parts, name="out", axis=0)
-            inputs = [Value(f"data.{i}", dtype, [f"rows.{i}", f"columns.{i}", width]) for i in range(2)]
-            inputs += [Value(f"pads.{i}", "int64", [6]) for i in range(2)]
-            return writer.model(inputs, [Value("out", dtype, ["rows", "columns", width])])
-
-        pads = [np.array([0, 0, 0, 0, goal.shape()[1] - one.shape()[1], 0], np.int64) for one in (first, second)]
-        feeds = {"data.0": first, "data.1": second, "pads.0": pads[0], "pads.1": pads[1]}
-        self.run(("join", dtype, width), graph, feeds, {"out": goal})
+        feeds = {"data": value, "sources": sources, "targets": targets}
+        self.run(("move", dtype, width, steps.tobytes()), graph, feeds, {"out": value})
 
     def draw(self, head: Head, logits: Any, asked: Sequence[Asked]) -> tuple[Ints, Floats]:
         """Codes and scores of all that ask, `[asked, nodes, most]`, filled up to as many nodes as the longest has.
@@ -213,3 +221,8 @@ class NoiseTable:
 def dtype_of(value: Any) -> str:
     """The NumPy name of a value's type."""
     return _DTYPES[value.data_type()]
+
+
+def itemsize(value: Any) -> int:
+    """Bytes of one of a value's numbers."""
+    return np.dtype(dtype_of(value)).itemsize

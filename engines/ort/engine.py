@@ -1,26 +1,34 @@
-"""A bundle's decoder graphs on CPUs: keys and values are NumPy buffers that ONNX Runtime reads in place.
+"""A bundle's decoders in ONNX Runtime: its own graphs on CPUs, and the device layout of them on accelerators.
 
-An engine may serve several threads, each with caches of its own. `device.py` has that of accelerators.
+An engine may serve several threads, each with caches of its own.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Cache, Floats, Pass, PassOutput
+from ..columns import node_count
 from ..contracts import Array
 from ..decoder_tensors import decoder_tensors, kv_dtype, node_inputs, past_length_of
+from ..device_engine import DeviceCache, DeviceColumns, DeviceEngine
+from ..device_graph import device_graph
 from ..kv_cache import CacheRows, KVCache
+from .device import Device
 from .providers import DEFAULT_PROVIDER
 from .session import GraphSession
 
 
 class OrtEngine:
-    """A decoder graph. With a table of code embeddings it is a target; without, a drafter."""
+    """A bundle's graph: keys and values are NumPy buffers that ONNX Runtime reads in place.
+
+    With a table of code embeddings it is a target; without, a drafter.
+    """
 
     def __init__(
         self,
@@ -69,3 +77,31 @@ class OrtEngine:
                 raise self._graph.other_shape(name, array.shape, f"{list(expected)} first")
         self._sound.add(shape)
         return found
+
+
+class OrtDeviceEngine(DeviceEngine):
+    """The device layout of a bundle's graph. With provider `cpu` the device is the host's memory."""
+
+    def __init__(
+        self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
+    ) -> None:
+        made = device_graph(path, spec, drafts=code_embeddings is None, plain=device.plain)
+        self._session = GraphSession(
+            path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True
+        )
+        super().__init__(self._session, made.inputs, spec, code_embeddings, device, made.dtype, together=False)
+        self._column_ids: dict[int, Any] = {}  # by number of columns
+
+    def new_cache(self, rows: int, capacity: int) -> DeviceColumns:
+        cache = DeviceColumns(np.zeros(rows, np.int64), capacity)
+        width = self.spec.num_kv_heads * self.spec.head_dim
+        cache.slabs, cache.lease = self._slabs, self._slabs.take((rows, cache.columns, width))
+        return cache
+
+    def fit(self, cache: DeviceCache, nodes: int) -> int:
+        return node_count(nodes)
+
+    def shared(self, cache: DeviceCache) -> dict[str, Any]:
+        if cache.columns not in self._column_ids:
+            self._column_ids[cache.columns] = self.device.put(np.arange(cache.columns, dtype=np.int32))
+        return {"column_ids": self._column_ids[cache.columns]}

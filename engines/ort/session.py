@@ -22,6 +22,7 @@ _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {
 # time. Threads that spin for longer, as they do by default, hold up whatever else runs there.
 SPIN = 10
 # Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
+_UNRECORDED = -1  # the number of passes that are run op by op
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 
 
@@ -56,7 +57,8 @@ class GraphSession:
                 **_check(path, "input", self.session.get_inputs(), inputs),
                 **_check(path, "output", self.session.get_outputs(), outputs),
             }
-        self.outputs, self.output_names = outputs, [tensor.name for tensor in outputs]
+        self.inputs, self.outputs = inputs, outputs
+        self.output_names = [tensor.name for tensor in outputs]
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared. Contiguous inputs are read in place."""
@@ -75,9 +77,21 @@ class GraphSession:
         shapes = f"gave {list(found)}, expected {expected}"
         return BundleError(f"{self.path}: output `{name}`: {shapes}; the graph is damaged, export the bundle again")
 
-    def run_bound(self, binding: Any, options: Any = None) -> None:
-        """Run on inputs and outputs that were bound before (`session.io_binding()`)."""
-        self._call(self.session.run_with_iobinding, binding, options)
+    def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
+        """As `Executable`."""
+        binding = self.session.io_binding()
+        for tensor in self.inputs:
+            binding.bind_ortvalue_input(tensor.name, values[tensor.name])
+        for name in self.output_names:
+            binding.bind_ortvalue_output(name, values[name])
+        options = [import_onnxruntime().RunOptions() for _ in range(2)]
+        for one, number in zip(options, (_UNRECORDED, record or _UNRECORDED), strict=True):
+            one.add_run_config_entry("gpu_graph_id", str(number))
+        return lambda recorded: self._call(self.session.run_with_iobinding, binding, options[recorded])
+
+    def forget(self, record: int) -> None:
+        """As `Executable`."""
+        self.session.release_captured_graph(record)
 
     def _call(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -22,14 +22,16 @@ from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Progress, Tensor
 from ..device_graph import WORD, device_graph
 from ..engine_folder import EngineFolder
+from ..gpu import find_gpu
 from ..ort.backend import OrtGraphs
+from ..ort.device import Device
 from ..ort.providers import ON_CPU
 from ..profiles import BuildOptions, Profile, capacity_of
-from .cuda import find_gpu, open_gpu
 from .engine import TensorRTEngine, TensorRTFunction
-from .kernels import Kernels
-from .plan import Plan, Shape, first, make_logger
+from .plan import Kernels, Plan, first, make_logger
 
+Shape = tuple[int, ...]
+MEMORY = "cuda"  # the provider of ONNX Runtime whose memory plans run on
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 
 
@@ -45,28 +47,31 @@ def import_library(name: str) -> Any:
 
 
 class TensorRTGraphs(OrtGraphs):
-    """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU."""
+    """The plans of an engine folder on the first GPU, and graphs that were not built on the CPU.
+
+    Raises: EngineError unless ONNX Runtime has the GPU's memory.
+    """
 
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, None, threads, ON_CPU)
-        self._library, self._memory, self._plans = library, open_gpu(), folder
+        self._library, self._gpu, self._plans = library, Device(MEMORY), folder
         self._kernels = Kernels(folder)
         weakref.finalize(self, self._kernels.save)  # some are compiled while plans run
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
-        return TensorRTEngine(self._plan(role), spec, code_embeddings)
+        return TensorRTEngine(self._plan(role), spec, code_embeddings, self._gpu)
 
     def function(
         self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None
     ) -> Function:
         if role not in self._plans.manifest.graphs:
             return super().function(role, inputs, outputs, threads)
-        return TensorRTFunction(self._plan(role), inputs, outputs).run
+        return TensorRTFunction(self._plan(role), inputs, outputs, self._gpu).run
 
     def _plan(self, role: str) -> Plan:
         plans = self._plans
         profiles = plans.manifest.graphs[role].profiles
-        return Plan(self._library, self._memory, plans.path(role), profiles, plans.rebuild, self._kernels)
+        return Plan(self._library, plans.path(role), profiles, plans.rebuild, self._kernels)
 
 
 class TensorRTBackend:
@@ -117,8 +122,10 @@ class TensorRTBackend:
         library, path, entries = import_library(self.name), bundle.path(role), 0
         if spec := {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}.get(role):
             model = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles)).model
-            tokens = max(spec.vocab_size, 1 + (bundle.manifest.row_end or 0))
-            entries = max(tokens, *(profile.rows[2] * profile.nodes[2] for profile in profiles))
+            entries = max(profile.nodes[2] for profile in profiles)
+            if role == "target":
+                given = entries * max(profile.rows[2] for profile in profiles)  # prefixes
+                entries = max(spec.vocab_size, 1 + (bundle.manifest.row_end or 0), given)
         else:
             model = path.read_bytes()
         errors: list[str] = []
@@ -189,10 +196,10 @@ class TensorRTBackend:
 def ranges(name: str, shape: Shape, profile: Profile, entries: int) -> tuple[Shape, ...]:
     """Smallest, best and largest shape of a graph input under a profile; fixed sizes stay as they are.
 
-    entries: embeddings or hidden states that nodes read from, at most.
+    entries: embeddings that nodes read from, or nodes of the pass whose hidden states they read, at most.
     """
     some: Shape = (1, entries, entries)
-    axes: list[Shape] | None = {"embeddings": [some], "hidden": [(1, 1, 1), some]}.get(name)
+    axes: list[Shape] | None = {"embeddings": [some], "hidden": [(1, *profile.rows[1:]), some]}.get(name)
     if axes is None:
         axes = [profile.rows, profile.nodes, tuple(size // WORD for size in profile.columns)]
     return tuple(tuple(axes[i][which] if size < 0 else size for i, size in enumerate(shape)) for which in range(3))

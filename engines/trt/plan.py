@@ -1,28 +1,29 @@
 """One TensorRT or TensorRT-RTX plan: loaded, checked, and run on device memory by address.
 
-Each profile has an execution context, made when first needed; within a profile, shapes and addresses are set again only
-where they differ from the last run. All contexts of a plan keep intermediate results in the same memory: their runs
-follow each other in one stream.
+Each profile has an execution context, made when first needed. A run returns when it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import accumulate
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...errors import EngineError
-from ..contracts import Array, DTypes, Tensor
-from ..kv_cache import round_up
+from ...errors import EngineError, OutputError
+from ...output.files import cache_folder, replace_file
+from ...user_files import read_plain_file
+from ..contracts import DTypes, Tensor
+from ..engine_folder import EngineFolder
+from ..gpu import find_gpu
 from ..profiles import Profile
-from .cuda import ALIGNMENT, Block, CudaMemory
-from .kernels import Kernels
 
-Shape = tuple[int, ...]
-Places = Mapping[str, tuple[Shape, int]]  # tensors' shapes and addresses, by name
+_LIMIT = 1 << 30  # bytes of kernels
+_DEFAULT_STREAM = 0
 
 
 def make_logger(library: Any, errors: list[str]) -> Any:
@@ -45,8 +46,47 @@ def first(errors: Sequence[str]) -> str:
     return " ".join(errors[0].split())[:300] if errors else "no reason given"
 
 
+class Kernels:
+    """Kernels that TensorRT-RTX compiles while plans of a folder run, kept in this user's cache folder, by GPU.
+
+    Of a library that compiles none, nothing.
+    """
+
+    def __init__(self, plans: EngineFolder | None) -> None:
+        self._cache: Any = None
+        self._path, self._size = None, 0
+        with suppress(OutputError):  # no home folder
+            if plans is not None:
+                what = f"{plans.manifest.model_dump_json()} {find_gpu()}"
+                name = hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+                self._path = cache_folder() / "kernels" / f"{name}.bin"
+
+    def make_context(self, engine: Any, strategy: Any) -> Any:
+        """A context of a plan that uses and adds kernels."""
+        config = engine.create_runtime_config() if hasattr(engine, "create_runtime_config") else None
+        if config is None or not hasattr(config, "create_runtime_cache"):
+            return engine.create_execution_context(strategy)
+        config.set_execution_context_allocation_strategy(strategy)
+        if self._cache is None:
+            self._cache = config.create_runtime_cache()
+            with suppress(OSError, ValueError, RuntimeError):
+                data = read_plain_file(self._path, _LIMIT) if self._path else b""
+                self._size = len(data) if data and self._cache.deserialize(data) else 0  # False: of another driver
+        config.set_runtime_cache(self._cache)
+        return engine.create_execution_context(config)
+
+    def save(self) -> None:
+        """Write the file if there are more kernels now; where it cannot be written, they are compiled again."""
+        if self._path is None or self._cache is None:
+            return
+        with suppress(OSError, TypeError, RuntimeError):  # what the bindings raise where the library returns nothing
+            if len(data := bytes(memoryview(self._cache.serialize()))) > self._size:
+                replace_file(self._path, data)
+                self._size = len(data)
+
+
 class Plan:
-    """A plan on a device. Several threads may run it; each run waits for its turn in the device's stream.
+    """A plan on a device, as an `Executable`. Several threads may run it; each run waits for its turn.
 
     profiles: the ranges it was built for. rebuild: the command that builds it again. kernels: shared with other plans.
 
@@ -54,20 +94,13 @@ class Plan:
     """
 
     def __init__(
-        self,
-        library: Any,
-        memory: CudaMemory,
-        path: Path,
-        profiles: Sequence[Profile],
-        rebuild: str,
-        kernels: Kernels | None = None,
+        self, library: Any, path: Path, profiles: Sequence[Profile], rebuild: str, kernels: Kernels | None = None
     ) -> None:
-        self._library, self.memory, self.path, self.profiles, self._rebuild = library, memory, path, profiles, rebuild
+        self._library, self.path, self.profiles, self._rebuild = library, path, profiles, rebuild
         self._kernels = kernels or Kernels(None)
         self._errors: list[str] = []
         self._logger = make_logger(library, self._errors)  # the library keeps no reference of its own
         self._engine: Any = None
-        memory.use()
         try:
             self._runtime = library.Runtime(self._logger)
             self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
@@ -78,11 +111,11 @@ class Plan:
         self._check(self._engine is not None, "load this plan")
         if (found := self._engine.num_optimization_profiles) != len(profiles):
             raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
+        self._names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.dtypes: DTypes = {}
-        self._inputs: set[str] = set()
-        self._activations: Block | None = None
+        self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}  # by profile
-        self._bound: dict[int, Places] = {}  # what each context ran on last
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of all tensors, that each context ran on last
 
     def other(self, found: str, expected: str, more: str = "") -> EngineError:
         """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
@@ -92,10 +125,9 @@ class Plan:
         """Take the types of these tensors into `dtypes`. Raises: EngineError if the plan has others."""
         engine, modes, kinds = self._engine, self._library.TensorIOMode, self._library.DataType
         names = {kinds.FLOAT: "float32", kinds.HALF: "float16", kinds.INT32: "int32", kinds.INT64: "int64"}
-        found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
         expected = {tensor.name: modes.INPUT for tensor in inputs} | {tensor.name: modes.OUTPUT for tensor in outputs}
-        if odd := sorted(found ^ expected.keys()):
-            which = "a" if odd[0] in found else "no"
+        if odd := sorted({*self._names} ^ expected.keys()):
+            which = "a" if odd[0] in self._names else "no"
             raise self.other(f"{which} tensor `{odd[0]}`", f"{len(expected)} tensors")
         dtypes: dict[str, type[np.generic]] = {}
         for tensor in (*inputs, *outputs):
@@ -107,54 +139,57 @@ class Plan:
             if engine.get_tensor_mode(name) != expected[name] or dtype not in tensor.dtypes or not fits:
                 raise self.other(f"`{name}` as {dtype} {list(shape)}", str(tensor))
             dtypes[name] = np.dtype(dtype).type
-        self.dtypes, self._inputs = dtypes, {tensor.name for tensor in inputs}
+        self.dtypes = dtypes
 
-    def run(self, profile: int, arrays: Mapping[str, Array], placed: Places) -> None:
-        """Upload `arrays` and run on them and on what is `placed` on the device, all other inputs and every output."""
-        sent = {name: np.ascontiguousarray(array, self.dtypes[name]) for name, array in arrays.items()}
-        *offsets, end = accumulate((round_up(array.nbytes, ALIGNMENT) for array in sent.values()), initial=0)
-        staging, room = np.zeros(end, np.uint8), Block(self.memory, end)
-        places = dict(placed)
-        for (name, array), offset in zip(sent.items(), offsets, strict=True):
-            staging[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-            places[name] = array.shape, room.address + offset
-        self.memory.upload(room.address, staging)
-        with self.memory.lock:
-            self._bind_and_run(profile, places)
-        del room  # given back in the order of the stream
-        self.memory.synchronise()
+    def check_size(self, name: str, wanted: int) -> None:
+        """Raises: EngineError unless a profile takes so many `rows`, `nodes` or `columns`."""
+        if wanted > (most := max(getattr(profile, name)[2] for profile in self.profiles)):
+            what = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[name]
+            expected, option = f"at most {most}, which it was built for", name.replace("columns", "past")
+            raise self.other(f"{wanted} {what}", expected, f" --max-{option} {wanted}")
 
-    def _bind_and_run(self, profile: int, places: Places) -> None:
-        self._errors.clear()
-        if profile not in self._contexts:
-            self._contexts[profile] = self._make_context(profile)
-        context = self._contexts[profile]
-        last = self._bound.pop(profile, {})  # what is bound now is kept only if everything below succeeds
-        changed = {name: shape for name, (shape, _) in places.items() if shape != last.get(name, (None,))[0]}
-        for name, shape in changed.items():
-            if name in self._inputs:
+    def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
+        """As `Executable`, in the smallest profile that takes as many nodes; TensorRT-RTX records by itself."""
+        nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
+        _, profile = min((one.nodes[2], i) for i, one in enumerate(self.profiles) if one.nodes[2] >= nodes)
+        shapes = [tuple(values[name].shape()) for name in self._names]
+        addresses = [values[name].data_ptr() for name in self._names]
+
+        def run(recorded: bool) -> None:
+            with self._lock:
+                self._errors.clear()
+                context = self._context(profile)
+                if self._shapes.pop(profile, None) != shapes:
+                    self._set_shapes(context, shapes)
+                self._check(context.execute_v2(addresses), "run this plan")
+                self._shapes[profile] = shapes  # only if everything succeeded
+
+        return run
+
+    def forget(self, record: int) -> None:
+        """Nothing: the library keeps what it records."""
+
+    def _set_shapes(self, context: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+        modes, named = self._library.TensorIOMode, [*zip(self._names, shapes, strict=True)]
+        inputs = {name for name in self._names if self._engine.get_tensor_mode(name) == modes.INPUT}
+        for name, shape in named:
+            if name in inputs:
                 self._check(context.set_input_shape(name, shape), f"take `{name}` as {list(shape)}")
-        for name, shape in changed.items():
-            if name not in self._inputs and (found := tuple(context.get_tensor_shape(name))) != shape:
+        for name, shape in named:
+            if name not in inputs and (found := tuple(context.get_tensor_shape(name))) != shape:
                 raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
-        for name, (_, address) in places.items():
-            if address != last.get(name, (None, None))[1]:
-                self._check(context.set_tensor_address(name, address), f"take an address for `{name}`")
-        self._check(context.execute_async_v3(self.memory.stream), "run this plan")
-        self._bound[profile] = places
 
-    def _make_context(self, profile: int) -> Any:
-        self.memory.use()
-        strategy = self._library.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._kernels.make_context(self._engine, strategy)
-        self._check(context is not None, "make an execution context (is the device's memory full?)")
-        if self._activations is None:
-            self._activations = Block(self.memory, self._engine.device_memory_size_v2)  # enough for every profile
-        context.set_device_memory(self._activations.address, self._activations.size)
-        chosen = context.set_optimization_profile_async(profile, self.memory.stream)
-        self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
-        self._kernels.save()
-        return context
+    def _context(self, profile: int) -> Any:
+        """The context of a profile; what it needs for intermediate results, it takes when the profile is chosen."""
+        if profile not in self._contexts:
+            strategy = self._library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE
+            context = self._kernels.make_context(self._engine, strategy)
+            self._check(context is not None, "make an execution context (is the device's memory full?)")
+            chosen = context.set_optimization_profile_async(profile, _DEFAULT_STREAM)
+            self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
+            self._contexts[profile] = context
+            self._kernels.save()
+        return self._contexts[profile]
 
     def _check(self, success: bool, what: str) -> None:
         """Raises: EngineError with the library's words unless it did `what`."""

@@ -11,19 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, HostMemory, write_plan
+from host_tensorrt import HostLibrary, write_plan
 from numpy.typing import NDArray
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
-from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
-from lantern_rt.engines.trt.backend import TensorRTBackend, import_library
-from lantern_rt.engines.trt.cuda import open_gpu
+from lantern_rt.engines.trt.backend import MEMORY, TensorRTBackend, import_library
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.export.graph.graphs import target_graph, write_graph
@@ -99,25 +97,23 @@ class SmallModel:
 
     def _on_tensorrt(self, name: str, where: str) -> Model:
         """Plans of both graphs, on the GPU, or with the host in its place."""
-        library, memory, build = self._host() if where == "host" else self._gpu(name)
+        library, device, build = self._host() if where == "host" else self._gpu(name)
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            return TensorRTEngine(Plan(library, memory, build(role), PROFILES, "rebuild"), spec, table)
+            return TensorRTEngine(Plan(library, build(role), PROFILES, "rebuild"), spec, table, device)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
     def _host(self) -> tuple[Any, Any, Callable[[str], Path]]:
-        memory = HostMemory()
-
         def build(role: str) -> Path:
             path, drafts = self.folder / f"{role}.onnx", role == "drafter"
             spec = self.drafter_spec if drafts else self.target_spec
             made = device_graph(path, spec, drafts, capacity=capacity_of(PROFILES))
             return write_plan(path, PROFILES, self.folder / f"{role}.plan", made.model)
 
-        return HostLibrary(memory), memory, build
+        return HostLibrary(), Device("cpu"), build
 
     def _gpu(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
         specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec, sizes=(), row_end=None)
@@ -128,7 +124,7 @@ class SmallModel:
             backend = TensorRTBackend(name)
             return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None)[0]
 
-        return import_library(name), open_gpu(), build
+        return import_library(name), Device(MEMORY), build
 
     def prompt(self, backend: str, identity: int) -> Prompt:
         """A prompt with `identity % 3` padded prefix rows."""

@@ -16,8 +16,9 @@ from refusals import refused
 from tiny_graphs import TINY, DrafterGraph, TargetGraph, export_decoder
 from tiny_rig import drafter_spec_of, spec_of
 
+from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.engines.ort.device_engine import DeviceCache, OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig

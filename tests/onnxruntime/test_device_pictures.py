@@ -9,7 +9,7 @@ from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline
 from lantern_rt.engines.ort import slabs
-from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.drafts import Request
 from lantern_rt.runtime.raster import Raster

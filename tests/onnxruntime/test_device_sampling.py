@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from refusals import refused
 
+from lantern_rt.engines.device_engine import LogitRows
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.engines.ort.device_engine import LogitRows
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Sampling
 from lantern_rt.runtime.device import Asked

@@ -19,7 +19,7 @@ from PIL import Image
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
 

@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_tensorrt import HostKernels, HostLibrary, HostMemory, _Config, write_plan
+from host_tensorrt import HostKernels, HostLibrary, _Config, write_plan
 from refusals import refused
 from tiny_graphs import Painter, export
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.device_engine import DeviceBlock
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.engine_folder import open_engine_folder
+from lantern_rt.engines.gpu import Gpu
+from lantern_rt.engines.ort.device import Device, dtype_of
 from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
 from lantern_rt.engines.trt import backend as tensorrt_backend
-from lantern_rt.engines.trt.cuda import Gpu
-from lantern_rt.engines.trt.device_cache import BlockCache
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
@@ -37,11 +38,10 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     free = {"codes": {0: "rows"}, "images": {0: "rows"}}
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
-    memory = HostMemory()
-    library = HostLibrary(memory)
-    plan = Plan(library, memory, write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
+    library = HostLibrary()
+    plan = Plan(library, write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
-    (images,) = TensorRTFunction(plan, *tensors).run({"codes": codes})
+    (images,) = TensorRTFunction(plan, *tensors, Device("cpu")).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
@@ -50,7 +50,7 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     """The library that "plans" are built for and run in."""
-    library = HostLibrary(HostMemory())
+    library = HostLibrary()
 
     def build(
         self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
@@ -63,7 +63,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89"))
-    monkeypatch.setattr(tensorrt_backend, "open_gpu", lambda: library.memory)
+    monkeypatch.setattr(tensorrt_backend, "MEMORY", "cpu")
     return library
 
 
@@ -139,8 +139,8 @@ def test_a_bundle_of_float16_is_fed_float16_and_draws(
     result = pipeline(embeddings=(states, np.ones((1, prefix), np.int64)), method="eagle", tree="chain-3", seed=1)
     assert result.codes[0].shape == (36,)
     cache = pipeline.engines.target.new_cache(2, 64)
-    assert isinstance(cache, BlockCache)
-    assert cache.layout.entry == 2 * pipeline.bundle.manifest.target.head_dim
+    assert isinstance(cache, DeviceBlock)
+    assert [dtype_of(value) for value in cache.lease.slab.values] == ["float16"]
 
 
 def draw(bundle: Path, folder: Path) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from host_tensorrt import HostMemory
 from refusals import refused
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.gpu import find_gpu
+from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.backend import MODULES, TensorRTBackend, import_library
-from lantern_rt.engines.trt.cuda import find_gpu, open_gpu
+from lantern_rt.engines.trt.backend import MEMORY, MODULES, TensorRTBackend, import_library
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
@@ -25,13 +24,12 @@ USED = {
     "Runtime": ["deserialize_cuda_engine"],
     "ICudaEngine": [
         "num_optimization_profiles", "num_io_tensors", "get_tensor_name", "get_tensor_mode", "get_tensor_dtype",
-        "get_tensor_shape", "create_execution_context", "device_memory_size_v2",
+        "get_tensor_shape", "create_execution_context",
     ],
     "IExecutionContext": [
-        "set_optimization_profile_async", "set_input_shape", "set_tensor_address", "get_tensor_shape",
-        "execute_async_v3", "set_device_memory",
+        "set_optimization_profile_async", "set_input_shape", "get_tensor_shape", "execute_v2",
     ],
-    "ExecutionContextAllocationStrategy": ["USER_MANAGED"],
+    "ExecutionContextAllocationStrategy": ["ON_PROFILE_CHANGE"],
     "TensorIOMode": ["INPUT", "OUTPUT"],
     "DataType": ["FLOAT", "HALF", "INT32", "INT64"],
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
@@ -50,10 +48,8 @@ SIGNATURES = {
     ("ICudaEngine", "create_execution_context"): "strategy: tensorrt.ExecutionContextAllocationStrategy",
     ("IExecutionContext", "set_optimization_profile_async"): "profile_index: typing.SupportsInt, stream_handle: ",
     ("IExecutionContext", "set_input_shape"): "name: str, shape: tuple) -> bool",
-    ("IExecutionContext", "set_tensor_address"): "name: str, memory: typing.SupportsInt) -> bool",
-    ("IExecutionContext", "execute_async_v3"): "stream_handle: typing.SupportsInt) -> bool",
+    ("IExecutionContext", "execute_v2"): "bindings: collections.abc.Sequence[typing.SupportsInt]) -> bool",
     ("OnnxParser", "parse"): "model: typing_extensions.Buffer, path: str = None) -> bool",
-    ("IExecutionContext", "set_device_memory"): "memory: typing.SupportsInt, size: typing.SupportsInt) -> None",
 }
 
 
@@ -89,7 +85,7 @@ def test_calls_have_the_arguments_that_are_given(name: str, call: tuple[str, str
     assert SIGNATURES[call] in plain
 
 
-def image_decoder(name: str, folder: Path, memory: Any) -> tuple[TensorRTFunction, GraphSession]:
+def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:
     """The image decoder of `scenes` as a plan and in ONNX Runtime."""
     scenes = open_bundle("scenes")
     manifest, bundle = scenes.manifest, SimpleNamespace(path=scenes.path, manifest=scenes.manifest)
@@ -99,8 +95,8 @@ def image_decoder(name: str, folder: Path, memory: Any) -> tuple[TensorRTFunctio
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = Plan(import_library(name), memory, built[0], rows, "again")
-    return TensorRTFunction(plan, inputs, outputs), plain
+    plan = Plan(import_library(name), built[0], rows, "again")
+    return TensorRTFunction(plan, inputs, outputs, Device(provider)), plain
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
@@ -108,13 +104,13 @@ def test_a_plan_that_cannot_be_loaded_for_lack_of_a_driver_says_so(tmp_path: Pat
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
     words = "does not load this plan: ", "CUDA driver version is insufficient", "; rebuild with `again`"
     with refused(EngineError, f"{tmp_path / 'vq_decoder.plan'}: tensorrt_rtx ", *words):
-        image_decoder("tensorrt-rtx", tmp_path, HostMemory())
+        image_decoder("tensorrt-rtx", tmp_path, "cpu")
 
 
 @pytest.mark.gpu
 def test_a_plan_decodes_images_on_the_gpu(name: str, tmp_path: Path) -> None:
     if find_gpu() is None:
         pytest.skip("needs an NVIDIA GPU and its driver")
-    plan, plain = image_decoder(name, tmp_path, open_gpu())
+    plan, plain = image_decoder(name, tmp_path, MEMORY)
     codes = np.random.default_rng(0).integers(0, 16, (3, plain.session.get_inputs()[0].shape[1]))
     np.testing.assert_allclose(plan.run({"codes": codes})[0], plain.run({"codes": codes})[0], atol=1e-3)

@@ -16,11 +16,11 @@ from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.onnx_scan import float_weights
 from lantern_rt.engines.build import build_engines, plan_build
 from lantern_rt.engines.engine_folder import EngineFolder, open_engine_folder
+from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.backend import TensorRTBackend, ranges
-from lantern_rt.engines.trt.cuda import Gpu, find_gpu
 from lantern_rt.errors import EngineError, RequestError
 
 
@@ -119,7 +119,7 @@ def test_shapes_of_graph_inputs_follow_the_profile() -> None:
     for name in ("token_ids", "hidden_ids", "position_ids"):
         assert ranges(name, (-1, -1), tree, 512) == ((1, 2), (2, 64), (8, 64))
     assert ranges("embeddings", (-1, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
-    assert ranges("hidden", (-1, -1, 256), tree, 512) == ((1, 1, 256), (1, 512, 256), (1, 512, 256))
+    assert ranges("hidden", (-1, -1, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
     assert ranges("write", (-1,), tree, 512) == ((1,), (2,), (8,))
     assert ranges("seen", (-1, -1, -1), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
     past = ((1, 4, 384, 64), (2, 4, 384, 64), (8, 4, 384, 64))

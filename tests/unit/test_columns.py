@@ -29,7 +29,7 @@ class Columns:
         past_length = cache.past_length()
         mask = np.zeros((rows, nodes, past_length + nodes), bool)
         mask[:, :, : on_past.shape[2]], mask[:, :, past_length:] = on_past, among
-        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask))
+        feeds = cache.encode(Pass(np.tile(np.arange(nodes), (rows, 1)), mask), node_count(nodes))
         new = self.next + np.arange(rows * nodes).reshape(rows, nodes)
         self.next += rows * nodes
         spare, write = cache.columns - 1, feeds["write"]
@@ -100,7 +100,7 @@ def test_a_graph_reads_what_the_mask_says_after_any_history(data: st.DataObject)
             other = Columns(data.draw(st.integers(1, 2)), data.draw(st.integers(1, 150)) + ROOM)
             other.next = columns.next
             fill(other, rng)
-            cache.join_rows(other.cache)
+            cache.join(other.cache)
             both = [np.pad(one, ((0, 0), (0, cache.columns - one.shape[1]))) for one in (columns.stands, other.stands)]
             columns.stands, columns.next = np.concatenate(both), other.next
             columns.entries += other.entries
@@ -146,7 +146,7 @@ def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> 
     mask = np.zeros((2, 16, 128 + 16), bool)
     mask[0, :, :120] = True
     mask[:, :, 128:] = np.eye(16, dtype=bool)
-    feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask))
+    feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 1].tolist() == [*range(16)]
     with pytest.raises(ValueError, match="a node that only filled up its row"):

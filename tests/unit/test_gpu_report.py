@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from lantern_rt.engines import gpu
-from lantern_rt.engines.trt.cuda import Gpu
+from lantern_rt.engines.gpu import Gpu
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 from lantern_rt import EngineError, Pipeline
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.device import Device
-from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.engines.ort.providers import find_provider
 from lantern_rt.runtime.engine import Pass
 
@@ -83,12 +83,11 @@ def test_what_a_device_does_besides_decoding_is_what_numpy_does() -> None:
     values = device.put(first), device.put(second)
     places = np.array([[0, 11], [5, 3]])
     np.testing.assert_array_equal(device.read(values[0], places), first.reshape(-1, 8)[places])
-    taken, joined = device.zeros((2, 4, 8), "float32"), device.empty((5, 6, 8), "float32")
-    device.take_rows(values[0], np.array([2, 0]), taken)
-    np.testing.assert_array_equal(taken.numpy(), first[[2, 0]])
-    device.join(*values, joined)
+    joined = device.zeros((5, 6, 8), "float32")
+    device.copy_rows(values[0], np.array([2, 0]), joined, np.array([0, 3]))
+    device.copy_rows(values[1], np.arange(2), joined, np.array([4, 1]))
     expected = np.zeros((5, 6, 8), np.float32)
-    expected[:3, :4], expected[3:] = first, second
+    expected[[0, 3], :4], expected[[4, 1]] = first[[2, 0]], second
     np.testing.assert_array_equal(joined.numpy(), expected)
 
 

@@ -1,0 +1,218 @@
+"""Decoders whose keys and values, logits and hidden states stay on a device, the same way with every library.
+
+Up go ids, positions and a few bits a node, and noise once per position; down come codes. Memory, and all work besides
+decoding, are ONNX Runtime's (`ort/device.py`); decoders are its graphs, or plans of TensorRT. An engine may serve
+several threads, each with caches of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..bundle.manifest import DecoderSpec, DrafterSpec
+from ..methods import Sampling
+from ..runtime.device import Asked, DeviceLogits, Resident
+from ..runtime.engine import Cache, Floats, Ints, Pass, PassOutput, Taken
+from .columns import ColumnCache, Places, SideBySideCache, fill_up
+from .contracts import Array, Executable, Tensor
+from .decoder_tensors import past_length_of
+from .ort.device import Device, dtype_of
+from .ort.slabs import Bound, Lease, Slabs
+from .sampling_head import Head
+
+MOST_NODES = 64  # of a row, in passes whose shapes come again
+
+
+class DeviceCache(Places):
+    """Keys and values on a device. turn: which of two places the outputs of the next pass go to."""
+
+    slabs: Slabs
+    lease: Lease
+    turn = 0
+
+    def keep_rows(self, rows: Ints) -> None:
+        """Keep only these rows, in this order; copied on the device."""
+        before = self.lease  # held until it has been read
+        self.select(rows)
+        self.lease = self.slabs.take((len(rows), *before.slab.shape[1:]))
+        self.slabs.copy(before.slab, rows, self.lease.slab)
+
+    def extend(self, other: Cache) -> None:
+        """Take in the rows of another cache; copied on the device."""
+        added, before = type(self).own(other), self.lease  # held until it has been read
+        self.join(added)
+        (own, columns, width), more = before.slab.shape, added.lease.slab.shape
+        self.lease = self.slabs.take((own + more[0], max(columns, more[1]), width))
+        self.slabs.copy(before.slab, np.arange(own), self.lease.slab)
+        self.slabs.copy(added.lease.slab, np.arange(more[0]), self.lease.slab, own)
+
+
+class DeviceColumns(ColumnCache, DeviceCache):
+    """One whose columns are filled in any order."""
+
+
+class DeviceBlock(SideBySideCache, DeviceCache):
+    """One whose entries stand side by side."""
+
+    def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
+        slab = self.lease.slab  # every head has all columns, one after the other
+        source, target = (np.stack([rows, columns], 1) for columns in (sources, targets))
+        self.slabs.move(slab, source, target, np.arange(0, slab.shape[1], self.columns))
+
+
+class DeviceRows(Resident):
+    """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
+
+    bound: the pass whose output they are, which overwrites them when it runs again; None: nothing does. lease: held,
+    so that no other cache runs it meanwhile.
+    """
+
+    def __init__(self, device: Device, value: Any, bound: Bound | None = None, lease: Lease | None = None) -> None:
+        self.device, self.bound, self._value, self._lease = device, bound, value, lease
+        self.dtype, self.stride = dtype_of(value), value.shape()[1]
+        self._number = 0 if bound is None else bound.number
+
+    @property
+    def value(self) -> Any:
+        """All of them. Raises: ValueError once they are overwritten."""
+        if self.bound is not None and self.bound.number != self._number:
+            raise ValueError("outputs of a pass that has been run again since")
+        return self._value
+
+    def __getitem__(self, key: Any) -> Floats:
+        value = self.value
+        rows, nodes, _ = value.shape()
+        places: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
+        return self.device.read(value, places)
+
+
+class LogitRows(DeviceRows, DeviceLogits):
+    """Logits of a pass, with codes drawn on the device."""
+
+    def draws(self, sampling: Sampling) -> bool:
+        """Whether there is a graph for these settings."""
+        return Head.can(sampling)
+
+    def best(self, asked: Sequence[Asked], most: int) -> list[tuple[Ints, Floats]]:
+        """As the runtime's `best_codes` on the host, up to rounding; those with the same filters are drawn at once."""
+        vocab_size = self.value.shape()[2]
+        heads = [Head.of(one.sampling, vocab_size, most, one.noise is not None) for one in asked]
+        found: dict[int, tuple[Ints, Floats]] = {}
+        for head in dict.fromkeys(heads):
+            own = [i for i, other in enumerate(heads) if other == head]
+            codes, scores = self.device.draw(head, self.value, [asked[i] for i in own])
+            for place, i in enumerate(own):
+                count = len(asked[i].positions)
+                found[i] = codes[place, :count], scores[place, :count]
+        return [found[i] for i in range(len(asked))]
+
+
+class DeviceEngine(ABC):
+    """A decoder in the device layout. With a table of code embeddings it is a target; without, a drafter."""
+
+    def __init__(
+        self,
+        graph: Executable,
+        inputs: Sequence[Tensor],
+        spec: DecoderSpec | DrafterSpec,
+        code_embeddings: Floats | None,
+        device: Device,
+        dtype: str,
+        together: bool,
+    ) -> None:
+        """dtype: of caches and hidden states. together: as for `Slabs`."""
+        self.spec, self.device, self._graph, self._dtype = spec, device, graph, dtype
+        self._table = None if code_embeddings is None else device.put(np.ascontiguousarray(code_embeddings, dtype))
+        self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
+        self._slabs = Slabs(device, graph, len(self._past), dtype, together)
+
+    @abstractmethod
+    def new_cache(self, rows: int, capacity: int) -> DeviceCache:
+        """An empty cache in the device's memory, all of it taken at once."""
+
+    @abstractmethod
+    def fit(self, cache: DeviceCache, nodes: int) -> int:
+        """How many nodes a pass over so many is filled up to. Raises: EngineError if there are too many."""
+
+    def shared(self, cache: DeviceCache) -> dict[str, Any]:
+        """Further inputs of all passes on a cache."""
+        return {}
+
+    def tensor_shape(self, cache: DeviceCache) -> list[int]:
+        """Of keys or values of a layer."""
+        return list(cache.lease.slab.shape)
+
+    def next_past_length(self, cache: Cache, nodes: int) -> int:
+        """The longest row, rounded up. Raises: EngineError: as `fit`."""
+        own = DeviceCache.own(cache)
+        self.fit(own, nodes)
+        return own.past_length()
+
+    def run(self, batch: Pass, cache: Cache) -> PassOutput:
+        """Run one pass; logits and hidden states come back as rows on the device."""
+        own = DeviceCache.own(cache)
+        past_length_of(batch, own)
+        start, padded = time.perf_counter(), self.fit(own, batch.positions.shape[1])
+        feeds = {**own.encode(batch, padded), **self._read(batch, padded), **self.shared(own)}
+        bound, lease = self._bound(own, batch, feeds)
+        bound.run(feeds)
+        own.seconds += time.perf_counter() - start
+        own.passes += 1
+        logits, hidden = (bound.outputs[name] for name in ("logits", "hidden_states"))
+        held = bound if lease else None, lease
+        return PassOutput(LogitRows(self.device, logits, *held), DeviceRows(self.device, hidden, *held), own.written)
+
+    def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:
+        """What nodes read, as the graph takes it, filled up to so many of a row; what is on the device stays there."""
+        if self._table is not None:
+            if (batch.tokens is None) == (batch.embeds is None):
+                raise ValueError("a target reads either `tokens` or `embeds`")
+            if batch.tokens is not None:
+                return {"embeddings": self._table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
+            prefix, ids = _listed(batch.embeds, self._dtype)  # a table of its own
+            return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": fill_up(ids, nodes, np.int32)}
+        if batch.tokens is None or batch.hidden is None:
+            raise ValueError("a drafter reads `tokens` and `hidden`")
+        taken = batch.hidden
+        source = taken.source if isinstance(taken, Taken) else None
+        here = isinstance(source, DeviceRows) and source.device is self.device and source.dtype == self._dtype
+        if isinstance(taken, Taken) and isinstance(source, DeviceRows) and here:
+            hidden, ids = source.value, taken.rows * source.stride + taken.nodes
+        else:
+            hidden, ids = _listed(taken.read() if isinstance(taken, Taken) else taken, self._dtype)
+        tokens = fill_up(batch.tokens, nodes, np.int32)
+        return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
+
+    def _bound(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[Bound, Lease | None]:
+        """The pass of this shape on the cache's memory, and the lease of it; a passing one where it will hardly recur.
+
+        Outputs go to two places in turn, so that a pass may read those of the one before.
+        """
+        rows, nodes, words = feeds["seen"].shape
+        hidden, slab = batch.hidden, cache.lease.slab
+
+        def make(record: int | None) -> Bound:
+            tensors = self._slabs.tensors(slab, self.tensor_shape(cache))
+            placed = dict(zip(self._past, tensors, strict=True))
+            placed |= {name.replace("past", "present", 1): one for name, one in placed.items()}  # written in place
+            placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
+            placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
+            return Bound(self._graph, self.device, feeds, placed, record)
+
+        lasting = hidden is None or (isinstance(hidden, Taken) and getattr(hidden.source, "bound", None) is not None)
+        if nodes > MOST_NODES or batch.embeds is not None or not lasting:
+            return make(None), None
+        cache.turn = 1 - cache.turn
+        key = (cache.turn, nodes, words, id(feeds.get("hidden")))
+        return self._slabs.bound(slab, key, lambda number: make(number if self.device.records else None)), cache.lease
+
+
+def _listed(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
+    """States `[rows, nodes, width]`, and where each is, its rows one after the other, `[rows, nodes]`."""
+    given = np.ascontiguousarray(states, dtype)
+    return given, np.arange(given.shape[0] * given.shape[1]).reshape(given.shape[:2])
