@@ -38,7 +38,7 @@ from lantern_rt.runtime.statistics import Clock
 from lantern_rt.train.scenes.bundle import write_scenes_bundle
 from lantern_rt.train.scenes.restore import restore_work
 
-PRECISIONS = ("fp32", "int8-weights", "int4-weights")
+PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:lambda=2", "rows:window=6")
 RELAXED = ("sjd:lambda=2", "rows:window=6")  # in float32 the others draw what `ar` draws
 PARTS = ("passes", "speed", "quality")
