@@ -42,7 +42,7 @@ def export(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="How weights are stored: fp32, fp16, bf16-safe, int8 (fastest on CPUs, for CPUs only), int8-weights or "
+            help="How weights are stored: fp32, fp16, bf16-safe, int8 (the fastest, for CPUs only), int8-weights or "
             "int4-weights. [default: fp32]"
         ),
     ] = None,
