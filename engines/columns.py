@@ -75,12 +75,12 @@ class ColumnCache(Places):
         self.column_of = np.concatenate([np.pad(own, ((0, 0), (0, self.columns - own.shape[1]))) for own in places])
         self.written = None
 
-    def free(self, nodes: int) -> Ints:
-        """The first free columns of each row, int64 `[rows, nodes]`; the last column for nodes that find none.
+    def free(self, used: Bools, nodes: int) -> Ints:
+        """The first columns of each row that are not `used [rows, columns]`, int64 `[rows, nodes]`.
 
-        A request reserves columns for its own nodes, which come first; further ones only fill up its rows.
+        The last column for nodes that find none: a request reserves columns for its own nodes, which come first;
+        further ones only fill up its rows.
         """
-        used = self._at(np.arange(self.columns) < self.lengths[:, None])
         found = np.full((len(used), nodes), self.columns - 1)
         for row, own in enumerate(used):
             free = np.flatnonzero(~own)[:nodes]
@@ -98,10 +98,11 @@ class ColumnCache(Places):
         """As `Places`; nodes that fill up rows see nothing, and go to the last column."""
         rows, nodes = batch.positions.shape
         past, spare = batch.attention_mask.shape[2] - nodes, self.columns - 1
-        on_past = batch.attention_mask[:, :, :past]
+        on_past, entries = batch.attention_mask[:, :, :past], np.arange(past) < self.lengths[:, None]
         by_all: Bools = np.logical_and.reduce(on_past, 1)  # [rows, past]
         by_some = np.logical_or.reduce(on_past, 1) & ~by_all
-        self.written = written = self.free(nodes)
+        used = self._at(entries)
+        self.written = written = self.free(used, nodes)
         drafted = int(by_some.sum(1).max(initial=0))
         further = drafted + nodes
         columns = np.full((rows, round_up(further, WORD)), spare, np.int32)
@@ -118,7 +119,7 @@ class ColumnCache(Places):
         return {
             "position_ids": fill_up(batch.positions, padded),
             "write": write,
-            "seen_by_all": words(self._at(by_all)),
+            "seen_by_all": words(used if np.array_equal(by_all, entries) else self._at(by_all)),
             "columns": columns,
             "seen": words(seen),
         }

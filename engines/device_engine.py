@@ -29,11 +29,10 @@ MOST_NODES = 64  # of a row, in passes whose shapes come again
 
 
 class DeviceCache(Places):
-    """Keys and values on a device. turn: which of two places the outputs of the next pass go to."""
+    """Keys and values on a device."""
 
     slabs: Slabs
     lease: Lease
-    turn = 0
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
@@ -68,27 +67,19 @@ class DeviceBlock(SideBySideCache, DeviceCache):
 class DeviceRows(Resident):
     """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
-    bound: the pass whose output they are, which overwrites them when it runs again; None: nothing does. lease: held,
-    so that no other cache runs it meanwhile.
+    bound: the pass whose output they are, not to be run again meanwhile. lease: held, so that no other cache runs it.
     """
 
     def __init__(self, device: Device, value: Any, bound: Bound | None = None, lease: Lease | None = None) -> None:
-        self.device, self.bound, self._value, self._lease = device, bound, value, lease
+        self.device, self.value, self.bound, self._lease = device, value, bound, lease
         self.dtype, self.stride = dtype_of(value), value.shape()[1]
-        self._number = 0 if bound is None else bound.number
-
-    @property
-    def value(self) -> Any:
-        """All of them. Raises: ValueError once they are overwritten."""
-        if self.bound is not None and self.bound.number != self._number:
-            raise ValueError("outputs of a pass that has been run again since")
-        return self._value
+        if bound is not None:
+            bound.users.add(self)
 
     def __getitem__(self, key: Any) -> Floats:
-        value = self.value
-        rows, nodes, _ = value.shape()
+        rows, nodes, _ = self.value.shape()
         places: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
-        return self.device.read(value, places)
+        return self.device.read(self.value, places)
 
 
 class LogitRows(DeviceRows, DeviceLogits):
@@ -189,10 +180,7 @@ class DeviceEngine(ABC):
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
 
     def _bound(self, cache: DeviceCache, batch: Pass, feeds: Mapping[str, Any]) -> tuple[Bound, Lease | None]:
-        """The pass of this shape on the cache's memory, and the lease of it; a passing one where it will hardly recur.
-
-        Outputs go to two places in turn, so that a pass may read those of the one before.
-        """
+        """A pass of this shape on the cache's memory, and the lease of it; a passing one where it will hardly recur."""
         rows, nodes, words = feeds["seen"].shape
         hidden, slab = batch.hidden, cache.lease.slab
 
@@ -207,9 +195,8 @@ class DeviceEngine(ABC):
         lasting = hidden is None or (isinstance(hidden, Taken) and getattr(hidden.source, "bound", None) is not None)
         if nodes > MOST_NODES or batch.embeds is not None or not lasting:
             return make(None), None
-        cache.turn = 1 - cache.turn
-        key = (cache.turn, nodes, words, id(feeds.get("hidden")))
-        return self._slabs.bound(slab, key, lambda number: make(number if self.device.records else None)), cache.lease
+        shape = nodes, words, id(feeds.get("hidden"))
+        return self._slabs.bound(slab, shape, lambda number: make(number if self.device.records else None)), cache.lease
 
 
 def _listed(states: Floats | None, dtype: str) -> tuple[Array, Ints]:

@@ -43,7 +43,6 @@ class Level:
     logits: Rows
     hidden: Rows
     nodes: Ints  # of the output, [rows, slots]
-    read: list[Floats] = field(default_factory=list)  # logits per request, once they have been asked for
 
 
 @dataclass
@@ -159,13 +158,9 @@ class TreeDrafts(Drafts):
         padding = stack_padding([~row.real for request in self.requests for row in request.rows])
         self.prefix_padding = padding[:, :-1] if self.layout.masks_prefix else np.zeros_like(padding[:, :-1])
 
-    def _read(self, level: Level) -> list[Floats]:
-        """Logits of each request in a level, `[sides, slots, vocab_size]`."""
-        if not level.read:
-            for first, sides in zip(self.first_row, self._sides(), strict=True):
-                rows = np.arange(first, first + sides)
-                level.read.append(level.logits[rows[:, None], level.nodes[rows]])
-        return level.read
+    def _rows(self) -> list[Ints]:
+        """Rows of each request, int64 `[sides]`."""
+        return [first + np.arange(sides) for first, sides in zip(self.first_row, self._sides(), strict=True)]
 
     def _best(self, level: Level, depth: int, most: int, noisy: bool) -> list[tuple[Ints, Floats]]:
         """The `most` best children of every slot of a level, and their log-probabilities, per request."""
@@ -173,13 +168,14 @@ class TreeDrafts(Drafts):
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(on_device.draws(request.sampling) for request in self.requests):
             asked = []
-            for request, first, sides, noise in zip(self.requests, self.first_row, self._sides(), noises, strict=True):
-                rows, positions = slice(first, first + sides), np.full(level.nodes.shape[1], len(request.codes) + depth)
-                asked.append(Asked(rows, level.nodes[rows], request.sampling, noise, positions))
+            for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
+                positions = np.full(level.nodes.shape[1], len(request.codes) + depth)
+                own = slice(int(rows[0]), int(rows[-1]) + 1)
+                asked.append(Asked(own, level.nodes[rows], request.sampling, noise, positions))
             return on_device.best(asked, most)
         found = []
-        for request, noise, logits in zip(self.requests, noises, self._read(level), strict=True):
-            position = len(request.codes) + depth
+        for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
+            position, logits = len(request.codes) + depth, level.logits[rows[:, None], level.nodes[rows]]
             values = shape_logits(guide(logits, request.sampling, position), request.sampling)
             if noise is not None:
                 values = values + noise.gumbel(position, 1, values.shape[1])
@@ -326,10 +322,10 @@ class TreeDrafts(Drafts):
                     filled = shape.children[node][: len(drawn)]
                     tokens[r, filled], alive[r, filled] = drawn[: len(filled)], True
             if self.relaxed:
-                for own, request, logits, live in zip(makers, self.requests, self._read(level), alive, strict=True):
+                for own, request, rows, live in zip(makers, self.requests, self._rows(), alive, strict=True):
                     for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():
-                        position = len(request.codes) + depth
-                        own[int(inner[slot])] = partial(_distribution, logits[:, slot], request.sampling, position)
+                        made = partial(_distribution, level, rows, slot, request.sampling, len(request.codes) + depth)
+                        own[int(inner[slot])] = made  # logits are read of those nodes that are walked
         leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
         drawn = zip(tokens, makers, leaf_orders, strict=True)
         trees = [DraftTree(own, shape.parents, Proposals(made), order) for own, made, order in drawn]
@@ -353,8 +349,9 @@ class TreeDrafts(Drafts):
         return [growth.prune(shape.nodes) for growth in grown]
 
 
-def _distribution(logits: Floats, sampling: Sampling, position: int) -> Probabilities:
-    """Of a request's rows `[sides, vocab_size]` at one node."""
+def _distribution(level: Level, rows: Ints, slot: int, sampling: Sampling, position: int) -> Probabilities:
+    """Of a request's `rows [sides]` at one slot of a level."""
+    logits: Floats = level.logits[rows, level.nodes[rows, slot]]
     return shape_distribution(guide(logits, sampling, position), sampling)
 
 

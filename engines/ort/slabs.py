@@ -28,7 +28,10 @@ _PLAIN = 2  # runs of a bound pass before it is recorded
 
 
 class Bound:
-    """One shape of a pass in memory of its own. number: of its runs, each of which overwrites `outputs`, by name."""
+    """One shape of a pass in memory of its own. number: of its runs, each of which overwrites `outputs`, by name.
+
+    users: what refers to the outputs; while there are any, it must not be run.
+    """
 
     def __init__(
         self, graph: Executable, device: Device, feeds: Mapping[str, Any], placed: Mapping[str, Any], record: int | None
@@ -38,6 +41,7 @@ class Bound:
         record: the number to record it by, None: it is run op by op.
         """
         self.number, self.outputs, self.record = 0, placed, record
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._provider = device.provider
         self._inputs = {name: device.put(one) for name, one in feeds.items() if isinstance(one, np.ndarray)}
         self._held = {**feeds, **self._inputs, **placed}
@@ -75,7 +79,7 @@ class Slab:
 
     shape: tuple[int, int, int]
     values: list[Any]
-    bound: dict[object, Bound] = field(default_factory=dict)
+    bound: dict[tuple[int, ...], Bound] = field(default_factory=dict)
 
 
 class Slabs:
@@ -120,8 +124,13 @@ class Slabs:
         for value in slab.values:
             self.device.move(value, sources, targets, np.stack([rows, np.tile(steps, self._stack)], 1))
 
-    def bound(self, slab: Slab, key: object, make: Callable[[int], Bound]) -> Bound:
-        """The pass of this key, made with a number to record it by if need be; those used long ago make room."""
+    def bound(self, slab: Slab, shape: tuple[int, ...], make: Callable[[int], Bound]) -> Bound:
+        """A pass of this shape whose outputs nobody refers to; those used long ago make room.
+
+        Made with a number to record it by if need be.
+        """
+        places = ((*shape, place) for place in itertools.count())
+        key = next(one for one in places if one not in slab.bound or not slab.bound[one].users)
         found = slab.bound.pop(key, None) or make(next(self._numbers))
         slab.bound[key] = found
         if len(slab.bound) > _MOST_BOUND:

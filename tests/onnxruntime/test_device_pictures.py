@@ -97,9 +97,9 @@ def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(
     on_cpu: Pipeline, on_device: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slabs, "_MOST_BOUND", 2)
-    options, target = {"method": "eagle:tree=dynamic-16-6-4"}, on_device.engines.target
-    assert isinstance(target, OrtDeviceEngine)
-    target._slabs._kept.clear()  # of tests before
+    options, drafter = {"method": "eagle:tree=dynamic-16-6-4"}, on_device.engines.drafter
+    assert isinstance(drafter, OrtDeviceEngine)
+    drafter._slabs._kept.clear()  # of tests before
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, on_device))
     assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
-    assert max(len(slab.bound) for slab in target._slabs._kept.values()) == 2
+    assert max(len(slab.bound) for slab in drafter._slabs._kept.values()) == 2
