@@ -24,6 +24,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from ...bundle.manifest import Precision
+from ...engines.host import processor
 from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import computed
 from .onnx_ops import BLOCK_OPSET, TYPES
@@ -47,6 +48,7 @@ _LARGEST = {
 # fit and the larger the file. With float32 scales: 1.0625 bytes a weight for int8, 0.625 for int4.
 _BLOCKS: dict[Storage, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16)}
 _HALF_ERROR = 2.0**-10  # of the norm; float16 has 11 bits, so only what falls out of its range errs so much
+_INTEGER_PRODUCTS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp"}  # instructions for sums of products of int8
 _CHUNK = 1 << 23  # numbers held as float32 at a time
 
 
@@ -78,12 +80,20 @@ class Precisions:
 
 
 def read_precisions(target: str | None = None, drafter: str | None = None, compute: str = "float32") -> Precisions:
-    """Precisions by the names that users give them; by default what is computed with is stored."""
+    """Precisions by the names that users give them; by default what is computed with is stored.
+
+    `auto` is `int8` where this processor multiplies integers, with which it was the fastest at every size and number
+    of nodes that was measured (docs/precision.md), and `fp32` elsewhere.
+    """
     if compute not in get_args(Compute):
         raise RequestError(f"--compute: found {compute!r}, expected float32 or float16")
+    if target == "auto":
+        best = "int8" if _INTEGER_PRODUCTS & set(processor().split()) else "fp32"
+        target = best if compute == "float32" else None
     for option, value in (("precision", target), ("drafter-precision", drafter)):
         if value is not None and value not in get_args(Precision):
-            raise RequestError(f"--{option}: found {value!r}, expected one of {', '.join(get_args(Precision))}")
+            known = ", ".join((*get_args(Precision), *(["auto"] if option == "precision" else [])))
+            raise RequestError(f"--{option}: found {value!r}, expected one of {known}")
         if compute == "float16" and value not in (None, "fp16"):
             raise RequestError(f"--{option}: found {value}, but --compute float16 stores fp16; leave it out")
     usual: Precision = "fp16" if compute == "float16" else "fp32"

@@ -42,8 +42,8 @@ def export(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="How weights are stored: fp32, fp16, bf16-safe, int8 (the fastest, for CPUs only), int8-weights or "
-            "int4-weights. [default: fp32]"
+            help="How weights are stored: fp32, fp16, bf16-safe, int8 (the fastest, for CPUs only), int8-weights, "
+            "int4-weights, or auto: what is fastest on this processor. [default: fp32]"
         ),
     ] = None,
     drafter_precision: Annotated[
@@ -68,6 +68,8 @@ def export(
         from ..export.writer import check_output, export_model
 
     precisions = read_precisions(precision, drafter_precision, compute)
+    if precision == "auto":
+        say(f"precision: {precisions.target}, the fastest on this processor")
     check_output(output, force)  # before anything is fetched
     fetched, origins = given.fetched(family)
     start = time.perf_counter()

@@ -89,8 +89,6 @@ def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Te
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match="--precision: found 'int4', expected one of fp32, fp16, bf16-safe, int8-"):
         read_precisions("int4")
-    with pytest.raises(RequestError, match="--precision: found 'auto'"):  # docs/precision.md says why
-        read_precisions("auto")
     with pytest.raises(RequestError, match="--drafter-precision: found 'half'"):
         read_precisions("fp32", "half")
     chosen = read_precisions("int8-weights", "int4-weights")
@@ -101,6 +99,21 @@ def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
         "fp32",
     ]
     assert read_precisions("fp16").of("drafter") == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [("x86_64 avx avx2 avx512f avx512_vnni", "int8"), ("x86_64 avx avx2", "fp32"), ("aarch64 asimddp", "int8")],
+)
+def test_auto_multiplies_integers_where_the_processor_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, found: str, expected: str
+) -> None:
+    monkeypatch.setattr("lantern_rt.export.graph.precision.processor", lambda: found)
+    assert read_precisions("auto").target == expected
+    assert read_precisions("auto").of("drafter") == expected
+    assert read_precisions("auto", compute="float16").target == "fp16"
+    with pytest.raises(RequestError, match=r"--drafter-precision: found 'auto', expected one of fp32, .*, int8$"):
+        read_precisions(None, "auto")
 
 
 @pytest.mark.parametrize("rule", PRECISIONS)
