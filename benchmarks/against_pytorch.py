@@ -1,9 +1,9 @@
 """An image with its picture: LlamaGen's own code in PyTorch eager against lantern-rt, in turns on one host.
 
     git clone https://github.com/FoundationVision/LlamaGen
-    python benchmarks/against_pytorch.py --official LlamaGen                      # GPT-B, 256 pixels
-    python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1      # against our own `ar` alone
-    python benchmarks/against_pytorch.py --official LlamaGen --bundle bundles/llamagen-b
+    python benchmarks/against_pytorch.py --official LlamaGen                              # GPT-B, 256 pixels
+    python benchmarks/against_pytorch.py --official LlamaGen --precision int8 --provider openvino-bf16
+    python benchmarks/against_pytorch.py --shape GPT-XL --grid 32 --rounds 1              # against our own `ar` alone
 
 Random weights of the published sizes (`--bundle`: weights of one's own), class-conditional, guidance 4, the full
 vocabulary, float32. How often drafts are accepted with random weights says nothing, so a method that guesses is given
@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--official", type=Path, metavar="FOLDER", help="a clone of LlamaGen's code")
     parser.add_argument("--shape", choices=[*SHAPES], default="GPT-B", help="published sizes, random weights")
     parser.add_argument("--grid", type=int, default=16, help="tokens a side: 16 for 256 pixels, 32 for 512")
+    parser.add_argument("--precision", help="of the random weights, such as int8; PyTorch stays in float32")
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
     parser.add_argument("--methods", default=METHODS, help="as `lantern-rt run --method`, commas between")
     parser.add_argument("--provider", default="cpu", help="of the image decoder, such as openvino-bf16")
@@ -116,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     with tempfile.TemporaryDirectory() as folder:
         shape = replace(SHAPES[asked.shape], grid=asked.grid)
-        bundle = asked.bundle or random_bundle(shape, Path(folder) / asked.shape)
+        bundle = asked.bundle or random_bundle(shape, Path(folder) / asked.shape, precision=asked.precision)
         providers = ["cpu", f"vq_decoder={asked.provider}"]
         contenders = {EAGER: official(asked.official, asked.shape, asked.grid)} if asked.official else {}
         with Pipeline.from_bundle(bundle, asked.threads, provider=providers) as pipeline:

@@ -89,11 +89,11 @@ SHAPES = {
 }
 
 
-def random_bundle(shape: Shape, output: Path, compute: str = "float32") -> Path:
+def random_bundle(shape: Shape, output: Path, compute: str = "float32", precision: str | None = None) -> Path:
     """Write the bundle of a target and a drafter; `output.parent` holds the checkpoints meanwhile."""
     checkpoints = output.with_name(f"{output.name}-checkpoints")
     write_checkpoints(shape, checkpoints, drafter=shape.family != "emu3")
-    export_checkpoints(shape, checkpoints, output, compute=compute)
+    export_checkpoints(shape, checkpoints, output, precision, compute)
     shutil.rmtree(checkpoints)
     return output
 

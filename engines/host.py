@@ -21,7 +21,18 @@ from ..errors import EngineError
 _CPU = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")
 # Instruction sets that decide which kernels and layouts ONNX Runtime uses.
-_INSTRUCTION_SETS = ("avx", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimddp", "i8mm", "sve")
+_INSTRUCTION_SETS = (
+    "avx",
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_int8",
+    "asimddp",
+    "i8mm",
+    "sve",
+)
 _import_lock = threading.Lock()
 
 

@@ -15,7 +15,7 @@ from ..checkpoints.deferred import transposed
 
 OPSET, IR_VERSION = 20, 10
 BLOCK_OPSET = 21  # the first with scales for blocks, and with 4-bit integers
-_LARGEST, _ZERO = 127, 128  # of activations as integers: uint8, with the sign in an offset
+LARGEST_NODE, _ZERO = 127, 128  # of activations as integers: uint8, with the sign in an offset
 TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -106,7 +106,7 @@ class Ops:
         """
         if x not in self.rounded:
             largest = self.op("ReduceMax", self.op("Abs", x), self.ints(-1), keepdims=1)
-            scale = self.op("Mul", largest, self.number("integer_step", 1 / _LARGEST))  # [rows, nodes, 1]
+            scale = self.op("Mul", largest, self.number("integer_step", 1 / LARGEST_NODE))  # [rows, nodes, 1]
             if not self.rounded:  # as many zero points as scales, the same for all
                 shape = self.op("Concat", self.op("Shape", x, end=2), self.ints(1), axis=0)
                 value = helper.make_tensor("", TensorProto.UINT8, [1], [_ZERO])

@@ -135,7 +135,7 @@ def test_every_output_of_a_matrix_has_a_scale_of_its_own(monkeypatch: pytest.Mon
     weight = torch.randn(96, 5) * torch.logspace(-3, 3, 5)
     integers, scales = quantise(weight, "columns")
     assert scales.shape == (1, 5)
-    assert (integers.abs().amax(0) == 127).all()
+    assert (integers.abs().amax(0) == 64).all()  # processors without VNNI add two products of 8 bits in 16
     assert ((integers * scales - weight).abs() <= scales * 0.5001).all()
     whole = plan_graph(stored(torch.bfloat16), "int8").write(tmp_path / "whole.onnx")
     monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 100)
