@@ -190,13 +190,10 @@ class _Writer:
         """Every head of queries and keys normed by itself, in float32."""
         graph, spec = self.graph, self.spec
         x = self.wide(graph.op("Reshape", x, graph.ints(0, 0, heads, spec.head_dim)))
-        centred = graph.op("Sub", x, graph.op("ReduceMean", x, graph.ints(-1), keepdims=1))
-        mean = graph.op("ReduceMean", graph.op("Mul", centred, centred), graph.ints(-1), keepdims=1)
-        eps = graph.constant(np.array(_HEAD_EPSILON, np.float32))
-        normed = graph.op("Div", centred, graph.op("Sqrt", graph.op("Add", mean, eps)))
-        scaled = graph.op(
-            "Add", graph.op("Mul", normed, self.weight(f"{prefix}.weight")), self.weight(f"{prefix}.bias")
-        )
+        ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
+        normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=_HEAD_EPSILON)
+        scaled = graph.op("Mul", normed, self.weight(f"{prefix}.weight"))
+        scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
         return self.narrow(graph.op("Reshape", scaled, graph.ints(0, 0, heads * spec.head_dim)))
 
     def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:

@@ -7,6 +7,7 @@ only ever receive what a graph computed, so that columns no node may see are fin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -130,23 +131,24 @@ class KVCache(CacheRows):
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; one copy of what they hold."""
+        self._gather([(self, rows)], self.capacity)
         self.select(rows)
-        used, old = self.past_length(), self.tensors
-        heads, width = old[0].shape[2:]
-        self.tensors = KVCache.empty(len(rows), self.capacity, len(old) // 2, heads, width, old[0].dtype.type).tensors
-        for tensor, wider in zip(self.tensors, old, strict=True):
-            tensor[:used] = wider[:used, rows]
 
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; one copy of what both hold."""
-        added, own = KVCache.own(other), len(self.lengths)
-        heads, width = self.tensors[0].shape[2:]
-        kind, layers = self.tensors[0].dtype.type, len(self.tensors) // 2
-        rows, capacity = own + len(added.lengths), max(self.capacity, added.capacity)
-        joined = KVCache.empty(rows, capacity, layers, heads, width, kind)  # before anything is changed: it may not fit
-        for cache, place in ((self, slice(own)), (added, slice(own, None))):
-            used = cache.past_length()
-            for tensor, narrow in zip(joined.tensors, cache.tensors, strict=True):
-                tensor[:used, place] = narrow[:used]
+        added = KVCache.own(other)
+        self._gather([(self, slice(None)), (added, slice(None))], max(self.capacity, added.capacity))
         self.join(added)
-        self.tensors = joined.tensors
+
+    def _gather(self, parts: Sequence[tuple[KVCache, Ints | slice]], capacity: int) -> None:
+        """Hold these rows of caches. Nothing is changed if they do not fit."""
+        (*_, heads, width), kind, layers = self.tensors[0].shape, self.tensors[0].dtype.type, len(self.tensors) // 2
+        count = sum(len(cache.lengths[rows]) for cache, rows in parts)
+        gathered, first = KVCache.empty(count, capacity, layers, heads, width, kind).tensors, 0
+        for cache, rows in parts:
+            lengths = cache.lengths[rows]
+            used, end = round_up(int(lengths.max(initial=0))), first + len(lengths)
+            for tensor, own in zip(gathered, cache.tensors, strict=True):
+                tensor[:used, first:end] = own[:used, rows]
+            first = end
+        self.tensors = gathered

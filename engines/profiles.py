@@ -39,7 +39,6 @@ class BuildOptions:
     max_rows: int = 8
     max_nodes: int = 64
     max_past: int | None = None
-    optimization_level: int | None = None
     compute_capabilities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,7 +46,6 @@ class BuildOptions:
             ("max-rows", self.max_rows, 1, 4096),
             ("max-nodes", self.max_nodes, 2, 4096),
             ("max-past", self.max_past, 1, 1 << 20),
-            ("optimization-level", self.optimization_level, 0, 5),
         ):
             if value is not None and not low <= value <= high:
                 raise RequestError(f"{name}: found {value}, expected {low} .. {high}")

@@ -41,7 +41,8 @@ class Head(NamedTuple):
 
         Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`:
         where their logits are, rows and nodes taken as one, the same without guidance; `cfg_scale`, `temperature`,
-        `top_p` float32 `[images, 1, 1]`; `noise` float32 `[entries, vocab_size]`, `noise_ids` int32 `[images, nodes]`.
+        `top_p` float32 `[images, 1, 1]`; `noise` float32 `[groups, any, vocab_size]`, its first axes taken as one;
+        `noise_ids` int32 `[images, nodes]`.
         Outputs: `codes` int64 and `scores` float32 `[images, nodes, most]`, best first: logarithms
         of probabilities after the noise, about `LEFT_OUT` for what filters leave out.
         """
@@ -52,7 +53,8 @@ class Head(NamedTuple):
         guided = graph.op("Add", graph.op("Mul", apart, "cfg_scale"), unconditional)
         values = self._filtered(graph, graph.op("Div", guided, "temperature"))
         if self.noisy:
-            values = graph.op("Add", values, graph.op("Gather", "noise", "noise_ids"))
+            noise = graph.op("Reshape", "noise", graph.ints(-1, self.vocab_size))
+            values = graph.op("Add", values, graph.op("Gather", noise, "noise_ids"))
         best, _ = graph.many("TopK", [values, graph.ints(self.most)], ["best", "codes"])
         highest = graph.op("Slice", best, graph.ints(0), graph.ints(1), graph.ints(-1))
         weights = graph.op("Exp", graph.op("Sub", values, highest))
@@ -68,7 +70,7 @@ class Head(NamedTuple):
         if self.top_p:
             inputs.append(Value("top_p", "float32", ("images", 1, 1)))
         if self.noisy:
-            inputs.append(Value("noise", "float32", ("entries", self.vocab_size)))
+            inputs.append(Value("noise", "float32", ("groups", "positions", self.vocab_size)))
             inputs.append(Value("noise_ids", "int32", ("images", "nodes")))
         axes = ("images", "nodes", self.most)
         return graph.model(inputs, [Value("codes", "int64", axes), Value("scores", "float32", axes)])

@@ -101,8 +101,12 @@ class Device:
         return rows
 
     def copy_rows(self, value: Any, rows: Ints, goal: Any, places: Ints) -> None:
-        """Write `rows [some]` of a value `[rows, columns, width]` to `places [some]` of one of no fewer columns."""
-        dtype, (_, columns, width) = dtype_of(value), value.shape()
+        """Write `rows [some]` of a value `[rows, columns, width]` to `places [some]` of one of no fewer columns.
+
+        The value may be an array.
+        """
+        dtype, width = dtype_of(goal), goal.shape()[2]
+        columns = (value.shape if isinstance(value, np.ndarray) else value.shape())[1]
 
         def graph() -> bytes:
             writer = GraphWriter()
@@ -169,7 +173,7 @@ class Device:
 
 
 class NoiseTable:
-    """Noise on a device, `[entries, vocab_size]`, in groups of positions; those used last stay."""
+    """Noise on a device, `[groups, GROUP, vocab_size]`, by groups of positions; those used last stay."""
 
     def __init__(self, device: Device, size: int) -> None:
         self.device, self.size, self.value = device, size, None
@@ -189,7 +193,8 @@ class NoiseTable:
         for key in [key for key in needed if key not in self._places]:
             place = self._free.pop() if self._free else self._places.pop(next(iter(self._places)))
             self._places[key] = place
-            self._bring(place, needed[key].gumbel(key[1] * GROUP, GROUP, self.size))
+            noise = np.asarray(needed[key].gumbel(key[1] * GROUP, GROUP, self.size), np.float32)
+            self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([place]))
         ids = np.zeros((len(asked), nodes), np.int32)
         for row, one, span in zip(ids, asked, spans, strict=True):
             if one.noise is not None:  # entry by position, from the first one of the span's first group
@@ -199,23 +204,8 @@ class NoiseTable:
 
     def _take(self, groups: int) -> None:
         """Room for so many groups, all of it free."""
-        self.value = self.device.zeros((groups * GROUP, self.size), "float32")
+        self.value = self.device.zeros((groups, GROUP, self.size), "float32")
         self._places, self._free = {}, list(range(groups))
-
-    def _bring(self, place: int, noise: Floats) -> None:
-        """Write the noise of a group."""
-
-        def graph() -> bytes:
-            writer = GraphWriter()
-            writer.op("ScatterND", "table", "places", "noise", name="written")
-            axes = ("entries", self.size)
-            inputs = [Value("table", "float32", axes), Value("places", "int64", [GROUP, 1])]
-            inputs.append(Value("noise", "float32", [GROUP, self.size]))
-            return writer.model(inputs, [Value("written", "float32", axes)])
-
-        places = np.arange(place * GROUP, (place + 1) * GROUP)[:, None]
-        feeds = {"table": self.value, "places": places, "noise": np.ascontiguousarray(noise)}
-        self.device.run(("noise", self.size), graph, feeds, {"written": self.value})
 
 
 def dtype_of(value: Any) -> str:

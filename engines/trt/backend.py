@@ -137,8 +137,6 @@ class TensorRTBackend:
             raise self._refusal(path, *self._parse_failure(None if spec else path, parser, first(errors)))
         config = builder.create_builder_config()
         config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
-        if options.optimization_level is not None:
-            config.builder_optimization_level = options.optimization_level
         if self.name == "tensorrt-rtx":
             self._choose_gpus(library, config, options)
         for profile in profiles:

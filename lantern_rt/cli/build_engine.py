@@ -43,14 +43,13 @@ def build_engine(
             metavar="SM", help="GPU to build for, such as SM89; may be given several times. [default: this host's]"
         ),
     ] = None,
-    optimization_level: Annotated[int | None, typer.Option(help="How long the builder may search, 0 .. 5.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print memory and shapes, build nothing.")] = False,
     json: Json = False,
     force: Force = False,
 ) -> None:
     """Turn a bundle into what this host (or a GPU) runs fastest; `run --engines` runs it."""
     capabilities = tuple(compute_capability or ())
-    options = BuildOptions(backend, provider, max_rows, max_nodes, max_past, optimization_level, capabilities)
+    options = BuildOptions(backend, provider, max_rows, max_nodes, max_past, capabilities)
     opened = open_whole(bundle)
     if backend != "onnxruntime" and opened.manifest.target.dtype == "float32":
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "

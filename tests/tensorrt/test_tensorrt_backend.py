@@ -223,10 +223,3 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
     assert calls[0][0] == "building vq_decoder: building engine"
     assert all(0 <= done <= total for _, done, total in calls)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("library")
-def test_builder_settings_are_taken_by_the_builder(scenes: Bundle, tmp_path: Path) -> None:
-    options = replace(RTX, optimization_level=2)
-    (plan,) = TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], options, tmp_path, silent)
-    assert plan.read_bytes()[:4] == b"vtrt"

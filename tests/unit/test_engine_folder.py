@@ -315,13 +315,11 @@ def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: P
         (["--max-nodes", "1"], "--max-nodes: found 1, expected 2 .. 4096"),
         (["--dry-run", "--max-past", "39"], "--max-past: found 39, expected at least 40: "),
         (["--max-past", "0"], "--max-past: found 0, expected 1 .. 1048576"),
-        (["--optimization-level", "6"], "--optimization-level: found 6, expected 0 .. 5"),
         (["--provider", "abacus"], "--provider: found 'abacus', expected one of cpu, cuda, webgpu, openvino, "),
         (
             ["--provider", "webgpu"],
             "--provider: found webgpu, which makes what it runs when it loads a bundle; run the",
         ),
-        (["--optimization-level", "3"], "--optimization-level: goes with backend tensorrt or tensorrt-rtx, found "),
         (["--compute-capability", "SM89"], "--compute-capability: goes with backend tensorrt or tensorrt-rtx, found "),
     ],
 )
