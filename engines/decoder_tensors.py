@@ -18,57 +18,54 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 
 def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and outputs of a target or drafter graph; keys and values come last, layer by layer."""
+    """Inputs and outputs of a bundle's target or drafter graph; keys and values come last, layer by layer."""
     kv_dtypes: tuple[str, ...] = (spec.dtype,) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)
-    names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
     inputs = [
         *([Tensor("input_ids", ("int64",), (None, None))] if drafts else []),
         Tensor("target_hidden" if drafts else "input_embeds", _FLOATS, (None, None, spec.hidden_size)),
         Tensor("position_ids", ("int64",), (None, None)),
         Tensor("attention_mask", _FLOATS, (None, 1, None, None)),
-        *(Tensor(f"past_{name}", kv_dtypes, entry) for name in names),
+        *_keys_and_values("past", spec, kv_dtypes, entry),
     ]
-    outputs = [
-        Tensor("logits", _FLOATS, (None, None, spec.vocab_size)),
-        Tensor("hidden_states", _FLOATS, (None, None, spec.hidden_size)),
-        *(Tensor(f"new_{name}", kv_dtypes, entry) for name in names),
-    ]
-    return inputs, outputs
+    states = Tensor("hidden_states", _FLOATS, (None, None, spec.hidden_size))
+    logits = Tensor("logits", _FLOATS, (None, None, spec.vocab_size))
+    return inputs, [logits, states, *_keys_and_values("new", spec, kv_dtypes, entry)]
 
 
 def device_tensors(
     spec: DecoderSpec | DrafterSpec, drafts: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and outputs of a `device_graph`; dtypes: what caches and hidden states may be."""
-    width, states = spec.hidden_size, (None, None, spec.hidden_size)
-    if capacity is None:
-        own = [
-            Tensor("write", ("int64",), (None, None, 2)),
-            Tensor("seen_by_all", ("int32",), (None, None)),
-            Tensor("columns", ("int32",), (None, None)),
-            Tensor("column_ids", ("int32",), (None,)),
-        ]
-        cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
-    else:
-        own = [Tensor("write", ("int64",), (None,))]
-        cache = (None, spec.num_kv_heads, capacity, spec.head_dim)
-    names = [f"key_values.{i}.{part}" for i in range(spec.num_layers) for part in ("key", "value")]
+    states = Tensor("hidden_states", dtypes, (None, None, spec.hidden_size))
+    cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
+    own = [
+        Tensor("write", ("int64",), (None, None, 2)),
+        Tensor("seen_by_all", ("int32",), (None, None)),
+        Tensor("columns", ("int32",), (None, None)),
+        Tensor("column_ids", ("int32",), (None,)),
+    ]
+    if capacity is not None:
+        cache, own = (None, spec.num_kv_heads, capacity, spec.head_dim), [Tensor("write", ("int64",), (None,))]
     inputs = [
-        Tensor("hidden", dtypes, states) if drafts else Tensor("embeddings", dtypes, (None, width)),
+        Tensor("hidden", dtypes, states.shape) if drafts else Tensor("embeddings", dtypes, (None, spec.hidden_size)),
         Tensor("token_ids", ("int32",), (None, None)),
         *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
         Tensor("position_ids", ("int64",), (None, None)),
         *own,
         Tensor("seen", ("int32",), (None, None, None)),
-        *(Tensor(f"past_{name}", dtypes, cache) for name in names),
+        *_keys_and_values("past", spec, dtypes, cache),
     ]
-    outputs = [
-        Tensor("logits", ("float32",), (None, None, spec.vocab_size)),
-        Tensor("hidden_states", dtypes, states),
-        *(Tensor(f"present_{name}", dtypes, cache) for name in names),
-    ]
-    return inputs, outputs
+    logits = Tensor("logits", ("float32",), (None, None, spec.vocab_size))
+    return inputs, [logits, states, *_keys_and_values("present", spec, dtypes, cache)]
+
+
+def _keys_and_values(
+    when: str, spec: DecoderSpec | DrafterSpec, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
+) -> list[Tensor]:
+    """`past_key_values.0.key`, and so on."""
+    parts = ((i, part) for i in range(spec.num_layers) for part in ("key", "value"))
+    return [Tensor(f"{when}_key_values.{i}.{part}", dtypes, shape) for i, part in parts]
 
 
 def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:

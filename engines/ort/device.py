@@ -46,10 +46,11 @@ class Device:
             made = load_session(graph(), 1, self.provider)
             self._sessions[key] = made, [output.name for output in made.get_outputs()]
         (session, names), goals = self._sessions[key], goals or {}
-        binding = session.io_binding()
+        binding, arrays = session.io_binding(), list[Array]()  # held while they are read
         for name, value in feeds.items():
             if isinstance(value, np.ndarray):
-                binding.bind_cpu_input(name, np.ascontiguousarray(value))
+                arrays.append(np.ascontiguousarray(value))
+                binding.bind_cpu_input(name, arrays[-1])
             else:
                 binding.bind_ortvalue_input(name, value)
         for name in names:
