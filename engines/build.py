@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..bundle.files import Bundle
+from ..errors import RequestError
 from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, PlanFile
@@ -18,6 +19,7 @@ from .host import processor
 from .loader import find_backend
 from .memory import cache_bytes, check_products, count_weights, pass_bytes
 from .ort.backend import OrtBackend
+from .ort.providers import PROVIDERS
 from .profiles import BuildOptions, Profile, capacity, profiles
 
 _RECORDED = ("backend", "provider", "compute_capabilities")  # entries of their own in engine.json, not `settings`
@@ -46,7 +48,12 @@ def estimate(bundle: Bundle, options: BuildOptions) -> list[Estimate]:
 def plan_build(bundle: Bundle, options: BuildOptions) -> dict[str, tuple[Profile, ...]]:
     """Check the options and work out the shapes of every graph, by role. Raises: RequestError."""
     backend = find_backend(options.backend)
-    backend.check_options(options)
+    if (provider := PROVIDERS.get(options.provider)) is not None and provider.plugin:
+        found = f"found {provider.name}, which makes what it runs when it loads a bundle"
+        raise RequestError(f"--provider: {found}; run the bundle itself with `--provider {provider.name}`")
+    for flag, name in (("--provider", "onnxruntime"), ("--compute-capability", "tensorrt-rtx")):
+        if flag in options.given() and name != backend.name:
+            raise RequestError(f"{flag}: goes with backend {name}, found {backend.name}")
     return {role: profiles(bundle.manifest, role, options) if backend.shaped else () for role in backend.roles}
 
 

@@ -9,7 +9,7 @@ from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...bundle.onnx_scan import external_locations
 from ...checks import short
-from ...errors import EngineError, RequestError
+from ...errors import EngineError
 from ...runtime.engine import Engine, Floats
 from ...user_files import reading
 from ..contracts import Function, Progress, Tensor
@@ -89,15 +89,6 @@ class OrtBackend:
     def driver(self) -> str | None:
         """The version of the device driver here, for `engine.json`: ONNX Runtime does not say."""
         return None
-
-    def check_options(self, options: BuildOptions) -> None:
-        """Raises: RequestError on all but a built-in provider, and what memory is estimated for: rows, nodes, past."""
-        taken = ("--provider", "--max-rows", "--max-nodes", "--max-past")
-        if wrong := [flag for flag in options.given() if flag not in taken]:
-            raise RequestError(f"{wrong[0]}: goes with backend tensorrt or tensorrt-rtx, found {self.name}")
-        if (provider := PROVIDERS.get(options.provider)) is not None and provider.plugin:
-            found = f"found {provider.name}, which makes what it runs when it loads a bundle"
-            raise RequestError(f"--provider: {found}; run the bundle itself with `--provider {provider.name}`")
 
     def build(
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress

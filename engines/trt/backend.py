@@ -91,14 +91,6 @@ class TensorRTBackend:
         """The CUDA version that the driver supports."""
         return gpu.driver if (gpu := find_gpu()) else None
 
-    def check_options(self, options: BuildOptions) -> None:
-        """Raises: RequestError on what belongs to the other library, or to ONNX Runtime."""
-        if "--provider" in (given := options.given()):
-            raise RequestError(f"--provider: goes with backend onnxruntime, found {self.name}")
-        if "--compute-capability" in given and self.name == "tensorrt":
-            cure = "goes with backend tensorrt-rtx; tensorrt builds for the GPU of this host"
-            raise RequestError(f"--compute-capability: {cure}")
-
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
         if options.compute_capabilities:

@@ -320,7 +320,7 @@ def test_another_provider_than_the_engines_own_is_refused(bundle: Path, built: P
             ["--provider", "webgpu"],
             "--provider: found webgpu, which makes what it runs when it loads a bundle; run the",
         ),
-        (["--compute-capability", "SM89"], "--compute-capability: goes with backend tensorrt or tensorrt-rtx, found "),
+        (["--compute-capability", "SM89"], "--compute-capability: goes with backend tensorrt-rtx, found onnxruntime"),
     ],
 )
 def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
