@@ -114,13 +114,13 @@ class DeviceEngine(ABC):
         code_embeddings: Floats | None,
         device: Device,
         dtype: str,
-        together: bool,
+        heads: int | None,
     ) -> None:
-        """dtype: of caches and hidden states. together: as for `Slabs`."""
+        """dtype: of caches and hidden states. heads: as for `Slabs`."""
         self.spec, self.device, self._graph, self._dtype = spec, device, graph, dtype
         self._table = None if code_embeddings is None else device.put(np.ascontiguousarray(code_embeddings, dtype))
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
-        self._slabs = Slabs(device, graph, len(self._past), dtype, together)
+        self._slabs = Slabs(device, graph, len(self._past), dtype, heads)
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
@@ -133,10 +133,6 @@ class DeviceEngine(ABC):
     def shared(self, cache: DeviceCache) -> dict[str, Any]:
         """Further inputs of all passes on a cache."""
         return {}
-
-    def tensor_shape(self, cache: DeviceCache) -> list[int]:
-        """Of keys or values of a layer."""
-        return list(cache.lease.slab.shape)
 
     def next_past_length(self, cache: Cache, nodes: int) -> int:
         """The longest row, rounded up. Raises: EngineError: as `fit`."""
@@ -185,8 +181,7 @@ class DeviceEngine(ABC):
         hidden, slab = batch.hidden, cache.lease.slab
 
         def make(record: int | None) -> Bound:
-            tensors = self._slabs.tensors(slab, self.tensor_shape(cache))
-            placed = dict(zip(self._past, tensors, strict=True))
+            placed = dict(zip(self._past, self._slabs.tensors(slab), strict=True))
             placed |= {name.replace("past", "present", 1): one for name, one in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)

@@ -89,7 +89,7 @@ class OrtDeviceEngine(DeviceEngine):
         self._session = GraphSession(
             path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True
         )
-        super().__init__(self._session, made.inputs, spec, code_embeddings, device, made.dtype, together=False)
+        super().__init__(self._session, made.inputs, spec, code_embeddings, device, made.dtype, heads=None)
         self._column_ids: dict[int, Any] = {}  # by number of columns
 
     def new_cache(self, rows: int, capacity: int) -> DeviceColumns:

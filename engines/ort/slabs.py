@@ -85,10 +85,13 @@ class Slab:
 class Slabs:
     """The slabs of an engine. What nobody uses any more is kept for the next who needs it, but not much of it."""
 
-    def __init__(self, device: Device, graph: Executable, tensors: int, dtype: str, together: bool) -> None:
-        """together: all tensors are one value, their rows one after the other, so that one operation reaches all."""
-        self.device, self._graph, self._dtype = device, graph, dtype
-        self._values, self._stack = (1, tensors) if together else (tensors, 1)
+    def __init__(self, device: Device, graph: Executable, tensors: int, dtype: str, heads: int | None) -> None:
+        """heads: of a row, each with all columns; all tensors are then one value, which one operation reaches.
+
+        None: columns have all heads, and every tensor is a value.
+        """
+        self.device, self._graph, self._dtype, self._heads = device, graph, dtype, heads
+        self._values, self._stack = (1, tensors) if heads else (tensors, 1)
         self._kept: OrderedDict[int, Slab] = OrderedDict()  # the one given back longest ago first
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()  # one may be given back while another is taken, on the same thread too
@@ -105,11 +108,13 @@ class Slabs:
         weakref.finalize(lease, self._give_back, found).atexit = False
         return lease
 
-    def tensors(self, slab: Slab, shape: list[int]) -> list[Any]:
-        """All tensors, where they are one value of this shape each."""
-        if self._stack == 1:
+    def tensors(self, slab: Slab) -> list[Any]:
+        """All tensors, as values or `[rows, heads, columns, width]`."""
+        if self._heads is None:
             return slab.values
-        return [Part(value, number, shape) for value in slab.values for number in range(self._stack)]
+        rows, lines, width = slab.shape
+        size = [rows, self._heads, lines // self._heads, width]
+        return [Part(value, number, size) for value in slab.values for number in range(self._stack)]
 
     def copy(self, slab: Slab, rows: Ints, goal: Slab, first: int = 0) -> None:
         """Write rows of a slab to those of another from `first` on."""

@@ -28,7 +28,7 @@ class TensorRTEngine(DeviceEngine):
         inputs, outputs = device_tensors(spec, code_embeddings is None, dtypes, self._columns)
         plan.check_tensors(inputs, outputs)
         dtype = np.dtype(plan.dtypes["hidden_states"]).name
-        super().__init__(plan, inputs, spec, code_embeddings, device, dtype, together=True)
+        super().__init__(plan, inputs, spec, code_embeddings, device, dtype, heads=spec.num_kv_heads)
 
     def new_cache(self, rows: int, capacity: int) -> DeviceBlock:
         self._plan.check_size("rows", rows)
@@ -45,9 +45,6 @@ class TensorRTEngine(DeviceEngine):
             self._plan.check_size(name, wanted)
         most = max(profile.nodes[2] for profile in self._plan.profiles)
         return min(node_count(nodes), most, own.columns - int(own.lengths.max(initial=0)))
-
-    def tensor_shape(self, cache: DeviceCache) -> list[int]:
-        return [len(cache.lengths), self.spec.num_kv_heads, self._columns, self.spec.head_dim]
 
 
 class TensorRTFunction:
