@@ -47,6 +47,10 @@ class Session:
     def run(self, names: list[str], feeds: Mapping[str, Any]) -> None:
         raise RuntimeError("Gather node:\n index out of bounds")
 
+    def io_binding(self) -> Any:
+        bind = {name: lambda *given: None for name in ("bind_ortvalue_input", "bind_ortvalue_output")}
+        return SimpleNamespace(**bind)
+
     def run_with_iobinding(self, binding: Any, options: Any) -> None:
         raise RuntimeError("no memory")
 
@@ -61,6 +65,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     module: Any = ModuleType("onnxruntime")
     module.__version__, module.SessionOptions, module.InferenceSession = "1.31.1", Options, Session
+    module.RunOptions = lambda: SimpleNamespace(add_run_config_entry=lambda key, text: None)
     module.GraphOptimizationLevel = SimpleNamespace(ORT_DISABLE_ALL=0, ORT_ENABLE_ALL=99)
     module.get_available_providers = lambda: ["CPUExecutionProvider"]
     module.set_default_logger_severity = lambda level: None
@@ -99,7 +104,7 @@ def test_a_graph_that_fails_says_which_and_why() -> None:
     with refused(EngineError, f"{GRAPH}: ONNX Runtime failed to run the graph: Gather node: index out of bounds"):
         session.run({"codes": np.zeros((1, 4), np.int64)})
     with refused(EngineError, f"{GRAPH}: ONNX Runtime failed to run the graph: no memory"):
-        session.run_bound(None)
+        session.bind({"codes": None, "images": None}, None)(False)
 
 
 @pytest.mark.usefixtures("runtime")
