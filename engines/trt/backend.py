@@ -55,6 +55,7 @@ class TensorRTGraphs(OrtGraphs):
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
         super().__init__(bundle, None, threads, ON_CPU)
         self._library, self._gpu, self._plans = library, Device(MEMORY), folder
+        self._gpu.zeros((1,), "float32")  # loads the provider, or says why it does not
         self._kernels = Kernels(folder)
         weakref.finalize(self, self._kernels.save)  # some are compiled while plans run
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from host_tensorrt import HostKernels, HostLibrary, _Config, write_plan
@@ -116,6 +117,18 @@ def test_a_bundle_draws_the_same_images_from_plans(plans: tuple[Path, Path, Host
     for plain, found in zip(*(result.images for result in results), strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(plain))
     assert len(library.engines) == (2 if method == "ar" else 3)  # the condition graph stays with ONNX Runtime
+
+
+def test_plans_need_the_memory_of_onnxruntimes_provider_and_say_so(
+    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, folder, _ = plans
+    monkeypatch.setattr(tensorrt_backend, "MEMORY", "cuda")
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("needs an onnxruntime without CUDA")
+    found = "provider cuda: onnxruntime", "has no CUDAExecutionProvider", "install onnxruntime-gpu[cuda,cudnn]"
+    with refused(EngineError, *found):
+        Pipeline.from_bundle(bundle, engines=folder)
 
 
 def test_an_altered_plan_is_not_loaded(plans: tuple[Path, Path, HostLibrary]) -> None:
