@@ -315,12 +315,10 @@ class TreeDrafts(Drafts):
             level = self._cross(level, depth)
             most = max(len(shape.children[node]) for node in inner)
             for r, (codes, scores) in enumerate(self._best(level, depth, most, noisy=True)):
-                for slot, node in enumerate(inner.tolist()):
-                    if not alive[r, node]:
-                        continue
-                    drawn = codes[slot, np.isfinite(scores[slot])]
-                    filled = shape.children[node][: len(drawn)]
-                    tokens[r, filled], alive[r, filled] = drawn[: len(filled)], True
+                drawn = np.isfinite(scores).sum(1)  # the best come first
+                for slot in np.flatnonzero(alive[r, inner]).tolist():
+                    filled = shape.children[int(inner[slot])][: drawn[slot]]
+                    tokens[r, filled], alive[r, filled] = codes[slot, : len(filled)], True
             if self.relaxed:
                 for own, request, rows, live in zip(makers, self.requests, self._rows(), alive, strict=True):
                     for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():

@@ -198,9 +198,9 @@ class NoiseTable:
             self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([place]))
         ids = np.zeros((len(asked), nodes), np.int32)
         for row, one, span in zip(ids, asked, spans, strict=True):
-            if one.noise is not None:  # entry by position, from the first one of the span's first group
-                entries = [self._places[one.noise.seed, g] * GROUP + i for g in range(*span) for i in range(GROUP)]
-                row[: len(one.positions)] = np.array(entries)[one.positions - span[0] * GROUP]
+            if one.noise is not None:
+                places = np.array([self._places[one.noise.seed, group] for group in range(*span)])
+                row[: len(one.positions)] = places[one.positions // GROUP - span[0]] * GROUP + one.positions % GROUP
         return ids
 
     def _take(self, groups: int) -> None:
