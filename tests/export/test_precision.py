@@ -17,6 +17,7 @@ from lantern_rt.engines.ort.session import load_session
 from lantern_rt.errors import CheckpointError, ParityError, RequestError
 from lantern_rt.export.graph.graphs import plan_graph
 from lantern_rt.export.graph.precision import (
+    Storage,
     block_size,
     fake_quantize,
     iter_chunks,
@@ -57,6 +58,20 @@ def test_chunks_of_a_weight_are_the_weight(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(chunk) for chunk in iter_chunks(weight, 32)] == [32] * 3
     assert torch.equal(torch.cat(list(iter_chunks(weight))), weight.float())
     assert torch.equal(next(iter_chunks(torch.tensor(3.0))), torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["float16", "int8", "int4"])
+def test_rounding_a_chunk_at_a_time_is_rounding_at_once_and_leaves_the_weight_alone(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: Storage
+) -> None:
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype).t()  # no rows in memory
+    before, whole = weight.clone(), fake_quantize(weight, kind, matrix=True)
+    monkeypatch.setattr("lantern_rt.export.graph.precision._CHUNK", 1000)
+    assert torch.equal(fake_quantize(weight, kind, matrix=True), whole)
+    assert torch.equal(weight, before)
+    if kind == "float16":
+        assert torch.equal(whole, weight.half().float())
 
 
 def test_only_matrices_of_layers_become_integers() -> None:
