@@ -6,9 +6,9 @@
 
 `--work` is a folder of the scenes recipe, with what `samples` drew. Every drafter is trained by `train-drafter`'s own
 fit, with as many steps, and decodes the same prompts with the same seeds, one image at a time. Printed, and kept in
-`WORK/drafters/figures.json`: overlap and first choice on held-out pictures, and by method tokens per forward pass and
-how they differ from those with the first drafter, with 95 % intervals over images. Fits go on where they were stopped;
-drafters that have been measured are not measured again.
+`WORK/drafters/figures.json`: overlap and first choice on held-out pictures, and by method tokens per forward pass,
+how they differ from those with the first drafter, and the share of steps that accept a draft, with 95 % intervals over
+images. Fits go on where they were stopped; drafters that have been measured are not measured again.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def fitted(asked: argparse.Namespace, folder: Path, loss: Loss, pictures: int | 
 
 
 def decoded(asked: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """By method, tokens per forward pass and total variation a token of every image."""
+    """By method, of every image: tokens per forward pass, steps that accept a draft, total variation a token."""
     for role in ("vq.pt", "target.pt"):
         if not (folder / role).exists():
             (folder / role).symlink_to((asked.work / role).resolve())
@@ -109,11 +109,13 @@ def decoded(asked: argparse.Namespace, folder: Path) -> dict[str, dict[str, list
         contenders = [one for one in parse_contenders(asked.methods, {}, pipeline.bundle) if one.label != PLAIN]
         requests = [subjects.request(i, 1) for i in range(asked.images)]
         turns = list(take_turns(pipeline, contenders, requests, paint=False, score=False))
-    by_method = dict(zip((one.label for one in contenders), zip(*turns, strict=True), strict=True))
-    return {
-        "tokens": {name: [run.statistics.tokens_per_forward_pass for run in runs] for name, runs in by_method.items()},
-        "TVD": {name: [run.tvd_per_token for run in runs] for name, runs in by_method.items()},
-    }
+    found: dict[str, dict[str, list[float]]] = {"tokens": {}, "accepting": {}, "TVD": {}}
+    for contender, runs in zip(contenders, zip(*turns, strict=True), strict=True):
+        steps = [np.array(run.statistics.per_image[0].codes_per_step) for run in runs]
+        found["tokens"][contender.label] = [run.statistics.tokens_per_forward_pass for run in runs]
+        found["accepting"][contender.label] = [float((codes > 1).mean()) for codes in steps]
+        found["TVD"][contender.label] = [run.tvd_per_token for run in runs]
+    return found
 
 
 def report(name: str, own: dict[str, Any], first: dict[str, Any]) -> None:
@@ -121,10 +123,11 @@ def report(name: str, own: dict[str, Any], first: dict[str, Any]) -> None:
     held_out = ", ".join(f"{figure} {own['held out'][figure]:.3f}" for figure in ("overlap", "top-1"))
     print(f"{name}: {held_out}", flush=True)
     for method, tokens in own["tokens"].items():
-        change = np.subtract(tokens, first["tokens"][method])
+        change, accepting = np.subtract(tokens, first["tokens"][method]), own["accepting"][method]
         print(
             f"  {method:40} {np.mean(tokens):.2f} +- {half(tokens):.2f} tokens a pass, "
-            f"{change.mean():+.2f} +- {half(change):.2f} against the first, TVD {np.mean(own['TVD'][method]):.3f}",
+            f"{change.mean():+.2f} +- {half(change):.2f} against the first; "
+            f"{np.mean(accepting):.3f} +- {half(accepting):.3f} of steps accept, TVD {np.mean(own['TVD'][method]):.3f}",
             flush=True,
         )
 
