@@ -165,15 +165,14 @@ def _write_attention(ops: Ops, x: str, index: int, layer: Layer, shared: _Shared
     values = zip(parts, (past_value, new_value), strict=True)
     mixed = [ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values]
     together = ops.op("Add", *mixed)  # [rows, num_kv_heads, group * nodes, width]
+    if exact:
+        together = ops.op("Mul", together, ops.number("share", 1 / _SHARES))
     if heads > num_kv_heads:
         nodes = ops.op("Shape", "position_ids", start=1, end=2)
         shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
         together = ops.op("Reshape", together, shape)
     joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
-    out = attention.out.weight
-    if exact:
-        out = deferred(lambda: computed(attention.out.weight).float() / _SHARES, out.shape, torch.float32)
-    return ops.linear(joined, f"{at}.attention.out", out)
+    return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
 
 
 def _write_multiples(ops: Ops, value: str, name: str, layer: Layer, columns: int) -> str:

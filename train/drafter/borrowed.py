@@ -6,21 +6,17 @@ Only the head and the table of embeddings are read; the target's layers are run 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
-from onnx import TensorProto, numpy_helper
-from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 from torch import Tensor
 
 from ...bundle.files import Bundle
-from ...errors import BundleError, CheckpointError
+from ...errors import CheckpointError
 from ...export.models.decoder import DecoderConfig, rope_table
 from ...planning.acceptance_statistics import weights_of
-from ...user_files import reading
+from ..graph_weights import GraphWeights
 
 # Conventions of each family's drafters, of LANTERN's where it has one.
 _CONVENTIONS: dict[str, dict[str, Any]] = {
@@ -62,7 +58,7 @@ def read_borrowed(bundle: Bundle) -> Borrowed:
             f"bundle {manifest.name}: is of family {manifest.family}, expected {known}; EAGLE drafters borrow a plain "
             "head, and others are not supported"
         )
-    graph = _Weights(bundle.path("target"))
+    graph = GraphWeights(bundle.path("target"))
     config = DecoderConfig(
         hidden_size=spec.hidden_size,
         num_layers=1,
@@ -90,7 +86,7 @@ def read_borrowed(bundle: Bundle) -> Borrowed:
     codes = torch.from_numpy(np.array(bundle.code_embeddings()))
     embeddings, offset = codes, 0
     if condition.kind == "tokens":
-        embeddings = _Weights(bundle.path("condition")).read("table.weight")
+        embeddings = GraphWeights(bundle.path("condition")).read("table.weight")
         offset = _place(bundle, embeddings, codes)
     near = torch.from_numpy(bundle.neighbors().indices.astype(np.int64)) if manifest.neighbors else None
     return Borrowed(
@@ -141,31 +137,3 @@ def _fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
         "block_size": bundle.manifest.codes_per_image,
         "rope_base": config.rope_base,
     }
-
-
-class _Weights:
-    """Weights of a graph, each read when asked for; names of those stored in float16 may end in `.half`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
-            graph = onnx.load(path, load_external_data=False).graph
-        self._tensors: dict[str, TensorProto] = {one.name: one for one in graph.initializer}
-
-    def _find(self, name: str) -> TensorProto:
-        for called in (name, f"{name}.half", f"{name}.int8", f"{name}.int4"):
-            if called in self._tensors:
-                return self._tensors[called]
-        raise BundleError(f"{self._path}: found no {name} in the graph; export the bundle again")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._find(name).dims)
-
-    def read(self, name: str) -> Tensor:
-        """As float32."""
-        tensor = self._find(name)
-        with reading(self._path, "an ONNX graph", BundleError, "export the bundle again"):
-            if uses_external_data(tensor):
-                load_external_data_for_tensor(tensor, str(self._path.parent))
-            array = numpy_helper.to_array(tensor)
-            return torch.tensor(array.astype(np.float32))

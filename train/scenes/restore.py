@@ -1,6 +1,6 @@
 """A work folder from a bundle, so that training can go on where only the bundle is left.
 
-Weights come back as the bundle has them, rounded to float16; code tables come back as plain rows.
+Weights come back as the bundle has them, rounded to float16 or integers; code tables come back as plain rows.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import onnx
 import torch
-from onnx import numpy_helper
 from torch import Tensor, nn
 
 from ...bundle.files import Bundle, open_bundle
@@ -18,6 +16,7 @@ from ...export.models.decoder import DecoderConfig
 from ...export.models.eagle import EagleDrafter
 from ...export.writer import check_output
 from ..drafter.folder import save_drafter
+from ..graph_weights import GraphWeights
 from .checkpoints import save_checkpoint
 from .model import CONFIG, ScenesTarget
 from .vq import VQ_SIZES, ScenesVQ
@@ -40,8 +39,8 @@ def restore_work(bundle: Path | str, work: Path, only_vq: bool = False) -> None:
 
 
 def _vq(bundle: Bundle) -> ScenesVQ:
-    stored = {name.removeprefix("vq."): w for name, w in _weights(bundle.path("vq_encoder")).items()}
-    stored |= _weights(bundle.path("vq_decoder"))
+    stored = {name.removeprefix("vq."): w for name, w in GraphWeights(bundle.path("vq_encoder")).floats().items()}
+    stored |= GraphWeights(bundle.path("vq_decoder")).floats()
     codebook = stored["codebook"]
     vq = ScenesVQ(replace(VQ_SIZES[str(bundle.manifest.image_height)], codes=len(codebook)))
     networks = {name: w for name, w in stored.items() if name.startswith(("encoder.", "decoder."))}
@@ -51,7 +50,7 @@ def _vq(bundle: Bundle) -> ScenesVQ:
 
 
 def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
-    spec, stored = bundle.manifest.target, _weights(bundle.path("target"))
+    spec, stored = bundle.manifest.target, GraphWeights(bundle.path("target")).floats()
     config = replace(
         CONFIG,
         vocab_size=len(codebook),
@@ -63,7 +62,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
     )
     target = ScenesTarget(codebook, config)
     layers = {f"decoder.{name}": w for name, w in _layers(stored, config.num_layers, config.head_dim).items()}
-    embeds = _weights(bundle.path("condition"))
+    embeds = GraphWeights(bundle.path("condition")).floats()
     condition = {
         name: embeds[name].view_as(tensor)
         for name, tensor in target.named_parameters()
@@ -78,7 +77,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
 
 
 def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleDrafter:
-    stored = _weights(bundle.path("drafter"))
+    stored = GraphWeights(bundle.path("drafter")).floats()
     config = replace(target, num_layers=1, prefix=target.prefix - 1, input_norm=False, final_norm=False)
     drafter = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias=True)
     outer = {name: stored[name] for name in ("embed.weight", "fc.bias")} | {
@@ -86,16 +85,6 @@ def _drafter(bundle: Bundle, target: DecoderConfig) -> EagleDrafter:
     }
     drafter.load_state_dict(_layers(stored, 1, target.head_dim) | outer)
     return drafter
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    """Float weights of a graph by name, as float32."""
-    stored = {}
-    for tensor in onnx.load(path).graph.initializer:
-        array = numpy_helper.to_array(tensor)
-        if array.dtype.kind == "f":
-            stored[tensor.name.removesuffix(".half")] = torch.tensor(array, dtype=torch.float32)
-    return stored
 
 
 def _layers(stored: dict[str, Tensor], layers: int, head_dim: int) -> dict[str, Tensor]:
