@@ -185,7 +185,8 @@ def _write_multiples(ops: Ops, value: str, name: str, layer: Layer, columns: int
 
     def units() -> Tensor:
         rows = computed(attention.qkv.weight)[-attention.num_kv_heads * attention.head_dim :].float()
-        longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(layer.attention_norm.weight), dim=1)
+        norm = cast(RMSNorm, layer.attention_norm).weight
+        longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
         return torch.exp2(torch.ceil(torch.log2(longest.clamp(1e-30) / most))).view(shape)
 
     shape = (attention.num_kv_heads, attention.head_dim)

@@ -78,7 +78,7 @@ def test_both_layouts_of_a_file_compute_the_same(name: str, tmp_path: Path) -> N
     assert furthest(GRAPHS[name], tmp_path) < 1e-5
 
 
-@pytest.mark.parametrize("rule", [*get_args(Precision), "lossless"])
+@pytest.mark.parametrize("rule", [*(rule for rule in get_args(Precision) if rule != "int8"), "lossless"])
 @pytest.mark.parametrize("name", ["normed heads, another epsilon", "deep head", "drafter with bias"])
 def test_weights_that_are_stored_smaller_are_the_same_to_both(name: str, rule: Rule, tmp_path: Path) -> None:
     assert furthest(GRAPHS[name], tmp_path, rule) < 1e-5
