@@ -14,7 +14,7 @@ import pytest
 from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline
-from lantern_rt.engines.ort.device_engine import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.results import StreamStep
 from lantern_rt.service import Service
 
