@@ -55,8 +55,8 @@ def read_borrowed(bundle: Bundle) -> Borrowed:
     known = " and ".join([", ".join([*_CONVENTIONS][:-1]), [*_CONVENTIONS][-1]])
     if manifest.family not in _CONVENTIONS:
         raise CheckpointError(
-            f"bundle {manifest.name}: is of family {manifest.family}, expected {known}; EAGLE drafters borrow a plain "
-            "head, and others are not supported"
+            f"bundle {manifest.name}: is of family {manifest.family}, expected {known}; how drafters of others read "
+            "their targets is not known here"
         )
     graph = GraphWeights(bundle.path("target"))
     config = DecoderConfig(
