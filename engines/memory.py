@@ -46,7 +46,9 @@ def weight_bytes(bundle: Bundle, role: str, expand: bool = False) -> int:
 
 def check_products(bundle: Bundle, where: str) -> None:
     """Raises: RequestError: the bundle multiplies integers, and `where`, such as `onnxruntime-cuda`, is not a CPU."""
-    if bundle.manifest.target.precision == PRODUCTS and not where.startswith("onnxruntime-cpu"):
+    decoders = (bundle.manifest.target, bundle.manifest.drafter)
+    products = any(one is not None and one.precision == PRODUCTS for one in decoders)
+    if products and not where.startswith("onnxruntime-cpu"):
         found = f"found {where}, but bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do"
         raise RequestError(f"{found}; export it with --precision fp32 or fp16, or use provider cpu")
 

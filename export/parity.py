@@ -169,15 +169,21 @@ def computing(module: nn.Module, plan: GraphFile | None = None) -> Iterator[None
 
 def _multiplies_integers(name: str, plan: GraphFile) -> bool:
     """Whether a module's weight is multiplied as integers, with what it is applied to rounded as well."""
-    return any(plan.storages.get(known) == "columns" for known in (name, name.partition(".")[2]))
+    known = _in_plan(name, plan)
+    return known is not None and plan.storages[known] == "columns"
 
 
 def _as_stored(name: str, weight: Tensor, plan: GraphFile | None) -> Tensor:
-    """A module's weight in float32, rounded as the graph has it; the graph omits leading parts of its name."""
-    for known in (name, name.partition(".")[2]):
-        if plan is not None and known in plan.storages:
-            return fake_quantize(weight, plan.storages[known], known in plan.matrices)
-    return computed(weight).float()
+    """A module's weight in float32, rounded as the graph has it."""
+    known = None if plan is None else _in_plan(name, plan)
+    if plan is None or known is None:
+        return computed(weight).float()
+    return fake_quantize(weight, plan.storages[known], known in plan.matrices)
+
+
+def _in_plan(name: str, plan: GraphFile) -> str | None:
+    """What the graph calls a module's weight: it may omit the leading part of its name; None: the graph has none."""
+    return next((known for known in (name, name.partition(".")[2]) if known in plan.storages), None)
 
 
 class Sessions:

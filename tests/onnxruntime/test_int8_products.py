@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from refusals import refused
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.engines.build import build_engines
-from lantern_rt.engines.memory import weight_bytes
+from lantern_rt.engines.memory import check_products, weight_bytes
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import RequestError
 
@@ -58,6 +59,15 @@ def test_only_cpus_run_it(t2i_products_bundle: Path, tmp_path: Path) -> None:
         Pipeline.from_bundle(bundle, provider="cuda")
     with refused(RequestError, f"found tensorrt-rtx, {found}; {cure}"):
         build_engines(bundle, "tiny", BuildOptions("tensorrt-rtx"), tmp_path / "engines", False, lambda *_: None)
+
+
+def test_a_drafter_of_integers_runs_on_cpus_alone_as_well(t2i_products_bundle: Path) -> None:
+    bundle = open_bundle(t2i_products_bundle)
+    target = bundle.manifest.target.model_copy(update={"precision": "fp32"})
+    mixed = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
+    check_products(mixed, "onnxruntime-cpu")
+    with refused(RequestError, "found onnxruntime-cuda, but bundle"):
+        check_products(mixed, "onnxruntime-cuda")
 
 
 def test_optimised_graphs_give_the_same_codes(t2i_products_bundle: Path, tmp_path: Path) -> None:
