@@ -27,6 +27,7 @@ from .onnx_ops import Ops
 _EXACT = 24  # bits of integers that float32 holds, and sums of them must keep to
 _SHARES, _VALUES = 4096, 2047  # attention's weights are in units of 1 / 4096, values up to 2047 of their own units
 _MOST_NODES = 128  # of a pass, beside the positions of an image
+_LEAST_WEIGHT = 70.0  # in nats below the largest
 
 
 class _Shared(NamedTuple):
@@ -160,7 +161,7 @@ def _write_attention(ops: Ops, x: str, index: int, layer: Layer, shared: _Shared
         query = ops.reshape(query, 0, num_kv_heads, -1, width)
     scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
     seen = ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask)
-    weights = _write_shares(ops, seen, shared.columns) if exact else ops.op("Softmax", seen, axis=-1)
+    weights = _write_shares(ops, seen, shared.columns) if exact else _write_softmax(ops, seen)
     parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
     values = zip(parts, (past_value, new_value), strict=True)
     mixed = [ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values]
@@ -195,6 +196,17 @@ def _write_multiples(ops: Ops, value: str, name: str, layer: Layer, columns: int
     return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, unit)), *limits), unit)
 
 
+def _write_softmax(ops: Ops, scores: str) -> str:
+    """Softmax over the last axis in which nothing weighs less than e^-70 of the largest, hidden columns included.
+
+    That is nothing to a sum in float32. But numbers below 1e-38, and what makes them, cost a processor a hundred times
+    as much: passes of `scenes` with 8 nodes took 30 % longer (measured here).
+    """
+    largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
+    least = ops.op("Sub", largest, ops.number("least_weight", _LEAST_WEIGHT))
+    return ops.op("Softmax", ops.op("Max", scores, least), axis=-1)
+
+
 def _write_shares(ops: Ops, scores: str, columns: int) -> str:
     """Softmax over the last axis in units of 1 / 4096: whole numbers, whose sums with values float32 holds exactly.
 
@@ -203,6 +215,6 @@ def _write_shares(ops: Ops, scores: str, columns: int) -> str:
     finest = float(2 ** (_EXACT - math.ceil(math.log2(columns))))
     largest = ops.op("ReduceMax", scores, ops.ints(-1), keepdims=1)
     shifted = ops.op("Sub", scores, ops.op("Sub", largest, ops.number("log_finest", math.log(finest))))
-    numerators = ops.op("Round", ops.op("Exp", shifted))
+    numerators = ops.op("Round", ops.op("Exp", ops.op("Max", shifted, ops.number("no_share", -1.0))))
     total = ops.op("ReduceSum", numerators, ops.ints(-1), keepdims=1)
     return ops.op("Round", ops.op("Mul", numerators, ops.op("Div", ops.number("shares", float(_SHARES)), total)))
