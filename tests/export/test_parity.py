@@ -22,7 +22,7 @@ from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.export.models.llamagen_vq import LlamaGenVQ, VQConfig
-from lantern_rt.export.parity import check_parity
+from lantern_rt.export.parity import Sessions, check_parity
 
 
 @st.composite
@@ -222,6 +222,24 @@ def test_a_traced_module_that_froze_a_size_is_refused(tmp_path: Path) -> None:
     graph = Graph("frozen", Frozen(), (Value("x", ("rows", 3)),), (Value("y", ("rows", 3)),), cases)
     with pytest.raises(ParityError, match=r"y by .* \(3 rows\)"):
         check_parity(graph, write_graph(graph, tmp_path)[0])
+
+
+def test_attention_has_no_weights_that_processors_are_slow_with_and_hidden_columns_weigh_nothing(
+    tmp_path: Path,
+) -> None:
+    graph = small_target()
+    model = onnx.load(write_graph(graph, tmp_path)[0])
+    softmaxes = [node.output[0] for node in model.graph.node if node.op_type == "Softmax"]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in softmaxes)
+    inputs = graph.cases["rows of different length"]
+    found = Sessions(tmp_path / "target.onnx", lean=True, model=model.SerializeToString()).run(inputs)
+    hidden, shape = inputs["attention_mask"] < 0, found[softmaxes[0]].shape  # queries of one group are stacked
+    hidden = np.broadcast_to(np.tile(hidden, (1, 1, shape[2] // hidden.shape[2], 1)), shape)
+    assert hidden.any()
+    for name in softmaxes:
+        assert found[name].min() > np.finfo(np.float32).tiny
+        assert found[name][hidden].max() < 1e-30
+        np.testing.assert_allclose(found[name].sum(-1), 1, rtol=1e-6)
 
 
 class Sensitive(nn.Module):
