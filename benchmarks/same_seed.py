@@ -1,4 +1,4 @@
-"""Pictures of docs/sampling.md and docs/decoding.md: the same prompts and seeds under several methods, a row each.
+"""Pictures of docs/sampling.md and docs/decoding.md, halved: prompts and seeds under several methods, a row each.
 
 python benchmarks/same_seed.py docs/sampling/same_seed.png
 python benchmarks/same_seed.py docs/decoding/rows.png ar rows:window=8 rows:window=6 rows:window=4 \
@@ -31,7 +31,7 @@ def main(path: str, methods: Sequence[str]) -> None:
     rows = [
         (method, [pipeline(prompt, seed=SEED, method=method) for prompt in PROMPTS]) for method in methods or METHODS
     ]
-    width, height = rows[0][1][0].images[0].size
+    width, height = (size // 2 for size in rows[0][1][0].images[0].size)
     sheet = Image.new("RGB", (width * len(PROMPTS), (height + MARGIN) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
     for line, (method, results) in enumerate(rows):
@@ -40,7 +40,7 @@ def main(path: str, methods: Sequence[str]) -> None:
         tokens = mean(result.stats.tokens_per_forward_pass for result in results)
         draw.text((4, top + 4), f"{named}: {tokens:.2f} tokens per forward pass", "black", font)
         for column, result in enumerate(results):
-            sheet.paste(result.images[0], (column * width, top + MARGIN))
+            sheet.paste(result.images[0].reduce(2), (column * width, top + MARGIN))
     sheet.quantize(256, dither=Image.Dither.FLOYDSTEINBERG).save(path, optimize=True)
 
 

@@ -27,7 +27,7 @@ BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
 
 
 ImageDecoder = Callable[[Ints], Floats]
-# Of a CPU that computes in float32; the embedded model's largest was 4.3e-5 nats (benchmarks/ties.py).
+# Of a CPU that computes in float32; the embedded model's largest was 6.1e-5 nats (benchmarks/ties.py).
 ROUNDING = 1e-4
 
 

@@ -21,7 +21,7 @@ from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
 from lantern_rt.train.scenes.evaluate import differences, evaluate_bundle, interval  # noqa: E402
 from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
-from lantern_rt.train.scenes.model import ScenesTarget  # noqa: E402
+from lantern_rt.train.scenes.model import CONFIG, ScenesTarget  # noqa: E402
 from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
 from lantern_rt.train.scenes.target import load_target  # noqa: E402
@@ -92,14 +92,14 @@ def test_the_same_scene_gives_the_same_picture() -> None:
 
 def test_the_folded_target_decodes_step_by_step_what_training_sees_at_once() -> None:
     torch.manual_seed(0)
-    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(1024, 8), dim=1)).eval()
+    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CONFIG.vocab_size, 8), dim=1)).eval()
     decoder, table = target.fold()
     caption = torch.from_numpy(encode_caption("a red cube on sand"))[None]
-    codes = torch.randint(1024, (1, 40))
+    codes = torch.randint(CONFIG.vocab_size, (1, 40))
     with torch.no_grad():
         whole = target.hidden(target.prefix(caption), codes)
         config = target.config
-        past = [torch.zeros(0, 1, 4, config.head_dim)] * 2 * config.num_layers
+        past = [torch.zeros(0, 1, config.num_kv_heads, config.head_dim)] * 2 * config.num_layers
         steps, position = [target.prefix(caption), *(table[codes[:, i : i + 1]] for i in range(39))], 0
         for i, embeds in enumerate(steps):
             nodes = embeds.shape[1]

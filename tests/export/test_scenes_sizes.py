@@ -82,14 +82,6 @@ def test_going_on_with_a_target_in_another_size_is_refused(work: Path) -> None:
         train_target(work, minutes=0, size=SIZES["llamagen-b"])
 
 
-def test_a_target_from_before_there_were_sizes_has_the_default_one(work: Path) -> None:
-    model = ScenesTarget(codebook(CONFIG.vocab_size), CONFIG)
-    save_checkpoint(work / "target.pt", {"model": model.state_dict(), "seen": 0})
-    assert load_target(work).config == CONFIG
-    with refused(CheckpointError, "found", "default, expected llamagen-b"):
-        train_target(work, minutes=0, size=SIZES["llamagen-b"])
-
-
 def test_a_drafter_of_another_size_than_the_target_is_refused(work: Path, tmp_path: Path) -> None:
     save_target(work, SMALL)
     save_drafter(work, replace(SMALL, hidden_size=128))
@@ -122,7 +114,7 @@ def test_a_work_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_size_of_another_name_is_refused() -> None:
-    with refused(RequestError, "size: found 'xl', expected one of default, large, llamagen-b"):
+    with refused(RequestError, "size: found 'xl', expected one of default, llamagen-b"):
         find_size("xl")
 
 

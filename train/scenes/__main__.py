@@ -29,7 +29,7 @@ def vq(
     batch: Batch = 16,
     device: Device = "cpu",
     size: Annotated[
-        str | None, typer.Option(help="128 or 256 pixels a side. [default: that of the tokenizer in the work folder]")
+        str | None, typer.Option(help="128 or 256 pixels a side. [default: that of the work folder, or 256]")
     ] = None,
 ) -> None:
     """Train the VQ tokenizer, or go on with it."""
@@ -66,7 +66,7 @@ def target(
     device: Device = "cpu",
     size: Annotated[
         str | None,
-        typer.Option(help="default, large or llamagen-b. [default: that of the target in the work folder, or default]"),
+        typer.Option(help="default or llamagen-b. [default: that of the target in the work folder, or default]"),
     ] = None,
 ) -> None:
     """Train the target, or go on with it."""

@@ -37,8 +37,8 @@ from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 NEIGHBOURS = 128  # `tune` tries up to 100
 PROMPTS_SEED = 930_000
 # The tree of 16 nodes with the most tokens per forward pass (lantern_rt/planning/tree_search.py, acceptance statistics
-# of captions that nothing else uses): 3.6 exactly. What is fastest on a host `lantern-rt tune` finds.
-TREE = "tree-4-2100-211-1000-1-1-1"
+# of captions that nothing else uses): 2.9 exactly. What is fastest on a host `lantern-rt tune` finds.
+TREE = "tree-4-2110-1110-100-1-1-1"
 DECODING = DecodingDefaults(
     method="lantern++",
     methods=(

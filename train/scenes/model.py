@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +22,11 @@ from .text import SLOTS, WORDS
 from .vq import CODE_DIM, GRID, VQConfig
 
 CONFIG = DecoderConfig(
-    hidden_size=256,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=4,
-    intermediate_size=768,
+    hidden_size=320,
+    num_layers=8,
+    num_heads=5,
+    num_kv_heads=5,
+    intermediate_size=896,
     vocab_size=VQConfig().codes,
     grid=GRID,
     prefix=SLOTS,
@@ -35,7 +34,6 @@ CONFIG = DecoderConfig(
 )
 SIZES: Mapping[str, DecoderConfig] = {
     "default": CONFIG,
-    "large": replace(CONFIG, hidden_size=320, num_layers=8, num_heads=5, num_kv_heads=5, intermediate_size=896),
     "llamagen-b": replace(
         CONFIG, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, intermediate_size=2048
     ),
@@ -53,11 +51,6 @@ def size_name(config: DecoderConfig) -> str:
     """The name of a target's size, whatever its codes, or its width and layers where it has none."""
     named = (name for name, size in SIZES.items() if replace(size, vocab_size=config.vocab_size) == config)
     return next(named, f"{config.hidden_size}x{config.num_layers}")
-
-
-def saved_config(state: Mapping[str, Any], default: DecoderConfig = CONFIG) -> DecoderConfig:
-    """The sizes in a checkpoint; `default` for one from before there was a choice."""
-    return DecoderConfig(**state["config"]) if "config" in state else default
 
 
 class CodeTable(nn.Module):

@@ -21,7 +21,7 @@ from ..muon import Muon
 from ..precision import mixed_precision
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
-from .model import CONFIG, ScenesTarget, saved_config, size_name
+from .model import CONFIG, ScenesTarget, size_name
 from .stopwatch import Stopwatch
 from .text import UNKNOWN, encode_caption
 from .vocabulary import describe
@@ -128,7 +128,7 @@ def train_target(
     path, state = _state_to_go_on_from((ongoing, stable, finished), plan)
     config = replace(size or CONFIG, vocab_size=vq.config.codes)
     if state is not None:
-        found = saved_config(state)
+        found = DecoderConfig(**state["config"])
         if size is not None and found != config:
             raise CheckpointError(
                 f"{path}: found a target of size {size_name(found)}, expected {size_name(size)}; "
@@ -227,6 +227,6 @@ def _state_to_go_on_from(paths: tuple[Path, Path, Path], plan: dict[str, float])
 def load_target(work: Path) -> ScenesTarget:
     """The trained target of a work folder, with its average weights."""
     state = load_checkpoint(work / "target.pt")
-    model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], saved_config(state))
+    model = ScenesTarget(state["model"]["code_embedding.features"][:, :CODE_DIM], DecoderConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +36,10 @@ SEATED = 80  # steps before there are codes
 class VQConfig:
     """Sizes of a tokenizer; the defaults are those of the bundle that comes with the package."""
 
-    patch: int = 2  # side in pixels of the squares that are folded into channels; pictures are 64 * patch a side
-    codes: int = 1024
-    encoder: tuple[int, int] = (40, 112)  # channels at 32 x 32 and 16 x 16
-    decoder: tuple[tuple[int, int], ...] = ((144, 2), (72, 1), (32, 1))  # channels and blocks at 16 x 16, 32 x 32, ...
+    patch: int = 4  # side in pixels of the squares that are folded into channels; pictures are 64 * patch a side
+    codes: int = 2048
+    encoder: tuple[int, int] = (128, 256)  # channels at 32 x 32 and 16 x 16
+    decoder: tuple[tuple[int, int], ...] = ((192, 3), (128, 2), (64, 1))  # channels and blocks at 16 x 16, 32 x 32, ...
 
     @property
     def picture(self) -> int:
@@ -49,8 +48,8 @@ class VQConfig:
 
 
 VQ_SIZES: Mapping[str, VQConfig] = {
-    "128": VQConfig(),
-    "256": VQConfig(patch=4, codes=2048, encoder=(128, 256), decoder=((192, 3), (128, 2), (64, 1))),
+    "128": VQConfig(patch=2, codes=1024, encoder=(40, 112), decoder=((144, 2), (72, 1), (32, 1))),
+    "256": VQConfig(),
 }
 
 
@@ -209,7 +208,7 @@ def train_vq(
     path, ongoing = work / "vq.pt", work / "vq-state.pt"
     begun = ongoing if ongoing.exists() else path
     state = load_checkpoint(begun) if begun.exists() else {}
-    found = saved_vq_config(state) if state else config or VQConfig()
+    found = VQConfig(**state["config"]) if state else config or VQConfig()
     if config is not None and found != config:
         raise CheckpointError(
             f"{begun}: found a tokenizer of pictures {found.picture} pixels a side, expected {config.picture}; "
@@ -307,14 +306,9 @@ def endless_pictures(batch: int, size: int, seed: int, step: int) -> Iterator[ND
 def load_vq(work: Path) -> ScenesVQ:
     """The trained tokenizer of a work folder, ready for use."""
     state = load_checkpoint(work / "vq.pt")
-    model = ScenesVQ(saved_vq_config(state))
+    model = ScenesVQ(VQConfig(**state["config"]))
     model.load_state_dict(state["model"])
     return model.eval()
-
-
-def saved_vq_config(state: Mapping[str, Any]) -> VQConfig:
-    """The sizes in a checkpoint; the default ones for a checkpoint from before there was a choice."""
-    return VQConfig(**state["config"]) if "config" in state else VQConfig()
 
 
 def picture_loss(output: Tensor, images: Tensor) -> Tensor:
