@@ -40,7 +40,7 @@ METHODS = (
     "ar,sjd,eagle:tree=chain-5,lantern,lantern++,"
     "eagle:tree=dynamic-59,lantern:tree=dynamic-59,lantern++:tree=balanced-25"  # the papers' trees: cheap on a GPU only
 )
-SMOKE_SIZE = replace(CONFIG, hidden_size=64, num_layers=2, intermediate_size=128)
+SMOKE_SIZE = replace(CONFIG, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=128)
 SMOKE = {"minutes": 0.03, "pictures": 4, "drafter_steps": 2, "device": "cpu", "provider": "cpu", "batch": 4}
 SMOKE |= {"images": 1}
 SMOKE |= {"precision": ["float16"], "methods": "ar,sjd,eagle,lantern,lantern++"}
