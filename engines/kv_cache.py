@@ -2,7 +2,7 @@
 
 Buffers are past first, `[columns, rows, num_kv_heads, head_dim]`: the first `past_length` columns are contiguous, so
 ONNX Runtime reads them in place; the usual rows-first layout would be copied at every pass. Buffers start as zeros and
-only ever receive what a graph computed, so that columns no node may see are finite and weigh exactly nothing.
+only ever receive what a graph computed, so that columns no node may see are finite and add nothing to any sum.
 """
 
 from __future__ import annotations

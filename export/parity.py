@@ -33,7 +33,7 @@ from .models.decoder import LayerStack
 
 onnxruntime: Any = import_onnxruntime()
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
-# Random inputs can make a trained model a thousand times as sensitive to rounding as its own. So where a graph is
+# On random inputs a trained model can be a thousand times as sensitive to rounding as on its own. So where a graph is
 # further off, the module computes in float64, and the graph may be so many times as far from that as the module was in
 # float32, and never further than the second number.
 ROUNDING, MOST = 4, 1e-2

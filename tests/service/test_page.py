@@ -117,7 +117,8 @@ def test_exact_methods_give_the_same_picture_and_are_compared(page: Page) -> Non
     expect(page.locator("#status")).to_contain_text("Same picture, byte for byte.")
     table = figures(page)
     assert table["nothing drafted"][1] == str(CODES)
-    assert float(table["Tokens per forward pass"][0]) > float(table["Tokens per forward pass"][1]) == 1
+    drafted, plain = map(float, table["Tokens per forward pass"])
+    assert drafted > 1 >= plain > 0.9  # passes that settle ties count, too
     assert "1.00" in table["Speed-up"]
 
 
