@@ -60,7 +60,8 @@ def test_codes_drawn_through_filters_are_the_cpus(pipe: Pipeline, on_cpu: Pipeli
 
 
 def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on_cpu: Pipeline) -> None:
-    embeds = np.random.default_rng(2).normal(size=(2, 6, 256)).astype(np.float32)
+    (prompt,) = pipe.prefixes(pipe.engines, pipe.check("a red cube on sand", method="ar").images)
+    embeds = np.stack([prompt.cond.embeds[:6], prompt.uncond.embeds[:6]])
     outputs = []
     for engine in (pipe.engines.target, on_cpu.engines.target):
         cache = engine.new_cache(2, 32)
@@ -73,7 +74,7 @@ def test_logits_and_hidden_states_are_the_cpus_up_to_rounding(pipe: Pipeline, on
 
 
 def test_pictures_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline) -> None:
-    codes = np.random.default_rng(0).integers(0, 1024, (1, 256))
+    codes = np.random.default_rng(0).integers(0, pipe.bundle.manifest.codebook_size, (1, 256))
     np.testing.assert_allclose(pipe.engines.vq_decoder(codes), on_cpu.engines.vq_decoder(codes), atol=1e-4)
 
 
