@@ -30,7 +30,7 @@ from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from .data import render_pictures
 from .model import ScenesTarget
 from .target import load_target
-from .text import SLOTS, WORD_IDS, WORDS
+from .text import SLOTS, WORD_IDS, WORDS, encode_caption
 from .vocabulary import describe, sample_scene
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 
@@ -117,12 +117,13 @@ def write_scenes_bundle(
     drafting = _read_drafter(work / "drafter", decoder) if drafter else None
     generator = np.random.default_rng(0)
     words = {"token_ids": generator.integers(len(WORDS), size=(3, SLOTS))}
+    prefix = target.prefix(torch.from_numpy(encode_caption("a red cube on sand"))[None])[0].detach()
     codes = {"codes": generator.integers(vq.config.codes, size=(2, GRID * GRID))}
     pictures = {"images": to_tensor(render_pictures(2, seed=1, size=size)).numpy()}
     picture = Value("images", ("images", 3, size, size))
     rows = ("rows", SLOTS, config.hidden_size)
     graphs = [
-        target_graph(decoder, code_embeddings),
+        target_graph(decoder, code_embeddings, prefix),
         *([] if drafting is None else [drafter_graph(drafting.drafter)]),
         Graph(
             "condition",
