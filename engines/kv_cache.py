@@ -115,16 +115,17 @@ class KVCache(CacheRows):
 
     def append(self, new_kv: list[Halves], accepted_indices: list[Ints]) -> None:
         """Append nodes `accepted_indices[r]` of `new_kv [nodes, rows, num_kv_heads, head_dim]` to each row r."""
-        lengths = self.grown(accepted_indices)
-        row = np.repeat(np.arange(len(lengths)), lengths - self.lengths)
-        column = np.concatenate([np.arange(start, end) for start, end in zip(self.lengths, lengths, strict=True)])
-        source, target = (place * len(lengths) + row for place in (np.concatenate(accepted_indices), column))
-        start, end, first = self.lengths[0], lengths[0], accepted_indices[0]
-        alike = (self.lengths == start).all() and all(np.array_equal(other, first) for other in accepted_indices)
-        for tensor, new in zip(self.tensors, new_kv, strict=True):
-            if alike:
+        before, lengths, first = self.lengths.tolist(), self.grown(accepted_indices), accepted_indices[0]
+        alike = all(one is first or np.array_equal(one, first) for one in accepted_indices)
+        if alike and before.count(before[0]) == len(before):
+            start, end = before[0], before[0] + len(first)
+            for tensor, new in zip(self.tensors, new_kv, strict=True):
                 new.take(first, 0, tensor[start:end], "clip")  # "raise" would copy twice
-            else:
+        else:
+            row = np.repeat(np.arange(len(lengths)), lengths - self.lengths)
+            column = np.concatenate([np.arange(start, end) for start, end in zip(before, lengths, strict=True)])
+            source, target = (place * len(lengths) + row for place in (np.concatenate(accepted_indices), column))
+            for tensor, new in zip(self.tensors, new_kv, strict=True):
                 entry = tensor.shape[2:]
                 tensor.reshape(-1, *entry)[target] = new.reshape(-1, *entry)[source]
         self.lengths = lengths

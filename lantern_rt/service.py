@@ -312,7 +312,7 @@ class Service:
             target, drafter = (clock.since(before) for clock, before in zip(clocks, ticket.clocks, strict=True))
             records = [drawing.statistics for drawing in drawings]
             statistics = summarise(settings.method.method, codes, target, drafter, records)
-        own = [replace(part, request=part.request - first) for part in parts]
+        own = [part._replace(request=part.request - first) for part in parts]
         if not ticket.steps:  # all at once
             own = [RequestStep(i, np.array(drawing.codes), codes) for i, drawing in enumerate(drawings)]
         draw = partial(self.pipeline.draw, ticket.request.images, settings)

@@ -8,14 +8,13 @@ decoding gives: a draft decides how many passes it takes, never what comes out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .sampling import Probabilities
 from .tree import DraftTree
 
 
-@dataclass(frozen=True)
-class Acceptance:
+class Acceptance(NamedTuple):
     """Outcome of one walk.
 
     path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: total variation distance that

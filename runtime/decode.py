@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from ..methods import MethodConfig, Sampling
 from .drafts import Model, Prompt, Request
@@ -15,8 +15,7 @@ from .scheduler import RequestStep, Scheduler
 from .statistics import RequestStatistics, Statistics, summarise
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step of the batch; finished requests have no part in it. `statistics` comes with the last step."""
 
     parts: list[RequestStep]

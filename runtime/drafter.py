@@ -21,7 +21,7 @@ from .device import Asked, DeviceLogits, Resident
 from .drafts import Committed, Drafts, Model, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows, Taken
 from .growth import Growth, subtree
-from .passes import MINIMUM_NODES, committed_mask, stack_padding
+from .passes import MINIMUM_NODES, numbered, stack_padding
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, Proposals, StaticTree
@@ -239,7 +239,8 @@ class TreeDrafts(Drafts):
         """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
         past_length = self.engine.next_past_length(self._cache, slots)
         if past_length not in self.committed_masks:
-            self.committed_masks[past_length] = committed_mask(lengths, self.prefix_padding, past_length)[:, None]
+            columns = numbered(self.prefix_padding, past_length)
+            self.committed_masks[past_length] = (columns < lengths[:, None])[:, None]
         attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
         attention_mask[:, :, :past_length] = self.committed_masks[past_length]
         return attention_mask, past_length

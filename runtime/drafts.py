@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from .tree_names import named_tree
 
 MOST_TOGETHER = 256  # nodes whose choices are made at once
 MOST_FRONT = 64  # nodes of a pass over several rows of a grid
+_ROOT = np.array([-1], np.int64)  # parents of a tree of one node
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Request:
     index: the caller's number. raster: of the image's codes. rows: of its prefix, the conditional one first.
     methods: those that it may be drawn by, all exact if there are several. method: the one in use, with `nodes` in
     a pass. seed: 0 .. 2^64 - 1. known: the image's first tokens, of a request that is resumed; exact methods need few
-    passes to check them, relaxed ones begin anew. codes: so far; they may run past the image's end.
+    passes to check them, relaxed ones begin anew. codes: so far; they may run past the image's end. slack: see
+    `ties.py`.
     """
 
     index: int
@@ -117,18 +120,21 @@ class Request:
     known: Sequence[int] = ()
     method: MethodConfig = field(init=False)
     nodes: int = field(init=False)
+    exact: bool = field(init=False)
     noise: Noise = field(init=False)
+    guided_tokens: int = field(init=False)
     codes: list[int] = field(init=False, default_factory=list)
+    slack: float = field(init=False, default=0.0)
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
     def __post_init__(self) -> None:
         assert len(self.methods) == 1 or all(method.exact for method in self.methods)
-        self.noise = Noise(self.seed)
+        self.noise, self.guided_tokens = Noise(self.seed), self.sampling.guided_tokens
         self.use(self.methods[0])
 
     def use(self, method: MethodConfig) -> None:
         """Go on with this method, one of those that the request was made for; between passes."""
-        self.method, self.nodes = method, nodes_of(method)
+        self.method, self.nodes, self.exact = method, nodes_of(method), method.exact
 
     @property
     def missing(self) -> int:
@@ -138,7 +144,7 @@ class Request:
     @property
     def guidance_ends(self) -> bool:
         """Whether no token that is missing is guided, though some before were."""
-        return len(self.rows) > 1 and len(self.codes) >= self.sampling.guided_tokens
+        return len(self.rows) > 1 and len(self.codes) >= self.guided_tokens
 
     @property
     def columns(self) -> int:
@@ -192,12 +198,12 @@ class Answers:
             guided = self._guided(slice(first, first + nodes))
             noise = self._gumbel(first, guided)
             if self.settle is None or self.sampling.filtered:
-                codes = choose(guided, noise, self.sampling)
+                codes = choose(guided, noise, self.sampling).tolist()
                 self._seen = first, guided, noise
             else:
                 codes, leads = choose_and_lead(guided, noise, self.sampling)
-                self._leads.update(enumerate(leads.tolist(), first))
-            self._choices.update(enumerate(codes.tolist(), first))
+                self._leads.update(enumerate(leads, first))
+            self._choices.update(enumerate(codes, first))
         return self._choices[node]
 
     def _is_clear(self, node: int, code: int) -> bool:
@@ -206,11 +212,11 @@ class Answers:
         own = None if noise is None else noise[node - first]
         return is_clear(guided[node - first], own, code, self.sampling, self.slack)
 
-    def take(self, guided: Floats, noise: Floats | None, codes: Ints, leads: Floats | None) -> None:
+    def take(self, guided: Floats, noise: Floats | None, codes: Sequence[int], leads: Sequence[float]) -> None:
         """Take in all choices of a chain that were made elsewhere, see `guess_together`."""
         self._chain, self._seen = guided, (0, guided, noise)
-        self._choices.update(enumerate(codes.tolist()))
-        self._leads.update(enumerate(() if leads is None else leads.tolist()))
+        self._choices.update(enumerate(codes))
+        self._leads.update(enumerate(leads))
 
     def draw(self, nodes: Sequence[int]) -> Ints:
         """The choices after some nodes that are no chain, at once."""
@@ -277,20 +283,22 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         own = logits[first:last, :nodes]
         positions = np.stack([one.cells for one, _ in neighbours])  # [requests, nodes]
         guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling, positions)
-        noise = None  # [requests, nodes, vocab_size], as guided
+        guided = guided.reshape(count * nodes, -1)
+        noise = None  # [requests * nodes, vocab_size], as guided
         if not sampling.greedy:
-            noise = np.stack([one.noise.gumbel(int(one.cells[0]), *guided.shape[1:]) for one, _ in neighbours])
-        leads: Floats | None = None  # where filters may turn a choice, each finds out alone
+            each = [one.noise.gumbel(int(one.cells[0]), nodes, guided.shape[1]) for one, _ in neighbours]
+            noise = np.concatenate(each)
+        leads: list[float] = []  # where filters may turn a choice, each finds out alone
         if sampling.filtered:
-            codes = choose(guided, noise, sampling)
+            codes = choose(guided, noise, sampling).tolist()
         else:
             codes, leads = choose_and_lead(guided, noise, sampling)
         for i, (one, _) in enumerate(neighbours):
-            one.take(guided[i], None if noise is None else noise[i], codes[i], None if leads is None else leads[i])
+            of = slice(i * nodes, (i + 1) * nodes)
+            one.take(guided[of], None if noise is None else noise[of], codes[of], leads[of])
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(NamedTuple):
     """What a pass committed of one request.
 
     source: whose draft it was. tokens: the root of the next draft last. nodes: per row those whose keys and values
@@ -317,7 +325,7 @@ class Drafts:
 
     def draft(self, requests: Sequence[Request]) -> Sequence[DraftTree | Front]:
         """A tree for every request, below its last token."""
-        return [DraftTree(np.array(request.codes[-1:], np.int64), np.array([-1], np.int64)) for request in requests]
+        return [DraftTree(np.array(request.codes[-1:], np.int64), _ROOT) for request in requests]
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""

@@ -7,7 +7,7 @@ committed before. Positions and attention masks are the runtime's: the engine kn
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,7 @@ class Taken:
         return states
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """Input of one pass; exactly one of `tokens` and `embeds` is given.
 
     positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, past columns first, as
@@ -58,8 +57,7 @@ class Pass:
     hidden: Floats | Taken | None = None
 
 
-@dataclass(frozen=True)
-class PassOutput:
+class PassOutput(NamedTuple):
     """Output of one pass: logits float32 `[rows, nodes, vocab_size]`, hidden float32 `[rows, nodes, hidden_size]`.
 
     new_kv: keys and values in a form that the same engine's cache can append.

@@ -56,7 +56,7 @@ class WindowDrafts(Drafts):
 
     def _window(self, request: Request) -> Window:
         assert isinstance(request.method, Sjd)
-        proposing = not request.method.exact and not request.sampling.greedy
+        proposing = not request.exact and not request.sampling.greedy
         window = self.windows.setdefault(request, Window(request.method.window, request.raster.columns, proposing))
         window.size = request.method.window
         return window

@@ -8,18 +8,18 @@ import numpy as np
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass
 
+_NEVER = np.iinfo(np.int64).max
 MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
-def committed_mask(lengths: Ints, prefix_padding: Bools, past_length: int) -> Bools:
-    """Which cache columns hold committed entries that are not padding, bool `[rows, past_length]`.
+def numbered(prefix_padding: Bools, past_length: int) -> Ints:
+    """Numbers of cache columns, int64 `[rows, past_length]`; padding, `[rows, prefix]`, is beyond every length.
 
-    lengths: committed entries, `[rows]`. prefix_padding: `[rows, prefix]`.
+    A column holds a committed entry that is no padding if its number is below the row's length.
     """
-    attention_mask: Bools = np.arange(past_length) < lengths[:, None]
-    prefix = min(prefix_padding.shape[1], past_length)
-    attention_mask[:, :prefix] &= ~prefix_padding[:, :prefix]
-    return attention_mask
+    columns = np.tile(np.arange(past_length), (len(prefix_padding), 1))
+    columns[:, : prefix_padding.shape[1]][prefix_padding[:, :past_length]] = _NEVER
+    return columns
 
 
 def stack_padding(padding: list[Bools]) -> Bools:
@@ -68,7 +68,7 @@ def causal_pass(
     rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
-    attention_mask[:, :, :past_length] = committed_mask(cache.lengths, prefix_padding, past_length)[:, None]
+    attention_mask[:, :, :past_length] = (numbered(prefix_padding, past_length) < cache.lengths[:, None])[:, None]
     attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
     positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), last_position)
     return Pass(positions, attention_mask, tokens, hidden=hidden)

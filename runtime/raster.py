@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,7 @@ from .engine import Bools, Ints
 from .tree import DraftTree
 
 
-@dataclass(frozen=True)
-class Laid:
+class Laid(NamedTuple):
     """A tree's nodes in a pass, each with the end of the row that follows it, if one does.
 
     tokens, depths: of the pass's nodes, int64 `[pass nodes]`; depths count tokens from the root. ancestors: whether the

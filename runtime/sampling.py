@@ -24,6 +24,7 @@ def guide(logits: Floats, sampling: Sampling, positions: Ints | int) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` into one `[..., vocab_size]`, if there are two.
 
     positions: of the tokens that they are for, `[...]` or one for all; some may come after those that are guided.
+    Whoever takes them refuses what is not finite; NumPy may warn of it here.
     """
     mixed: Floats = logits[0]
     if len(logits) == 1:
@@ -32,10 +33,9 @@ def guide(logits: Floats, sampling: Sampling, positions: Ints | int) -> Floats:
     if sampling.cfg_interval is not None:
         guided = np.asarray(positions)[..., None] < sampling.guided_tokens
         uncond = np.where(guided, uncond, mixed)
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever takes them refuses what is not finite
-        mixed = mixed - uncond
-        mixed *= np.float32(sampling.cfg_scale)
-        mixed += uncond
+    mixed = mixed - uncond
+    mixed *= sampling.cfg_scale
+    mixed += uncond
     return mixed
 
 
@@ -67,21 +67,24 @@ def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     return codes
 
 
-def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[Ints, Floats]:
-    """What `choose` gives without filters, and how far each code is ahead of the next.
+def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) -> tuple[list[int], list[float]]:
+    """What `choose` gives of logits `[n, vocab_size]` without filters, and how far each code is ahead of the next.
 
-    Raises: EngineError: as `choose`.
+    Row by row: after a pass nothing is in the processor's caches, and few functions cost less than few calls (20 us
+    instead of 49 for one row; measured here). Raises: EngineError: as `choose`.
     """
     values = scale(logits, sampling)
-    values = values.copy() if noise is None else values + noise
-    flat = values.reshape(-1, values.shape[-1])
-    codes, row = flat.argmax(-1), np.arange(len(flat))
-    best = flat[row, codes]
-    if not isfinite(best.sum()):  # NaN counts as the largest
-        raise damaged()
-    flat[row, codes] = -np.inf
-    leads: Floats = best - flat.max(-1)
-    return codes.reshape(values.shape[:-1]), leads.reshape(values.shape[:-1])
+    codes: list[int] = []
+    leads: list[float] = []
+    for row in values.copy() if noise is None else values + noise:
+        code = int(row.argmax())
+        best = row.item(code)
+        if not isfinite(best):  # NaN counts as the largest
+            raise damaged()
+        row[code] = -np.inf
+        codes.append(code)
+        leads.append(best - row.item(row.argmax()))
+    return codes, leads
 
 
 def is_clear(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, slack: float) -> bool:

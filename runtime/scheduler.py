@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextvars import copy_context
 from functools import partial
 from itertools import compress, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..methods import Drafted, RowParallel, Sjd
+from ..methods import Drafted
 from .acceptance import Acceptance, follow
 from .device import Asked, DeviceLogits, Resident
 from .drafter import TreeDrafts
 from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request, guess_together
 from .engine import Cache, Floats, Ints, Pass, PassOutput, Taken
 from .jacobi import WindowDrafts
-from .passes import MINIMUM_NODES, committed_mask, prefill_pass, stack_padding, themselves
+from .passes import MINIMUM_NODES, numbered, prefill_pass, stack_padding, themselves
 from .raster import Laid
 from .relaxation import Relaxation, walk, walk_greedy
 from .rows import RowFronts
@@ -35,8 +35,7 @@ UNLIMITED = 1 << 30
 IDLE = 0.25  # of the tokens of all places
 
 
-@dataclass(frozen=True)
-class RequestStep:
+class RequestStep(NamedTuple):
     """One request's part of a step: the tokens it committed, and how.
 
     request: its index. codes may run past the image's end in the last step; `committed` counts those that belong to it.
@@ -66,7 +65,10 @@ class Scheduler:
         self._cache: Cache | None = None  # of the active requests' rows, in their order
         self._windows, self._plain, self._known = WindowDrafts(), Drafts(), KnownDrafts(model.most_nodes)
         self._fronts = RowFronts(model.most_nodes)
+        self._sources: dict[str, Drafts] = {"ar": self._plain, "sjd": self._windows, "rows": self._fronts}
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
+        self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
+        self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
 
     @property
@@ -86,6 +88,7 @@ class Scheduler:
         """
         if len(request.rows) > self.rows:
             raise ValueError(f"a request of {len(request.rows)} rows, expected at most {self.rows}")
+        request.slack = slack(self.model, request.sampling)
         self.waiting.append(request)
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -96,6 +99,9 @@ class Scheduler:
 
     def step(self) -> list[RequestStep]:
         """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""
+        return self._quiet.run(self._step)
+
+    def _step(self) -> list[RequestStep]:
         if joining := self._next(UNLIMITED):
             for _ in joining:
                 self.waiting.popleft()
@@ -108,6 +114,8 @@ class Scheduler:
         If they fill all places, they wait to begin together, unless too much stands idle until the last of those before
         them is done: a pass reads as many columns of every row as the longest has, so rows of one length cost less.
         """
+        if not self.waiting:
+            return []
         if self.active and len(self.waiting) >= self.images:
             idle = (self.images - len(self.active)) * max(request.missing for request in self.active)
             if idle <= IDLE * self.images * max(request.raster.codes for request in self.active):
@@ -132,7 +140,7 @@ class Scheduler:
         parts, committed, first = [], [], 0
         for request in requests:
             own, first = slice(first, first + len(request.rows)), first + len(request.rows)
-            answers = self._answers(request, nothing, replace(output, logits=last), own)
+            answers = self._answers(request, nothing, output._replace(logits=last), own)
             codes, nodes = np.array([answers.choice(0)]), [np.arange(length) for length in lengths[own]]
             request.codes += codes.tolist()
             parts.append(RequestStep(request.index, codes, 1))
@@ -162,14 +170,16 @@ class Scheduler:
         laid = {request: self._laid(request, tree) for request, tree in trees.items()}
         output = self._verify(trees, laid)
         everybody = [self._answers(one, trees[one], output, self._rows[one], laid[one].last) for one in self.active]
-        if isinstance(output.logits, DeviceLogits):
+        if not isinstance(output.logits, np.ndarray):
+            assert isinstance(output.logits, DeviceLogits)
             self._ask_device(output.logits, trees, everybody)
         elif len(everybody) > 1:
-            exact = [request.method.exact for request in self.active]
+            exact = [request.exact for request in self.active]
             guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
         parts, committed = [], []
         for request, source, answers in zip(self.active, drafted, everybody, strict=True):
-            tree, rows, how = trees[request], self._rows[request], tuple[Any, ...]()
+            tree, rows = trees[request], self._rows[request]
+            how: tuple[Any, ...] = ()
             if isinstance(tree, Front):
                 codes, kept, (cells, drawn) = self._fronts.take(request, tree, answers.draw(tree.drawn))
                 how = (None, None, (cells, drawn))
@@ -199,11 +209,13 @@ class Scheduler:
         past_length = target.next_past_length(self._cache, nodes)
         tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
-        attention_mask[:, :, :past_length] = committed_mask(lengths, self._padding, past_length)[:, None]
+        if self._columns.shape[1] != past_length:
+            self._columns = numbered(self._padding, past_length)
+        attention_mask[:, :, :past_length] = (self._columns < lengths[:, None])[:, None]
         attention_mask[:, :, past_length:] = themselves(nodes)
         for request, tree in trees.items():
             laid, rows = everything[request], self._rows[request]
-            count, prefixes = len(laid.tokens), np.array([len(row.embeds) for row in request.rows])
+            count, prefixes = len(laid.tokens), self._prefixes[rows]
             starts = prefixes + request.raster.place(self._first_cell(request, tree))
             tokens[rows, :count], positions[rows, :count] = laid.tokens, starts[:, None] + laid.depths
             attention_mask[rows, :count, past_length : past_length + count] = laid.ancestors
@@ -229,7 +241,7 @@ class Scheduler:
     ) -> Answers:
         """What a pass says of a request's tree. last: as `Laid` has it."""
         first, sampling, structure = self._first_cell(request, tree) + 1, request.sampling, tree.structure
-        margin = slack(self.model, sampling) if request.method.exact else 0.0
+        margin = request.slack if request.exact else 0.0
         settle = partial(self._settle, request, tree, first) if margin and isinstance(tree, DraftTree) else None
         cells = tree.following if isinstance(tree, Front) else first + structure.depths
         return Answers(partial(_logits, output, rows), structure, request.noise, cells, sampling, margin, settle, last)
@@ -241,7 +253,7 @@ class Scheduler:
         asking, asked = list[tuple[Answers, Sequence[int]]](), list[Asked]()
         for request, answers in zip(self.active, everybody, strict=True):
             tree, rows = trees[request], self._rows[request]
-            choosing = request.method.exact or isinstance(tree, Front)
+            choosing = request.exact or isinstance(tree, Front)
             if not choosing or answers.settle or not logits.draws(request.sampling):
                 continue
             nodes: Sequence[int] = tree.drawn if isinstance(tree, Front) else range(tree.nodes)
@@ -263,7 +275,7 @@ class Scheduler:
         return logits
 
     def _accept(self, request: Request, tree: DraftTree, target: Answers) -> Acceptance:
-        relaxation = Relaxation.of(request.method, self.model.neighbors)
+        relaxation = None if request.exact else Relaxation.of(request.method, self.model.neighbors)
         if relaxation is None:
             return follow(tree, target.choice)
         if request.sampling.greedy:
@@ -273,13 +285,9 @@ class Scheduler:
     def _source(self, request: Request) -> Drafts:
         """Where drafts of the method in use come from."""
         codes, known = request.codes, request.known
-        if len(known) > len(codes) and known[len(codes) - 1] == codes[-1] and request.method.exact:
+        if len(known) > len(codes) and known[len(codes) - 1] == codes[-1] and request.exact:
             return self._known
-        if isinstance(request.method, RowParallel):
-            return self._fronts
-        if isinstance(request.method, Sjd):
-            return self._windows
-        return self._trees[request] if isinstance(request.method, Drafted) else self._plain
+        return self._sources.get(request.method.method) or self._trees[request]
 
     def _tell(self, committed: Sequence[Committed]) -> None:
         """Tell all sources of drafts what a pass committed, then drop finished requests."""
@@ -312,6 +320,7 @@ class Scheduler:
         self._cache.keep_rows(np.concatenate(kept))
         for request in requests:
             request.rows, request.sampling = request.rows[:1], request.sampling.unguided()
+            request.slack = slack(self.model, request.sampling)
         for trees in {*self._trees.values()}:
             trees.end_guidance(requests)
         self._arrange()
@@ -320,6 +329,8 @@ class Scheduler:
         """Count the rows of the active requests."""
         self._rows: dict[Request, slice] = {}
         self._padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
+        self._columns: Ints = numbered(self._padding, 0)  # of the past that the last pass read
+        self._prefixes: Ints = np.array([len(row.embeds) for request in self.active for row in request.rows], np.int64)
         first = 0
         for request in self.active:
             self._rows[request] = slice(first, first + len(request.rows))

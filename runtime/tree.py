@@ -120,9 +120,9 @@ class Proposals(Mapping[int, Probabilities]):
         return len(self._make)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DraftTree:
-    """A filled tree of one request.
+    """A filled tree of one request; never changed.
 
     tokens: int64 `[nodes]`. parents: int64 `[nodes]`, -1 for the root; a parent comes before its children. proposals:
     for each node with sampled children the distribution they were drawn from without replacement, in the children's
@@ -134,16 +134,20 @@ class DraftTree:
     parents: Ints
     proposals: Mapping[int, Probabilities] = field(default_factory=dict)
     leaf_order: Sequence[int] | None = None
+    _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
     @property
     def nodes(self) -> int:
         """Nodes with the root."""
         return len(self.tokens)
 
-    @cached_property
+    @property
     def structure(self) -> TreeStructure:
         """What follows from `parents` and `leaf_order` alone; trees of one shape share it."""
-        return _structure(self.parents.tobytes(), None if self.leaf_order is None else tuple(self.leaf_order))
+        if self._structure is None:
+            order = None if self.leaf_order is None else tuple(self.leaf_order)
+            self._structure = _structure(self.parents.tobytes(), order)
+        return self._structure
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to `node`, both included."""

@@ -6,9 +6,11 @@ import torch
 
 
 def fast_in_bfloat16(device: str | torch.device) -> bool:
-    """Whether products in bfloat16 are much faster: on CUDA devices, and on processors with matrix units for it."""
+    """Whether products in bfloat16 are much faster: on CUDA devices, and on processors with instructions for it."""
     kind = torch.device(device).type
-    return kind == "cuda" or (kind == "cpu" and torch.cpu._is_amx_tile_supported())
+    if kind != "cpu":
+        return kind == "cuda"
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def mixed_precision(device: str | torch.device) -> torch.autocast:

@@ -292,7 +292,8 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def structures(patch: pytest.MonkeyPatch, **wrong: Callable[[DraftTree], Any]) -> None:
     """Give every tree a structure with these fields made otherwise."""
-    right = DraftTree.structure.func  # type: ignore[attr-defined]
+    right = DraftTree.structure.fget
+    assert right is not None
     changed = property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
     patch.setattr(DraftTree, "structure", changed)
 
@@ -310,17 +311,13 @@ def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
-    def mask(lengths: NDArray[np.int64], hidden: object, past_length: int) -> NDArray[np.bool_]:
-        return np.arange(past_length) < lengths[:, None]
-
-    patch.setattr(scheduler, "committed_mask", mask)
+    right = scheduler.numbered
+    patch.setattr(scheduler, "numbered", lambda hidden, past_length: right(np.zeros_like(hidden), past_length))
 
 
 def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.committed_mask
-    patch.setattr(
-        scheduler, "committed_mask", lambda lengths, hidden, past_length: right(lengths + 1, hidden, past_length)
-    )
+    right = scheduler.numbered
+    patch.setattr(scheduler, "numbered", lambda hidden, past_length: right(hidden, past_length) - 1)
 
 
 def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
@@ -351,7 +348,7 @@ def hidden_states(patch: pytest.MonkeyPatch, wrong: Callable[[list[Committed]], 
 
     def commit(drafts: Any, committed: list[Committed]) -> None:
         changed = [
-            replace(one, hidden=partial(list, rows)) for one, rows in zip(committed, wrong(committed), strict=True)
+            one._replace(hidden=partial(list, rows)) for one, rows in zip(committed, wrong(committed), strict=True)
         ]
         right(drafts, changed)
 

@@ -47,7 +47,7 @@ class WobblyTarget(ToyTarget):
         places = np.arange(rows * nodes * self.vocabulary).reshape(rows, nodes, -1)
         moved = scramble(places, rows, nodes, cache.lengths[:, None, None]) >> np.uint64(40)
         moves = WOBBLE / 2 * (moved.astype(np.float64) / 2**24 - 0.5)
-        return replace(output, logits=(output.logits + moves).astype(np.float32))
+        return output._replace(logits=(output.logits + moves).astype(np.float32))
 
 
 def wobbly(rounding: float) -> Model:
