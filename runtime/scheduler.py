@@ -67,6 +67,7 @@ class Scheduler:
         self._fronts = RowFronts(model.most_nodes)
         self._sources: dict[str, Drafts] = {"ar": self._plain, "sjd": self._windows, "rows": self._fronts}
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
+        self._columns: Ints  # of the past that the last pass read, [rows, past columns]
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
@@ -329,7 +330,7 @@ class Scheduler:
         """Count the rows of the active requests."""
         self._rows: dict[Request, slice] = {}
         self._padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
-        self._columns: Ints = numbered(self._padding, 0)  # of the past that the last pass read
+        self._columns = numbered(self._padding, 0)
         self._prefixes: Ints = np.array([len(row.embeds) for request in self.active for row in request.rows], np.int64)
         first = 0
         for request in self.active:
