@@ -15,9 +15,8 @@ from ...bundle.files import Bundle, open_bundle
 from ...bundle.manifest import file_sha256
 from ...engines.contracts import Progress
 from ...pipeline import Pipeline
-from ...runner import Subjects
 from ..drafter.borrowed import read_borrowed
-from ..drafter.data import SHARD, Job, drawing_jobs, write_shards
+from ..drafter.data import SHARD, Job, write_shards
 from ..drafter.figures import default_relaxation
 from ..drafter.fit import Fit, Options
 from ..drafter.shards import Data
@@ -39,26 +38,15 @@ def undrafted_bundle(work: Path) -> Bundle:
 
 
 def write_samples(
-    work: Path,
-    count: int,
-    shard: int = SHARD,
-    provider: str = "cpu",
-    threads: int | None = None,
-    drawn: bool = False,
+    work: Path, count: int, shard: int = SHARD, provider: str = "cpu", threads: int | None = None
 ) -> None:
-    """Codes of `count` scenes with captions and the target's hidden states; goes on with those that are there.
-
-    drawn: the target draws the captions instead.
-    """
+    """Codes of `count` scenes with captions and the target's hidden states; goes on with those that are there."""
     rng = np.random.default_rng(SAMPLES_SEED)
     scenes = draw_scenes(-(-count // shard) * shard, SAMPLES_SEED)
     captions = [describe(scene, rng) for scene in scenes]
     with Pipeline.from_bundle(undrafted_bundle(work), threads, provider=provider) as pipeline:
-        if drawn:
-            jobs = drawing_jobs(pipeline, Subjects("prompts", captions), count, shard)
-        else:
-            parts = (slice(i, i + shard) for i in range(0, len(scenes), shard))
-            jobs = [Job("prompts", {"prompts": captions[i]}, partial(_encoded, pipeline, scenes[i])) for i in parts]
+        parts = (slice(i, i + shard) for i in range(0, len(scenes), shard))
+        jobs = [Job("prompts", {"prompts": captions[i]}, partial(_encoded, pipeline, scenes[i])) for i in parts]
         for done in write_shards(pipeline, jobs, work / "samples", True, lambda what, done, total: None):
             print(f"samples: {min(done * shard, count)} of {count}", flush=True)
 
@@ -71,7 +59,7 @@ def _encoded(pipeline: Pipeline, scenes: list[Scene], progress: Progress) -> NDA
 
 
 def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", seed: int = 3) -> dict[str, float]:
-    """Train the drafter on the drawn pictures, or go on with it; returns its figures."""
+    """Train the drafter on these scenes, or go on with it; returns its figures."""
     bundle = undrafted_bundle(work)
     borrowed = read_borrowed(bundle)
     neighbors, lambda_ = default_relaxation(bundle.manifest)
