@@ -60,7 +60,7 @@ class CacheRows:
 
         Never 0: ONNX Runtime's fused matrix product divides by the number of columns and dies (SIGFPE).
         """
-        return round_up(max(1, int(self.lengths.max(initial=0))))
+        return round_up(max(1, *self.lengths.tolist()))
 
     def grown(self, accepted_indices: list[Ints]) -> Ints:
         """Lengths once nodes `accepted_indices[r]` of row r are appended. Raises: ValueError if they do not fit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json import dumps
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +39,7 @@ class Result:
     settings: Settings
 
 
-@dataclass(frozen=True)
-class StreamStep:
+class StreamStep(NamedTuple):
     """The state after one decode step; `image(i)` shows it.
 
     new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
