@@ -1,7 +1,7 @@
 """The scenes drafter: what `lantern-rt train-drafter` does, on scenes that are rendered, captioned and encoded.
 
-Rendered scenes instead of drawn ones: 8,192 take a quarter of an hour of one core, where 2,048 that the target drew took
-17 minutes of two; and the target learned from their like.
+Rendered scenes instead of drawn ones: 8,192 take a quarter of an hour of one core, where 2,048 that the target drew
+took 17 minutes of two; and the target learned from their like.
 """
 
 from __future__ import annotations
