@@ -4,7 +4,7 @@
     python benchmarks/drafters.py --work work/scenes --losses kl --pictures 512,1024
     python benchmarks/drafters.py --smoke                                # tiny: does it still run?
 
-`--work` is a folder of the scenes recipe, with what `samples` wrote. Every drafter is trained by `train-drafter`'s own
+`--work` is a folder of the scenes recipe, with what `samples` drew. Every drafter is trained by `train-drafter`'s own
 fit, with as many steps, and decodes the same prompts with the same seeds, one image at a time. Printed, and kept in
 `WORK/drafters/figures.json`: overlap and first choice on held-out pictures, and by method tokens per forward pass,
 how they differ from those with the first drafter, and the share of steps that accept a draft, with 95 % intervals over

@@ -90,10 +90,10 @@ def train(asked: argparse.Namespace, size: DecoderConfig, work: Path) -> dict[st
     if not (work / "vq.pt").exists():
         restore_work("scenes", work, only_vq=True)
     device, batch, shard = asked.device, asked.batch, 32 if asked.smoke else SHARD
-    provider, codes_shard = asked.provider or device.partition(":")[0], 2 if asked.smoke else 64
+    provider, drawn_together = asked.provider or device.partition(":")[0], 2 if asked.smoke else 64
     parts: dict[str, Callable[[], Any]] = {
         "target": lambda: train_target(work, asked.minutes, batch=batch, device=device, size=size, shard=shard),
-        "samples": lambda: write_samples(work, asked.pictures, codes_shard, provider),
+        "samples": lambda: write_samples(work, asked.pictures, drawn_together, provider),
         "drafter": lambda: train_drafter(work, asked.drafter_steps, max(1, batch // 2), device),
     }
     seconds, results = {}, {}

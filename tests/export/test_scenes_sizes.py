@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from refusals import refused
 from safetensors.torch import load_file
 
 from lantern_rt import CheckpointError, Pipeline, RequestError, open_bundle
-from lantern_rt.planning.acceptance_statistics import weights_of
 
 torch = pytest.importorskip("torch")
 
@@ -19,18 +17,15 @@ from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.figures import default_relaxation  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
-from lantern_rt.train.drafter.shards import Data  # noqa: E402
 from lantern_rt.train.muon import Muon  # noqa: E402
 from lantern_rt.train.precision import fast_in_bfloat16, mixed_precision  # noqa: E402
 from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
 from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
-from lantern_rt.train.scenes.data import render_pictures  # noqa: E402
-from lantern_rt.train.scenes.drafter import SAMPLES_SEED, train_drafter, undrafted_bundle, write_samples  # noqa: E402
+from lantern_rt.train.scenes.drafter import train_drafter, undrafted_bundle, write_samples  # noqa: E402
 from lantern_rt.train.scenes.model import CONFIG, SIZES, ScenesTarget, find_size  # noqa: E402
 from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
 from lantern_rt.train.scenes.target import load_target, token_losses, train_target  # noqa: E402
 from lantern_rt.train.scenes.text import SLOTS  # noqa: E402
-from lantern_rt.train.scenes.vq import load_vq  # noqa: E402
 
 CODES = open_bundle("scenes").manifest.codebook_size
 SMALL = replace(
@@ -95,7 +90,7 @@ def test_a_drafter_of_another_size_than_the_target_is_refused(work: Path, tmp_pa
         write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)
 
 
-def test_the_drafter_is_trained_on_scenes_that_are_encoded(work: Path, tmp_path: Path) -> None:
+def test_the_drafter_is_trained_on_what_the_target_draws(work: Path, tmp_path: Path) -> None:
     torch.manual_seed(0)
     save_target(work, SMALL)
     bundle = undrafted_bundle(work)
@@ -103,9 +98,6 @@ def test_the_drafter_is_trained_on_scenes_that_are_encoded(work: Path, tmp_path:
     assert default_relaxation(bundle.manifest) == (10, 1.5)  # what figures and losses of the drafter are of
     assert undrafted_bundle(work).digest == bundle.digest
     write_samples(work, 2, shard=2, threads=1)
-    data, vq = Data(work / "samples", weights_of(bundle.manifest)["target"]), load_vq(work)
-    rendered = vq.encode(render_pictures(2, SAMPLES_SEED, vq.config.picture))
-    assert np.mean([data.picture(i).codes[0] == codes for i, codes in enumerate(rendered)]) > 0.98  # but for ties
     found = train_drafter(work, steps=1, batch=1)
     assert 0 < found["overlap"] < 1
     write_scenes_bundle(work, tmp_path / "bundle", force=False, progress=lambda *_: None)

@@ -81,11 +81,11 @@ def target(
 @app.command()
 def samples(
     work: Work = DEFAULT_WORK,
-    count: Annotated[int, typer.Option(help="Scenes.")] = 8192,
+    count: Annotated[int, typer.Option(help="Pictures.")] = 4096,
     threads: Threads = 2,
     provider: Annotated[str, typer.Option(help="What ONNX Runtime runs on: cpu, cuda, ...")] = "cpu",
 ) -> None:
-    """Render and encode scenes for the drafter to learn from, or go on with it."""
+    """Let the target draw pictures for the drafter to learn from, or go on with it."""
     from .drafter import write_samples
 
     write_samples(work, count, provider=provider, threads=threads)
@@ -94,12 +94,12 @@ def samples(
 @app.command()
 def drafter(
     work: Work = DEFAULT_WORK,
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 4000,
     threads: Threads = 2,
     batch: Batch = 12,
     device: Device = "cpu",
 ) -> None:
-    """Train the drafter on these scenes, or go on with it."""
+    """Train the drafter on the pictures that the target drew, or go on with it."""
     from .drafter import train_drafter
 
     torch.set_num_threads(threads)

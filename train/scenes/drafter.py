@@ -1,29 +1,23 @@
-"""The scenes drafter: what `lantern-rt train-drafter` does, on scenes that are rendered, captioned and encoded.
-
-Rendered scenes instead of drawn ones: 8,192 take a quarter of an hour of one core, where 2,048 that the target drew
-took 17 minutes of two; and the target learned from their like.
-"""
+"""The scenes drafter: what `lantern-rt train-drafter` does, on pictures that the target draws of captions."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...bundle.files import Bundle, open_bundle
 from ...bundle.manifest import file_sha256
-from ...engines.contracts import Progress
 from ...pipeline import Pipeline
+from ...runner import Subjects
 from ..drafter.borrowed import read_borrowed
-from ..drafter.data import SHARD, Job, write_shards
+from ..drafter.data import SHARD, drawing_jobs, write_shards
 from ..drafter.figures import default_relaxation
 from ..drafter.fit import Fit, Options
 from ..drafter.shards import Data
 from .bundle import write_scenes_bundle
-from .data import draw_scenes, render_scenes
-from .vocabulary import Scene, describe
+from .data import draw_scenes
+from .vocabulary import describe
 
 SAMPLES_SEED = 700_000  # scenes of captions, nowhere else used
 
@@ -41,26 +35,17 @@ def undrafted_bundle(work: Path) -> Bundle:
 def write_samples(
     work: Path, count: int, shard: int = SHARD, provider: str = "cpu", threads: int | None = None
 ) -> None:
-    """Codes of `count` scenes with captions and the target's hidden states; goes on with those that are there."""
+    """Have the target draw `count` pictures of captions, with hidden states; goes on with those that are there."""
     rng = np.random.default_rng(SAMPLES_SEED)
-    scenes = draw_scenes(-(-count // shard) * shard, SAMPLES_SEED)
-    captions = [describe(scene, rng) for scene in scenes]
+    captions = [describe(scene, rng) for scene in draw_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(undrafted_bundle(work), threads, provider=provider) as pipeline:
-        parts = (slice(i, i + shard) for i in range(0, len(scenes), shard))
-        jobs = [Job("prompts", {"prompts": captions[i]}, partial(_encoded, pipeline, scenes[i])) for i in parts]
+        jobs = drawing_jobs(pipeline, Subjects("prompts", captions), count, shard)
         for done in write_shards(pipeline, jobs, work / "samples", True, lambda what, done, total: None):
             print(f"samples: {min(done * shard, count)} of {count}", flush=True)
 
 
-def _encoded(pipeline: Pipeline, scenes: list[Scene], progress: Progress) -> NDArray[np.integer]:
-    """Codes `[scenes, cells]`."""
-    pictures = render_scenes(scenes, pipeline.bundle.manifest.image_height)
-    pixels = pictures.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(127.5) - 1
-    return np.concatenate([pipeline.engines.vq_encoder(one[None]) for one in pixels])
-
-
 def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", seed: int = 3) -> dict[str, float]:
-    """Train the drafter on these scenes, or go on with it; returns its figures."""
+    """Train the drafter on the drawn pictures, or go on with it; returns its figures."""
     bundle = undrafted_bundle(work)
     borrowed = read_borrowed(bundle)
     neighbors, lambda_ = default_relaxation(bundle.manifest)
