@@ -48,8 +48,8 @@ class Noise:
 
     def forget(self, before: int) -> None:
         """Let go of groups of which all positions are decided."""
-        for group in [group for group in self._kept if group < before // GROUP]:
-            del self._kept[group]
+        while self._kept and (first := min(self._kept)) < before // GROUP:
+            del self._kept[first]
 
     def _group(self, group: int, size: int) -> Floats:
         kept = self._kept.get(group)

@@ -162,7 +162,8 @@ class Scheduler:
         return parts
 
     def _advance(self) -> list[RequestStep]:
-        self._end_guidance([one for one in self.active if one.guidance_ends])
+        if ending := [one for one in self.active if one.guidance_ends]:
+            self._end_guidance(ending)
         drafted = [self._source(request) for request in self.active]
         trees: dict[Request, DraftTree | Front] = {}
         for source in {*drafted}:
@@ -313,8 +314,7 @@ class Scheduler:
 
     def _end_guidance(self, requests: Sequence[Request]) -> None:
         """Go on without the unconditional rows of these requests."""
-        if not requests or self._cache is None:
-            return
+        assert self._cache is not None
         rows = np.arange(len(self._padding))
         kept = [rows[self._rows[one]][: 1 if one in requests else None] for one in self.active]
         self._cache.keep_rows(np.concatenate(kept))
