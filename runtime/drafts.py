@@ -221,7 +221,9 @@ class Answers:
     def draw(self, nodes: Sequence[int]) -> Ints:
         """The choices after some nodes that are no chain, at once."""
         if not all(node in self._choices for node in nodes):
-            guided = guide(self._read(nodes), self.sampling, self.cells[nodes])
+            first, last = nodes[0], nodes[-1]
+            together = self.last is None and last - first + 1 == len(nodes)  # read in place then
+            guided = guide(self._read(slice(first, last + 1) if together else nodes), self.sampling, self.cells[nodes])
             noise = None
             if not self.sampling.greedy:
                 size = guided.shape[1]

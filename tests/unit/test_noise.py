@@ -105,3 +105,12 @@ def test_numbers_of_different_positions_seeds_and_uses_are_independent(one: obje
     table = np.zeros((4, 4))
     np.add.at(table, (quarters[0].ravel(), quarters[1].ravel()), 1)
     assert chi2_contingency(table).pvalue > 0.001
+
+
+def test_decisions_at_a_position_start_anew_whatever_was_decided_before() -> None:
+    noise, fresh = Noise(3), Noise(3).decisions(5).random(6)
+    noise.decisions(4).random(3)
+    assert np.array_equal(noise.decisions(5).random(6), fresh)
+    assert np.array_equal(noise.decisions(5).random(6), fresh)
+    stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/sampling.md
+    assert np.array_equal(np.random.Generator(stream).random(6), fresh)
