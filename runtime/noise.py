@@ -10,6 +10,7 @@ The numbers are specified in docs/sampling.md and belong to the format `FORMAT`:
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -28,8 +29,6 @@ class Noise:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._kept: dict[int, Floats] = {}  # by group: [GROUP, size]
-        self._deciding = self._stream(0, _DECISIONS)
-        self._decisions, self._start = np.random.Generator(self._deciding), self._deciding.state
 
     def gumbel(self, first: int, count: int, size: int) -> Floats:
         """Standard Gumbel noise at the `count` positions from `first`, float32 `[count, size]`.
@@ -47,11 +46,9 @@ class Noise:
     def decisions(self, position: int) -> np.random.Generator:
         """Uniform numbers for relaxed acceptance at a position, independent of its Gumbel noise; from the start.
 
-        One generator for all positions, moved to where this one's numbers begin: a tenth of the time of a new one.
+        It is the same generator for all positions: take what one needs before asking for the next.
         """
-        self._start["state"]["counter"][1] = position
-        self._deciding.state = self._start
-        return self._decisions
+        return self._decisions.at(position)
 
     def forget(self, before: int) -> None:
         """Let go of groups of which all positions are decided."""
@@ -61,19 +58,41 @@ class Noise:
     def _group(self, group: int, size: int) -> Floats:
         kept = self._kept.get(group)
         if kept is None or kept.shape[1] < size:
-            stream = self._stream(group, _GUMBEL)
+            bits = self._noise.at(group).bit_generator
             kept = self._kept[group] = np.empty((GROUP, size), np.float32)
             for start in range(0, size, CHUNK):
                 codes = min(CHUNK, size - start)
-                uniform = stream.random_raw(codes * GROUP // 2).astype("<u8").view("<u4").astype(np.float64)
-                uniform += 0.5
+                numbers = bits.random_raw(codes * GROUP // 2).astype("<u8", copy=False).view("<u4")
+                uniform = np.add(numbers, 0.5, dtype=np.float64)
                 uniform *= 2.0**-32
-                for _ in range(2):
-                    np.log(uniform, out=uniform)
-                    np.negative(uniform, out=uniform)
+                np.log(uniform, out=uniform)
+                np.negative(uniform, out=uniform)
+                np.log(uniform, out=uniform)
                 kept[:, start : start + codes] = uniform.reshape(codes, GROUP).T
+            np.negative(kept, out=kept)
         return kept[:, :size]
 
-    def _stream(self, index: int, use: int) -> np.random.Philox:
-        """Philox4x64-10 with key (seed, 0) from counter (0, index, use, 0), which is raised before each block."""
-        return np.random.Philox(key=self.seed, counter=(use << 128) + (index << 64))
+    @cached_property
+    def _noise(self) -> _Streams:
+        return _Streams(self.seed, _GUMBEL)
+
+    @cached_property
+    def _decisions(self) -> _Streams:
+        return _Streams(self.seed, _DECISIONS)
+
+
+class _Streams:
+    """Philox4x64-10 with key (seed, 0) from counter (0, index, use, 0) on, which is raised before each block.
+
+    One generator that is moved about: a new one asks the system for a seed that is not used (70 us within a decode).
+    """
+
+    def __init__(self, seed: int, use: int) -> None:
+        self._bits = np.random.Philox(key=seed, counter=use << 128)
+        self._generator, self._state = np.random.Generator(self._bits), self._bits.state
+
+    def at(self, index: int) -> np.random.Generator:
+        """The generator, moved to where the stream of `index` begins."""
+        self._state["state"]["counter"][1] = index
+        self._bits.state = self._state
+        return self._generator
