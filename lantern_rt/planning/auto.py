@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import LanternError, OutputError
-from ..methods import PARAMETERS, Ar, Auto, MethodConfig
+from ..methods import PARAMETERS, Ar, Auto, MethodConfig, Sjd
 from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
 from .costs import HostCosts, measure_costs, with_overhead
-from .race import Race, Timed
+from .race import Exact, Race, Timed
 from .store import Choice, Situation, Tuning, ignore_choice, read_tuning, write_tuning
 from .tree_search import best_plan
 
@@ -142,7 +142,11 @@ class Chooser:
         situation = self._situation_of(images, settings)
         tuning = read_tuning(self.bundle.digest)
         before = self._races.get(situation) or tuning.races.get(str(situation), ())
-        race = Race(self.bundle.manifest.drafter is not None, self.engines.most_nodes, before)
+        manifest = self.bundle.manifest
+        statistics = known_statistics(manifest, self._brought, tuning, situation.greedy)
+        windows = next((entry.windows for entry in statistics if entry.method == Sjd()), ())
+        known: dict[Exact, float] = {Sjd(window=one.window): one.tokens for one in windows}
+        race = Race(manifest.drafter is not None, self.engines.most_nodes, before, known)
         if (choice := tuning.choices.get(str(situation))) is not None and choice.method in race.methods:
             race.settle(choice.method)
         return race

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import Field
@@ -24,7 +25,7 @@ from .acceptance_statistics import Record
 UNTIMED, TIMED = 2, 8  # passes of a turn; windows fill in the first ones
 ENOUGH = 48  # timed passes of each method near the front
 HOPELESS = 1.5  # a turn ends after three timed passes if even this much more would not do
-SPREAD = 0.7  # tokens of a pass vary by half their mean, and seconds, too
+SPREAD = 0.5  # tokens of a pass vary by half their mean, and seconds, too
 MARGIN = 1.05  # plain decoding is left for this much only
 
 WINDOWS = (3, 7, 15, 31)
@@ -43,37 +44,27 @@ class Timed(Record):
     tokens: tuple[Tokens, ...] = ()
     seconds: tuple[Seconds, ...] = ()
 
-    @property
-    def rate(self) -> float:
-        """Tokens of an image per second; 0 if nothing was timed.
-
-        Of the seconds the lower quartile counts: what else a host does only adds to them.
-        """
-        return statistics.mean(self.tokens) / sorted(self.seconds)[len(self.seconds) // 4] if self.tokens else 0.0
-
-    @property
-    def at_best(self) -> float:
-        """The rate and one standard error."""
-        return self.rate * (1 + SPREAD / math.sqrt(max(1, len(self.tokens))))
-
-    @property
-    def at_worst(self) -> float:
-        """The rate less one standard error."""
-        return self.rate * (1 - SPREAD / math.sqrt(max(1, len(self.tokens))))
-
 
 class Race:
     """Between plain decoding, windows, and trees if there is a drafter; of at most `most_nodes` nodes a pass.
 
-    before: what an earlier race found.
+    before: what an earlier race found. known: tokens that a pass gives an image on average, by statistics of whole
+    images; here passes of one method may fall on the sky, and of another on the ground below it.
     """
 
-    def __init__(self, drafter: bool, most_nodes: int, before: Sequence[Timed] = ()) -> None:
+    def __init__(
+        self,
+        drafter: bool,
+        most_nodes: int,
+        before: Sequence[Timed] = (),
+        known: Mapping[Exact, float] = MappingProxyType({}),
+    ) -> None:
         windows: list[Exact] = [Sjd(window=window) for window in WINDOWS if window < most_nodes]
         trees: list[Exact] = [Eagle(tree=tree) for tree in TREES if drafter and named_tree(tree).nodes <= most_nodes]
         self.ladders, self.methods = (windows, trees), [Ar(), *windows, *trees]
-        known = {one.method: one for one in before if len(one.tokens) == len(one.seconds)}
-        self.timed: dict[Exact, Timed] = {one: known.get(one, Timed(method=one)) for one in self.methods}
+        found = {one.method: one for one in before if len(one.tokens) == len(one.seconds)}
+        self.timed: dict[Exact, Timed] = {one: found.get(one, Timed(method=one)) for one in self.methods}
+        self._known = {Ar(): 1.0, **known}
         self._passes = 0
         self.method, self.decided = self._next()
         self._described: tuple[Exact | None, bool, str] = (None, False, "")
@@ -81,13 +72,13 @@ class Race:
     @property
     def speed_up(self) -> float:
         """Of the method that runs, over plain decoding."""
-        plain = self.timed[Ar()].rate
-        return self.timed[self.method].rate / plain if plain else 1.0
+        plain = self._rate(Ar())
+        return self._rate(self.method) / plain if plain else 1.0
 
     @property
     def tokens(self) -> float:
         """Per pass of the method that runs; 1 where it has no rival and was never timed."""
-        return statistics.mean(self.timed[self.method].tokens or (1.0,))
+        return self._tokens(self.method)
 
     def settle(self, method: MethodConfig) -> None:
         """Draw by one of the methods from now on."""
@@ -117,27 +108,40 @@ class Race:
             old = self.timed[self.method]
             timed = {"tokens": (*old.tokens, tokens), "seconds": (*old.seconds, max(seconds, LEAST))}
             self.timed[self.method] = old.model_copy(update=timed)
-        hopeless = self._passes >= UNTIMED + 3 and self._hopeless(self.timed[self.method])
+        hopeless = self._passes >= UNTIMED + 3 and self._hopeless(self.method)
         if hopeless or self._passes >= UNTIMED + TIMED:
             self._passes = 0
             self.method, self.decided = self._next()
 
     def _next(self) -> tuple[Exact, bool]:
         """Whose turn it is; and whether that is for good."""
-        timed, plain = self.timed, self.timed[Ar()]
-        if not plain.tokens:
-            return plain.method, len(timed) == 1
+        timed = {method: one for method, one in self.timed.items() if one.tokens}
+        if Ar() not in timed:
+            return self.methods[0], len(self.methods) == 1
         for ladder in self.ladders:
-            climbed = [timed[method] for method in ladder if timed[method].tokens]
-            gains = all(above.at_best >= below.at_worst for below, above in pairwise(climbed[-2:]))
+            climbed = [method for method in ladder if method in timed]
+            gains = all(self._rate(above, 1) >= self._rate(below, -1) for below, above in pairwise(climbed[-2:]))
             if len(climbed) < len(ladder) and gains and not any(map(self._hopeless, climbed[-1:])):
                 return ladder[len(climbed)], False
-        best = max(timed.values(), key=lambda one: one.rate)
-        near = [one for one in timed.values() if one.at_best >= best.at_worst]
-        least = min(near, key=lambda one: len(one.tokens))
-        if len(near) > 1 and len(least.tokens) < ENOUGH:
-            return least.method, False
-        return (best if best.rate > MARGIN * plain.rate else plain).method, True
+        best = max(timed, key=self._rate)
+        near = [method for method in timed if self._rate(method, 1) >= self._rate(best, -1)]
+        least = min(near, key=lambda method: len(timed[method].tokens))
+        if len(near) > 1 and len(timed[least].tokens) < ENOUGH:
+            return least, False
+        return (best if self._rate(best) > MARGIN * self._rate(Ar()) else Ar()), True
 
-    def _hopeless(self, timed: Timed) -> bool:
-        return timed.rate * HOPELESS < max(one.rate for one in self.timed.values())
+    def _hopeless(self, method: Exact) -> bool:
+        return self._rate(method) * HOPELESS < max(map(self._rate, self.methods))
+
+    def _tokens(self, method: Exact) -> float:
+        return self._known.get(method) or statistics.mean(self.timed[method].tokens or (1.0,))
+
+    def _rate(self, method: Exact, errors: int = 0) -> float:
+        """Tokens of an image per second, and so many standard errors more; 0 if nothing was timed.
+
+        Of the seconds the lower quartile counts: what else a host does only adds to them.
+        """
+        if not (seconds := sorted(self.timed[method].seconds)):
+            return 0.0
+        error = SPREAD * math.sqrt((1 if method in self._known else 2) / len(seconds))
+        return self._tokens(method) / seconds[len(seconds) // 4] * (1 + errors * error)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from statistics_entries import windows_of
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sjd
 from lantern_rt.planning.race import TREES, WINDOWS, Race
-from lantern_rt.planning.store import read_tuning
+from lantern_rt.planning.store import Tuning, read_tuning, write_tuning
 from lantern_rt.requests import resolve_settings
 from lantern_rt.runtime.tree_names import named_tree
 
@@ -76,6 +77,25 @@ def test_larger_sizes_run_only_while_they_gain_and_what_is_hopeless_only_shortly
     assert {nodes_of(method) for method in made} == {1, 4, 104}
     assert sum(isinstance(method, Eagle) for method in made) == 5
     assert made[:10] == [Ar()] * 10
+
+
+def test_known_tokens_spare_a_race_the_luck_of_its_passes() -> None:
+    """Here the passes of windows of 3 fall on easier rows than those of longer ones."""
+    race, unlucky = Race(False, 1000, known={Sjd(window=w): GIVES[w + 1] for w in WINDOWS}), {**GIVES, 4: 2.5, 8: 2.1}
+    assert Host(unlucky, CPU).run(race, 600)[-1] == race.method == Sjd(window=7)
+    assert race.tokens == GIVES[8]
+    blind = Race(False, 1000)
+    assert Host(unlucky, CPU).run(blind, 600)[-1] == blind.method == Sjd(window=3)
+
+
+def test_auto_races_with_the_tokens_of_acceptance_statistics(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
+    write_tuning(Tuning(bundle_digest=pipe.bundle.digest, statistics=(windows_of({3: 1.9, 7: 2.5}),)))
+    race = pipe.chooser.race(1, resolve_settings(pipe.bundle.manifest, {"method": "auto"}))
+    seconds = {Ar(): 1.0, Sjd(window=3): 1.2, Sjd(window=7): 1.3}
+    while not race.decided:
+        race.record(1.0, seconds.get(race.method, 9.0))
+    assert (race.method, race.tokens, race.speed_up) == (Sjd(window=7), 2.5, pytest.approx(2.5 / 1.3))
 
 
 def test_a_race_goes_on_where_an_earlier_one_stopped() -> None:
