@@ -9,8 +9,9 @@
 plain decoding in float32 of the same turn. *quality*: nearness of distributions as `lantern-rt verify` has it (KL in
 nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws; and, by method,
 the excess: nats a token of what is drawn in the eyes of the float32 target, guided, less their expected value there,
-against that of float32's own `ar` on the same prompts and seeds. Of `--shape` weights are random, so that there are
-passes only. Bundles are made in `--work` and kept. Needs `lantern-rt[export]`. Nothing is judged.
+against that of float32's own `ar` on the same prompts and seeds; and in how many points more or less of what captions
+of unseen scenes say the judge of the recipe finds in the pictures. Of `--shape` weights are random, so that there are
+passes only. Bundles are made in `--work` and kept. Needs `lantern-rt[export]`. No figure fails the run.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ from lantern_rt.runner import Contender, Subjects, run, subjects_of
 from lantern_rt.runtime.sequences import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.train.scenes.bundle import write_scenes_bundle
+from lantern_rt.train.scenes.evaluate import draw_prompts, score
+from lantern_rt.train.scenes.judge import load_judge
 from lantern_rt.train.scenes.restore import restore_work
 
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
-METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:lambda=2", "rows:window=6")
-RELAXED = ("sjd:lambda=2", "rows:window=6")  # in float32 the others draw what `ar` draws
+METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")
+ONE_PICTURE = ("fp32", "int8")  # where exact methods draw what `ar` draws
 PARTS = ("passes", "speed", "quality")
 NODES = (2, 4, 8, 16, 32)
 TOGETHER = 8  # images drawn together where time does not count
 ROUNDS = 3  # over all precisions, so that what disturbs the host hits all alike
 
 
-def write_bundles(shape: Shape | None, name: str, work: Path) -> dict[str, Path | str]:
+def write_bundles(shape: Shape | None, name: str, work: Path, precisions: Sequence[str]) -> dict[str, Path | str]:
     """The bundle of every precision, of a shape or the embedded model; those that are there already are kept."""
-    goals = {p: work / f"{name}-{p}" for p in PRECISIONS if shape or p != "fp32"}
+    goals = {p: work / f"{name}-{p}" for p in precisions if shape or p != "fp32"}
     if missing := [precision for precision, goal in goals.items() if not goal.is_dir()]:
         with tempfile.TemporaryDirectory(dir=work) as folder:
             checkpoints = Path(folder) / "checkpoints"
@@ -89,9 +92,9 @@ def passes(pipelines: dict[str, Pipeline], rows: int, seconds: float) -> None:
     print_table(table, {"precision": "", **{str(n): ".2f" for n in NODES}})
 
 
-def speed(pipelines: dict[str, Pipeline], subjects: Subjects, turns: int) -> None:
+def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], subjects: Subjects, turns: int) -> None:
     """Print how fast every method is at every precision, over plain decoding in float32 of the same turn."""
-    contenders = [Contender(method, {"method": method}) for method in METHODS]
+    contenders = [Contender(method, {"method": method}) for method in methods]
     for pipeline in pipelines.values():
         for contender in contenders:  # shapes of passes are met once before they are timed
             pipeline(**subjects.request(0, 1), **contender.options)
@@ -112,41 +115,50 @@ def speed(pipelines: dict[str, Pipeline], subjects: Subjects, turns: int) -> Non
     print_table(table, {"speed_up": ".2f", "tokens": ".2f", "precision": "", "method": ""})
 
 
-def quality(pipelines: dict[str, Pipeline], subjects: Subjects, images: int) -> None:
-    """Print how far distributions are from float32's, and how likely float32 finds what is drawn.
+def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int) -> None:
+    """Print how far distributions are from float32's, how likely float32 finds what is drawn, and what a judge sees.
 
-    Images are drawn a few at a time, which changes none of them. In float32 exact methods draw what `ar` draws.
+    Images are drawn a few at a time, which changes none of them.
     """
-    exact = pipelines["fp32"]
-    keys = [(p, m) for p in pipelines for m in METHODS if (p, m) == ("fp32", "ar") or p != "fp32" or m in RELAXED]
+    exact, critic, together = pipelines["fp32"], load_judge(), min(images, TOGETHER)
+    scenes, prompts = draw_prompts(images // together * together)
+    twins = [m for m in methods if m != "ar" and exact.check(prompts[0], method=m).settings.method.exact]
+    keys = [(p, m) for p in pipelines for m in methods if p not in ONE_PICTURE or m not in twins]
     same: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     apart: dict[str, list[np.ndarray]] = {precision: [] for precision in pipelines}
     excess: dict[tuple[str, str], list[float]] = {key: [] for key in keys}
-    together = min(images, TOGETHER)
-    for i in range(images // together):
-        request = subjects.request(i, together)
-        drawn = {key: pipelines[key[0]](**request, method=key[1]).codes for key in keys}
-        for key, codes in drawn.items():
-            excess[key] += [own.nats - own.entropy for own in exact.likelihoods(codes, **request, method="ar")]
-        plain = drawn["fp32", "ar"]
+    shown: dict[tuple[str, str], list[float]] = {key: [] for key in keys}  # of every picture, the share of right marks
+    for first in range(0, len(prompts), together):
+        request = {"prompts": prompts[first : first + together], "seed": 1000 + first}
+        drawn = {key: pipelines[key[0]](**request, method=key[1]) for key in keys}
+        for key, result in drawn.items():
+            excess[key] += [own.nats - own.entropy for own in exact.likelihoods(result.codes, **request, method="ar")]
+            pictures = np.stack([np.asarray(image) for image in result.images])
+            marks = score(critic, scenes[first : first + together], pictures)
+            shown[key] += [float(np.mean([*one.values()])) for one in marks]
+        plain = drawn["fp32", "ar"].codes
         logits = {precision: conditional_logits(pipeline, request, plain) for precision, pipeline in pipelines.items()}
         for precision, found in logits.items():
             same[precision].append(agree(logits["fp32"], found))
             apart[precision].append(divergence(logits["fp32"], found))
-        print(f"{(i + 1) * together} of {images} images", file=sys.stderr, flush=True)
+        print(f"{first + together} of {images} images", file=sys.stderr, flush=True)
     table: list[dict[str, Any]] = []
     for precision in pipelines:
         far, share = np.concatenate(apart[precision]), np.concatenate(same[precision]).mean()
         table.append({"precision": precision, "mean_kl": far.mean(), "largest_kl": far.max(), "agreement": share})
-    print(f"\ndistributions at the codes of {images} images")
+    print(f"\ndistributions at the codes of {len(prompts)} images")
     print_table(table, {"mean_kl": ".1e", "largest_kl": ".1e", "agreement": ".1%", "precision": ""})
     rows: list[dict[str, Any]] = []
-    for (precision, method), own in excess.items():
-        more = np.array(own) - excess["fp32", "ar"]
-        error = 1.96 * more.std(ddof=1) / len(more) ** 0.5
-        rows.append({"precision": precision, "method": method, "excess": more.mean(), "error": error})
-    print(f"\nexcess nats a token of {images} images, and half of its 95 % interval")
-    print_table(rows, {"excess": "+.4f", "error": ".4f", "precision": "", "method": ""})
+    for key in keys:
+        row: dict[str, Any] = {"precision": key[0], "method": key[1]}
+        for name, own in {"excess": excess, "points": shown}.items():
+            more = np.subtract(own[key], own["fp32", "ar"]) * (100 if name == "points" else 1)
+            row |= {name: more.mean(), f"{name}_error": 1.96 * more.std(ddof=1) / len(more) ** 0.5}
+        rows.append(row)
+    right = np.mean(shown["fp32", "ar"])
+    print(f"\nof {len(prompts)} images against ar in float32 (which shows {right:.1%}): excess nats a token, points")
+    formats = {"excess": "+.4f", "excess_error": ".4f", "points": "+.2f", "points_error": ".2f"}
+    print_table(rows, formats | {"precision": "", "method": ""})
 
 
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:
@@ -168,6 +180,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="for the passes of each precision")
     parser.add_argument("--turns", type=int, default=8, help="of whole images, for their speed")
     parser.add_argument("--images", type=int, default=64, help="of each method, for their quality")
+    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="with fp32 among them [default: all]")
+    parser.add_argument("--methods", default=",".join(METHODS), help="with ar among them, as in `lantern-rt bench`")
     parser.add_argument("--work", type=Path, default=Path("work/precision"), help="folder for bundles")
     parser.add_argument("--smoke", action="store_true", help="few repeats of everything")
     given = parser.parse_args()
@@ -177,7 +191,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     shape = part_of(SHAPES[given.shape], given.layers) if given.shape else None
     name = f"{given.shape}-{shape.num_layers}" if shape else "scenes"
-    bundles = write_bundles(shape, name, given.work)
+    bundles, methods = write_bundles(shape, name, given.work, given.precisions.split(",")), given.methods.split(",")
     pipelines = {precision: Pipeline.from_bundle(bundle, given.threads) for precision, bundle in bundles.items()}
     threads = pipelines["fp32"].situation(1, None, "").threads
     print(f"lantern-rt {__version__}, {processor()}, threads: {threads}, {name}")
@@ -187,9 +201,9 @@ def main() -> None:
     if given.shape is None:
         subjects = subjects_of(pipelines["fp32"].bundle, None)
         if "speed" in parts:
-            speed(pipelines, subjects, given.turns)
+            speed(pipelines, methods, subjects, given.turns)
         if "quality" in parts:
-            quality(pipelines, subjects, given.images)
+            quality(pipelines, methods, given.images)
 
 
 if __name__ == "__main__":
