@@ -252,7 +252,8 @@ class Pipeline:
             step = running.send(following)
             stats = step.statistics
             if race is not None:
-                settings = replace(settings, method=race.method, choice=race.describe())
+                if settings.choice != (choice := race.describe()):
+                    settings = replace(settings, method=race.method, choice=choice)
                 if all(len(progress.codes[part.request]) for part in step.parts):  # not a prefill
                     tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
                     race.record(tokens, time.perf_counter() - began)
