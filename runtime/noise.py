@@ -84,7 +84,8 @@ class Noise:
 class _Streams:
     """Philox4x64-10 with key (seed, 0) from counter (0, index, use, 0) on, which is raised before each block.
 
-    One generator that is moved about: a new one asks the system for a seed that is not used (70 us within a decode).
+    One generator that is moved about: a new one asks the system for a seed that is not used, and took 70 to 96 us within
+    a decode, 8 in a loop (measured here).
     """
 
     def __init__(self, seed: int, use: int) -> None:
