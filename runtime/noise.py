@@ -84,7 +84,7 @@ class Noise:
 class _Streams:
     """Philox4x64-10 with key (seed, 0) from counter (0, index, use, 0) on, which is raised before each block.
 
-    One generator that is moved about: a new one asks the system for a seed that is not used, and took 70 to 96 us within
+    One generator that is moved about: a new one asks the system for a seed that is not used, and took 70 to 96 us in
     a decode, 8 in a loop (measured here).
     """
 
