@@ -40,10 +40,8 @@ class Noise:
         group, start = divmod(first, GROUP)
         if start + count <= GROUP:
             return self._group(group, size)[start : start + count]
-        parts = [self._group(group, size)[start:]]
-        while (missing := count - sum(map(len, parts))) > 0:
-            parts.append(self._group(group + len(parts), size)[:missing])
-        return np.concatenate(parts)
+        parts = [self._group(one, size) for one in range(group, (first + count - 1) // GROUP + 1)]
+        return np.concatenate(parts)[start : start + count]
 
     def decisions(self, position: int) -> np.random.Generator:
         """Uniform numbers for relaxed acceptance at a position, independent of its Gumbel noise; from the start.
