@@ -64,11 +64,11 @@ class CacheRows:
 
     def grown(self, accepted_indices: list[Ints]) -> Ints:
         """Lengths once nodes `accepted_indices[r]` of row r are appended. Raises: ValueError if they do not fit."""
-        counts = np.array([len(indices) for indices in accepted_indices], np.int64)
-        if len(counts) != len(self.lengths) or (self.lengths + counts > self.capacity).any():
-            raise ValueError(f"{len(counts)} rows of {counts} entries do not fit {self.lengths}, {self.capacity}")
-        lengths: Ints = self.lengths + counts
-        return lengths
+        counts, before = [len(indices) for indices in accepted_indices], self.lengths.tolist()
+        lengths = [length + count for length, count in zip(before, counts, strict=False)]  # a few: NumPy takes longer
+        if len(counts) != len(before) or max(lengths, default=0) > self.capacity:
+            raise ValueError(f"{len(counts)} rows of {counts} entries do not fit {before}, {self.capacity}")
+        return np.array(lengths, np.int64)
 
     def select(self, rows: Ints) -> None:
         """Keep only these rows, in this order."""

@@ -21,7 +21,7 @@ from .device import Asked, DeviceLogits, Resident
 from .drafts import Committed, Drafts, Model, Request
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows, Taken
 from .growth import Growth, subtree
-from .passes import MINIMUM_NODES, numbered, stack_padding
+from .passes import MINIMUM_NODES, show_committed, stack_padding
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .statistics import Clock
 from .tree import DraftTree, DynamicTree, Proposals, StaticTree
@@ -76,7 +76,6 @@ class TreeDrafts(Drafts):
         self.cache: Cache | None = None
         self.pending: dict[Request, Pending] = {}
         self._arrange()
-        self.committed_masks: dict[int, Bools] = {}  # by past length, for as long as the same slots are committed
 
     def commit(self, committed: Sequence[Committed]) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
@@ -223,7 +222,6 @@ class TreeDrafts(Drafts):
         for row, count in enumerate(counts):
             tokens[row, :count] = read[row][:count]
         hidden = _joined(states, counts, slots)
-        self.committed_masks = {}
         lengths, prefix = self._cache.lengths, self.prefix_padding.shape[1]
         attention_mask, past_length = self._committed_mask(lengths, slots)
         attention_mask[:, :, past_length:] = np.tri(slots, dtype=bool)
@@ -232,17 +230,13 @@ class TreeDrafts(Drafts):
             attention_mask[row, :, past_length : past_length + prefix] &= seen[:, :slots]
         output = self._run(tokens, hidden, lengths[:, None] + np.arange(slots), attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(count) for count in counts])
-        self.committed_masks = {}
         return output
 
     def _committed_mask(self, lengths: Ints, slots: int) -> tuple[Bools, int]:
         """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
         past_length = self.engine.next_past_length(self._cache, slots)
-        if past_length not in self.committed_masks:
-            columns = numbered(self.prefix_padding, past_length)
-            self.committed_masks[past_length] = (columns < lengths[:, None])[:, None]
         attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
-        attention_mask[:, :, :past_length] = self.committed_masks[past_length]
+        show_committed(attention_mask, lengths, self.prefix_padding)
         return attention_mask, past_length
 
     def _run(self, tokens: Ints, hidden: Floats | Taken, positions: Ints, attention_mask: Bools) -> PassOutput:

@@ -137,6 +137,11 @@ class Request:
         self.method, self.nodes, self.exact = method, nodes_of(method), method.exact
 
     @property
+    def prefixes(self) -> list[int]:
+        """Lengths of the prefixes of its rows."""
+        return [len(row.embeds) for row in self.rows]
+
+    @property
     def missing(self) -> int:
         """Codes that the image still needs."""
         return max(0, self.raster.codes - len(self.codes))
@@ -159,7 +164,7 @@ class Answers:
     """What the target says after the nodes of one request's tree; computed where it is asked for, of chains at once.
 
     logits(nodes): those of the request's rows, `[sides, nodes, vocab_size]`, after nodes of the pass. structure: the
-    tree's. cells: that of the code after each node, int64 `[nodes]`. last: the pass's node after which it is drawn, if
+    tree's. cells: that of the code after each node. last: the pass's node after which it is drawn, if
     not after the node itself. slack: how far rounding may move differences of logits, and settle(node): guided logits
     `[1, vocab_size]` after a node by another computation, asked where the slack could turn a choice.
     """
@@ -167,7 +172,7 @@ class Answers:
     logits: Callable[[slice | Sequence[int]], Floats]
     structure: TreeStructure
     noise: Noise
-    cells: Ints
+    cells: Sequence[int]
     sampling: Sampling
     slack: float = 0.0
     settle: Callable[[int], Floats] | None = None
@@ -223,11 +228,12 @@ class Answers:
         if not all(node in self._choices for node in nodes):
             first, last = nodes[0], nodes[-1]
             together = self.last is None and last - first + 1 == len(nodes)  # read in place then
-            guided = guide(self._read(slice(first, last + 1) if together else nodes), self.sampling, self.cells[nodes])
+            cells = [self.cells[node] for node in nodes]
+            guided = guide(self._read(slice(first, last + 1) if together else nodes), self.sampling, cells)
             noise = None
             if not self.sampling.greedy:
                 size = guided.shape[1]
-                noise = np.concatenate([self.noise.gumbel(int(self.cells[node]), 1, size) for node in nodes])
+                noise = np.concatenate([self.noise.gumbel(cell, 1, size) for cell in cells])
             self._choices.update(zip(nodes, choose(guided, noise, self.sampling).tolist(), strict=True))
         return np.array([self._choices[node] for node in nodes], np.int64)
 
@@ -245,11 +251,11 @@ class Answers:
 
     def decisions(self, node: int) -> np.random.Generator:
         """What relaxed acceptance decides with on the children of `node`."""
-        return self.noise.decisions(int(self.cells[node]))
+        return self.noise.decisions(self.cells[node])
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
         """Noise for `logits [nodes, vocab_size]` after a chain from node `first`; none when greedy."""
-        return None if self.sampling.greedy else self.noise.gumbel(int(self.cells[first]), *logits.shape)
+        return None if self.sampling.greedy else self.noise.gumbel(self.cells[first], *logits.shape)
 
     def _read(self, nodes: slice | Sequence[int]) -> Floats:
         return self.logits(nodes if self.last is None else self.last[nodes].tolist())
@@ -283,12 +289,12 @@ def guess_together(logits: Rows, asked: Iterable[tuple[Answers, slice]]) -> None
         if last - first != count * sides:  # others are between them
             continue
         own = logits[first:last, :nodes]
-        positions = np.stack([one.cells for one, _ in neighbours])  # [requests, nodes]
+        positions = np.array([one.cells for one, _ in neighbours])  # [requests, nodes]
         guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling, positions)
         guided = guided.reshape(count * nodes, -1)
         noise = None  # [requests * nodes, vocab_size], as guided
         if not sampling.greedy:
-            each = [one.noise.gumbel(int(one.cells[0]), nodes, guided.shape[1]) for one, _ in neighbours]
+            each = [one.noise.gumbel(one.cells[0], nodes, guided.shape[1]) for one, _ in neighbours]
             noise = np.concatenate(each)
         leads: list[float] = []  # where filters may turn a choice, each finds out alone
         if sampling.filtered:

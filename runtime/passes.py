@@ -8,18 +8,18 @@ import numpy as np
 
 from .engine import Bools, Cache, Engine, Floats, Ints, Pass
 
-_NEVER = np.iinfo(np.int64).max
 MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
-def numbered(prefix_padding: Bools, past_length: int) -> Ints:
-    """Numbers of cache columns, int64 `[rows, past_length]`; padding, `[rows, prefix]`, is beyond every length.
+def show_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
+    """Let nodes see the entries that rows have committed, but for padding.
 
-    A column holds a committed entry that is no padding if its number is below the row's length.
+    attention_mask: `[rows, nodes, columns]`, False on columns of the past. prefix_padding: `[rows, up to prefix]`.
     """
-    columns = np.tile(np.arange(past_length), (len(prefix_padding), 1))
-    columns[:, : prefix_padding.shape[1]][prefix_padding[:, :past_length]] = _NEVER
-    return columns
+    for seen, length in zip(attention_mask, lengths.tolist(), strict=True):
+        seen[:, :length] = True
+    if columns := prefix_padding.shape[1]:
+        attention_mask[:, :, :columns] &= ~prefix_padding[:, None]
 
 
 def stack_padding(padding: list[Bools]) -> Bools:
@@ -68,7 +68,7 @@ def causal_pass(
     rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
-    attention_mask[:, :, :past_length] = (numbered(prefix_padding, past_length) < cache.lengths[:, None])[:, None]
+    show_committed(attention_mask, cache.lengths, prefix_padding)
     attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
     positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), last_position)
     return Pass(positions, attention_mask, tokens, hidden=hidden)

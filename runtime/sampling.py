@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 
 import numpy as np
@@ -20,7 +21,7 @@ def scale(logits: Floats, sampling: Sampling) -> Floats:
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def guide(logits: Floats, sampling: Sampling, positions: Ints | int) -> Floats:
+def guide(logits: Floats, sampling: Sampling, positions: Ints | Sequence[int] | int) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` into one `[..., vocab_size]`, if there are two.
 
     positions: of the tokens that they are for, `[...]` or one for all; some may come after those that are guided.

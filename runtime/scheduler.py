@@ -23,7 +23,7 @@ from .drafter import TreeDrafts
 from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request, guess_together
 from .engine import Cache, Floats, Ints, Pass, PassOutput, Taken
 from .jacobi import WindowDrafts
-from .passes import MINIMUM_NODES, numbered, prefill_pass, stack_padding, themselves
+from .passes import MINIMUM_NODES, prefill_pass, show_committed, stack_padding, themselves
 from .raster import Laid
 from .relaxation import Relaxation, walk, walk_greedy
 from .rows import RowFronts
@@ -67,7 +67,7 @@ class Scheduler:
         self._fronts = RowFronts(model.most_nodes)
         self._sources: dict[str, Drafts] = {"ar": self._plain, "sjd": self._windows, "rows": self._fronts}
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
-        self._columns: Ints  # of the past that the last pass read, [rows, past columns]
+        self._places: Ints = np.arange(model.positions)
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
@@ -210,21 +210,19 @@ class Scheduler:
         past_length = target.next_past_length(self._cache, nodes)
         tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
-        if self._columns.shape[1] != past_length:
-            self._columns = numbered(self._padding, past_length)
-        attention_mask[:, :, :past_length] = (self._columns < lengths[:, None])[:, None]
+        show_committed(attention_mask, lengths, self._padding)
         attention_mask[:, :, past_length:] = themselves(nodes)
         for request, tree in trees.items():
             laid, rows = everything[request], self._rows[request]
-            count, prefixes = len(laid.tokens), self._prefixes[rows]
-            starts = prefixes + request.raster.place(self._first_cell(request, tree))
-            tokens[rows, :count], positions[rows, :count] = laid.tokens, starts[:, None] + laid.depths
+            count, place = len(laid.tokens), request.raster.place(self._first_cell(request, tree))
+            tokens[rows, :count] = laid.tokens
             attention_mask[rows, :count, past_length : past_length + count] = laid.ancestors
+            for row, prefix in enumerate(request.prefixes, rows.start):
+                self._places[prefix + place :].take(laid.depths, 0, positions[row, :count], "clip")
             if isinstance(tree, Front):
                 seen = tree.sees(tree.order)  # [nodes, entries]
-                for row, start in enumerate(prefixes.tolist(), rows.start):
-                    attention_mask[row, :count, start : start + len(tree.order)] &= seen
-        positions = np.minimum(positions, self.model.positions - 1)
+                for row, prefix in enumerate(request.prefixes, rows.start):
+                    attention_mask[row, :count, prefix : prefix + len(tree.order)] &= seen
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
     def _first_cell(self, request: Request, tree: DraftTree | Front) -> int:
@@ -244,7 +242,9 @@ class Scheduler:
         first, sampling, structure = self._first_cell(request, tree) + 1, request.sampling, tree.structure
         margin = request.slack if request.exact else 0.0
         settle = partial(self._settle, request, tree, first) if margin and isinstance(tree, DraftTree) else None
-        cells = tree.following if isinstance(tree, Front) else first + structure.depths
+        cells: Sequence[int] = range(first, first + tree.nodes)
+        if not structure.chain:
+            cells = (tree.following if isinstance(tree, Front) else first + structure.depths).tolist()
         return Answers(partial(_logits, output, rows), structure, request.noise, cells, sampling, margin, settle, last)
 
     def _ask_device(
@@ -262,7 +262,7 @@ class Scheduler:
             places = np.tile(own if answers.last is None else answers.last[own], (rows.stop - rows.start, 1))
             noise = None if request.sampling.greedy else request.noise
             asking.append((answers, nodes))
-            asked.append(Asked(rows, places, request.sampling, noise, answers.cells[own]))
+            asked.append(Asked(rows, places, request.sampling, noise, np.array([answers.cells[i] for i in nodes])))
         for (answers, nodes), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
             answers.know(nodes, codes[:, 0])
 
@@ -328,9 +328,8 @@ class Scheduler:
     def _arrange(self) -> None:
         """Count the rows of the active requests."""
         self._rows: dict[Request, slice] = {}
-        self._padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
-        self._columns = numbered(self._padding, 0)
-        self._prefixes: Ints = np.array([len(row.embeds) for request in self.active for row in request.rows], np.int64)
+        padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
+        self._padding = padding if padding.any() else padding[:, :0]
         first = 0
         for request in self.active:
             self._rows[request] = slice(first, first + len(request.rows))

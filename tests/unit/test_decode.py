@@ -311,13 +311,13 @@ def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.numbered
-    patch.setattr(scheduler, "numbered", lambda hidden, past_length: right(np.zeros_like(hidden), past_length))
+    right = scheduler.show_committed
+    patch.setattr(scheduler, "show_committed", lambda mask, lengths, padding: right(mask, lengths, padding[:, :0]))
 
 
 def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.numbered
-    patch.setattr(scheduler, "numbered", lambda hidden, past_length: right(hidden, past_length) - 1)
+    right = scheduler.show_committed
+    patch.setattr(scheduler, "show_committed", lambda mask, lengths, padding: right(mask, lengths + 1, padding))
 
 
 def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
