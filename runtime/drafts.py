@@ -154,9 +154,8 @@ class Request:
     @property
     def columns(self) -> int:
         """Columns of a cache for prefix and image, whatever method draws it."""
-        prefix = max(len(row.embeds) for row in self.rows)
         fronts = (MOST_FRONT if isinstance(method, RowParallel) else nodes_of(method) for method in self.methods)
-        return prefix + self.raster.tokens + max(fronts) * (1 + (self.raster.row_end is not None)) + 2
+        return max(self.prefixes) + self.raster.tokens + max(fronts) * (1 + (self.raster.row_end is not None)) + 2
 
 
 @dataclass

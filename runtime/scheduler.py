@@ -67,7 +67,6 @@ class Scheduler:
         self._fronts = RowFronts(model.most_nodes)
         self._sources: dict[str, Drafts] = {"ar": self._plain, "sjd": self._windows, "rows": self._fronts}
         self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
-        self._places: Ints = np.arange(model.positions)
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
@@ -218,11 +217,12 @@ class Scheduler:
             tokens[rows, :count] = laid.tokens
             attention_mask[rows, :count, past_length : past_length + count] = laid.ancestors
             for row, prefix in enumerate(request.prefixes, rows.start):
-                self._places[prefix + place :].take(laid.depths, 0, positions[row, :count], "clip")
+                positions[row, :count] = laid.depths + (prefix + place)
             if isinstance(tree, Front):
                 seen = tree.sees(tree.order)  # [nodes, entries]
                 for row, prefix in enumerate(request.prefixes, rows.start):
                     attention_mask[row, :count, prefix : prefix + len(tree.order)] &= seen
+        positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
     def _first_cell(self, request: Request, tree: DraftTree | Front) -> int:
