@@ -58,12 +58,12 @@ class AsyncPipeline:
         Streams still give the steps that they have, but no pictures.
         """
         self._closed, loop = True, asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._checks.shutdown)  # who came before is there
         await loop.run_in_executor(None, self.service.close, drain)
         while self._callers:  # their pictures are still to be decoded
             self._alone.clear()
             await self._alone.wait()
-        for pool in (self._workers, self._checks):
-            await loop.run_in_executor(None, pool.shutdown)
+        await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
 
     async def generate(self, prompts: Any = None, **options: Any) -> Result:

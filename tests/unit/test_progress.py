@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,9 +29,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines at once instead of after seconds."""
+    """Lines at once instead of after seconds, and each thing lasts until the next line is said."""
     monkeypatch.setattr(console, "QUIET", 0.001)
     monkeypatch.setattr(console, "EVERY", 0.001)
+    said, show, say = threading.Event(), _Lines.show, console.say
+
+    def shows(shown: _Lines, what: str, done: int = 0, total: int = 0) -> None:
+        new = what not in shown.first
+        show(shown, what, done, total)
+        said.clear()
+        assert not new or said.wait(30), what
+
+    def says(line: str) -> None:
+        say(line)
+        if threading.current_thread().name == "progress":
+            said.set()
+
+    monkeypatch.setattr(_Lines, "show", shows)
+    monkeypatch.setattr(console, "say", says)
 
 
 def lines(unit: str = "count", seconds: float | None = None) -> _Lines:

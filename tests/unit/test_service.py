@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.scheduler import Scheduler
-from lantern_rt.service import Service
+from lantern_rt.service import Service, Ticket
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", "auto"]
@@ -41,9 +41,10 @@ def service(pipe: Pipeline) -> Iterator[Service]:
 
 
 class Caller:
-    """What a listener hears."""
+    """What a listener hears; while `busy()`, the service's thread is kept in it, and all passes wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
+        self.busy = busy
         self.steps: list[StreamStep] = []
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -55,6 +56,9 @@ class Caller:
             self.steps.append(news)
         if self.error is not None or self.steps[-1].stats is not None:
             self.done.set()
+        latest = time.monotonic() + 30  # a test that failed ends, too
+        while self.busy() and time.monotonic() < latest:
+            time.sleep(0.001)
 
     def last(self) -> StreamStep:
         assert self.done.wait(60)
@@ -109,9 +113,10 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
     step = Scheduler.step
     monkeypatch.setattr(Scheduler, "step", lambda own: (active.append(len(own.active)), step(own))[1])
     with Service(pipe, together=4) as service:
-        callers = [Caller() for _ in range(6)]
+        callers = [Caller(lambda: len(tickets) < 6) for _ in range(6)]
+        tickets: list[Ticket] = []
         for i, caller in enumerate(callers):
-            service.submit(caller, "red cube", seed=i, method="ar")
+            tickets.append(service.submit(caller, "red cube", seed=i, method="ar"))
         for caller in callers:
             caller.last()
     assert max(active) == 4
@@ -119,7 +124,8 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
     with Service(pipe, together=2, waiting=1) as service:
-        callers = [Caller() for _ in range(3)]
+        asking = True
+        callers = [Caller(lambda: asking) for _ in range(3)]
         for i, caller in enumerate(callers):
             service.submit(caller, "red cube", seed=i, method="ar")
         with pytest.raises(BusyError, match=r"found 3 images before this one; try again in about \d+ s") as busy:
@@ -127,6 +133,7 @@ def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
         assert busy.value.seconds >= 1
         with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
             service.submit(Caller(), "red cube", num_images=4)
+        asking = False
         for caller in callers:
             caller.last()
         again = Caller()
@@ -147,13 +154,15 @@ def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service)
 
 
 def test_who_leaves_is_forgotten_within_a_pass(service: Service) -> None:
-    heard, staying = Caller(), Caller()
+    leaving = False
+    heard, staying = Caller(lambda: not leaving), Caller()
     ticket = service.submit(heard, "red cube", num_images=4, method="eagle:tree=chain-3")
     service.submit(staying, "green cube", seed=1, method="ar")
     while not heard.steps:
         time.sleep(0.001)
     ticket.cancel()
     ticket.cancel()
+    leaving = True
     staying.last()
     left_alone(service)
     assert heard.steps[-1].stats is None
@@ -247,7 +256,8 @@ def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> No
 
 def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipeline) -> None:
     for drain in (True, False):
-        service, callers = Service(pipe, together=1), [Caller() for _ in range(3)]
+        service = Service(pipe, together=1)
+        callers = [Caller(lambda own=service: own.open) for _ in range(3)]
         for caller in callers:
             service.submit(caller, "red cube", method="ar")
         service.close(drain)
@@ -305,7 +315,7 @@ def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pi
             steps = pipeline.stream("green cube", seed=3, method="ar")
             first = await anext(steps)
             generating = asyncio.create_task(pipeline.generate("red cube", seed=1, num_images=2, method="ar"))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # it has come, and perhaps not been checked yet
             await pipeline.close(drain)
             with pytest.raises(RequestError, match="closed"):
                 await pipeline.image(first, 0)
