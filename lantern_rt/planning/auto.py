@@ -153,6 +153,8 @@ class Chooser:
 
     def give_back(self, images: int, settings: Settings, race: Race) -> None:
         """Keep what a race has found, for good once it is decided."""
+        if race.settled:
+            return
         situation = self._situation_of(images, settings)
         self._races[situation] = tuple(race.timed.values())
         tuning, key = read_tuning(self.bundle.digest), str(situation)

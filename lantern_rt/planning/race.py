@@ -67,6 +67,7 @@ class Race:
         self._known = {Ar(): 1.0, **known}
         self._passes = 0
         self.method, self.decided = self._next()
+        self.settled = False  # by what is known, not by what was timed
         self._described: tuple[Exact | None, bool, str] = (None, False, "")
 
     @property
@@ -82,7 +83,7 @@ class Race:
 
     def settle(self, method: MethodConfig) -> None:
         """Draw by one of the methods from now on."""
-        self.method, self.decided = next(one for one in self.methods if one == method), True
+        self.method, self.decided, self.settled = next(one for one in self.methods if one == method), True, True
 
     def describe(self) -> str:
         """One line that says what runs and why; asked after every pass."""

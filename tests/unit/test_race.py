@@ -12,7 +12,7 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sjd
 from lantern_rt.planning.race import TREES, WINDOWS, Race
-from lantern_rt.planning.store import Tuning, read_tuning, write_tuning
+from lantern_rt.planning.store import Choice, Tuning, forget_tuning, read_tuning, write_tuning
 from lantern_rt.requests import resolve_settings
 from lantern_rt.runtime.tree_names import named_tree
 
@@ -143,3 +143,21 @@ def test_images_drawn_during_a_race_are_those_of_ar_and_its_result_is_kept(tmp_p
     race = pipe.chooser.race(1, resolve_settings(pipe.bundle.manifest, {"method": "auto"}))  # a service's, say
     assert (race.decided, race.method) == (True, choice.method)
     assert race.describe() == f"auto: {choice.method}, found to be the fastest here before"
+
+
+def test_a_race_that_another_process_decided_meanwhile_keeps_nothing(tmp_path: Path) -> None:
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
+    asked, digest = resolve_settings(pipe.bundle.manifest, {"method": "auto"}), pipe.bundle.digest
+    race = pipe.chooser.race(1, asked)
+    Host(GIVES, CPU).run(race, 12)
+    pipe.chooser.give_back(1, asked, race)
+    choice = Choice(method=Sjd(window=31), speed_up=1.5, found="while drawing")  # not timed here yet
+    (situation,) = read_tuning(digest).races
+    write_tuning(Tuning(bundle_digest=digest, choices={situation: choice}))
+    later = pipe.chooser.race(1, asked)
+    assert (later.decided, later.method) == (True, choice.method)
+    pipe.chooser.give_back(1, asked, later)
+    assert read_tuning(digest).choices == {situation: choice}
+    forget_tuning(digest)  # by `tune --reset`
+    pipe.chooser.give_back(1, asked, later)
+    assert not read_tuning(digest).choices

@@ -1,0 +1,100 @@
+"""Tasks of an event loop get what the pipeline gives alone, and free their places when they are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt.asynchronous import AsyncPipeline
+
+
+@pytest.fixture(scope="module")
+def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
+
+
+def same(one: Result, other: Result) -> bool:
+    pairs = zip(one.codes, other.codes, strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs) and [a.tobytes() for a in one.images] == [
+        b.tobytes() for b in other.images
+    ]
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, 120))
+
+
+def test_tasks_get_what_the_pipeline_gives(pipe: Pipeline, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, together=3) as pipeline:
+            methods = {"red cube": "auto", "a green sphere": "ar", "red sphere": "eagle:tree=chain-3"}
+            asked = [{"prompts": one, "seed": 0, "method": method} for one, method in methods.items()]
+            results = await asyncio.gather(*(pipeline.generate(**request) for request in asked))
+            for result, request in zip(results, asked, strict=True):
+                alone = pipe(**request)
+                assert same(result, alone)
+                assert (result.seeds, result.prompts) == (alone.seeds, alone.prompts)
+            steps = [step async for step in pipeline.stream("red cube", seed=5)]
+            assert np.array_equal(steps[-1].codes[0], pipe("red cube", seed=5).codes[0])
+            assert (await pipeline.image(steps[0], 0)).size == results[0].images[0].size
+            with pytest.raises(RequestError, match="magic"):
+                await pipeline.generate("red cube", method="magic")
+        with pytest.raises(RequestError, match="closed"):
+            await pipeline.generate("red cube")
+
+    run(main())
+
+
+def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pipeline) -> None:
+    async def main() -> None:
+        for drain in (True, False):
+            pipeline = AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=2)
+            await pipeline.generate("red cube", method="ar")
+            steps = pipeline.stream("green cube", seed=3, method="ar")
+            first = await anext(steps)
+            generating = asyncio.create_task(pipeline.generate("red cube", seed=1, num_images=2, method="ar"))
+            await asyncio.sleep(0)  # it has come, and perhaps not been checked yet
+            await pipeline.close(drain)
+            with pytest.raises(RequestError, match="closed"):
+                await pipeline.image(first, 0)
+            if drain:
+                assert len((await generating).images) == 2
+                assert [step async for step in steps][-1].stats is not None
+            else:
+                await asyncio.gather(generating, return_exceptions=True)
+
+    run(main())
+
+
+def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
+    async def main() -> None:
+        pipeline, rng = AsyncPipeline(pipe, together=3), random.Random(0)
+        expected = pipe("red cube", seed=1).codes[0]
+
+        async def impatient(i: int) -> None:
+            async for step in pipeline.stream("green cube", seed=i, num_images=2, method="eagle:tree=chain-3"):
+                if rng.random() < 0.3:
+                    break
+                assert step.total
+
+        for _ in range(3):
+            tasks = [asyncio.create_task(impatient(i)) for i in range(8)]
+            patient = asyncio.create_task(pipeline.generate("red cube", seed=1))
+            await asyncio.sleep(rng.random() * 0.05)
+            for task in rng.sample(tasks, 5):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert np.array_equal((await patient).codes[0], expected)
+        while pipeline.service.images:
+            await asyncio.sleep(0.005)
+        await asyncio.get_running_loop().run_in_executor(None, pipeline.service.close)
+
+    run(main())
