@@ -2,7 +2,7 @@
 
 Where nothing may be given away, exact methods race on the picture itself, see `race.py`. Relaxed methods change the
 picture and so cannot: they are planned from acceptance statistics, which depend on the model and not on the host, and a
-two-second probe of this host's passes. Where that does not promise a gain by one, exact methods race.
+three-second probe of this host's passes. Where that does not promise a gain by one, exact methods race.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import LanternError, OutputError
 from ..methods import PARAMETERS, Ar, Auto, MethodConfig, Sjd
 from ..requests import Settings, resolve_settings
 from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
-from .costs import HostCosts, measure_costs, with_overhead
+from .costs import RELAXED_WINDOW, HostCosts, measure_costs, with_overhead
 from .race import Exact, Race, Timed
 from .store import Choice, Situation, Tuning, ignore_choice, read_tuning, write_tuning
 from .tree_search import best_plan
@@ -29,7 +29,7 @@ from .tree_search import best_plan
 if TYPE_CHECKING:
     from ..engines.loader import Engines
 
-PROBE_SECONDS = 2.0
+PROBE_SECONDS = 3.0
 MOST_PREDICTED = 256  # situations that are remembered: services are asked for budgets of all sizes
 PROBE_MARGIN = 1.15  # what is only predicted must promise this much over plain decoding
 Decode = Callable[[Settings], Iterator[object]]
@@ -196,8 +196,12 @@ class Chooser:
             costs = self._probed.get(rows) or tuning.probes.get(key)
             if costs is None:
                 target, drafter = self.engines.target, self.engines.drafter
-                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS / 2)
-                costs = with_overhead(costs, lambda method: decode(replace(settings, method=method)), PROBE_SECONDS / 2)
+                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS * 2 / 3)
+
+                def steps(method: MethodConfig) -> Iterator[object]:
+                    return decode(replace(settings, method=method))
+
+                costs = with_overhead(costs, steps, PROBE_SECONDS / 3, window=RELAXED_WINDOW)
                 if costs.steady:
                     self._keep(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
             self._probed[rows] = costs

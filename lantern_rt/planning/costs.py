@@ -22,7 +22,12 @@ from .intervals import BELIEVED, FEWEST, spread, time_in_rounds
 
 NODES = (2, 4, 8, 16, 32, 64)  # a pass never has fewer than two nodes
 FIRST_STEPS = 3  # left out: the prefill, and passes whose shapes are new
-PROBE_WINDOW, PROBE_CHAIN = 7, 4
+# Seconds that passes of one size go on: the first ones find the caches full of what others read. After one over 64
+# nodes and one of the drafter, 2 nodes of `scenes` took 1.98 ms; the fastest of 6 passes 1.70, of 10 no less (measured
+# here).
+TURN = 0.01
+EXACT_WINDOW, PROBE_CHAIN = Sjd(window=7), 4
+RELAXED_WINDOW = Sjd(window=7, omega=1.5, anneal=0.5)  # whose tokens take more work
 AS_BEFORE = 0.7  # of what its pass alone took before, a step takes at least: early in an image it reads a shorter past
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
@@ -103,10 +108,10 @@ def measure_costs(
             start = time.perf_counter()
             jobs[-1]()  # takes memory for a new shape, so that it counts only where there is nothing better
             firsts.append(time.perf_counter() - start)
-        spent = time.perf_counter() - began
-        if (nodes > NODES[0] and (FEWEST + 1) * spent > seconds) or time.monotonic() > deadline:
+        spent, round_seconds = time.perf_counter() - began, sum(max(TURN, first) for first in firsts)
+        if (nodes > NODES[0] and spent + FEWEST * round_seconds > seconds) or time.monotonic() > deadline:
             break
-    times = time_in_rounds(jobs, seconds - spent, deadline)
+    times = time_in_rounds(jobs, seconds - spent, deadline, turn=TURN)
     known = [own or [first] for own, first in zip(times, firsts, strict=True)]
     costs = [rising_medians(dict(zip(NODES, known[i :: len(makers)], strict=False))) for i in range(len(makers))]
     steady = all(spread(own) <= BELIEVED for own in times)
@@ -160,24 +165,25 @@ def with_overhead(
     decode: Callable[[MethodConfig], Iterator[object]],
     seconds: float,
     deadline: float = math.inf,
+    window: Sjd = EXACT_WINDOW,
 ) -> HostCosts:
-    """The costs with what a step, a token of a window and a drafter pass take outside the engines.
+    """The costs with what a step, a token of a window like this one and a drafter pass take outside the engines.
 
     decode: one request, step by step, with a method. Takes about `seconds`; past `deadline` nothing is added.
     """
-    methods: list[MethodConfig] = [Ar(), Sjd(window=PROBE_WINDOW)]
+    methods: list[MethodConfig] = [Ar(), window]
     if costs.drafter is not None:
         methods.append(Eagle(tree=f"chain-{PROBE_CHAIN}"))
     steps = [partial(next, _endless(decode, method)) for method in methods]
     times = time_in_rounds(steps, seconds, deadline, FIRST_STEPS)
     if not all(times):
         return replace(costs, steady=False)
-    plain, window, *chain = map(statistics.median, times)
+    plain, jacobi, *chain = map(statistics.median, times)
     costs = replace(costs, step=max(0.0, plain - pass_seconds(costs.target, 2)))
-    redraft = max(0.0, window - costs.window_seconds(PROBE_WINDOW)) / PROBE_WINDOW
+    redraft = max(0.0, jacobi - costs.window_seconds(window.window)) / window.window
     level = max(0.0, chain[0] - costs.tree_seconds(PROBE_CHAIN + 1, [1] * PROBE_CHAIN)) / PROBE_CHAIN if chain else 0.0
-    passes = pass_seconds(costs.target, 2), pass_seconds(costs.target, PROBE_WINDOW + 1)
-    as_before = all(step > AS_BEFORE * alone for step, alone in zip((plain, window), passes, strict=True))
+    passes = pass_seconds(costs.target, 2), pass_seconds(costs.target, window.window + 1)
+    as_before = all(step > AS_BEFORE * alone for step, alone in zip((plain, jacobi), passes, strict=True))
     steady = costs.steady and as_before and all(spread(own) <= BELIEVED for own in times)
     return replace(costs, level=level, redraft=redraft, steady=steady)
 
