@@ -196,12 +196,12 @@ class Chooser:
             costs = self._probed.get(rows) or tuning.probes.get(key)
             if costs is None:
                 target, drafter = self.engines.target, self.engines.drafter
-                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS * 2 / 3)
+                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS * 5 / 6)
 
                 def steps(method: MethodConfig) -> Iterator[object]:
                     return decode(replace(settings, method=method))
 
-                costs = with_overhead(costs, steps, PROBE_SECONDS / 3, window=RELAXED_WINDOW)
+                costs = with_overhead(costs, steps, PROBE_SECONDS / 6, window=RELAXED_WINDOW)
                 if costs.steady:
                     self._keep(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
             self._probed[rows] = costs

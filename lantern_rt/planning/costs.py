@@ -23,8 +23,7 @@ from .intervals import BELIEVED, FEWEST, spread, time_in_rounds
 NODES = (2, 4, 8, 16, 32, 64)  # a pass never has fewer than two nodes
 FIRST_STEPS = 3  # left out: the prefill, and passes whose shapes are new
 # Seconds that passes of one size go on: the first ones find the caches full of what others read. After one over 64
-# nodes and one of the drafter, 2 nodes of `scenes` took 1.98 ms; the fastest of 6 passes 1.70, of 10 no less (measured
-# here).
+# nodes and one of the drafter, 2 nodes of `scenes` took 1.98 ms, and 1.70 from the sixth on (measured here).
 TURN = 0.01
 EXACT_WINDOW, PROBE_CHAIN = Sjd(window=7), 4
 RELAXED_WINDOW = Sjd(window=7, omega=1.5, anneal=0.5)  # whose tokens take more work

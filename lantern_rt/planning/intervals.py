@@ -45,24 +45,24 @@ def time_in_rounds(
 ) -> list[list[float]]:
     """Seconds of runs of each job, in rounds over all of them: what disturbs the host hits all alike.
 
-    In a round a job runs again and again for `turn` seconds, at least once, and its fastest run counts: the first ones
-    find the caches full of what others read. Rounds go on for `seconds`, at least `FEWEST`; from half of the time on
-    they end when every median is known as well as is wanted, so that no passing disturbance is all that was seen. No
-    run begins past `deadline`, of `time.monotonic`. The first `untimed` rounds do not count.
+    In a round a job runs again and again for `turn` seconds, at least once, and the later half of its runs counts: the
+    first ones find the caches full of what others read. Rounds go on for `seconds`, at least `FEWEST`; from half of the
+    time on they end when every median is known as well as is wanted, so that no passing disturbance is all that was
+    seen. No run begins past `deadline`, of `time.monotonic`. The first `untimed` rounds do not count.
     """
     times: list[list[float]] = [[] for _ in jobs]
-    began = time.perf_counter()
+    began, rounds = time.perf_counter(), -untimed
     while True:
         for job, own in zip(jobs, times, strict=True):
             until, took = time.perf_counter() + turn, list[float]()
             while not took or time.perf_counter() < until:
                 if time.monotonic() > deadline:
-                    return [each[untimed:] for each in times]
+                    return times
                 start = time.perf_counter()
                 job()
                 took.append(time.perf_counter() - start)
-            own.append(min(took))
-        counted, spent = [own[untimed:] for own in times], time.perf_counter() - began
-        wanted = spent > seconds / 2 and all(spread(own) <= WANTED for own in counted)
-        if len(counted[0]) >= FEWEST and (wanted or spent > seconds):
-            return counted
+            own += took[len(took) // 2 :] if rounds >= 0 else ()
+        rounds, spent = rounds + 1, time.perf_counter() - began
+        wanted = spent > seconds / 2 and all(spread(own) <= WANTED for own in times)
+        if rounds >= FEWEST and (wanted or spent > seconds):
+            return times
