@@ -118,7 +118,7 @@ class Pipeline:
         self.engines.load_all()
         if self.bundle.manifest.neighbors:
             self.bundle.neighbors()
-        measure_costs(self.bundle.manifest, *self.decoders(), rows=2, seconds=0.0)
+        measure_costs(self.bundle.manifest, *self.decoders(), rows=2, seconds=0.0, deadline=0.0)  # one pass of each
         _LOG.info("warmed up bundle %s", self.bundle.manifest.name)
 
     @property
