@@ -29,20 +29,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines at once instead of after seconds, and each thing lasts until the next line is said."""
+    """Lines at once instead of after seconds, and each thing lasts until a line has said it."""
     monkeypatch.setattr(console, "QUIET", 0.001)
     monkeypatch.setattr(console, "EVERY", 0.001)
-    said, show, say = threading.Event(), _Lines.show, console.say
+    said, things, show, say = threading.Event(), [""], _Lines.show, console.say
 
     def shows(shown: _Lines, what: str, done: int = 0, total: int = 0) -> None:
         new = what not in shown.first
-        show(shown, what, done, total)
+        things.append(what)
         said.clear()
+        show(shown, what, done, total)
         assert not new or said.wait(30), what
 
     def says(line: str) -> None:
         say(line)
-        if threading.current_thread().name == "progress":
+        if threading.current_thread().name == "progress" and line.startswith(f"{things[-1]}:"):
             said.set()
 
     monkeypatch.setattr(_Lines, "show", shows)
