@@ -46,9 +46,10 @@ def time_in_rounds(
     """Seconds of runs of each job, in rounds over all of them: what disturbs the host hits all alike.
 
     In a round a job runs again and again for `turn` seconds, at least once, and the later half of its runs counts: the
-    first ones find the caches full of what others read. Rounds go on for `seconds`, at least `FEWEST`; from half of the
-    time on they end when every median is known as well as is wanted, so that no passing disturbance is all that was
-    seen. No run begins past `deadline`, of `time.monotonic`. The first `untimed` rounds do not count.
+    first ones find the caches full of what others read. (Those of a turn are alike, so intervals come out narrow.)
+    Rounds go on for `seconds`, at least `FEWEST`; from half of the time on they end when every median is known as well
+    as is wanted, so that no passing disturbance is all that was seen. No run begins past `deadline`, of
+    `time.monotonic`. The first `untimed` rounds do not count.
     """
     times: list[list[float]] = [[] for _ in jobs]
     began, rounds = time.perf_counter(), -untimed

@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from idle_service import left_alone
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, Result
 from lantern_rt.asynchronous import AsyncPipeline
+
+PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
+METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5"]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +39,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def test_tasks_get_what_the_pipeline_gives(pipe: Pipeline, tmp_path: Path) -> None:
     async def main() -> None:
         async with await AsyncPipeline.from_bundle(pipe.bundle, threads=1, together=3) as pipeline:
-            methods = {"red cube": "auto", "a green sphere": "ar", "red sphere": "eagle:tree=chain-3"}
-            asked = [{"prompts": one, "seed": 0, "method": method} for one, method in methods.items()]
+            asked = [{"prompts": prompt, "seed": i, "method": METHODS[i]} for i, prompt in enumerate(PROMPTS)]
             results = await asyncio.gather(*(pipeline.generate(**request) for request in asked))
             for result, request in zip(results, asked, strict=True):
                 alone = pipe(**request)
@@ -93,8 +96,7 @@ def test_cancelled_tasks_free_their_places(pipe: Pipeline) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert np.array_equal((await patient).codes[0], expected)
-        while pipeline.service.images:
-            await asyncio.sleep(0.005)
+        await asyncio.get_running_loop().run_in_executor(None, left_alone, pipeline.service)
         await asyncio.get_running_loop().run_in_executor(None, pipeline.service.close)
 
     run(main())

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from idle_service import left_alone
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
@@ -41,7 +41,7 @@ class Caller:
     """What a listener hears; while `busy()`, the service's thread is kept in it, and all passes wait."""
 
     def __init__(self, busy: Callable[[], bool] = lambda: False) -> None:
-        self.busy = busy
+        self.busy, self.latest = busy, time.monotonic() + 30  # a test that failed ends, too
         self.steps: list[StreamStep] = []
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -53,23 +53,13 @@ class Caller:
             self.steps.append(news)
         if self.error is not None or self.steps[-1].stats is not None:
             self.done.set()
-        latest = time.monotonic() + 30  # a test that failed ends, too
-        while self.busy() and time.monotonic() < latest:
+        while self.busy() and time.monotonic() < self.latest:
             time.sleep(0.001)
 
     def last(self) -> StreamStep:
         assert self.done.wait(60)
         assert self.error is None
         return self.steps[-1]
-
-
-def left_alone(service: Service) -> None:
-    """Wait until the service is done with everybody."""
-    deadline = time.monotonic() + 30
-    while service.images and time.monotonic() < deadline:
-        time.sleep(0.005)
-    held: dict[str, Any] = vars(service)
-    assert (service.images, held["_tickets"], held["_scheduler"].busy) == (0, {}, False)
 
 
 def test_every_caller_gets_the_images_that_the_pipeline_gives_alone(pipe: Pipeline, service: Service) -> None:
