@@ -168,7 +168,7 @@ class TreeStructure:
     """
 
     depths: Ints
-    children: list[list[int]]
+    children: tuple[tuple[int, ...], ...]
     ancestors: Bools
     leaf_rank: Ints
     chain: bool
@@ -205,7 +205,7 @@ class Front:
     def structure(self) -> TreeStructure:
         """What nodes see of each other, and themselves. `depths` are their cells."""
         seen = self.sees(self.cells) & (self.counts > 0) | np.eye(self.nodes, dtype=bool)
-        return TreeStructure(self.cells, [], seen, self.cells, False)
+        return TreeStructure(self.cells, (), seen, self.cells, False)
 
     def sees(self, cells: Ints) -> Bools:
         """Which of these cells each node may see, bool `[nodes, cells]`; those of rows above as far as the window."""
@@ -237,4 +237,5 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
         for siblings in children:
             siblings.sort(key=rank.__getitem__)
     chain = depths == list(range(len(depths)))
-    return TreeStructure(np.array(depths, np.int64), children, ancestors, np.array(rank, np.int64), chain)
+    below_each = tuple(map(tuple, children))  # of tuples nothing is left for the garbage collector to walk through
+    return TreeStructure(np.array(depths, np.int64), below_each, ancestors, np.array(rank, np.int64), chain)

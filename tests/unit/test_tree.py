@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -170,9 +171,20 @@ def test_leaf_ranks_are_those_of_the_first_leaf_below_and_order_siblings(parents
     for node in range(tree.nodes):
         below = [rank for rank, leaf in enumerate(leaves) if node in tree.path_to(leaf)]
         assert tree.structure.leaf_rank[node] == min(below)
-        assert sorted(tree.structure.children[node]) == plain.structure.children[node]
+        assert tuple(sorted(tree.structure.children[node])) == plain.structure.children[node]
         ranks = [int(tree.structure.leaf_rank[child]) for child in tree.structure.children[node]]
         assert ranks == sorted(ranks)
+
+
+def test_shapes_that_are_remembered_are_an_object_each_for_the_garbage_collector() -> None:
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects()
+    shapes = [DraftTree(np.zeros(33, np.int64), np.array([-1, *([0] * n), *range(32 - n)])).structure for n in range(9)]
+    assert len({id(one) for one in shapes}) == len(shapes)
+    assert objects() - before <= 2 * len(shapes)
 
 
 # ---------------------------------------------------------------- names and files
