@@ -40,7 +40,7 @@ class RequestStep(NamedTuple):
 
     request: its index. codes may run past the image's end in the last step; `committed` counts those that belong to it.
     tree and acceptance are None for the prefill, `ar` and `rows`. drawn: cells and codes of a pass that did not draw
-    just the next ones.
+    just the next ones; front: nodes it took for them.
     """
 
     request: int
@@ -49,6 +49,7 @@ class RequestStep(NamedTuple):
     tree: DraftTree | None = None
     acceptance: Acceptance | None = None
     drawn: tuple[Ints, Ints] | None = None
+    front: int = 0
 
 
 class Scheduler:
@@ -182,7 +183,7 @@ class Scheduler:
             how: tuple[Any, ...] = ()
             if isinstance(tree, Front):
                 codes, kept, (cells, drawn) = self._fronts.take(request, tree, answers.draw(tree.drawn))
-                how = (None, None, (cells, drawn))
+                how = (None, None, (cells, drawn), tree.nodes)
             else:
                 accepted = self._accept(request, tree, answers)
                 kept, how = laid[request].kept(accepted.path), () if source is self._plain else (tree, accepted)

@@ -24,6 +24,7 @@ from ..planning.store import forget_tuning
 from ..planning.tree_search import speed_by_nodes
 from ..requests import resolve_settings
 from ..runner import subjects_of
+from ..tuning.judged import read_judged
 from ..tuning.measure import Measurement, describe
 from ..tuning.pictures import Decoders
 from ..tuning.tune import tune as measure
@@ -33,6 +34,7 @@ from .options import BundleName, Embeddings, Force, Json, Prompts, Running
 EXAMPLES = """
 lantern-rt tune scenes
 lantern-rt tune scenes --quality balanced --minutes 10
+lantern-rt tune scenes --quality fast --evaluation eval-scenes/eval.json
 lantern-rt tune bundles/llamagen-b --images 8 --quality TVD=0.1 --json
 """
 _MOST_MINUTES = 24 * 60.0
@@ -73,6 +75,10 @@ def tune(
         Path | None,
         typer.Option(help="Also write the statistics found, for a bundle to bring along; adds to those found before."),
     ] = None,
+    evaluation: Annotated[
+        Path | None,
+        typer.Option(help="The eval.json of lantern-rt eval: budgets decide by what it found of images, where it did."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw costs of passes and expected speed by size of a draft, a .png file.")
     ] = None,
@@ -84,7 +90,7 @@ def tune(
 ) -> None:
     """Measure what method and image decoder suit this host best, and keep that. Best with nothing else running."""
     if reset:
-        if any(option is not None for option in (prompts, embeddings, temperature, acceptance_statistics, plot)):
+        if any(one is not None for one in (prompts, embeddings, temperature, acceptance_statistics, evaluation, plot)):
             raise RequestError("reset: measures nothing; leave out what measuring takes")
         _reset(bundle, json)
         return
@@ -95,18 +101,19 @@ def tune(
     asked = {"method": "auto", "quality": quality, "temperature": temperature}
     settings = resolve_settings(opened.manifest, asked)
     subjects = subjects_of(opened, prompts, embeddings=embeddings)
+    judged = {} if evaluation is None else read_judged(evaluation, opened, settings)
     earlier = () if acceptance_statistics is None else _earlier(acceptance_statistics, opened.manifest, force)
     if plot is not None:
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
     pipeline = running.load(opened, settings)
     with progress(seconds=60 * minutes) as show:
-        found = Measurement(pipeline, subjects, images, settings, show)
+        found = Measurement(pipeline, subjects, images, settings, show, judged)
         pictures = running.provider is None and running.engines is None  # else it is said what runs them
         choice, doubt, finalists, decoders, path = measure(found, minutes, pictures)
     if acceptance_statistics is not None:
         entries = merge(found.entries, earlier)
-        written = AcceptanceStatistics(format=3, weights=weights_of(opened.manifest), entries=entries)
+        written = AcceptanceStatistics(format=4, weights=weights_of(opened.manifest), entries=entries)
         write_output(acceptance_statistics, (written.model_dump_json(indent=1) + "\n").encode(), True)
     if plot is not None:
         write_output(plot, chart_png(_charts(found)), force)
@@ -200,6 +207,8 @@ def _listed(numbers: Mapping[int, float], kind: str) -> str:
 def _gives(one: MethodStatistics) -> str:
     if one.acceptance_rates:
         return f"first child accepted {one.acceptance_rates[0][0]:.2f}"
+    if one.fronts:
+        return f"tokens a pass by drafts  {_listed({each.drafts: each.tokens_per_pass for each in one.fronts}, '.2f')}"
     return f"tokens a pass by window  {_listed({each.window: each.tokens for each in one.windows}, '.2f')}"
 
 

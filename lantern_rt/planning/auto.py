@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import datetime
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
 from ..errors import LanternError, OutputError
 from ..methods import PARAMETERS, Ar, Auto, MethodConfig, Sjd
 from ..requests import Settings, resolve_settings
-from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, Quality, bundle_statistics, merge
+from .acceptance_statistics import (
+    AcceptanceStatistics,
+    MethodStatistics,
+    bundle_statistics,
+    drafting_aside,
+    merge,
+)
+from .budget import budget_of, given_away
 from .costs import RELAXED_WINDOW, HostCosts, measure_costs, with_overhead
 from .race import Exact, Race, Timed
 from .store import Choice, Situation, Tuning, ignore_choice, read_tuning, write_tuning
@@ -42,38 +48,6 @@ def with_default_method(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name.rstrip("_") for name, value in options.items() if value is not None}
     own = given & {"method", *PARAMETERS} - {"quality"}
     return dict(options) if own else {**options, "method": "auto"}
-
-
-class Budget(NamedTuple):
-    """Bounds on mean total variation per token, and on how far the likelihood may lie from plain decoding's.
-
-    nll_change counts to either side of 1: tokens more likely than the target's own are a departure, too. Where no total
-    variation is measured (`rows`), the likelihood decides alone, and its whole 95 % interval must be within.
-    """
-
-    tvd_per_token: float
-    nll_change: float = float("inf")
-
-    @property
-    def exact(self) -> bool:
-        """Whether nothing may be given away."""
-        return self.tvd_per_token == 0
-
-    def allows(self, method: MethodConfig, *found: Quality) -> bool:
-        """Whether a method stays within the budget, by what was found of the most images.
-
-        What is exact always does: it draws plain decoding's codes, but for rounding.
-        """
-        best = max(found, key=lambda one: one.images)
-        change = abs(best.nll_ratio - 1) + (0.0 if method.measured else 1.96 * best.nll_error)
-        within = best.tvd_per_token <= self.tvd_per_token and change <= self.nll_change
-        return method.exact or (within and not self.exact and (method.measured or math.isfinite(self.nll_change)))
-
-
-def budget_of(method: Auto) -> Budget:
-    """The budget that a quality names."""
-    named = {"strict": Budget(0.0), "balanced": Budget(0.06, 0.02), "fast": Budget(0.15, 0.08)}
-    return named.get(method.quality) or Budget(float(method.quality.partition("=")[2]))
 
 
 class Chooser:
@@ -103,12 +77,15 @@ class Chooser:
         situation = self._situation_of(images, settings)
         if racing and budget_of(settings.method).exact:
             return self._exact(settings)
+        known = known_statistics(manifest, self._brought, tuning, situation.greedy)
         if (choice := tuning.choices.get(str(situation))) is not None:
             gain = f"{choice.method}, speed-up {choice.speed_up:.2f} here"
             gain = "ar, as nothing was faster here" if isinstance(choice.method, Ar) else gain
             reason = f"auto: {gain} {'when tuned' if choice.found == 'tuned' else 'while drawing'} on {choice.date}"
+            key = drafting_aside(choice.method), situation.greedy
+            entry = next((one for one in known if one.key == key and not one.method.exact), None)
+            reason += f"; {given_away(choice.method, entry)}" if entry is not None else ""
         else:
-            known = known_statistics(manifest, self._brought, tuning, situation.greedy)
             if budget_of(settings.method).exact or not known:
                 return self._exact(settings)
             rows = images * (2 if settings.sampling.guided else 1)
@@ -222,19 +199,19 @@ def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, qual
     No plan is of more nodes than were timed: on a slow or busy host those are few, and larger passes may cost anything.
     """
     budget, timed = budget_of(Auto(quality=quality)), max(costs.target)
-    plans = [(best_plan(entry, costs, timed), entry) for entry in entries if budget.allows(entry.method, entry)]
-    plan, entry = max(plans, key=lambda planned: planned[0].rate, default=(None, None))
-    if plan is None or entry is None or not costs.steady or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
+    planned = [(best_plan(entry, costs, timed), entry) for entry in entries]
+    methods = [(plan, entry, entry.method.model_copy(update=plan.drafting)) for plan, entry in planned]
+    kept = [(plan, entry, method) for plan, entry, method in methods if budget.allows(method, entry)]
+    plan, entry, method = max(kept, key=lambda one: one[0].rate, default=(None, None, None))
+    if not (plan and entry and method) or not costs.steady or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
         return None
     choice = Choice(
-        method=entry.method.model_copy(update=plan.drafting),
+        method=method,
         speed_up=plan.rate * costs.plain_seconds,
         tokens_per_forward_pass=plan.tokens,
         tvd_per_token=entry.tvd_per_token,
         nll_ratio=entry.nll_ratio,
     )
-    given = (
-        "" if entry.method.measured else f"; tokens {abs(entry.nll_ratio - 1):.1%} less likely than plain decoding's"
-    )
-    gain = f"{choice.method}, speed-up {choice.speed_up:.2f} by a short probe of this host{given}"
+    given = "" if method.exact else f"; {given_away(method, entry)}"
+    gain = f"{method}, speed-up {choice.speed_up:.2f} by a short probe of this host{given}"
     return choice, f"auto: {gain}; `lantern-rt tune` measures it"

@@ -1,8 +1,8 @@
-"""The static tree, or the window, that gives the most tokens per second, from what was measured and costs.
+"""The static tree, window, or drafts of rows, that gives the most tokens per second, by what was measured and costs.
 
 Trees grow one node at a time, always by the node most likely to be accepted; among all trees met on the way, for
 every limit on depth, the one with the highest rate of tokens wins (as in Sequoia, arXiv 2402.12374, and OPT-Tree,
-arXiv 2406.17276, with measured costs in place of a budget of nodes). Of windows, the best of those measured.
+arXiv 2406.17276, with measured costs in place of a budget of nodes). Of windows and drafts, the best of those measured.
 """
 
 from __future__ import annotations
@@ -23,24 +23,30 @@ Path = tuple[int, ...]
 
 
 class Plan(NamedTuple):
-    """A tree or a window (neither: plain decoding, or rows), tokens that a step should give, and seconds it takes."""
+    """A tree, a window, or drafts of rows (none: plain decoding), tokens that a step should give, and its seconds.
+
+    front: most nodes of a pass of rows.
+    """
 
     paths: tuple[Path, ...]
     tokens: float
     seconds: float
     window: int | None = None
+    drafts: int | None = None
     front: int = 0
 
     @property
     def nodes(self) -> int:
-        """Nodes of a target pass, the root included, or most of them in a front; 1 for plain decoding."""
+        """Nodes of a target pass, the root included, or most of them of rows; 1 for plain decoding."""
         return self.front or 1 + (self.window or len(self.paths))
 
     @property
     def drafting(self) -> dict[str, str | int]:
-        """The parameter that carries it out: `tree` or `window`; empty for plain decoding."""
+        """The parameter that carries it out: `tree`, `window` or `drafts`; empty for plain decoding."""
         if self.window is not None:
             return {"window": self.window}
+        if self.drafts is not None:
+            return {"drafts": self.drafts}
         return {"tree": tree_name(self.paths)} if self.paths else {}
 
     @property
@@ -63,13 +69,14 @@ def speed_by_nodes(found: MethodStatistics, costs: HostCosts) -> dict[int, float
 
 
 def _plans(found: MethodStatistics, costs: HostCosts, most_nodes: int) -> list[Plan]:
-    """Windows, and trees of 2, 3, ... nodes for every limit on depth; of at most so many nodes."""
+    """Windows, drafts, and trees of 2, 3, ... nodes for every limit on depth; of at most so many nodes."""
     windows = [one for one in found.windows if one.window < most_nodes]
     plans = [Plan((), one.tokens, costs.window_seconds(one.window), one.window) for one in windows]
-    if found.fronts is not None and (most := max(found.fronts.passes)) <= most_nodes:
-        passes = sum(found.fronts.passes.values())
-        seconds = sum(costs.front_seconds(nodes) * count for nodes, count in found.fronts.passes.items())
-        plans.append(Plan((), found.fronts.tokens / passes, seconds / passes, front=most))
+    for one in found.fronts:
+        if (most := max(one.passes)) <= most_nodes:
+            seconds = sum(costs.front_seconds(nodes) * count for nodes, count in one.passes.items())
+            each = seconds / sum(one.passes.values())
+            plans.append(Plan((), one.tokens_per_pass, each, drafts=one.drafts, front=most))
     if costs.drafter is not None and found.acceptance_rates:
         rates = np.array(found.acceptance_rates)  # [depth, rank]
         # A child's chance, given its parent: the ranks before it are refused, it is not.

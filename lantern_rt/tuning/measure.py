@@ -6,15 +6,23 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bundle.manifest import Manifest
 from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, RowParallel, Sjd
 from ..pipeline import Pipeline
-from ..planning.acceptance_statistics import Fronts, MethodStatistics, Quality, bundle_statistics, drafting_aside
-from ..planning.auto import budget_of, known_statistics
+from ..planning.acceptance_statistics import (
+    Fronts,
+    Judged,
+    MethodStatistics,
+    Quality,
+    bundle_statistics,
+    drafting_aside,
+)
+from ..planning.auto import known_statistics
+from ..planning.budget import budget_of
 from ..planning.costs import measure_costs, with_overhead
 from ..planning.store import read_tuning
 from ..requests import Settings
@@ -33,6 +41,7 @@ Watch = Callable[[RequestStep], None]
 WINDOWS = (3, 5, 7, 11, 15, 31)
 EXACT_SHARES = 3  # time for what is exact, against that for one relaxation
 ROW_WINDOWS = (8, 6, 5, 4, 3)  # of `rows`, in sixteenths of the grid's columns
+ROW_DRAFTS = (1, 2, 3)  # of every row
 RELAXED_WINDOWS = 3  # windows that a relaxed `sjd` is measured with
 LEAST_PASSES = 32  # of what is exact, if that is less than an image: fewer say little of tokens per pass
 
@@ -64,12 +73,14 @@ def ladders(manifest: Manifest) -> list[list[MethodConfig]]:
 class Drawn:
     """The images of one call, or as much of them as there was time for.
 
-    codes: per image. tokens: that steps gave an image, the prefill left out; none for `ar`. host_seconds: outside the
-    engines, a target pass; None if the call was cut off. likelihoods: per image, if they were computed.
+    codes: per image. tokens: that steps gave an image, the prefill left out; none for `ar`. fronts: nodes and tokens of
+    an image's passes, for `rows`. host_seconds: outside the engines, a target pass; None if the call was cut off.
+    likelihoods: per image, if they were computed.
     """
 
     codes: list[Ints]
     tokens: list[int]
+    fronts: list[tuple[int, int]]
     tvd_per_token: float
     host_seconds: float | None
     likelihoods: list[Likelihood] = field(default_factory=list)
@@ -79,8 +90,9 @@ class Drawn:
 class Measurement:
     """What passes cost, and what methods within the budget give: decoding `images` subjects together.
 
-    settings: sampling, and method `auto` with its quality. entries: methods within the budget. untried: those there was
-    no time for. costs: with the work outside the engines. deadline: of `run`, an instant of `time.monotonic`.
+    settings: sampling, and method `auto` with its quality. judged: what is known of images. entries: methods within the
+    budget. untried: those there was no time for. costs: with the work outside the engines. deadline: of `run`, an
+    instant of `time.monotonic`.
     """
 
     pipeline: Pipeline
@@ -88,6 +100,7 @@ class Measurement:
     images: int
     settings: Settings
     say: Say
+    judged: Mapping[MethodConfig, Judged] = field(default_factory=dict)
     entries: list[MethodStatistics] = field(default_factory=list)
     untried: list[MethodConfig] = field(default_factory=list)
 
@@ -116,7 +129,7 @@ class Measurement:
         rows = self.images * (2 if self.settings.sampling.guided else 1)
         self.costs = measure_costs(manifest, *self.pipeline.decoders(), rows, seconds / 9, self.deadline)
         self.costs = with_overhead(self.costs, self._steps, seconds / 18, self.deadline)
-        exact, climbing = exact_methods(manifest), [] if self.budget.exact else ladders(manifest)
+        exact, climbing = exact_methods(manifest), [] if self.budget.exact else self._ladders()
         self.shares = 2 + EXACT_SHARES * len(exact) + sum(map(len, climbing))  # still to be given away
         self.say("decoding plainly, for comparison")
         self.plain = self._draw(Ar(), self._seconds(2))
@@ -135,6 +148,11 @@ class Measurement:
             climbing = still
         if self.untried:
             self.say(f"no time for {', '.join(map(describe, self.untried))}, or bolder; give more --minutes")
+
+    def _ladders(self) -> list[list[MethodConfig]]:
+        """Relaxed methods; those that were judged each alone, as it is known what they give away."""
+        rungs = [[one for one in rung if one not in self.judged] for rung in ladders(self.pipeline.bundle.manifest)]
+        return [*([method] for method in self.judged), *filter(None, rungs)]
 
     def _seconds(self, shares: int) -> float:
         """How long to measure what takes so many shares of the time that is left."""
@@ -195,14 +213,23 @@ class Measurement:
         return self._entry(method, max(map(mean_tvd, drawn.values())), scores, windows=windows)
 
     def _rows(self, method: RowParallel, seconds: float) -> MethodStatistics | None:
-        """What rows at this distance give away; how many passes they take needs no measuring. None without time."""
-        drawn, manifest = self._draw(method, seconds), self.pipeline.bundle.manifest
-        if not drawn:
+        """What rows at this distance give away, and how many passes they take; without drafts that needs no measuring.
+
+        None without time.
+        """
+        each, manifest = seconds / len(ROW_DRAFTS), self.pipeline.bundle.manifest
+        drawn = {drafts: self._draw(method.model_copy(update={"drafts": drafts}), each) for drafts in ROW_DRAFTS}
+        if not all(drawn.values()):
             return None
         raster = Raster(manifest.codes_per_image, manifest.grid_columns, manifest.row_end)
-        nodes = front_sizes(raster, method.window)
-        fronts = Fronts(tokens=manifest.codes_per_image - 1, passes=dict(sorted(Counter(nodes).items())))
-        return self._entry(method, 0.0, likelihoods(drawn), fronts=fronts)
+        fronts = [_fronts(0, manifest.codes_per_image - 1, front_sizes(raster, method.window))]
+        for drafts, runs in drawn.items():
+            nodes, tokens = zip(
+                *(pair for one in runs if one.host_seconds is not None for pair in one.fronts), strict=True
+            )
+            fronts.append(_fronts(drafts, sum(tokens), nodes))
+        most = max(drawn.values(), key=len)  # the pictures are the same
+        return self._entry(method, 0.0, likelihoods(most), fronts=fronts)
 
     def _entry(self, method: MethodConfig, tvd: float, scores: Sequence[Likelihood], **gives: Any) -> MethodStatistics:
         """The record of a method; a likelihood that was compared on one image counts as 100 % unsure."""
@@ -210,6 +237,7 @@ class Measurement:
         quality = {"tvd_per_token": tvd, "nll_ratio": ratio, "nll_error": error if math.isfinite(error) else 1.0}
         fields = {name: round(value, 5) for name, value in quality.items()}
         found = {"method": method, "greedy": self.situation.greedy, "images": len(scores)}
+        found["judged"] = self.judged.get(drafting_aside(method))
         return MethodStatistics.model_validate({**found, **fields, **gives})
 
     def _draw(self, method: MethodConfig, seconds: float, watch: Watch | None = None) -> list[Drawn]:
@@ -239,7 +267,7 @@ class Measurement:
 
         None: that came too soon.
         """
-        tokens, tvd = list[int](), 0.0
+        tokens, fronts, tvd = list[int](), list[tuple[int, int]](), 0.0
         for passes, step in enumerate(self.pipeline.stream(**request, **self.contender(method).options)):
             for part in step.step.parts:
                 if watch is not None:
@@ -247,17 +275,24 @@ class Measurement:
                 if part.acceptance is not None:
                     tokens.append(len(part.codes))
                     tvd += part.acceptance.realised_tvd
+                if part.drawn is not None:
+                    fronts.append((part.front, len(part.drawn[0])))
             now = time.monotonic()
             if step.stats is None and (now > self.deadline or (now > end and passes >= least)):
                 if passes < least:
                     return None
                 break
         host = None if step.stats is None else step.stats.host_seconds / step.stats.target_passes
-        return Drawn(step.codes, tokens, tvd / sum(map(len, step.codes)), host)
+        return Drawn(step.codes, tokens, fronts, tvd / sum(map(len, step.codes)), host)
 
     def _steps(self, method: MethodConfig) -> Iterator[object]:
         """The first subjects, step by step."""
         return self.pipeline.stream(**self.subjects.request(0, self.images), **self.contender(method).options)
+
+
+def _fronts(drafts: int, tokens: int, nodes: Iterable[int]) -> Fronts:
+    """The record of passes over so many nodes each."""
+    return Fronts(drafts=drafts, tokens=tokens, passes=dict(sorted(Counter(nodes).items())))
 
 
 def likelihoods(runs: Sequence[Run | Drawn]) -> list[Likelihood]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..methods import Ar, MethodConfig
 from ..planning.acceptance_statistics import MethodStatistics, Quality, drafting_aside, merge
-from ..planning.auto import Budget
+from ..planning.budget import Budget
 from ..planning.costs import HostCosts, pass_seconds
 from ..planning.intervals import BELIEVED, FEWEST, WANTED, median_interval, spread
 from ..planning.store import Choice, read_tuning, write_tuning
@@ -171,7 +171,7 @@ def choose(finalists: Sequence[Finalist], budget: Budget, known: Mapping[MethodC
         tvd, ratio, error = choice.tvd_per_token, choice.nll_ratio, finalist.nll_error
         here = Quality(images=finalist.images, tvd_per_token=tvd, nll_ratio=ratio, nll_error=error)
         before = known.get(drafting_aside(entry.method), entry)
-        if finalist.surely_faster and budget.allows(entry.method, here, entry, before):
+        if finalist.surely_faster and budget.allows(choice.method, here, entry, before):
             return choice
     return Choice(method=Ar(), date=datetime.date.today().isoformat())
 

@@ -57,7 +57,7 @@ class Originals:
     def _add_statistics(self) -> None:
         opened = open_bundle(self.bundle)
         entries = [statistics_of(method="eagle"), statistics_of(method="sjd"), statistics_of(method="sjd", omega=2.0)]
-        content = {"format": 3, "weights": weights_of(opened.manifest), "entries": entries}
+        content = {"format": 4, "weights": weights_of(opened.manifest), "entries": entries}
         (self.bundle / "acceptance_statistics.json").write_text(json.dumps(content))
         (self.bundle / "prompts.txt").write_text("red cube\ngreen sphere on sand\n")
         manifest = json.loads((self.bundle / MANIFEST_FILE).read_text())

@@ -195,7 +195,7 @@ def test_auto_predicts_nothing_where_the_host_is_too_busy_and_stores_no_probe(
     assert predicted_choice((entry,), CHEAP, "strict") is not None
     assert predicted_choice((entry,), replace(CHEAP, steady=False), "strict") is None
     pipe, host.cost = Pipeline.from_bundle(folder, threads=1), wild()
-    pipe.chooser._brought = AcceptanceStatistics(format=3, weights=weights_of(pipe.bundle.manifest), entries=(entry,))
+    pipe.chooser._brought = AcceptanceStatistics(format=4, weights=weights_of(pipe.bundle.manifest), entries=(entry,))
     assert pipe("red sphere", quality="fast").settings.method.exact
     assert read_tuning(pipe.bundle.digest).probes == {}
     probes: list[object] = []

@@ -205,7 +205,7 @@ def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sam
         for part in step.parts:
             assert part.tree is not None
             for children in part.tree.structure.children:
-                drafted = part.tree.tokens[children].tolist()
+                drafted = part.tree.tokens[[*children]].tolist()
                 assert len(set(drafted)) == len(drafted) <= 3
 
 

@@ -55,7 +55,7 @@ def true_gain(window: int) -> float:
 def test_a_window_larger_than_any_pass_that_was_timed_is_not_believed(tmp_path: Path, quality: str) -> None:
     pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
     weights = weights_of(pipe.bundle.manifest)
-    pipe.chooser._brought = AcceptanceStatistics(format=3, weights=weights, entries=(entry(),))
+    pipe.chooser._brought = AcceptanceStatistics(format=4, weights=weights, entries=(entry(),))
     settings = pipe("red sphere", quality=quality).settings
     (probe,) = read_tuning(pipe.bundle.digest).probes.values()
     assert probe.steady

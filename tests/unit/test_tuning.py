@@ -25,7 +25,8 @@ from lantern_rt.planning.acceptance_statistics import (
     read_statistics,
     weights_of,
 )
-from lantern_rt.planning.auto import Budget, budget_of, known_statistics, predicted_choice
+from lantern_rt.planning.auto import known_statistics, predicted_choice
+from lantern_rt.planning.budget import Budget, budget_of
 from lantern_rt.planning.costs import HostCosts
 from lantern_rt.planning.store import Choice, Tuning, read_tuning, write_tuning
 from lantern_rt.tuning.measure import WINDOWS, exact_methods, ladders
@@ -120,7 +121,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch:
 
 
 def brings(entries: Any, weights: dict[str, str]) -> AcceptanceStatistics:
-    return AcceptanceStatistics(format=3, weights=weights, entries=tuple(entries))
+    return AcceptanceStatistics(format=4, weights=weights, entries=tuple(entries))
 
 
 def test_a_prediction_needs_a_clear_gain_and_keeps_to_the_budget() -> None:
@@ -180,9 +181,9 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
     [
         ("[]", "expected acceptance statistics; .*make the bundle again"),
         ("{", "expected acceptance statistics"),
-        ('{"format": 1}', "of format 1, expected 3; measure them again"),
+        ('{"format": 1}', "of format 1, expected 4; measure them again"),
         ('{"images": 4, "entries": []}', "`format`: found nothing, expected a value"),
-        ('{"format": 2, "weights": {}, "entries": []}', "of format 2, expected 3; measure them again"),
+        ('{"format": 2, "weights": {}, "entries": []}', "of format 2, expected 4; measure them again"),
         ({"windows": []}, "method sjd needs `windows`"),
         ({"acceptance_rates": [[0.5]]}, "method sjd needs `windows`, and nothing else like it"),
         ({"windows": [{"window": 0, "tokens": 2.0}]}, "`entries.0.windows.0.window`: found 0, expected greater"),
@@ -271,7 +272,7 @@ def test_a_bundle_may_bring_statistics_of_this_format_or_an_older_one(tmp_path: 
     assert "by a short probe" in str(settings.choice)
     add_file(folder, role, '{"format": 2}')
     assert Pipeline.from_bundle(folder, threads=1).chooser._brought is None
-    add_file(folder, role, '{"format": 3}')
+    add_file(folder, role, '{"format": 4}')
     with pytest.raises(BundleError, match="expected acceptance statistics"):
         Pipeline.from_bundle(folder, threads=1)
 

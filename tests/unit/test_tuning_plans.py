@@ -14,7 +14,7 @@ from tree_figures import expected_tokens, slots_per_level
 from lantern_rt.errors import TreeError
 from lantern_rt.methods import Ar, Auto, Eagle, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.planning.acceptance_statistics import Fronts, Quality
-from lantern_rt.planning.auto import budget_of
+from lantern_rt.planning.budget import budget_of
 from lantern_rt.planning.costs import HostCosts, pass_seconds
 from lantern_rt.planning.store import Choice
 from lantern_rt.planning.tree_search import best_plan, speed_by_nodes
@@ -123,11 +123,11 @@ def test_costs_are_lines_between_what_was_measured() -> None:
 def test_rows_are_planned_by_the_nodes_of_all_their_passes() -> None:
     sizes = front_sizes(Raster(16, 4), 2)
     assert (sum(sizes), len(sizes)) == (18, 9)  # 15 tokens, and 3 in place of tokens that first ones of rows wait for
-    fronts = Fronts(tokens=15, passes={nodes: sizes.count(nodes) for nodes in sorted({*sizes})})
-    found = statistics_of(RowParallel(window=2), fronts=fronts, acceptance_rates=())
+    fronts = Fronts(drafts=0, tokens=15, passes={nodes: sizes.count(nodes) for nodes in sorted({*sizes})})
+    found = statistics_of(RowParallel(window=2), fronts=(fronts,), acceptance_rates=())
     costs = HostCosts({2: 1.0, 4: 1.2}, None, 0.1, redraft=0.01)
     plan = best_plan(found, costs)
-    assert (plan.nodes, plan.tokens, plan.drafting) == (max(sizes), 15 / 9, {})
+    assert (plan.nodes, plan.tokens, plan.drafting) == (max(sizes), 15 / 9, {"drafts": 0})
     each = [0.1 + (1.0 if nodes < 3 else 1.1 if nodes == 3 else 1.2) + 0.01 * nodes for nodes in sizes]
     assert plan.seconds == pytest.approx(sum(each) / 9)
     assert best_plan(found, costs, most_nodes=max(sizes) - 1).nodes == 1
