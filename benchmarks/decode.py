@@ -30,7 +30,7 @@ from lantern_rt import LanternError, Pipeline, __version__, open_bundle
 from lantern_rt.engines.host import host_report, processor, read_bandwidth
 from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
-from lantern_rt.planning.costs import HostCosts, PassCost, measure_costs, with_overhead
+from lantern_rt.planning.costs import HostCosts, PassCost, early_pass, measure_costs, with_overhead
 from lantern_rt.planning.tree_search import Plan, best_plan
 from lantern_rt.runner import Subjects, parse_contenders, subjects_of
 from lantern_rt.runtime.tree import StaticTree
@@ -65,7 +65,8 @@ def measure(
     print_table(passes, {"graph": "", "nodes": "d", "ms": ".2f", "relative": ".2f", "bound_share": ".0%"})
     rows = compare(pipeline, methods, images)
     request = subjects(pipeline).request(0, 1)
-    costs = with_overhead(costs, lambda method: pipeline.stream(**request, method=method), seconds / 4)
+    plain = early_pass(manifest, pipeline.decoders()[0], ROWS)
+    costs = with_overhead(costs, plain, lambda method: pipeline.stream(**request, method=method), seconds / 4)
     if not costs.steady:
         print("  this host is too busy: costs of passes and steps vary too much")
     print(

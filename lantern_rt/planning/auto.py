@@ -27,7 +27,7 @@ from .acceptance_statistics import (
     merge,
 )
 from .budget import budget_of, given_away
-from .costs import RELAXED_WINDOW, HostCosts, measure_costs, with_overhead
+from .costs import RELAXED_WINDOW, HostCosts, early_pass, measure_costs, with_overhead
 from .race import Exact, Race, Timed
 from .store import Choice, Situation, Tuning, ignore_choice, read_tuning, write_tuning
 from .tree_search import best_plan
@@ -173,12 +173,13 @@ class Chooser:
             costs = self._probed.get(rows) or tuning.probes.get(key)
             if costs is None:
                 target, drafter = self.engines.target, self.engines.drafter
-                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS * 5 / 6)
+                costs = measure_costs(self.bundle.manifest, target, drafter, rows, PROBE_SECONDS * 2 / 3)
 
                 def steps(method: MethodConfig) -> Iterator[object]:
                     return decode(replace(settings, method=method))
 
-                costs = with_overhead(costs, steps, PROBE_SECONDS / 6, window=RELAXED_WINDOW)
+                plain = early_pass(self.bundle.manifest, target, rows)
+                costs = with_overhead(costs, plain, steps, PROBE_SECONDS / 3, window=RELAXED_WINDOW)
                 if costs.steady:
                     self._keep(tuning.model_copy(update={"probes": {**tuning.probes, key: costs}}))
             self._probed[rows] = costs

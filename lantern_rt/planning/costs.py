@@ -22,12 +22,13 @@ from .intervals import BELIEVED, FEWEST, spread, time_in_rounds
 
 NODES = (2, 4, 8, 16, 32, 64)  # a pass never has fewer than two nodes
 FIRST_STEPS = 3  # left out: the prefill, and passes whose shapes are new
+EARLY = 32  # codes of the image that a pass sees which is compared with its first steps
 # Seconds that passes of one size go on: the first ones find the caches full of what others read. After one over 64
 # nodes and one of the drafter, 2 nodes of `scenes` took 1.98 ms, and 1.70 from the sixth on (measured here).
 TURN = 0.01
 EXACT_WINDOW, PROBE_CHAIN = Sjd(window=7), 4
 RELAXED_WINDOW = Sjd(window=7, omega=1.5, anneal=0.5)  # whose tokens take more work
-AS_BEFORE = 0.7  # of what its pass alone took before, a step takes at least: early in an image it reads a shorter past
+AS_BEFORE = 1.5  # times slower or faster than while passes were timed the host may be while steps are
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -94,12 +95,14 @@ def measure_costs(
 ) -> HostCosts:
     """Costs of passes over 2, 4, 8, ... nodes at a past of half an image; nothing around them yet.
 
-    Takes about `seconds`: there are as many sizes as can be repeated in that time, smallest first, at least two. Past
-    `deadline`, of `time.monotonic`, there is at most the first pass of each engine.
+    Takes about `seconds`: there are as many sizes as can be repeated in that time, smallest first, at least two. Sizes
+    that stay unknown are left out; where that leaves one, or not the smallest, the costs are unsteady. Past `deadline`,
+    of `time.monotonic`, there is at most the first pass of each engine.
     """
-    makers = [_pass_maker(target, manifest, rows, None)]
+    past = manifest.codes_per_image // 2
+    makers = [_pass_maker(target, manifest, rows, past, None)]
     if drafter is not None:
-        makers.append(_pass_maker(drafter, manifest, rows, manifest.target.hidden_size))
+        makers.append(_pass_maker(drafter, manifest, rows, past, manifest.target.hidden_size))
     began, jobs, firsts = time.perf_counter(), list[Callable[[], None]](), list[float]()
     for nodes in NODES:
         for make in makers:
@@ -112,8 +115,11 @@ def measure_costs(
             break
     times = time_in_rounds(jobs, seconds - spent, deadline, turn=TURN)
     known = [own or [first] for own, first in zip(times, firsts, strict=True)]
-    costs = [rising_medians(dict(zip(NODES, known[i :: len(makers)], strict=False))) for i in range(len(makers))]
-    steady = all(spread(own) <= BELIEVED for own in times)
+    engines = [dict(zip(NODES, known[i :: len(makers)], strict=False)) for i in range(len(makers))]
+    believed = [nodes for nodes in engines[0] if all(spread(own[nodes]) <= BELIEVED for own in engines)]
+    if steady := len(believed) > 1 and believed[0] == NODES[0]:
+        engines = [{nodes: own[nodes] for nodes in believed} for own in engines]
+    costs = [rising_medians(own) for own in engines]
     return HostCosts(costs[0], costs[1] if drafter is not None else None, steady=steady)
 
 
@@ -132,15 +138,21 @@ def rising_medians(times: Mapping[int, Sequence[float]]) -> PassCost:
     return {nodes: statistics.median(pooled) for sizes, pooled in blocks for nodes in sizes}
 
 
+def early_pass(manifest: Manifest, target: Engine, rows: int) -> Callable[[], None]:
+    """A pass of plain decoding early in an image, to be timed again and again."""
+    return _pass_maker(target, manifest, rows, EARLY, None)(NODES[0])
+
+
 def _pass_maker(
-    engine: Engine, manifest: Manifest, rows: int, hidden_size: int | None
+    engine: Engine, manifest: Manifest, rows: int, codes: int, hidden_size: int | None
 ) -> Callable[[int], Callable[[], None]]:
     """Gives, for a number of nodes, a pass over a chain of them that can be run again and again.
 
-    hidden_size: of drafters, None for targets. The cache takes in two nodes of every pass, as a step's does.
+    codes: of the image before them. hidden_size: of drafters, None for targets. The cache takes in two nodes of every
+    pass, as a step's does.
     """
+    past = manifest.condition.prefix + codes
     rng = np.random.default_rng(0)
-    past = manifest.condition.prefix + manifest.codes_per_image // 2
     cache = engine.new_cache(rows, past + NODES[-1])
     padding = np.zeros((rows, 0), bool)
 
@@ -161,6 +173,7 @@ def _pass_maker(
 
 def with_overhead(
     costs: HostCosts,
+    plain: Callable[[], object],
     decode: Callable[[MethodConfig], Iterator[object]],
     seconds: float,
     deadline: float = math.inf,
@@ -168,21 +181,27 @@ def with_overhead(
 ) -> HostCosts:
     """The costs with what a step, a token of a window like this one and a drafter pass take outside the engines.
 
-    decode: one request, step by step, with a method. Takes about `seconds`; past `deadline` nothing is added.
+    plain: an `early_pass`, timed beside the steps, as the host may be faster or slower by now. decode: one request,
+    step by step, with a method. Takes about `seconds`; past `deadline` nothing is added.
     """
     methods: list[MethodConfig] = [Ar(), window]
     if costs.drafter is not None:
         methods.append(Eagle(tree=f"chain-{PROBE_CHAIN}"))
     steps = [partial(next, _endless(decode, method)) for method in methods]
-    times = time_in_rounds(steps, seconds, deadline, FIRST_STEPS)
+    for step in steps * FIRST_STEPS:
+        if time.monotonic() <= deadline:
+            step()
+    jobs: list[Callable[[], object]] = [plain, *steps]
+    times = time_in_rounds(jobs, seconds, deadline, turn=min(TURN, seconds / (FEWEST * len(jobs))))
     if not all(times):
         return replace(costs, steady=False)
-    plain, jacobi, *chain = map(statistics.median, times)
-    costs = replace(costs, step=max(0.0, plain - pass_seconds(costs.target, 2)))
+    alone, *medians = map(statistics.median, times)
+    pace = alone / pass_seconds(costs.target, NODES[0])
+    single, jacobi, *chain = (seconds / pace for seconds in medians)
+    costs = replace(costs, step=max(0.0, single - pass_seconds(costs.target, NODES[0])))
     redraft = max(0.0, jacobi - costs.window_seconds(window.window)) / window.window
     level = max(0.0, chain[0] - costs.tree_seconds(PROBE_CHAIN + 1, [1] * PROBE_CHAIN)) / PROBE_CHAIN if chain else 0.0
-    passes = pass_seconds(costs.target, 2), pass_seconds(costs.target, window.window + 1)
-    as_before = all(step > AS_BEFORE * alone for step, alone in zip((plain, jacobi), passes, strict=True))
+    as_before = 1 / AS_BEFORE <= pace <= AS_BEFORE
     steady = costs.steady and as_before and all(spread(own) <= BELIEVED for own in times)
     return replace(costs, level=level, redraft=redraft, steady=steady)
 

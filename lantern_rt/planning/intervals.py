@@ -43,7 +43,7 @@ def time_in_rounds(
     untimed: int = 0,
     turn: float = 0.0,
 ) -> list[list[float]]:
-    """Seconds of runs of each job, in rounds over all of them: what disturbs the host hits all alike.
+    """Seconds of runs of each job, in rounds over all of them: what disturbs the host hits all alike, and is taken off.
 
     In a round a job runs again and again for `turn` seconds, at least once, and the later half of its runs counts: the
     first ones find the caches full of what others read. (Those of a turn are alike, so intervals come out narrow.)
@@ -51,19 +51,34 @@ def time_in_rounds(
     as is wanted, so that no passing disturbance is all that was seen. No run begins past `deadline`, of
     `time.monotonic`. The first `untimed` rounds do not count.
     """
-    times: list[list[float]] = [[] for _ in jobs]
+    turns: list[list[list[float]]] = [[] for _ in jobs]
     began, rounds = time.perf_counter(), -untimed
     while True:
-        for job, own in zip(jobs, times, strict=True):
+        for job, own in zip(jobs, turns, strict=True):
             until, took = time.perf_counter() + turn, list[float]()
             while not took or time.perf_counter() < until:
                 if time.monotonic() > deadline:
-                    return times
+                    return evened(turns)
                 start = time.perf_counter()
                 job()
                 took.append(time.perf_counter() - start)
-            own += took[len(took) // 2 :] if rounds >= 0 else ()
+            own += [took[len(took) // 2 :]] if rounds >= 0 else ()
         rounds, spent = rounds + 1, time.perf_counter() - began
-        wanted = spent > seconds / 2 and all(spread(own) <= WANTED for own in times)
+        wanted = spent > seconds / 2 and all(spread(own) <= WANTED for own in evened(turns))
         if rounds >= FEWEST and (wanted or spent > seconds):
-            return times
+            return evened(turns)
+
+
+def evened(turns: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """All seconds of each job's turns, over the pace of their round: how much slower than usual most jobs were in it.
+
+    Neighbours make a virtual machine slower by up to a third for seconds at a time, whatever it does. Of fewer than
+    three jobs none can be told from the host; they stay as they are.
+    """
+    medians = [[statistics.median(took) for took in own] for own in turns]
+    usual = [statistics.median(own or [0.0]) for own in medians]
+    paces = []
+    for number in range(max(map(len, turns), default=0)):
+        slower = [own[number] / each for own, each in zip(medians, usual, strict=True) if number < len(own) and each]
+        paces.append(statistics.median(slower) if len(slower) > 2 else 1.0)
+    return [[took / pace for turn, pace in zip(own, paces, strict=False) for took in turn] for own in turns]

@@ -23,7 +23,7 @@ from ..planning.acceptance_statistics import (
 )
 from ..planning.auto import known_statistics
 from ..planning.budget import budget_of
-from ..planning.costs import measure_costs, with_overhead
+from ..planning.costs import early_pass, measure_costs, with_overhead
 from ..planning.store import read_tuning
 from ..requests import Settings
 from ..results import Ints
@@ -127,8 +127,10 @@ class Measurement:
         manifest = self.pipeline.bundle.manifest
         self.say("measuring passes")
         rows = self.images * (2 if self.settings.sampling.guided else 1)
-        self.costs = measure_costs(manifest, *self.pipeline.decoders(), rows, seconds / 9, self.deadline)
-        self.costs = with_overhead(self.costs, self._steps, seconds / 18, self.deadline)
+        target, drafter = self.pipeline.decoders()
+        self.costs = measure_costs(manifest, target, drafter, rows, seconds / 9, self.deadline)
+        plain = early_pass(manifest, target, rows)
+        self.costs = with_overhead(self.costs, plain, self._steps, seconds / 18, self.deadline)
         exact, climbing = exact_methods(manifest), [] if self.budget.exact else self._ladders()
         self.shares = 2 + EXACT_SHARES * len(exact) + sum(map(len, climbing))  # still to be given away
         self.say("decoding plainly, for comparison")

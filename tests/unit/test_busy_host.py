@@ -23,7 +23,7 @@ from lantern_rt.planning import auto
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, weights_of
 from lantern_rt.planning.auto import predicted_choice
 from lantern_rt.planning.costs import HostCosts, measure_costs, rising_medians, with_overhead
-from lantern_rt.planning.intervals import FEWEST, median_interval, spread, time_in_rounds
+from lantern_rt.planning.intervals import FEWEST, evened, median_interval, spread, time_in_rounds
 from lantern_rt.planning.store import Choice, Tuning, read_tuning, write_tuning
 from lantern_rt.planning.tree_search import Plan
 from lantern_rt.requests import resolve_settings
@@ -122,6 +122,31 @@ def test_rounds_last_until_every_median_is_known_or_the_time_is_out(host: Host) 
     assert [len(own) for own in cut] == [2, 2]  # the last pass began at five seconds
 
 
+def test_a_pace_that_all_jobs_share_is_taken_off_and_a_disturbance_of_one_stays_its_own(host: Host) -> None:
+    rng = np.random.default_rng(1)
+    paces = rng.uniform(0.7, 1.4, 21)
+    turns = [[[seconds * pace, seconds * pace] for pace in paces] for seconds in (1.0, 2.0, 5.0)]
+    turns[1][3] = [60.0]
+    one, two, five = evened(turns)
+    assert (len(one), len(two), len(five)) == (42, 41, 42)
+    for took, seconds in ((one, 1.0), (two, 2.0), (five, 5.0)):
+        middle = seconds * float(np.median(paces))
+        assert np.median(took) == pytest.approx(middle)
+        assert sum(abs(each / middle - 1) > 1e-6 for each in took) == (took is two), "only the disturbed one differs"
+        assert spread([float(one) for turn in turns[0] for one in turn]) > 0.03 > spread(took)
+    assert evened(turns[:2])[0] == [each for turn in turns[0] for each in turn], "of two, none is the host"
+    assert evened([[[1.0]], [[2.0]], []]) == [[1.0], [2.0], []]
+
+    drifting = iter(range(10**9))
+
+    def job(seconds: float) -> Callable[[], None]:
+        return lambda: host.work(seconds * (1.3 if next(drifting) // 30 % 2 else 1.0))
+
+    times = time_in_rounds([job(0.01), job(0.02), job(0.04)], 3.0)
+    assert max(map(spread, times)) < 0.03
+    assert [float(np.median(own) / np.median(times[0])) for own in times] == pytest.approx([1, 2, 4])
+
+
 # ---------------------------------------------------------------- costs
 
 
@@ -139,6 +164,16 @@ def test_a_disturbance_of_one_size_changes_no_cost(host: Host, folder: Path, nod
         costs = measure_costs(pipeline.bundle.manifest, *pipeline.decoders(), 2, 2.0)
         assert costs.steady
         assert (costs.target, costs.drafter) == (pytest.approx(TARGET), pytest.approx(DRAFTER))
+
+
+@pytest.mark.parametrize("unknown", [(8,), (32, 64), (2,), (4, 8, 16, 32, 64)])
+def test_sizes_that_stay_unknown_are_left_out(host: Host, folder: Path, unknown: tuple[int, ...]) -> None:
+    pipeline, rng = Pipeline.from_bundle(folder, threads=1), np.random.default_rng(2)
+    host.cost = lambda n, drafts: quiet(n, drafts) * (float(rng.choice([1, 2, 3])) if n in unknown else 1)
+    costs = measure_costs(pipeline.bundle.manifest, *pipeline.decoders(), 2, 2.0)
+    assert costs.steady == (2 not in unknown and len(unknown) < 5)
+    if costs.steady:
+        assert costs.target == pytest.approx({nodes: s for nodes, s in TARGET.items() if nodes not in unknown})
 
 
 def test_a_host_that_never_settles_is_not_steady(host: Host, folder: Path) -> None:
@@ -178,11 +213,14 @@ def test_work_outside_the_engines_is_the_median_of_steps(host: Host) -> None:
             host.work(0.5 if step in (0, 5, 6) else usual[method.method])
             yield step
 
-    found = with_overhead(costs, decode, 10.0)
+    def plain() -> None:
+        host.work(6e-3)
+
+    found = with_overhead(costs, plain, decode, 10.0)
     assert found.steady
     assert (found.step, found.redraft) == (pytest.approx(2e-3), pytest.approx(1e-4))
     assert found.level == pytest.approx(2e-4)
-    assert with_overhead(costs, decode, 10.0, host.now) == replace(costs, steady=False)
+    assert with_overhead(costs, plain, decode, 10.0, host.now) == replace(costs, steady=False)
 
 
 # ---------------------------------------------------------------- auto
