@@ -19,13 +19,7 @@ from ..bundle.manifest import Manifest
 from ..errors import LanternError, OutputError
 from ..methods import PARAMETERS, Ar, Auto, MethodConfig, Sjd
 from ..requests import Settings, resolve_settings
-from .acceptance_statistics import (
-    AcceptanceStatistics,
-    MethodStatistics,
-    bundle_statistics,
-    drafting_aside,
-    merge,
-)
+from .acceptance_statistics import AcceptanceStatistics, MethodStatistics, bundle_statistics, drafting_aside, merge
 from .budget import budget_of, given_away
 from .costs import RELAXED_WINDOW, HostCosts, early_pass, measure_costs, with_overhead
 from .race import Exact, Race, Timed
@@ -200,11 +194,13 @@ def predicted_choice(entries: Iterable[MethodStatistics], costs: HostCosts, qual
     No plan is of more nodes than were timed: on a slow or busy host those are few, and larger passes may cost anything.
     """
     budget, timed = budget_of(Auto(quality=quality)), max(costs.target)
-    planned = [(best_plan(entry, costs, timed), entry) for entry in entries]
-    methods = [(plan, entry, entry.method.model_copy(update=plan.drafting)) for plan, entry in planned]
-    kept = [(plan, entry, method) for plan, entry, method in methods if budget.allows(method, entry)]
-    plan, entry, method = max(kept, key=lambda one: one[0].rate, default=(None, None, None))
-    if not (plan and entry and method) or not costs.steady or plan.rate * costs.plain_seconds <= PROBE_MARGIN:
+    plans = [(best_plan(entry, costs, timed), entry) for entry in entries]
+    carried_out = [(plan, entry, entry.method.model_copy(update=plan.drafting)) for plan, entry in plans]
+    allowed = [one for one in carried_out if budget.allows(one[2], one[1])]
+    if not allowed or not costs.steady:
+        return None
+    plan, entry, method = max(allowed, key=lambda one: one[0].rate)
+    if plan.rate * costs.plain_seconds <= PROBE_MARGIN:
         return None
     choice = Choice(
         method=method,

@@ -197,7 +197,7 @@ def with_overhead(
         return replace(costs, steady=False)
     alone, *medians = map(statistics.median, times)
     pace = alone / pass_seconds(costs.target, NODES[0])
-    single, jacobi, *chain = (seconds / pace for seconds in medians)
+    single, jacobi, *chain = (took / pace for took in medians)
     costs = replace(costs, step=max(0.0, single - pass_seconds(costs.target, NODES[0])))
     redraft = max(0.0, jacobi - costs.window_seconds(window.window)) / window.window
     level = max(0.0, chain[0] - costs.tree_seconds(PROBE_CHAIN + 1, [1] * PROBE_CHAIN)) / PROBE_CHAIN if chain else 0.0

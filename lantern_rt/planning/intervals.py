@@ -64,9 +64,10 @@ def time_in_rounds(
                 took.append(time.perf_counter() - start)
             own += [took[len(took) // 2 :]] if rounds >= 0 else ()
         rounds, spent = rounds + 1, time.perf_counter() - began
-        wanted = spent > seconds / 2 and all(spread(own) <= WANTED for own in evened(turns))
-        if rounds >= FEWEST and (wanted or spent > seconds):
-            return evened(turns)
+        if rounds >= FEWEST and spent > seconds / 2:
+            times = evened(turns)
+            if spent > seconds or all(spread(own) <= WANTED for own in times):
+                return times
 
 
 def evened(turns: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from ..bundle.files import Bundle
+from ..checks import short
 from ..errors import RequestError
 from ..methods import PARAMETERS, MethodConfig, Sjd
 from ..planning.acceptance_statistics import Estimate, Judged, drafting_aside
@@ -55,21 +56,29 @@ def read_judged(path: Path, bundle: Bundle, settings: Settings) -> dict[MethodCo
 
     Raises: RequestError: it is no evaluation, one of another bundle, or has none of these methods, or of images.
     """
-    with reading(path, "an evaluation", RequestError, _CURE):
+    with reading(path, "an evaluation of this bundle", RequestError, _CURE):
         found = _Evaluation.model_validate(json.loads(read_plain_file(path, EVALUATION_LIMIT)))
-    if found.bundle_digest != bundle.digest:
-        digests = f"bundle {found.bundle_digest[:12]}, expected {bundle.digest[:12]}"
-        raise RequestError(f"{path}: found images of {digests}; evaluate this bundle")
+        if found.bundle_digest != bundle.digest:
+            digests = f"{short(found.bundle_digest[:12])}, expected {bundle.digest[:12]!r}"
+            raise RequestError(f"{path}: found images of bundle {digests}; evaluate this one")
+        judged = _judged(found, bundle, settings)
+    if not judged:
+        wanted = "relaxed sjd or rows, drawn with this sampling, with prompt agreement or Frechet distances"
+        raise RequestError(f"{path}: found no {wanted}; {_CURE} of such methods")
+    return judged
+
+
+def _judged(found: _Evaluation, bundle: Bundle, settings: Settings) -> dict[MethodConfig, Judged]:
+    """Raises: ValueError: settings that are not this bundle's, or figures that cannot be."""
     judged: dict[MethodConfig, Judged] = {}
     for one in found.methods:
         if one.settings.get("method") not in ("sjd", "rows"):
             continue
-        with reading(path, "settings of this bundle", RequestError, _CURE):
+        try:
             known = ("method", "size", *SAMPLING, *PARAMETERS)
-            try:
-                drawn = resolve_settings(bundle.manifest, {name: one.settings.get(name) for name in known})
-            except RequestError as error:
-                raise ValueError(error) from error
+            drawn = resolve_settings(bundle.manifest, {name: one.settings.get(name) for name in known})
+        except RequestError as error:
+            raise ValueError(error) from error
         method, window, figures = drawn.method, getattr(drawn.method, "window", 0), one.figures
         looked = figures.agreement is not None or figures.frechet is not None
         if method.exact or not looked or (drawn.sampling, drawn.size) != (settings.sampling, settings.size):
@@ -84,7 +93,4 @@ def read_judged(path: Path, bundle: Bundle, settings: Settings) -> dict[MethodCo
             agreement=None if figures.agreement is None else figures.agreement.difference_to_ar,
             frechet_within=None if figures.frechet is None else not figures.frechet.above_ar_interval,
         )
-    if not judged:
-        wanted = "relaxed sjd or rows, drawn with this sampling, with prompt agreement or Frechet distances"
-        raise RequestError(f"{path}: found no {wanted}; {_CURE} of such methods")
     return judged

@@ -34,7 +34,9 @@ from lantern_rt.errors import LanternError
 from lantern_rt.output.files import cache_folder
 from lantern_rt.planning import auto
 from lantern_rt.planning.acceptance_statistics import weights_of
+from lantern_rt.requests import resolve_settings
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
+from lantern_rt.tuning.judged import read_judged
 
 SECONDS, MEMORY = 20, 2 << 30
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "sjd:omega=2", "auto")
@@ -217,6 +219,23 @@ def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
     return encode
 
 
+def evaluations(originals: Originals, folder: Path, rng: random.Random) -> Case:
+    """Damaged reports of `eval` that budgets are to decide by."""
+    opened = open_bundle(originals.bundle, verify=False)
+    settings = resolve_settings(opened.manifest, {"method": "auto"})
+    figure = {"value": 0.1, "difference_to_ar": {"value": 0.01, "low": 0.0, "high": 0.02}, "above_ar_interval": False}
+    figures = dict.fromkeys(("excess_nll", "agreement", "frechet", "tvd"), figure)
+    drawn = [
+        resolve_settings(opened.manifest, {"method": method}).as_dict()
+        for method in ("ar", "sjd:omega=2:window=7", "rows:window=2", "sjd:neighbors=2:lambda=2", "lantern++")
+    ]
+    methods = [{"method": one["method"], "settings": one, "figures": figures} for one in drawn]
+    text = json.dumps({"bundle_digest": opened.digest, "images_per_method": 40, "methods": methods, "prompts": ["red"]})
+    path = folder / "eval.json"
+    path.write_bytes(rng.choice((damage_json(text, rng), damage_json(text, rng), damage(text.encode(), rng))))
+    return lambda: read_judged(path, opened, settings)
+
+
 def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
     """Damaged checkpoints in official layouts."""
     from checkpoint_cases import damaged_checkpoint
@@ -232,6 +251,7 @@ KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
     "trees": trees,
     "prompts": prompts,
     "tokenizers": tokenizers,
+    "evaluations": evaluations,
     "checkpoints": checkpoints,
 }
 

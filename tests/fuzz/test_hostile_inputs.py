@@ -11,8 +11,9 @@ import pytest
 from cases import KINDS, Originals, check
 
 FAST = {"manifests": 80, "bundles": 50, "engines": 30, "caches": 30, "trees": 40, "prompts": 25, "tokenizers": 35}
+FAST |= {"evaluations": 80}
 SLOW = {**dict.fromkeys(("manifests", "bundles"), 2500), **dict.fromkeys(("engines", "caches", "trees"), 1200)}
-SLOW |= {"prompts": 400, "tokenizers": 600, "checkpoints": 400}
+SLOW |= {"prompts": 400, "tokenizers": 600, "evaluations": 2000, "checkpoints": 400}
 
 
 @pytest.fixture(scope="module")

@@ -238,12 +238,12 @@ def of_nothing(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (with_digest, "found images of bundle 000000000000, expected"),
+        (with_digest, "found images of bundle '000000000000', expected"),
         (with_settings("cfg_scale", 5.0), "found no relaxed sjd or rows, drawn with this sampling"),
-        (with_settings("window", 1000), "expected settings of this bundle, found window: "),
+        (with_settings("window", 1000), "expected an evaluation of this bundle, found window: "),
         (with_settings("method", ["sjd"]), "found no relaxed sjd or rows"),
         (without_figures, "found no relaxed sjd or rows"),
-        (of_nothing, "expected an evaluation; `methods.1.figures.excess_nll`: "),
+        (of_nothing, "expected an evaluation of this bundle; `methods.1.figures.excess_nll`: "),
     ],
 )
 def test_a_wrong_evaluation_is_one_line(
