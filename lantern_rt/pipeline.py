@@ -254,8 +254,9 @@ class Pipeline:
             if race is not None:
                 if settings.choice != (choice := race.describe()):
                     settings = replace(settings, method=race.method, choice=choice)
-                if all(len(progress.codes[part.request]) for part in step.parts):  # not a prefill
-                    tokens = sum(len(part.codes) for part in step.parts) / len(step.parts)
+                drawing = all(len(progress.codes[part.request]) for part in step.parts)  # not a prefill
+                if drawing and len(step.parts) == together:  # passes of a batch's last images are cheap, by any method
+                    tokens = sum(len(part.codes) for part in step.parts) / together
                     race.record(tokens, time.perf_counter() - began)
                 following = race.method
             yield progress.add(step, settings, partial(self.draw, images, settings))

@@ -161,3 +161,16 @@ def test_a_race_that_another_process_decided_meanwhile_keeps_nothing(tmp_path: P
     forget_tuning(digest)  # by `tune --reset`
     pipe.chooser.give_back(1, asked, later)
     assert not read_tuning(digest).choices
+
+
+def test_passes_of_the_last_images_of_a_batch_tell_nothing_of_its_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[float] = []
+    monkeypatch.setattr(Race, "record", lambda race, tokens, seconds: recorded.append(tokens))
+    monkeypatch.setattr(Race, "_next", lambda race: (Sjd(window=3), False))
+    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny"), threads=1)
+    steps = list(pipe.stream(["red sphere", "green cube", "sand"], seed=3))
+    new = [[len(codes) for codes in step.new_codes] for step in steps if step.done > len(step.new_codes)]
+    assert any(0 in codes for codes in new)
+    assert recorded == [sum(codes) / 3 for codes in new if 0 not in codes]
