@@ -1,4 +1,4 @@
-"""Every error that a user can cause; the message is one line: found, expected, what to do. Others are bugs.
+"""Every error that a user can cause. Fields say what is at fault, text is made of them at the edge. Others are bugs.
 
 LanternError
 |-- BundleError
@@ -31,10 +31,34 @@ def _escape(code: int) -> str:
 
 
 class LanternError(Exception):
-    """Base of every error that a user can cause and cure. As text it is one line, safe to print and never endless."""
+    """Base of every error that a user can cause and cure.
+
+    As text it is one line, safe to print and never endless: `field: problem, found X, expected Y; remedy`, of what is
+    there. Programs read the fields.
+
+    Args:
+        problem: what is wrong, where found and expected do not say it.
+        field: what is at fault: a parameter by its public name, a file, a graph.
+        found: what is there.
+        expected: what belongs there.
+        remedy: what to do.
+    """
+
+    def __init__(
+        self, problem: str = "", *, field: str = "", found: str = "", expected: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.field = field
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
 
     def __str__(self) -> str:
-        text = printable(" ".join(super().__str__().split()))
+        parts = [self.problem, self.found and f"found {self.found}", self.expected and f"expected {self.expected}"]
+        text = ": ".join(filter(None, [self.field, ", ".join(filter(None, parts))]))
+        text = "; ".join(filter(None, [text, self.remedy]))
+        text = printable(" ".join(text.split()))
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
@@ -63,14 +87,16 @@ class RequestError(LanternError):
 
 
 class BusyError(RequestError):
-    """A service has no room for another request. seconds: about when to try again."""
+    """A service has no room for another request.
 
-    def __init__(self, message: str, seconds: int) -> None:
-        super().__init__(message)
+    Args:
+        problem: how many images are before it.
+        seconds: about when to try again.
+    """
+
+    def __init__(self, problem: str = "", seconds: int = 1) -> None:
+        super().__init__(problem, remedy=f"try again in about {seconds} s")
         self.seconds = seconds
-
-    def __reduce__(self) -> tuple[type[BusyError], tuple[str, int]]:
-        return type(self), (self.args[0], self.seconds)  # pickled by replicas
 
 
 class TreeError(RequestError):

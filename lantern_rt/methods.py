@@ -7,7 +7,6 @@ runtime reads the same objects. None of a parameter means that the method does w
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
 
@@ -37,14 +36,10 @@ class Sampling(Config):
     """How a distribution is made from logits.
 
     Guided logits are uncond + cfg_scale * (cond - uncond); at exactly 1 the unconditional row is not run at all.
-    cfg_interval: that of LlamaGen: only the first cfg_interval + 2 tokens are guided, and the unconditional row is not
-    run any more after them. filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first.
+    filter_order: LlamaGen applies top-k first, LANTERN (the transformers warpers) top-p first.
     """
 
     cfg_scale: Annotated[float, Field(ge=0, le=1000, description="Guidance; 1 is off.")] = 1.0
-    cfg_interval: Annotated[
-        int | None, Field(ge=0, le=2**31, description="Guide the first cfg_interval + 2 tokens only.")
-    ] = None
     temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
         default=1.0, ge=0, le=1000, description="0 is greedy."
     )
@@ -60,12 +55,11 @@ class Sampling(Config):
     @property
     def guided_tokens(self) -> int:
         """How many tokens are guided, from the first."""
-        every = 2**62 if self.cfg_interval is None else self.cfg_interval + 2
-        return every if self.guided else 0
+        return 2**62 if self.guided else 0
 
     def unguided(self) -> Sampling:
         """The same without guidance."""
-        return self.model_copy(update={"cfg_scale": 1.0, "cfg_interval": None})
+        return self.model_copy(update={"cfg_scale": 1.0})
 
     @property
     def greedy(self) -> bool:
@@ -128,26 +122,18 @@ class Eagle(Drafted):
     method: Literal["eagle"] = "eagle"
 
 
-Neighbors = Annotated[
-    int | None, Field(ge=1, description="How many nearby codes may add their probability; with omega also 0.")
-]
+Neighbors = Annotated[int | None, Field(ge=1, description="How many nearby codes may add their probability.")]
 
 
 class Relaxed(MethodConfig):
     """What relaxed acceptance takes; see `runtime.acceptance`.
 
-    Neighbours and a bound (delta or lambda) go together; omega needs neither.
+    Neighbours and a bound (delta or lambda) go together.
     """
 
     neighbors: Neighbors = None
     residual: Residual | None = Field(
         default=None, description="What a rejection removes: aggregated, or neighborhood as the published code does."
-    )
-    omega: float | None = Field(
-        default=None, gt=1, le=1e6, description="Accept tokens this many times as readily, above 1."
-    )
-    anneal: float | None = Field(
-        default=None, ge=0, le=1, description="How much of omega - 1 each further depth keeps, 0 .. 1."
     )
 
     @property
@@ -158,13 +144,7 @@ class Relaxed(MethodConfig):
     @property
     def exact(self) -> bool:
         """Whether nothing is relaxed."""
-        return self.bound is None and self.omega is None
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that are set; neighbors is 0 where they are left out against the method's custom."""
-        found = super().parameters()
-        usual = type(self).model_fields["neighbors"].default
-        return {"neighbors": 0, **found} if self.neighbors is None and usual is not None else found
+        return self.bound is None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Relaxed:
@@ -174,8 +154,6 @@ class Relaxed(MethodConfig):
             raise ValueError("neighbors and a bound (delta or lambda) go together")
         if self.residual is not None and self.bound is None:
             raise ValueError("residual is of neighbours, and there are none; leave residual out")
-        if self.anneal is not None and self.omega is None:
-            raise ValueError("anneal says how omega falls with depth, but omega is not given; give omega too")
         return self
 
 
@@ -238,22 +216,14 @@ class RowParallel(MethodConfig):
         return False
 
 
-def _quality(text: str) -> str:
-    match = re.fullmatch(r"[Tt][Vv][Dd]=(0?\.\d{1,9})", text)
-    if match and float(match[1]) > 0:
-        return "TVD=" + f"{float(match[1]):.9f}".rstrip("0")
-    if text not in ("strict", "balanced", "fast"):
-        raise ValueError("expected strict, balanced, fast, or TVD=x with x between 0 and 1")
-    return text
+Quality = Literal["strict", "balanced", "fast"]
 
 
 class Auto(MethodConfig):
-    """Whatever is fastest on this host and stays within the quality budget."""
+    """A preset of the bundle: the method that its maker chose for this quality."""
 
     method: Literal["auto"] = "auto"
-    quality: Annotated[str, AfterValidator(_quality)] = Field(
-        default="strict", description="What may be given away: strict (nothing), balanced, fast or TVD=x."
-    )
+    quality: Quality = Field(default="strict", description="Preset of the bundle: strict (exact), balanced or fast.")
 
 
 Method = Annotated[Ar | Eagle | Lantern | LanternPlusPlus | Sjd | RowParallel, Field(discriminator="method")]
@@ -282,15 +252,12 @@ class Options(TypedDict, total=False):
     tree: str | None
     neighbors: int | None
     residual: Residual | None
-    omega: float | None
-    anneal: float | None
     delta: float | None
     lambda_: float | None
     window: int | None
     drafts: int | None
     quality: str | None
     cfg_scale: float | None
-    cfg_interval: int | None
     temperature: float | None
     top_k: int | None
     top_p: float | None

@@ -27,7 +27,7 @@ from .text.words import WordTokenizer, read_tokenizer
 Label = str | int | None
 Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
-SAMPLING = ("cfg_scale", "cfg_interval", "temperature", "top_k", "top_p")
+SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
 PROMPT_LIMIT = 2000  # characters
 IMAGES_LIMIT = 1024  # in one request
@@ -140,8 +140,6 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     fields = _defaults(manifest, name) | given
     if issubclass(kind, Relaxed):
         fields |= _neighborhood(manifest, name, given)
-    if "omega" in fields:
-        fields.setdefault("anneal", 1.0)
     if issubclass(kind, Drafted):
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in given)
     return _checked(kind, fields)
@@ -162,19 +160,13 @@ def _neighborhood(manifest: Manifest, name: str, given: Mapping[str, Any]) -> di
         if told:
             raise RequestError(f"{told[0]}: method {name} aggregates nothing unless bounded; give delta or lambda too")
         return nothing
-    table, annealed = manifest.neighbors, "omega" in given
-    if not table and not annealed:
-        raise RequestError(
-            f"method {name}: bundle {manifest.name} has no neighbour table; use method ar, eagle or sjd, "
-            "or give omega, which needs none"
-        )
+    table = manifest.neighbors
+    if not table:
+        raise RequestError(f"method {name}: bundle {manifest.name} has no neighbour table; use method ar, eagle or sjd")
     like = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
     usual = min(like.get("neighbors", 0), table)
-    if neighbors := whole("neighbors", given.get("neighbors"), usual, 0 if annealed else 1, table):
-        return {"residual": "aggregated", bound: like.get(bound), **given, "neighbors": neighbors}
-    if idle := next((one for one in told if one != "neighbors"), None):
-        raise RequestError(f"{idle}: found neighbors 0; leave {idle} out, or give neighbors above 0")
-    return nothing
+    neighbors = whole("neighbors", given.get("neighbors"), usual, 1, table)
+    return {"residual": "aggregated", bound: like.get(bound), **given, "neighbors": neighbors}
 
 
 def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:

@@ -160,7 +160,7 @@ class Service:
                 raise RequestError("service: found it closed, expected an open one; make another")
             if self._images and (excess := self._images + images - room) > 0:
                 seconds = max(1, math.ceil(excess * self.seconds_per_image))
-                raise BusyError(f"found {self._images} images before this one; try again in about {seconds} s", seconds)
+                raise BusyError(f"found {self._images} images before this one", seconds)
             self._images += images
             self._arriving.append(ticket)
             self._changed.notify()

@@ -28,7 +28,6 @@ from ..checks import brief, explain, short
 from ..errors import BundleError
 from ..user_files import read_plain_file, reading
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
-from .migration import from_format_1
 from .onnx_scan import external_locations
 
 MANIFEST_FILE = "bundle.json"
@@ -170,13 +169,10 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
         found = f"field `format_version`: found {short(version)}"
         raise BundleError(f"{path}: {found}, expected a version such as {FORMAT_VERSION}")
-    if version.startswith("1."):
-        with _expecting(path, "a manifest of format 1"):
-            data, version = from_format_1(data, FORMAT_VERSION), FORMAT_VERSION
     (major, minor), (our_major, our_minor) = (map(int, text.split(".")) for text in (version, FORMAT_VERSION))
     if major != our_major:
         raise BundleError(
-            f"{path}: found bundle format {version}, this lantern-rt reads 1.x and {our_major}.x; "
+            f"{path}: found bundle format {version}, this lantern-rt reads {our_major}.x; "
             "upgrade lantern-rt, or export the bundle again"
         )
     try:

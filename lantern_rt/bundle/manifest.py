@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..methods import METHODS, Method, MethodName, Sampling
+from ..methods import METHODS, Method, MethodName, Quality, Sampling
 
-FORMAT_VERSION = "2.1"
+FORMAT_VERSION = "3.0"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
@@ -178,6 +178,28 @@ class DecodingDefaults(Part):
         return self
 
 
+class PresetFigures(Part):
+    """What `lantern-rt eval` measured of a preset's method.
+
+    tokens_per_pass: tokens of an image per forward pass of the target. excess_nll: nats per token above plain
+    decoding's, the entropy subtracted from both. agreement: percentage points of prompt agreement above plain
+    decoding's; None where no judge was given. images: how many were drawn. date: when, ISO 8601.
+    """
+
+    tokens_per_pass: Annotated[float, Field(gt=0, le=1e6)]
+    excess_nll: float
+    agreement: float | None = None
+    images: Count
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+
+
+class Preset(Part):
+    """A quality of this bundle: the method that draws it, and the figures that justify it."""
+
+    method: Method
+    figures: PresetFigures
+
+
 class Source(Part):
     """A checkpoint file this bundle was made from; `origin`: the repository and revision it was fetched from."""
 
@@ -200,12 +222,12 @@ class Manifest(Part):
 
     `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
     and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words`, `text` and `tokens`;
-    optional are `acceptance_statistics` (for `auto`) and `prompts` (one a line, to tune with); further
-    roles are external data of a graph (`target.data`, ...).
+    optional is `prompts` (one a line, to tune with); further roles are external data of a graph (`target.data`, ...).
 
     `sizes`: those that a request may choose from, the one of `grid_rows` and `grid_columns` among them, which is the
     default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
-    is no choice: a row of `code_embeddings` behind those of codes.
+    is no choice: a row of `code_embeddings` behind those of codes. `presets`: the methods of the qualities `balanced`
+    and `fast`, as far as `lantern-rt eval --write-presets` has measured them; `strict` is any exact method.
     """
 
     format_version: str
@@ -224,6 +246,7 @@ class Manifest(Part):
     condition: ConditionSpec
     sampling: Sampling
     decoding: DecodingDefaults
+    presets: dict[Quality, Preset] = {}
     files: dict[str, FileEntry]
     provenance: Provenance
 
@@ -242,6 +265,11 @@ class Manifest(Part):
             raise ValueError(f"prefix and image take {tokens:,} positions, but target max_positions is {most:,}")
         if METHODS[self.decoding.method].needs_drafter and self.drafter is None:
             raise ValueError(f"default method {self.decoding.method} needs a drafter")
+        if "strict" in self.presets:
+            raise ValueError("`presets` has strict, which every bundle has: any exact method draws its pictures")
+        for quality, preset in self.presets.items():
+            if preset.method.needs_drafter and self.drafter is None:
+                raise ValueError(f"preset {quality}, {preset.method}, needs a drafter")
         if self.row_end is not None and not 0 <= self.row_end - self.codebook_size < 1_000_000:
             raise ValueError(
                 f"row_end {self.row_end} is a code, expected a row behind the {self.codebook_size} of them"
