@@ -27,7 +27,7 @@ EARLY = 32  # codes of the image that a pass sees which is compared with its fir
 # nodes and one of the drafter, 2 nodes of `scenes` took 1.98 ms, and 1.70 from the sixth on (measured here).
 TURN = 0.01
 EXACT_WINDOW, PROBE_CHAIN = Sjd(window=7), 4
-RELAXED_WINDOW = Sjd(window=7, omega=1.5, anneal=0.5)  # whose tokens take more work
+RELAXED_WINDOW = Sjd(window=7, neighbors=10, lambda_=2.0)  # whose tokens take more work
 AS_BEFORE = 1.5  # times slower or faster than while passes were timed the host may be while steps are
 
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
