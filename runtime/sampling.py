@@ -31,9 +31,6 @@ def guide(logits: Floats, sampling: Sampling, positions: Ints | Sequence[int] | 
     if len(logits) == 1:
         return mixed
     uncond = logits[1]
-    if sampling.cfg_interval is not None:
-        guided = np.asarray(positions)[..., None] < sampling.guided_tokens
-        uncond = np.where(guided, uncond, mixed)
     mixed = mixed - uncond
     mixed *= sampling.cfg_scale
     mixed += uncond
