@@ -13,24 +13,21 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from PIL.Image import Image
 
+from .auto.chooser import Chooser, with_default_method
+from .auto.memory import check_room, images_together
 from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
-from .methods import Auto, MethodConfig, Options, Relaxed
+from .methods import Ar, Auto, Eagle, MethodConfig, Options, Relaxed, Sampling
 from .output.images import blank, grey_out, recorded, to_image
-from .planning.auto import Chooser, with_default_method
-from .planning.costs import measure_costs
-from .planning.memory import check_room, images_together
-from .planning.race import Race
-from .planning.store import Situation, tuned_providers
 from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
@@ -39,11 +36,11 @@ from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder
     from .engines.loader import Engines
-    from .runtime.engine import Engine
     from .runtime.likelihood import Likelihood
 
 
 _LOG = logging.getLogger(__name__)
+WARM_UP_STEPS = 3
 
 
 class Pipeline:
@@ -66,34 +63,40 @@ class Pipeline:
         verify: bool = True,
         provider: str | Sequence[str] | None = None,
         engines: str | Path | EngineFolder | None = None,
-        expand_weights: bool = False,
         picture_threads: int | None = None,
     ) -> Pipeline:
-        """Open and load a bundle: an embedded one by name, a folder, or one that is open already.
+        """Open and load a bundle.
 
-        threads: for the engines, by default one per physical core. verify: compare every file's hash first.
-        provider: what ONNX Runtime runs the graphs on: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md), with
-        `vq_decoder=NAME` or `condition=NAME` for one of them; by default `cpu`, and the image decoder on what
-        `lantern-rt tune` found for it.
-        engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
-        expand_weights: turn the target's int8 or int4 weights to float32 when loading, on a CPU: as exact, large and
-        fast as float32 weights. picture_threads: for the image decoder, by default as many; services take one, so that
-        pictures of some do not hold up the codes of others.
+        Args:
+            bundle: an embedded one by name, a folder, or one that is open already.
+            threads: for the engines, by default one per physical core.
+            verify: compare every file's hash first.
+            provider: what ONNX Runtime runs the graphs on: `cpu` (default), `cuda`, `webgpu`, `openvino`, ...
+                (docs/gpu.md), with `vq_decoder=NAME` or `condition=NAME` for one of them.
+            engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
+            picture_threads: for the image decoder, by default as many; services take one, so that pictures of some do
+                not hold up the tokens of others.
+
+        Raises:
+            BundleError: the bundle is missing, damaged or of another format.
+            EngineError: the backend is not installed, or does not take a graph.
+            RequestError: a provider is unknown, or contradicts the engines.
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
         from .engines.loader import Engines
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
-        asked = None if provider is None else Providers.read(provider)
-        if folder is not None and asked not in (None, ON_CPU, Providers(folder.manifest.provider or "")):
+        chosen = None if provider is None else Providers.read(provider)
+        if folder is not None and chosen not in (None, ON_CPU, Providers(folder.manifest.provider or "")):
             raise RequestError(
-                f"provider: found {asked}, but {folder.folder} was built for "
-                f"{folder.manifest.provider or folder.manifest.backend}; leave the provider out"
+                field="provider",
+                found=str(chosen),
+                expected=f"{folder.manifest.provider or folder.manifest.backend}, which {folder.folder} was built for",
+                remedy="leave the provider out",
             )
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        providers = asked or (ON_CPU if folder else tuned_providers(opened.digest))
-        loaded = Engines(opened, threads, providers, folder, expand_weights, picture_threads)
+        loaded = Engines(opened, threads, chosen or ON_CPU, folder, picture_threads=picture_threads)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 
@@ -118,8 +121,19 @@ class Pipeline:
         self.engines.load_all()
         if self.bundle.manifest.neighbors:
             self.bundle.neighbors()
-        measure_costs(self.bundle.manifest, *self.decoders(), rows=2, seconds=0.0, deadline=0.0)  # one pass of each
+        self._run_decoders()
         _LOG.info("warmed up bundle %s", self.bundle.manifest.name)
+
+    def _run_decoders(self) -> None:
+        """A few tokens of an image without a prompt, by the drafter if there is one."""
+        manifest, engines = self.bundle.manifest, self.engines
+        tokens = np.zeros(2, np.int64)
+        row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
+        method = Eagle(tree="chain-3") if manifest.drafter else Ar()
+        model = self.model(engines, [method])
+        sampling = Sampling(cfg_scale=2.0)
+        for _ in islice(decode(model, [Prompt(row, row)], [0], sampling, method), WARM_UP_STEPS):
+            pass
 
     @property
     def engines(self) -> Engines:
@@ -133,7 +147,12 @@ class Pipeline:
 
     def _open(self) -> tuple[Engines, Chooser]:
         if self._loaded is None:
-            raise RequestError("pipeline: found it closed, expected an open one; call Pipeline.from_bundle again")
+            raise RequestError(
+                field="pipeline",
+                found="it closed",
+                expected="an open one",
+                remedy="call Pipeline.from_bundle again",
+            )
         return self._loaded
 
     def __call__(
@@ -195,71 +214,68 @@ class Pipeline:
 
         checked = self.check(prompts, **request)
         if len(codes) != len(checked.images):
-            raise RequestError(f"codes: found those of {len(codes)} images, expected {len(checked.images)}")
+            raise RequestError(field="codes", found=f"those of {len(codes)} images", expected=str(len(checked.images)))
         engines = self.engines
         method, size = checked.settings.method, checked.settings.size
         model, prefixes = self.model(engines, [method], size), self.prefixes(engines, checked.images)
         return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
-    def decoders(self) -> tuple[Engine, Engine | None]:
-        """The engines of target and drafter, for measuring passes."""
-        return self.engines.target, self.engines.drafter
+    def check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
+        """A checked request, ready for `decode`; takes what a call takes.
 
-    def situation(self, images: int, temperature: float | None, quality: str) -> Situation:
-        """What a choice of `auto` depends on besides the bundle; temperature None: the bundle's."""
-        return self.chooser.situation(images, temperature, quality)
-
-    def check(self, prompts: str | Sequence[str] | None = None, *, racing: bool = False, **request: Any) -> Request:
-        """A checked request, its method settled unless a race is to find it; takes what a call takes.
-
-        racing: a race is to find it wherever nothing may be given away, tuned or not, as the load is yet unknown.
+        Raises:
+            RequestError: names the parameter at fault.
         """
-        request = with_default_method(request)
-        checked = check_request(self.bundle.manifest, self._tokenizer, prompts, **request)
-        images, settings = checked.images, checked.settings
-        if self._free is not None:
-            check_room(self.bundle.manifest, checked, self._free)
-        together = images_together(self.bundle.manifest, settings, self.engines.most_rows)
-        if isinstance(settings.method, Auto):
-            probed = images[:together]
-            settings = self.chooser.choose(len(probed), settings, lambda one: self.decode(Request(probed, one)), racing)
-        return Request(images, settings, together)
+        return check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(request))
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
-        """Decode a checked request, step by step; settings of method `auto` mean what a race finds."""
-        images, asked, together = request.images, request.settings, min(len(request.images), request.together)
+        """Decode a checked request, step by step.
+
+        Raises:
+            RequestError: there is no memory for it, or the pipeline was closed; before the first step.
+        """
         engines, chooser = self._open()  # also when the pipeline is closed meanwhile
-        if not isinstance(asked.method, Auto):
-            yield from self._decode(engines, images, asked, together, None)
-            return
-        race = chooser.race(together, asked)
-        try:
-            yield from self._decode(engines, images, asked, together, race)
-        finally:
-            chooser.give_back(together, asked, race)
+        if self._free is not None:
+            check_room(self.bundle.manifest, request, self._free)
+        together = images_together(self.bundle.manifest, request.settings, engines.most_rows)
+        return self._decode(engines, chooser, request, min(len(request.images), together))
 
     def _decode(
-        self, engines: Engines, images: Sequence[ImageRequest], settings: Settings, together: int, race: Race | None
+        self, engines: Engines, chooser: Chooser, request: Request, together: int
     ) -> Generator[StreamStep, None, None]:
-        methods: list[MethodConfig] = [settings.method] if race is None else [race.method, *race.methods]
-        model, seeds = self.model(engines, methods, settings.size), [image.seed for image in images]
+        """Steps of a request, `together` images at a time, those of method `auto` by what a race says."""
+        images = request.images
+        settings = request.settings
+        race = chooser.race(together, settings, whole=together > 1) if isinstance(settings.method, Auto) else None
+        methods = [settings.method] if race is None else [race.method, *race.methods]
+        model = self.model(engines, methods, settings.size)
+        seeds = [image.seed for image in images]
         prompts = self.prefixes(engines, images)
         running = decode(model, prompts, seeds, settings.sampling, methods[0], methods[1:], together)
-        progress, stats = Progress(len(images), model.codes), None
+        progress = Progress(len(images), model.codes)
+        stats = None
         following: MethodConfig | None = None
-        while stats is None:
-            began = time.perf_counter()
-            step = running.send(following)
-            stats = step.statistics
+        described: tuple[MethodConfig, bool] | None = None
+        try:
+            while stats is None:
+                began = time.perf_counter()
+                step = running.send(following)
+                seconds = time.perf_counter() - began
+                stats = step.statistics
+                if race is not None:
+                    if described != (race.method, race.decided):
+                        described = race.method, race.decided
+                        choice = chooser.describe(request.settings, race)
+                        settings = replace(settings, method=race.method, choice=choice)
+                    if all(len(progress.codes[part.request]) for part in step.parts):  # not a prefill
+                        race.record_pass(sum(len(part.codes) for part in step.parts) / together, seconds)
+                    if stats is not None and race.whole:
+                        race.end_turn()
+                    following = None if race.whole else race.method
+                yield progress.add(step, settings, partial(self.draw, images, settings))
+        finally:
             if race is not None:
-                if settings.choice != (choice := race.describe()):
-                    settings = replace(settings, method=race.method, choice=choice)
-                drawing = all(len(progress.codes[part.request]) for part in step.parts)  # not a prefill
-                if drawing and len(step.parts) == together:  # passes of a batch's last images are cheap, by any method
-                    tokens = sum(len(part.codes) for part in step.parts) / together
-                    race.record(tokens, time.perf_counter() - began)
-                following = race.method
-            yield progress.add(step, settings, partial(self.draw, images, settings))
+                chooser.keep(together, request.settings, race)
         _LOG.info(
             "%s: images: %d, tokens per forward pass: %.2f, seconds: %.2f%s",
             stats.method,

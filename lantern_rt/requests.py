@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,7 +18,7 @@ from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Manifest, Size
 from .checks import brief, explain, short, whole
 from .errors import BundleError, RequestError, TreeError
-from .methods import METHODS, PARAMETERS, Config, Drafted, MethodConfig, Relaxed, Sampling, parse_method
+from .methods import METHODS, PARAMETERS, Auto, Config, Drafted, MethodConfig, Quality, Relaxed, Sampling, parse_method
 from .runtime.tree import StaticTree
 from .runtime.tree_names import named_tree, tree_name
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
@@ -71,14 +71,10 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request: what each image is made from, prompt by prompt, and the settings of all.
-
-    together: how many are decoded at a time, at most; it changes none of them.
-    """
+    """A checked request: what each image is made from, prompt by prompt, and the settings of all."""
 
     images: list[ImageRequest]
     settings: Settings
-    together: int = 64
 
 
 def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -140,9 +136,25 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     fields = _defaults(manifest, name) | given
     if issubclass(kind, Relaxed):
         fields |= _neighborhood(manifest, name, given)
+    if kind is Auto:
+        _check_preset(manifest, fields.get("quality"))
     if issubclass(kind, Drafted):
         fields["tree"] = _tree(manifest, fields["tree"], by_bundle="tree" not in given)
     return _checked(kind, fields)
+
+
+def _check_preset(manifest: Manifest, quality: Any) -> None:
+    """Refuse a quality of which the bundle has no preset, or which is none."""
+    qualities = get_args(Quality)
+    if quality not in qualities:
+        raise RequestError(field="quality", found=short(quality), expected=", ".join(qualities))
+    if quality != "strict" and quality not in manifest.presets:
+        raise RequestError(
+            f"bundle {manifest.name} has no preset {quality}",
+            field="quality",
+            expected=" or ".join(("strict", *manifest.presets)),
+            remedy=f"`lantern-rt eval {manifest.name} --write-presets` measures and writes presets",
+        )
 
 
 def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Requests of many callers, drawn together: one thread runs the decoder, requests come and go between its passes.
 
-An image is bit for bit what `Pipeline` gives alone. Which exact method draws requests with method `auto` follows the
-load: there is a race for every number of images that share passes, on the pictures themselves. Relaxed methods change
-the picture, so for them `auto` settles when a request comes.
+An image is bit for bit what `Pipeline` gives alone. What draws requests of method `auto` follows the load: there is a
+race for every number of images that share passes, among settings that draw the same pictures.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -20,13 +19,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from .auto.memory import images_together
+from .auto.race import Race
+from .auto.store import TuningKey
 from .checks import whole
 from .errors import BusyError, LanternError, RequestError
-from .methods import Auto
+from .methods import Ar, Auto, Eagle
 from .pipeline import Pipeline
-from .planning.memory import images_together
-from .planning.race import Race
-from .planning.width import Width, bucket
 from .requests import Request, Settings, resolve_settings
 from .results import Progress, StreamStep
 from .runtime.decode import Step
@@ -50,13 +49,15 @@ class Ticket:
     waited: seconds before its first pass began, None until then.
     """
 
-    def __init__(
-        self, service: Service, request: Request, listener: Listener, steps: bool, known: Sequence[Sequence[int]]
-    ) -> None:
-        self._service, self.request, self.listener, self.steps, self.known = service, request, listener, steps, known
+    def __init__(self, service: Service, request: Request, listener: Listener, steps: bool) -> None:
+        self._service = service
+        self.request = request
+        self.listener = listener
+        self.steps = steps
         self.came = time.perf_counter()
         self.waited: float | None = None
         self.automatic = isinstance(request.settings.method, Auto)  # drawn by what suits the load
+        self.choice: str | None = None  # what `auto` chose, in words
         self.drawings: list[Drawing] = []
         self.raster = service.raster(request.settings)
         self.progress = Progress(len(request.images), self.raster.codes)
@@ -71,25 +72,29 @@ class Ticket:
 class Service:
     """Draws requests of many threads with one pipeline, which stays the caller's to close.
 
-    together: images that share passes at most, by default as many as the pipeline decodes together; fewer do where that
-    gives more tokens a second. waiting: images that may wait for them. seconds_per_image: between one image and the
-    next, lately; 0 before the first.
+    Args:
+        pipeline: that draws.
+        together: images that share passes at most, by default as many as the pipeline decodes together.
+        waiting: images that may wait for them.
+
+    Attributes:
+        seconds_per_image: between one image and the next, lately; 0 before the first.
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
         self.pipeline, self.seconds_per_image = pipeline, 0.0
         engines, manifest = pipeline.engines, pipeline.bundle.manifest
-        self._engines, self._chooser, strict = engines, pipeline.chooser, resolve_settings(manifest, {"method": "auto"})
-        self._methods = tuple(self._chooser.race(1, strict).methods)
-        model = pipeline.model(engines, self._methods)
+        self._engines = engines
+        self._chooser = pipeline.chooser
+        strict = resolve_settings(manifest, {"method": "auto"})
+        model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar()])
         self.model = replace(model, neighbors=pipeline.bundle.neighbors().indices if manifest.neighbors else None)
         usual = min(images_together(manifest, strict, engines.most_rows), max(1, engines.most_rows // 2))
         self.together = whole("together", together, usual, 1, 4096)
         self.waiting = whole("waiting", waiting, 256, 0, 1 << 20)
         self._rows = min(2 * self.together, engines.most_rows)
-        self._width, self._group = Width(self.together), 0  # images that shared passes when the last ones joined
-        self._scheduler = Scheduler(self.model, self._rows, self._width.images)
-        self._races: dict[tuple[int, bool, str], tuple[Settings, Race]] = {}
+        self._scheduler = Scheduler(self.model, self._rows, self.together)
+        self._races: dict[TuningKey, tuple[int, Settings, Race]] = {}
         self._tickets: dict[int, Ticket] = {}  # by the index of a drawing
         self._drawn = 0  # drawings so far
         self._changed = threading.Condition()
@@ -124,41 +129,53 @@ class Service:
         active = self._scheduler.active
         return len(active), max((request.nodes for request in active), default=0)
 
-    def submit(
-        self,
-        listener: Listener,
-        prompts: Any = None,
-        *,
-        steps: bool = True,
-        known: Sequence[Sequence[int]] = (),
-        **options: Any,
-    ) -> Ticket:
+    def submit(self, listener: Listener, prompts: Any = None, *, steps: bool = True, **options: Any) -> Ticket:
         """Have a request drawn; takes what a call of the pipeline takes, and checks it at once.
 
-        listener: called in the service's thread with every `StreamStep`, the last one with `stats`, or with that alone
-        (`steps` False); or with the error that ended the request. It must return quickly. known: to resume a request,
-        the first codes of each of its images: exact methods go on from there, others begin anew; the images are the
-        same.
+        Args:
+            listener: called in the service's thread with every `StreamStep`, the last one with `stats`, or with that
+                alone (`steps` False); or with the error that ended the request. It must return quickly.
+            prompts: as for a call of the pipeline, as are the options.
+            steps: whether the listener wants every step.
 
-        Raises: RequestError: as a call of the pipeline does; or the service was closed. BusyError: too many wait.
+        Returns:
+            What cancels the request.
+
+        Raises:
+            RequestError: as a call of the pipeline does; or the service was closed.
+            BusyError: too many wait.
         """
-        request = self.pipeline.check(prompts, racing=True, **options)
-        images, most, room = len(request.images), self.together + self.waiting, self._width.images + self.waiting
-        ticket = Ticket(self, request, listener, steps, self._known(known, images, self.raster(request.settings)))
-        if (nodes := nodes_of(request.settings.method)) > (widest := min(MOST_NODES, self._engines.most_nodes)):
+        request = self.pipeline.check(prompts, **options)
+        images = len(request.images)
+        ticket = Ticket(self, request, listener, steps)
+        nodes = nodes_of(request.settings.method)
+        max_nodes = min(MOST_NODES, self._engines.most_nodes)
+        if nodes > max_nodes:
             raise RequestError(
-                f"method: found {nodes} nodes in a pass, expected at most {widest} where passes are shared"
+                field="method",
+                found=f"{nodes} nodes in a pass",
+                expected=f"at most {max_nodes} where passes are shared",
             )
-        if images > most:
+        if images > self.together + self.waiting:
             raise RequestError(
-                f"num_images: found {images} images, expected at most {most} in one request; ask for fewer"
+                field="num_images",
+                found=f"{images} images",
+                expected=f"at most {self.together + self.waiting} in one request",
+                remedy="ask for fewer",
             )
-        if (rows := 1 + request.settings.sampling.guided) > self._rows:
-            raise RequestError(f"cfg_scale: found guidance, of {rows} rows, and engines of {self._rows}; build others")
+        rows = 1 + request.settings.sampling.guided
+        if rows > self._rows:
+            raise RequestError(
+                field="cfg_scale",
+                found=f"guidance, of {rows} rows",
+                expected=f"engines of {rows}, these have {self._rows}",
+                remedy="build others",
+            )
         with self._changed:
             if self._closing:
-                raise RequestError("service: found it closed, expected an open one; make another")
-            if self._images and (excess := self._images + images - room) > 0:
+                raise RequestError(field="service", found="it closed", expected="an open one", remedy="make another")
+            excess = self._images + images - self.together - self.waiting
+            if self._images and excess > 0:
                 seconds = max(1, math.ceil(excess * self.seconds_per_image))
                 raise BusyError(f"found {self._images} images before this one", seconds)
             self._images += images
@@ -170,15 +187,6 @@ class Service:
         """How the codes of a request's images stand in their sequence."""
         size = self.pipeline.bundle.manifest.size(settings.size)
         return replace(self.model.raster, codes=size.codes, columns=size.columns)
-
-    def _known(self, known: Sequence[Sequence[int]], images: int, raster: Raster) -> Sequence[Sequence[int]]:
-        """Codes of a request that is resumed, checked."""
-        if known and len(known) != images:
-            raise RequestError(f"known: found codes of {len(known)} images, expected {images}")
-        most, size = raster.codes, self.pipeline.bundle.manifest.codebook_size
-        if any(len(codes) > most or not all(0 <= code < size for code in codes) for codes in known):
-            raise RequestError(f"known: found other codes, expected at most {most} an image, each 0 .. {size - 1}")
-        return known or [()] * images
 
     def forget(self, ticket: Ticket) -> None:
         """Cancel a request; nothing happens if it has ended."""
@@ -207,9 +215,9 @@ class Service:
         finally:
             with self._changed:
                 self._closing = True
-            self._fail(RequestError("service: closed before the request was done; make another"))
-            for (images, _, _), (settings, race) in self._races.items():
-                self._chooser.give_back(images, settings, race)
+            self._fail(RequestError("closed before the request was done", field="service", remedy="make another"))
+            for images, settings, race in self._races.values():
+                self._chooser.keep(images, settings, race)
 
     def _listen(self) -> bool:
         """Wait for something to do, take in who comes and goes; False when it is time to end."""
@@ -233,29 +241,24 @@ class Service:
     def _begin(self, ticket: Ticket) -> None:
         """Give a request's images to the scheduler; a request that cannot be prepared hears why."""
         settings = ticket.request.settings
-        methods = self._methods if ticket.automatic else (settings.method,)
         try:
+            methods = self._chooser.methods(settings) if ticket.automatic else [settings.method]
             prompts = list(self.pipeline.prefixes(self._engines, ticket.request.images))
         except Exception as error:
             self._end(ticket, error)
             return
         ticket.clocks = self._scheduler.target_clock.copy(), self._scheduler.drafter_clock.copy()
-        for prompt, image, known in zip(prompts, ticket.request.images, ticket.known, strict=True):
+        for prompt, image in zip(prompts, ticket.request.images, strict=True):
             rows = prompt.rows(settings.sampling)
-            drawing = Drawing(self._drawn, ticket.raster, rows, settings.sampling, methods, image.seed, known)
+            drawing = Drawing(self._drawn, ticket.raster, rows, settings.sampling, methods, image.seed)
             self._tickets[self._drawn] = ticket
             self._drawn += 1
             ticket.drawings.append(drawing)
             self._scheduler.submit(drawing)
 
     def _step(self) -> None:
-        """One pass, by the method that suits the load, and what it gave to those whose request it was."""
-        automatic = [ticket for ticket in dict.fromkeys(self._tickets.values()) if ticket.automatic]
-        race = self._race(automatic[0].request.settings) if automatic else None
-        for drawing in (drawing for ticket in automatic for drawing in ticket.drawings):
-            if race is not None and drawing.method != race.method:
-                drawing.use(race.method)
-        self._scheduler.images = self._width.images
+        """One pass, by what suits the load, and what it gave to those whose request it was."""
+        races = self._use_races()
         prefill, began = self._scheduler.joining, time.perf_counter()
         try:
             parts = self._scheduler.step()
@@ -265,22 +268,37 @@ class Service:
             self._refuse(error)
             return
         seconds = time.perf_counter() - began
-        if prefill:
-            self._group = len(self._scheduler.active)  # passes of its last images are part of what it costs
-        raced = [len(part.codes) for part in parts if self._tickets[part.request].automatic]
-        if race is not None and not race.decided and raced:
-            if not prefill:
-                race.record(sum(raced) / len(raced), seconds)
-        else:
-            images = self._group if self._scheduler.waiting else max(len(parts), len(self._scheduler.active))
-            self._width.record(images, sum(len(part.codes) for part in parts), seconds)
-        told: dict[Ticket, list[RequestStep]] = {}
+        if len(races) == 1 and parts and not prefill and all(self._tickets[part.request].automatic for part in parts):
+            races[0].record_pass(sum(len(part.codes) for part in parts) / len(parts), seconds)
+        steps: dict[Ticket, list[RequestStep]] = {}
         for part in parts:
-            told.setdefault(self._tickets[part.request], []).append(part)
-        for ticket, own in told.items():
+            steps.setdefault(self._tickets[part.request], []).append(part)
+        for ticket, own in steps.items():
             ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
             if ticket.steps or not any(drawing.missing for drawing in ticket.drawings):
-                self._tell(ticket, own, race)
+                self._tell(ticket, own)
+
+    def _use_races(self) -> list[Race]:
+        """Have requests of method `auto` drawn by what their races say; the races that were asked.
+
+        Passes are timed where all requests that share them are of one race; elsewhere its leader draws.
+        """
+        tickets = [ticket for ticket in dict.fromkeys(self._tickets.values()) if ticket.automatic]
+        shared = len(self._scheduler.active) + len(self._scheduler.waiting)
+        images = min(self.together, 1 << max(0, shared - 1).bit_length())  # the next power of two is near enough
+        keys = {ticket: self._chooser.key(images, ticket.request.settings) for ticket in tickets}
+        for ticket, key in keys.items():
+            settings = ticket.request.settings
+            if key not in self._races:
+                self._races[key] = images, settings, self._chooser.race(images, settings)
+            race = self._races[key][2]
+            alone = len({*keys.values()}) == 1 and len(tickets) == len({*self._tickets.values()})
+            method = race.method if alone or race.decided else race.leader
+            if ticket.drawings[0].method != method or ticket.choice is None:
+                ticket.choice = self._chooser.describe(settings, race)
+                for drawing in ticket.drawings:
+                    drawing.use(method)
+        return [self._races[key][2] for key in dict.fromkeys(keys.values())]
 
     def _refuse(self, error: Exception) -> None:
         """End the requests that were to join, for whom there was no memory, say; the others are as they were."""
@@ -291,19 +309,11 @@ class Service:
         for ticket in lost:
             self._end(ticket, copy(error).with_traceback(None))
 
-    def _race(self, settings: Settings) -> Race:
-        """The race for as many images as share a pass now; the next power of two is near enough."""
-        images = min(self._width.images, len(self._scheduler.active) + len(self._scheduler.waiting))
-        key = bucket(images, self.together), settings.sampling.greedy, str(settings.method)
-        if key not in self._races:
-            self._races[key] = settings, self._chooser.race(key[0], settings)
-        return self._races[key][1]
-
-    def _tell(self, ticket: Ticket, parts: list[RequestStep], race: Race | None) -> None:
+    def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:
         """Tell a request's listener what a pass gave its images."""
         settings, drawings = ticket.request.settings, ticket.drawings
-        if ticket.automatic and race is not None:
-            settings = replace(settings, method=race.method, choice=race.describe())
+        if ticket.automatic:
+            settings = replace(settings, method=drawings[0].method, choice=ticket.choice)
         codes, first = ticket.raster.codes, drawings[0].index
         total = codes * len(drawings)
         done, statistics = total - sum(drawing.missing for drawing in drawings), None
@@ -354,7 +364,7 @@ class Service:
         if not isinstance(error, LanternError):
             _LOG.error("a pass failed", exc_info=error)
         self._failures += 1
-        self._scheduler = Scheduler(self.model, self._rows, self._width.images)
+        self._scheduler = Scheduler(self.model, self._rows, self.together)
         ended = {*self._tickets.values()}
         while self._closing and (ticket := self._next(self._arriving)) is not None:
             ended.add(ticket)

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..methods import METHODS, Method, MethodName, Quality, Sampling
+from ..methods import METHODS, Ar, Method, MethodConfig, MethodName, Quality, Sampling
 
 FORMAT_VERSION = "3.0"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
@@ -299,6 +299,10 @@ class Manifest(Part):
         return (
             next(one for one in listed if self._is_default(one)) if name is None else {o.name: o for o in listed}[name]
         )
+
+    def preset_method(self, quality: Quality) -> MethodConfig:
+        """The method of a quality: plain decoding stands for `strict`. Raises: KeyError: there is no such preset."""
+        return Ar() if quality == "strict" else self.presets[quality].method
 
     def pixels(self, size: Size) -> tuple[int, int]:
         """Width and height of a picture of this size."""

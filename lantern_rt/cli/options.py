@@ -61,15 +61,6 @@ class Running:
             rich_help_panel=ENGINE,
         ),
     ] = None
-    expand_weights: Annotated[
-        bool,
-        typer.Option(
-            "--expand-weights",
-            help="Turn the target's int8 or int4 weights to float32 when loading (CPU).",
-            rich_help_panel=ENGINE,
-        ),
-    ] = False
-
     @property
     def on_cpu(self) -> bool:
         """Whether ONNX Runtime runs the bundle's own graphs on the CPU. Raises: EngineError: no such provider."""
@@ -94,16 +85,16 @@ class Running:
         prefix: tokens of the longest prompt, if known.
         Raises: RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
+        from ..auto.memory import check_memory
         from ..engines.engine_folder import open_engine_folder
         from ..pipeline import Pipeline
-        from ..planning.memory import check_memory
         from ..requests import resolve_settings
         from .console import progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if engines.on_cpu if engines else self.on_cpu:
             chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, chosen, self.expand_weights, engines, prefix)
+            check_memory(bundle, chosen, engines, prefix)
         with progress(lines=False) as show:
             show("loading graphs")
             options = {**vars(self), "engines": engines, "picture_threads": picture_threads}

@@ -116,9 +116,9 @@ def run(
 
     Paths of the files go to stdout, progress and a line of statistics to stderr.
     """
+    from ..auto.chooser import with_default_method
     from ..output.images import enlarge, png_bytes
     from ..output.trace import Trace
-    from ..planning.auto import with_default_method
     from ..requests import bundle_tokenizer, check_request
     from ..text.embeddings import read_embeddings
     from .again import Again

@@ -72,8 +72,8 @@ def serve(
     require_library("uvicorn", "lantern-rt serve", "serve")
     require_library("prometheus_client", "lantern-rt serve", "serve")
     from ..asynchronous import AsyncPipeline
+    from ..auto.memory import check_memory
     from ..bundle.files import Bundle
-    from ..planning.memory import check_memory
     from ..requests import resolve_settings
     from ..serve.front import Limits, read_keys
     from ..serve.server import Load, Server
@@ -92,7 +92,7 @@ def serve(
     if running.on_cpu:
         for bundle in opened:
             settings = resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, settings, running.expand_weights)
+            check_memory(bundle, settings)
 
     def loader(bundle: Bundle) -> Load:
         options = {**vars(running), "picture_threads": picture_threads}

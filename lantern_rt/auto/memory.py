@@ -12,9 +12,9 @@ from ..engines.host import available_memory
 from ..engines.kv_cache import SPAN_STEP, round_up
 from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
 from ..errors import RequestError
-from ..methods import Auto, Drafted, MethodConfig, Sjd
+from ..methods import Auto, MethodConfig
 from ..requests import Request, Settings
-from ..runtime.tree_names import named_tree
+from ..runtime.drafts import nodes_of
 
 TOGETHER = 64  # images at most
 BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
@@ -36,7 +36,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     """What decoding one image takes, by what it is for. prefix: tokens of its prompt; None: as many as there may be."""
     prompt = manifest.condition.prefix if prefix is None else prefix
     rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
-    nodes = max(_NODES, _nodes(settings.method))
+    nodes = max(_NODES, nodes_of(settings.method))
     drafted = nodes * (1 + (manifest.row_end is not None))
     columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
@@ -47,11 +47,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
 
 
 def check_memory(
-    bundle: Bundle,
-    settings: Settings,
-    expand_weights: bool = False,
-    engines: EngineFolder | None = None,
-    prefix: int | None = None,
+    bundle: Bundle, settings: Settings, engines: EngineFolder | None = None, prefix: int | None = None
 ) -> None:
     """Refuse what this host has no memory for: weights, and the decoding of one image.
 
@@ -62,13 +58,15 @@ def check_memory(
     roles = ("target", "drafter", "condition", "vq_decoder")
     graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
     built = engines.bytes_of_graphs() if engines else {}
-    weights = sum(built.get(role) or weight_bytes(bundle, role, expand_weights and role == "target") for role in graphs)
+    weights = sum(built.get(role) or weight_bytes(bundle, role) for role in graphs)
     least = _fewest_tokens(manifest.condition) if prefix is None else prefix
     needed = {"weights": weights, **_picture_bytes(manifest, settings, least)}
     if (total := sum(needed.values())) > (free := available_memory()):
         raise RequestError(
-            f"memory: found {_gib(free)} free, expected {_gib(total)} for bundle {manifest.name} ({_parts(needed)}); "
-            "close other programs, or export it with smaller weights"
+            field="memory",
+            found=f"{_gib(free)} free",
+            expected=f"{_gib(total)} for bundle {manifest.name} ({_parts(needed)})",
+            remedy="close other programs, or export it with smaller weights",
         )
 
 
@@ -81,8 +79,10 @@ def check_room(manifest: Manifest, request: Request, free: int) -> None:
     needed = _picture_bytes(manifest, request.settings, tokens)
     if (total := sum(needed.values())) > free:
         raise RequestError(
-            f"memory: found {_gib(free)} free beside the weights, expected {_gib(total)} for an image of a prompt of "
-            f"{tokens:,} tokens ({_parts(needed)}); shorten it, or close other programs and start anew"
+            field="memory",
+            found=f"{_gib(free)} free beside the weights",
+            expected=f"{_gib(total)} for an image of a prompt of {tokens:,} tokens ({_parts(needed)})",
+            remedy="shorten it, or close other programs and start anew",
         )
 
 
@@ -106,13 +106,6 @@ def _parts(needed: Mapping[str, int]) -> str:
 
 def _drafts(method: MethodConfig) -> bool:
     return method.needs_drafter or isinstance(method, Auto)
-
-
-def _nodes(method: MethodConfig) -> int:
-    """Nodes of a target pass, for methods that say so."""
-    if isinstance(method, Drafted):
-        return named_tree(method.tree).nodes
-    return method.window + 1 if isinstance(method, Sjd) else 1
 
 
 def _gib(size: int) -> str:

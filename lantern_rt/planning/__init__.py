@@ -1,1 +1,0 @@
-"""What is known of a host and a model, and the method that follows from it."""
