@@ -29,8 +29,8 @@ import torch
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline
+from lantern_rt.compare.turns import subjects_of
 from lantern_rt.engines.host import processor
-from lantern_rt.runner import subjects_of
 
 METHODS = "ar,sjd:window=3,sjd:window=7,rows:window=8,rows:window=6,rows:window=5,rows:window=4"
 GUIDANCE, EAGER = 4.0, "LlamaGen, PyTorch eager"

@@ -27,15 +27,15 @@ from random_bundle import SHAPES, random_bundle
 from tree_figures import expected_tokens, slots_per_level
 
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
+from lantern_rt.compare.bench import bench, figures, memory_bound, usual_methods
+from lantern_rt.compare.turns import Subjects, parse_contenders, subjects_of
 from lantern_rt.engines.host import host_report, processor, read_bandwidth
 from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
 from lantern_rt.planning.costs import HostCosts, PassCost, early_pass, measure_costs, with_overhead
 from lantern_rt.planning.tree_search import Plan, best_plan
-from lantern_rt.runner import Subjects, parse_contenders, subjects_of
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree
-from lantern_rt.tuning.bench import bench, figures, memory_bound, usual_methods
 from lantern_rt.tuning.measure import describe
 
 ROWS = 2  # one image with guidance

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from lantern_rt import LanternError, Pipeline, RequestError
-from lantern_rt.runner import PLAIN, Subjects, parse_contenders, take_turns
+from lantern_rt.compare.turns import PLAIN, Subjects, parse_contenders, take_turns
 from lantern_rt.train.drafter.borrowed import read_borrowed
 from lantern_rt.train.drafter.figures import default_relaxation
 from lantern_rt.train.drafter.fit import Fit, Options

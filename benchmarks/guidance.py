@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from lantern_rt import Pipeline
-from lantern_rt.runner import Contender, subjects_of, take_turns
+from lantern_rt.compare.turns import Contender, subjects_of, take_turns
 from lantern_rt.runtime.sampling import guide, softmax
 from lantern_rt.runtime.sequences import sequence_logits
 from lantern_rt.runtime.statistics import Clock

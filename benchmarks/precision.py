@@ -30,10 +30,10 @@ from decode import print_table
 from random_bundle import SHAPES, Shape, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError, Pipeline, __version__
+from lantern_rt.compare.turns import Contender, Subjects, run, subjects_of
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.planning.costs import measure_costs
-from lantern_rt.runner import Contender, Subjects, run, subjects_of
 from lantern_rt.runtime.sequences import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.train.scenes.bundle import write_scenes_bundle

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lantern_rt import Pipeline
-from lantern_rt.runner import subjects_of
+from lantern_rt.compare.turns import subjects_of
 from lantern_rt.runtime.drafts import Request
 from lantern_rt.runtime.scheduler import Scheduler
 from lantern_rt.runtime.ties import settled_logits

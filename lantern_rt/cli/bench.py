@@ -11,15 +11,15 @@ import typer
 
 from .. import __version__
 from ..checks import require_library, short, whole
+from ..compare.bench import bench as compare
+from ..compare.bench import figures, memory_bound, usual_methods
+from ..compare.turns import Contender, Subjects, parse_contenders, subjects_of
 from ..engines.host import processor
 from ..errors import RequestError
 from ..output.charts import Chart, Line, chart_png
 from ..output.files import check_png, write_output
 from ..pipeline import Pipeline
-from ..runner import Contender, Subjects, parse_contenders, subjects_of
 from ..service import Service
-from ..tuning.bench import bench as compare
-from ..tuning.bench import figures, memory_bound, usual_methods
 from ..tuning.callers import FEWEST_IMAGES, MOST_CALLERS, measure_callers
 from .console import print_json, print_table, print_text, progress
 from .options import BundleName, Embeddings, Force, Json, Prompts, Running

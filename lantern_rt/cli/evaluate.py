@@ -14,16 +14,16 @@ import typer
 from .. import __version__
 from ..bundle.files import Bundle
 from ..checks import require_library, short, whole
+from ..compare.evaluate import Images
+from ..compare.evaluate import evaluate as measure
+from ..compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
+from ..compare.report import html_report, text_report
+from ..compare.turns import parse_contenders, subjects_of
 from ..engines.host import host_report, processor
 from ..errors import RequestError
-from ..evaluation.evaluate import Images
-from ..evaluation.evaluate import evaluate as measure
-from ..evaluation.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
-from ..evaluation.report import html_report, text_report
 from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline
 from ..requests import SEED_LIMIT, bundle_tokenizer, check_request
-from ..runner import parse_contenders, subjects_of
 from .console import print_json, print_text, progress
 from .options import BundleName, Embeddings, Force, Json, Prompts, Running, Shaping
 

@@ -48,7 +48,7 @@ def data(
 ) -> None:
     """Have the target draw pictures (or encode some that are there), to train on."""
     require_library("safetensors", "train-drafter data", "cpu,train")
-    from ..runner import subjects_of
+    from ..compare.turns import subjects_of
     from ..train.drafter.data import drawing_jobs, encoding_jobs, estimated_bytes, write_shards
 
     whole("images", images, 1, 1, 100_000_000)

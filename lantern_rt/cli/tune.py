@@ -13,6 +13,7 @@ import typer
 from ..bundle.files import open_bundle
 from ..bundle.manifest import Manifest
 from ..checks import require_library, whole
+from ..compare.turns import subjects_of
 from ..errors import LanternError, RequestError
 from ..methods import Ar
 from ..output.charts import Chart, Line, chart_png
@@ -23,7 +24,6 @@ from ..planning.intervals import median_interval
 from ..planning.store import forget_tuning
 from ..planning.tree_search import speed_by_nodes
 from ..requests import resolve_settings
-from ..runner import subjects_of
 from ..tuning.judged import read_judged
 from ..tuning.measure import Measurement, describe
 from ..tuning.pictures import Decoders

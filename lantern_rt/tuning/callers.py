@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
+from ..compare.turns import Subjects
 from ..results import StreamStep
-from ..runner import Subjects
 from ..service import Service
 
 MOST_CALLERS = 256

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..bundle.manifest import Manifest
+from ..compare.turns import Contender, Run, Subjects
 from ..methods import Ar, Auto, Eagle, LanternPlusPlus, MethodConfig, RowParallel, Sjd
 from ..pipeline import Pipeline
 from ..planning.acceptance_statistics import (
@@ -27,7 +28,6 @@ from ..planning.costs import early_pass, measure_costs, with_overhead
 from ..planning.store import read_tuning
 from ..requests import Settings
 from ..results import Ints
-from ..runner import Contender, Run, Subjects
 from ..runtime.likelihood import Likelihood
 from ..runtime.raster import Raster
 from ..runtime.rows import front_sizes

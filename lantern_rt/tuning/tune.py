@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..compare.turns import Run, take_turns
 from ..methods import Ar, MethodConfig
 from ..planning.acceptance_statistics import MethodStatistics, Quality, drafting_aside, merge
 from ..planning.budget import Budget
@@ -24,7 +25,6 @@ from ..planning.costs import HostCosts, pass_seconds
 from ..planning.intervals import BELIEVED, FEWEST, WANTED, median_interval, spread
 from ..planning.store import Choice, read_tuning, write_tuning
 from ..planning.tree_search import Plan, best_plan
-from ..runner import Run, take_turns
 from ..runtime.sequences import NODES
 from .measure import Measurement, likelihood_ratio, likelihoods, mean_tvd
 from .pictures import Decoders, compare_decoders

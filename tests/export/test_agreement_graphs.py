@@ -13,7 +13,7 @@ from lantern_rt import open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.evaluation.image_graph import Agreement, Preprocessing  # noqa: E402
+from lantern_rt.compare.image_graph import Agreement, Preprocessing  # noqa: E402
 from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
 from lantern_rt.train.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, Judge, load_judge, save_judge  # noqa: E402
 from lantern_rt.train.scenes.vocabulary import (  # noqa: E402

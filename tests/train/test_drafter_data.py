@@ -14,8 +14,8 @@ from PIL import Image
 from refusals import refused
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError
+from lantern_rt.compare.turns import Subjects
 from lantern_rt.planning.acceptance_statistics import weights_of
-from lantern_rt.runner import Subjects
 
 pytest.importorskip("safetensors")
 

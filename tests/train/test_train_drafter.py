@@ -16,7 +16,7 @@ from refusals import refused
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.runner import Subjects
+from lantern_rt.compare.turns import Subjects
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")

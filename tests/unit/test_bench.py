@@ -16,10 +16,10 @@ from tiny_bundle import make_tiny_bundle
 from lantern_rt import open_bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
+from lantern_rt.compare.bench import usual_methods
 from lantern_rt.engines.host import read_bandwidth
 from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.output.charts import Chart, Line, chart_png, chart_svg
-from lantern_rt.tuning.bench import usual_methods
 
 
 @pytest.fixture(autouse=True)

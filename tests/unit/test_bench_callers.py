@@ -12,9 +12,9 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
+from lantern_rt.compare.turns import Subjects
 from lantern_rt.errors import EngineError
 from lantern_rt.results import StreamStep
-from lantern_rt.runner import Subjects
 from lantern_rt.service import Service
 from lantern_rt.tuning.callers import measure_callers
 

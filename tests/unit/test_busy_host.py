@@ -17,6 +17,7 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
+from lantern_rt.compare.turns import Subjects
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sjd
 from lantern_rt.planning import auto
@@ -27,7 +28,6 @@ from lantern_rt.planning.intervals import FEWEST, evened, median_interval, sprea
 from lantern_rt.planning.store import Choice, Tuning, read_tuning, write_tuning
 from lantern_rt.planning.tree_search import Plan
 from lantern_rt.requests import resolve_settings
-from lantern_rt.runner import Subjects
 from lantern_rt.tuning.measure import LEAST_PASSES, Measurement
 from lantern_rt.tuning.tune import Finalist, choose, compare
 

@@ -16,12 +16,12 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.cli.main import run_program
-from lantern_rt.evaluation.evaluate import Images, draw
-from lantern_rt.evaluation.evaluate import evaluate as evaluate_methods
-from lantern_rt.evaluation.image_graph import Agreement, Features, Preprocessing
-from lantern_rt.evaluation.report import COLUMNS
-from lantern_rt.evaluation.statistics import Floats
-from lantern_rt.runner import Contender, Subjects, parse_contenders
+from lantern_rt.compare.evaluate import Images, draw
+from lantern_rt.compare.evaluate import evaluate as evaluate_methods
+from lantern_rt.compare.image_graph import Agreement, Features, Preprocessing
+from lantern_rt.compare.report import COLUMNS
+from lantern_rt.compare.statistics import Floats
+from lantern_rt.compare.turns import Contender, Subjects, parse_contenders
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
 

@@ -10,8 +10,8 @@ from evaluation_graphs import quiet
 
 from lantern_rt import EngineError
 from lantern_rt.checks import require_library
-from lantern_rt.evaluation.evaluate import feature_figures
-from lantern_rt.evaluation.statistics import (
+from lantern_rt.compare.evaluate import feature_figures
+from lantern_rt.compare.statistics import (
     Floats,
     estimate,
     frechet_distance,

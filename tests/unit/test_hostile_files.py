@@ -22,13 +22,13 @@ from lantern_rt import Pipeline
 from lantern_rt.bundle.files import MANIFEST_FILE, open_bundle
 from lantern_rt.cli.console import print_facts, print_json, print_table, progress, say
 from lantern_rt.cli.main import run_program
+from lantern_rt.compare.turns import read_prompts
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
 from lantern_rt.output.recipe import read_recipe
-from lantern_rt.runner import read_prompts
 from lantern_rt.runtime.tree_names import named_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 from lantern_rt.text.words import read_tokenizer

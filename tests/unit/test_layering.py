@@ -27,8 +27,8 @@ LAYERS = (
     ("pipeline",),
     ("service", "asynchronous"),
     ("serve",),
-    ("runner",),
-    ("tuning", "evaluation", "export"),
+    ("compare", "export"),
+    ("tuning",),
     ("train",),
     ("cli",),
 )

@@ -14,7 +14,7 @@ from PIL import Image
 from tiny_bundle import PREFIX, make_tiny_bundle
 
 from lantern_rt import RequestError, open_bundle
-from lantern_rt.evaluation.image_graph import Agreement, Preprocessing, bundle_tokens, file_tokens
+from lantern_rt.compare.image_graph import Agreement, Preprocessing, bundle_tokens, file_tokens
 
 WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
 PAD, START = 0, 1

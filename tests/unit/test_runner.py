@@ -11,7 +11,7 @@ import pytest
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, open_bundle
-from lantern_rt.runner import Contender, Subjects, parse_contenders, run, scored, subjects_of, take_turns
+from lantern_rt.compare.turns import Contender, Subjects, parse_contenders, run, scored, subjects_of, take_turns
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
 

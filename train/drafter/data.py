@@ -19,12 +19,12 @@ from PIL import Image
 
 from ...bundle.manifest import Manifest
 from ...checks import short
+from ...compare.turns import Subjects
 from ...engines.contracts import Progress
 from ...errors import OutputError, RequestError
 from ...output.files import existing_parent
 from ...pipeline import Pipeline
 from ...planning.acceptance_statistics import weights_of
-from ...runner import Subjects
 from ...runtime.drafts import Prompt
 from ...runtime.sequences import sequence_states
 from ...user_files import open_plain_file, read_plain_file, reading

@@ -8,8 +8,8 @@ import numpy as np
 
 from ...bundle.files import Bundle, open_bundle
 from ...bundle.manifest import file_sha256
+from ...compare.turns import Subjects
 from ...pipeline import Pipeline
-from ...runner import Subjects
 from ..drafter.borrowed import read_borrowed
 from ..drafter.data import SHARD, drawing_jobs, write_shards
 from ..drafter.figures import default_relaxation

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from ...compare.turns import Contender, take_turns
 from ...pipeline import Pipeline
-from ...runner import Contender, take_turns
 from .data import render_scenes
 from .judge import Judge, agreement, judge, load_judge
 from .vocabulary import Scene, describe, sample_scene

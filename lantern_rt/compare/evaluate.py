@@ -20,7 +20,6 @@ from PIL.Image import Image
 from ..errors import RequestError
 from ..output.images import blank
 from ..pipeline import Pipeline
-from ..runner import Contender, Run, Subjects, take_turns
 from .image_graph import Agreement, Features
 from .statistics import (
     NEAREST,
@@ -38,6 +37,7 @@ from .statistics import (
     median_distance,
     precision_recall,
 )
+from .turns import Contender, Run, Subjects, take_turns
 
 FEWEST_PROMPTS = 2
 ENOUGH_PROMPTS = 30

@@ -14,8 +14,7 @@ from ..bundle.manifest import Manifest
 from ..engines.host import read_bandwidth
 from ..engines.memory import weight_bytes
 from ..pipeline import Pipeline
-from ..runner import Contender, Run, Subjects, take_turns
-from .measure import likelihoods, mean_tvd
+from .turns import Contender, Run, Subjects, take_turns
 
 Show = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
@@ -33,8 +32,9 @@ def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | Non
     passes = sum(one.target_passes for one in stats)
     images_per_second = len(runs[0].codes) / statistics.median(one.seconds for one in runs)
     speed_ups = [ar.seconds / one.seconds for one, ar in zip(runs, plain, strict=True)]
-    nats = [score.nats for score in likelihoods(runs)]
-    ratio, error = paired_ratio(nats, [score.nats for score in likelihoods(plain)])
+    nats = [score.nats for one in runs for score in one.likelihoods]
+    ratio, error = paired_ratio(nats, [score.nats for one in plain for score in one.likelihoods])
+    tvd = statistics.fmean(one.tvd_per_token for one in runs)  # runs are of equally many images
     share = {
         name: sum(getattr(one, f"{name}_seconds") for one in stats) / total for name in ("target", "drafter", "host")
     }
@@ -50,7 +50,7 @@ def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | Non
         "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
         "share": share | {"text_and_images": 1 - sum(share.values())},
         "share_of_memory_bound": None if memory_bound is None else passes * memory_bound / total,
-        "tvd_per_token": mean_tvd(runs) if runs[0].settings.method.measured else None,
+        "tvd_per_token": tvd if runs[0].settings.method.measured else None,
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,
@@ -63,7 +63,6 @@ def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> 
     table = manifest.neighbors > 0
     if sweep:
         methods += ["rows:window=4", "rows:window=3"]
-        methods += ["sjd:omega=1.5:anneal=0.5", "sjd:omega=2:anneal=0.5"]
         methods += ["sjd:lambda=1.5", "sjd:lambda=2", "sjd:lambda=3"] if table else []
     if manifest.drafter is not None:
         own = next((one.parameters()["tree"] for one in manifest.decoding.methods if one.method == "eagle"), _STATIC)

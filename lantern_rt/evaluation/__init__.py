@@ -1,1 +1,0 @@
-"""What decoding methods do to images: figures with intervals, and a report. Behind `lantern-rt eval`."""
