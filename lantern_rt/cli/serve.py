@@ -92,7 +92,7 @@ def serve(
     if running.on_cpu:
         for bundle in opened:
             settings = resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, settings, running.expand_weights)
+            check_memory(bundle, settings)
 
     def loader(bundle: Bundle) -> Load:
         options = {**vars(running), "picture_threads": picture_threads}

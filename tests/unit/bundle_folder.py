@@ -56,7 +56,7 @@ def make_bundle(folder: Path) -> Path:
         "neighbors": "neighbors.npz",
     }
     manifest = {
-        "format_version": "2.0",
+        "format_version": "3.0",
         "name": "tiny",
         "family": "test",
         "grid_rows": 4,
