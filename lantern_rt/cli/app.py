@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..errors import LanternError
+
 PROGRAM = "lantern-rt"
 # Every command: the function that has its options, in a module of that name, and what the list of commands says. A
 # module with `STEPS` has several functions instead, each a command below it, with its examples.
@@ -26,8 +28,21 @@ COMMANDS = {
 }
 
 
+# Options, where what a pipeline calls a parameter has another name.
+_OPTIONS = {"prompts": "prompt", "class_ids": "class_id", "methods": "method"}
+
+
 class _Command(TyperCommand):
-    """A command whose help has a section for every group of options."""
+    """A command whose help has a section for every group of options, and whose refusals name options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except LanternError as error:
+            names = {one.name: one.opts[-1] for one in self.params if one.param_type_name == "option"}
+            field = error.field.replace("-", "_").replace(" ", "_")
+            error.field = names.get(field) or names.get(_OPTIONS.get(field, "")) or error.field
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -105,13 +120,15 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _program(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    from .console import warnings_said
+    from .console import print_text, print_warnings
 
-    context.with_resource(warnings_said())
+    context.with_resource(print_warnings())
+    if context.invoked_subcommand is None:
+        print_text(context.get_help())

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from ..errors import printable
+from ..errors import OutputError, printable
 from ..output.tables import text_table
 
-_WIDTH = 200  # of a table that goes to a file
-QUIET, EVERY = 2.0, 5.0  # seconds before the first line of progress, and between two
+FILE_WIDTH = 200  # columns of a table that goes to a file
+QUIET = 2.0  # seconds before the first line of progress
+INTERVAL = 5.0  # seconds between two lines of progress
 
 Facts = dict[str, dict[str, str]]  # section -> name -> value
 
@@ -30,36 +30,49 @@ class Show(Protocol):
 
 
 def say(line: str) -> None:
-    """A line of progress."""
-    print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
+    """Print one line to stderr, if that can be written."""
+    with suppress(OSError):
+        print(printable(" ".join(line.splitlines())), file=sys.stderr, flush=True)
 
 
 def print_text(*parts: object) -> None:
-    """Facts, each on lines of its own."""
-    print(*(printable(str(part)) for part in parts), sep="\n")
+    """Print facts to stdout, each on lines of its own.
+
+    Raises: OutputError: they cannot be written. BrokenPipeError: nobody reads them.
+    """
+    try:
+        print(*(printable(str(part)) for part in parts), sep="\n", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise OutputError(problem, field="standard output", remedy="send it elsewhere") from error
 
 
 def print_json(value: Any) -> None:
-    """One JSON object and nothing else; NaN and infinity are bugs."""
+    """Print one JSON object; NaN and infinity are bugs."""
     print_text(json.dumps(value, allow_nan=False))
 
 
 def print_facts(facts: Facts) -> None:
-    """Sections, each with its values in a column."""
+    """Print sections, each with its values in a column."""
     for section, values in facts.items():
         print_text(section, text_table(list(values.items())))
 
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Rows under headings, folded to the width of the terminal, if there is one.
+    """Print rows under headings, folded to the width of the terminal, if there is one.
 
-    columns: by heading, how a cell is made of a row, such as `{speed_up:.2f}`; `-` where that is None. Words are set to
-    the left, numbers to the right.
+    Args:
+        columns: by heading, how a cell is made of a row, such as `{speed_up:.2f}`; `-` where that is None. Words are
+            set to the left, numbers to the right.
+        rows: a mapping for each row.
+        title: a line above.
     """
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=_WIDTH)
+    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=FILE_WIDTH)
     title = None if title is None else printable(title)
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading, template in columns.items():
@@ -68,7 +81,7 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], t
         table.add_row(*(_cell(template, row) for template in columns.values()))
     with console.capture() as text:  # it would answer a closed pipe by itself
         console.print(table, highlight=False)
-    print(text.get(), end="")
+    print_text(text.get().removesuffix("\n"))
 
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:
@@ -78,24 +91,25 @@ def _cell(template: str, row: Mapping[str, Any]) -> str:
         return "-"
 
 
-class _Said(logging.Handler):
-    """Says every warning once."""
+class _Warnings(logging.Handler):
+    """Prints every warning once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._said: set[str] = set()
+        self._texts: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if text not in self._said:
+        if text not in self._texts:
             say(f"warning: {text}")
-        self._said.add(text)
+        self._texts.add(text)
 
 
 @contextmanager
-def warnings_said() -> Iterator[None]:
-    """Warnings of the library are lines on stderr while the block runs."""
-    logger, handler = logging.getLogger(__package__.partition(".")[0]), _Said()
+def print_warnings() -> Iterator[None]:
+    """Print the library's warnings to stderr while the block runs."""
+    logger = logging.getLogger(__package__.partition(".")[0])
+    handler = _Warnings()
     logger.addHandler(handler)
     try:
         yield
@@ -104,117 +118,75 @@ def warnings_said() -> Iterator[None]:
 
 
 @contextmanager
-def progress(
-    lines: bool = True, unit: str = "count", seconds: float | None = None, bars: bool = True
-) -> Iterator[Show]:
-    """Shows on stderr what is being done, and from two seconds on how far it is and how long it still takes.
+def progress(lines: bool = True, unit: str = "count") -> Iterator[Show]:
+    """Show on stderr what is being done, `[done/total]`, and how long it still takes.
 
-    On a terminal these are bars. Elsewhere it is a line every few seconds, also from within a call that takes long. If
-    `lines`, each thing is a line when it begins, too. unit: of amounts, `count` or `bytes`. seconds: what all of it
-    takes together, where that is known beforehand. Without `bars` a terminal is left to others.
+    On a terminal these are bars; elsewhere a line every five seconds, from the second second on.
+
+    Args:
+        lines: elsewhere, print a line when a thing begins, too.
+        unit: of amounts, `count` or `bytes`.
     """
-    shown = _Lines(lines, unit, seconds)
     if sys.stderr.isatty():
-        with _bars(shown) if bars else nullcontext(_nothing) as show:
+        with _bars(unit) as show:
             yield show
-        return
-    shown.start()
-    try:
-        yield shown.show
-    finally:
-        shown.ended.set()
-        shown.join()
+    else:
+        yield _Lines(lines, unit)
 
 
-class _Lines(threading.Thread):
-    """Where things are, and a thread that says it in lines."""
+class _Lines:
+    """Progress as lines."""
 
-    def __init__(self, lines: bool, unit: str, seconds: float | None) -> None:
-        super().__init__(name="progress", daemon=True)
-        self.lines, self.unit, self.seconds = lines, unit, seconds
-        self.ended, self.began = threading.Event(), time.monotonic()
-        self.first: dict[str, tuple[float, int]] = {}  # when each thing began, and how much of it was done then
-        self.last = ("", 0, 0)
+    def __init__(self, lines: bool, unit: str) -> None:
+        self._lines = lines
+        self._unit = unit
+        self._next = time.monotonic() + QUIET
+        self._starts: dict[str, tuple[float, int]] = {}  # when each thing began, and how much of it was done then
 
-    def show(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Take in where things are; a line where that is a new thing."""
-        if what not in self.first:
-            self.first[what] = (time.monotonic(), done)
-            if self.lines and (self.unit == "count" or not total):
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+        now = time.monotonic()
+        if what not in self._starts:
+            self._starts[what] = (now, done)
+            if self._lines:
                 say(what)
-        self.last = (what, done, total)
-
-    def run(self) -> None:
-        """Say it from time to time."""
-        wait = QUIET
-        while not self.ended.wait(wait):
-            wait = EVERY
-            if self.last[0]:
-                say(self.line(time.monotonic()))
-
-    def line(self, now: float) -> str:
-        """Where things are at an instant."""
-        what, done, total = self.last
-        began, before = self.first[what]
-        parts = [
-            f"{what}: {self._amount(done)} of {self._amount(total)}"
-            if total
-            else f"{what}: {_time(now - began)} so far"
-        ]
-        if self.seconds is not None:
-            parts.append(f"about {self.left(now)} left")
-        elif done > before:
-            parts.append(f"about {_time((now - began) / (done - before) * (total - done))} left")
-        return ", ".join(parts)
-
-    def left(self, now: float) -> str:
-        """What is left of the seconds."""
-        return _time(max(0.0, self.began + (self.seconds or 0.0) - now))
-
-    def _amount(self, count: int) -> str:
-        return f"{count / 1e6:,.0f} MB" if self.unit == "bytes" else f"{count:,}"
+        if not total or now < self._next:
+            return
+        self._next = now + INTERVAL
+        began, first = self._starts[what]
+        line = f"{what} {_amount(self._unit, done, total)}"
+        if done > first:
+            line += f", about {_duration((now - began) / (done - first) * (total - done))} left"
+        say(line)
 
 
 @contextmanager
-def _bars(shown: _Lines) -> Iterator[Show]:
-    """Bars on a terminal; what has no amount is there while it lasts."""
+def _bars(unit: str) -> Iterator[Show]:
+    """Progress as bars of a terminal; what has no amount goes when the next thing begins."""
     from rich import progress as rich
     from rich.console import Console
 
-    class Left(rich.ProgressColumn):
-        def render(self, task: rich.Task) -> Any:
-            return f"{shown.left(time.monotonic())} left"
-
-    counts = (
-        (rich.DownloadColumn(), rich.TransferSpeedColumn()) if shown.unit == "bytes" else (rich.MofNCompleteColumn(),)
-    )
-    left = rich.TimeRemainingColumn(compact=True) if shown.seconds is None else Left()
-    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), *counts, rich.TimeElapsedColumn(), left)
-    with rich.Progress(*columns, console=Console(stderr=True)) as bars:
+    words = (rich.TextColumn("{task.description}", markup=False), rich.BarColumn())
+    numbers = (rich.TextColumn("{task.fields[amount]}", markup=False), rich.TimeRemainingColumn(compact=True))
+    with rich.Progress(*words, *numbers, console=Console(stderr=True)) as bars:
         tasks: dict[str, rich.TaskID] = {}
-        passing: list[str] = []  # what has no amount
 
         def show(what: str, done: int = 0, total: int = 0) -> None:
-            shown.show(what, done, total)
             if what not in tasks:
-                while passing:
-                    bars.remove_task(tasks.pop(passing.pop()))
-                tasks[what] = bars.add_task(printable(what), total=total or None)
-                passing.extend([] if total else [what])
-            bars.update(tasks[what], completed=done, total=total or None)
+                for task in bars.tasks:
+                    bars.update(task.id, visible=bool(task.fields["amount"]))
+                tasks[what] = bars.add_task(printable(what), amount="")
+            amount = _amount(unit, done, total) if total else ""
+            bars.update(tasks[what], completed=done, total=total or None, amount=amount)
 
-        try:
-            yield show
-        finally:
-            while passing:
-                bars.remove_task(tasks.pop(passing.pop()))
+        yield show
 
 
-def _nothing(what: str, done: int = 0, total: int = 0) -> None:
-    pass
+def _amount(unit: str, done: int, total: int) -> str:
+    scale, suffix = (1e6, " MB") if unit == "bytes" else (1, "")
+    return f"[{done / scale:,.0f}/{total / scale:,.0f}{suffix}]"
 
 
-def _time(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """About so long, in one unit or two."""
     whole = round(seconds)
     if whole < 60:

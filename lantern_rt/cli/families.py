@@ -83,7 +83,7 @@ class Checkpoints:
 
         paths: dict[str, Any] = {}
         origins: dict[Path, str] = {}
-        with progress(unit="bytes", bars=False) as show:
+        with progress(unit="bytes") as show:
             for role in ("target", "vq", "drafter", "text_encoder"):
                 if place := getattr(self, role):
                     found = fetch(place, _SIDE_FILES.get((family, role), ("config.json",)), show)

@@ -1,8 +1,7 @@
 """The `lantern-rt` program: runs a command and turns its outcome into an exit code.
 
-0: done, as far as a closed pipe let it. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C, answered
-from the start, since commands are imported inside. 143: SIGTERM; nothing half-written stays then either. Anything else
-is a bug and shows its traceback.
+0: done, as far as a closed pipe let it. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C. 143: SIGTERM.
+Nothing half-written stays then. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
-from ..errors import LanternError, OutputError, printable
+import typer
 
-TYPE_CHECKING = False  # as in the package itself
-if TYPE_CHECKING:
-    from typing import Any, TextIO
+from ..errors import LanternError
+from .app import PROGRAM, app
+from .console import say
 
 FAILED, INTERRUPTED = 2, 130
 
@@ -28,7 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed: nobody wants it, and no file may be given its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    sys.exit(run_program(sys.argv[1:] if arguments is None else arguments))
+    code = run_program(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # the interpreter flushes once more, and would complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 def _terminate(number: int, _: object) -> None:
@@ -39,59 +44,17 @@ def _terminate(number: int, _: object) -> None:
 
 def run_program(arguments: Sequence[str]) -> int:
     """Run a command; the exit code."""
-    output: Any = _Guarded(sys.stdout, silent=False)
-    errors: Any = _Guarded(sys.stderr, silent=True)
-    with redirect_stdout(output), redirect_stderr(errors):
-        try:
-            code = _run_command(arguments)
-            sys.stdout.flush()
-        except KeyboardInterrupt:
-            return _fail("interrupted; no file was left half-written", INTERRUPTED)
-        except LanternError as error:
-            return _fail(str(error))
-        except BrokenPipeError:
-            return 0
-        return code
-
-
-class _Guarded:
-    """A stream that is given up when it cannot be written: standard output with a refusal, standard error silently."""
-
-    def __init__(self, stream: TextIO, silent: bool) -> None:
-        self._stream, self._silent = stream, silent
-        self._problem: OSError | None = None
-
-    def write(self, text: str) -> int:
-        """Write, or refuse. Raises: OutputError, or BrokenPipeError where nobody reads any more."""
-        self._guard(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, or refuse as `write` does."""
-        self._guard(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _guard(self, act: Callable[..., object], *given: str) -> None:
-        """Whoever swallows a refusal meets it again."""
-        try:
-            act(*given)
-        except OSError as error:
-            self._problem = error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())  # the interpreter flushes once more
-        if self._problem is not None and not self._silent:
-            if isinstance(self._problem, BrokenPipeError):
-                raise self._problem
-            found = f"standard output: cannot be written ({self._problem.strerror})"
-            raise OutputError(f"{found}; send it elsewhere") from self._problem
+    try:
+        return _run_command(arguments)
+    except KeyboardInterrupt:
+        return _fail("interrupted; no file was left half-written", INTERRUPTED)
+    except LanternError as error:
+        return _fail(str(error))
+    except BrokenPipeError:
+        return 0
 
 
 def _run_command(arguments: Sequence[str]) -> int:
-    import typer
-
-    from .app import PROGRAM, app
-
     if reconfigure := getattr(sys.stdout, "reconfigure", None):
         reconfigure(errors="backslashreplace")  # a file name may hold what the terminal cannot show
     command = typer.main.get_command(app)
@@ -109,7 +72,7 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int = FAILED) -> int:
-    with suppress(OutputError, OSError):
+    with suppress(OSError):
         sys.stdout.flush()
-    print(f"lantern-rt: {printable(' '.join(message.split()))}", file=sys.stderr)
+    say(f"lantern-rt: {' '.join(message.split())}")
     return code

@@ -1,10 +1,10 @@
-"""Options that several commands share, and what makes options of the fields of a class."""
+"""Options that several commands share, and what opens bundles and pipelines by them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_origin, get_type_hints
@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional, get_origin, get_type
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from typer.models import ArgumentInfo, OptionInfo
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
-from ..errors import LanternError
 from ..methods import PARAMETERS, Sampling
 
 if TYPE_CHECKING:
@@ -23,54 +21,99 @@ if TYPE_CHECKING:
     from ..pipeline import Pipeline
     from ..requests import Settings
 
-BundleName = Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")]
-Prompts = Annotated[Path | None, typer.Option(help="Text file, one prompt a line. [default: the bundle's]")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 SUBJECTS, OUTPUT, METHOD, SAMPLING, ENGINE = "What to draw", "Output", "Method", "Sampling", "Engine"  # groups in help
-Embeddings = Annotated[
+
+BundleArgument = Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option("--prompts", help="Text file, one prompt a line. [default: the bundle's]", rich_help_panel=SUBJECTS),
+]
+EmbeddingsOption = Annotated[
     Path | None,
     typer.Option(
+        "--embeddings",
         metavar="NPZ",
         help="For bundles of text embeddings: a file with `embeddings [prompts, tokens, dim]`, padded on the right, "
         "and with `mask [prompts, tokens]` if some are padded.",
         rich_help_panel=SUBJECTS,
     ),
 ]
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        metavar="NAME[:PARAMETER=VALUE]...",
+        help="Such as sjd:window=5; may be given several times.",
+        rich_help_panel=METHOD,
+    ),
+]
+CfgScaleOption = Annotated[
+    float | None,
+    typer.Option("--cfg-scale", help="Guidance; 1 is off. [default: the bundle's]", rich_help_panel=SAMPLING),
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option("--temperature", help="0 is greedy. [default: the bundle's]", rich_help_panel=SAMPLING),
+]
+TopKOption = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k", help="Keep the k most probable tokens; 0 is off. [default: the bundle's]", rich_help_panel=SAMPLING
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", help="Keep this much probability; 1 is off. [default: the bundle's]", rich_help_panel=SAMPLING
+    ),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option("--threads", help="Threads of the engine. [default: one per core]", rich_help_panel=ENGINE),
+]
+EnginesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--engines",
+        help="Folder made by build-engine from this bundle, to run instead of its graphs.",
+        rich_help_panel=ENGINE,
+    ),
+]
+ProviderOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--provider",
+        metavar="[GRAPH=]NAME",
+        help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). Once more for one graph, "
+        "such as vq_decoder=openvino. [default: cpu]",
+        rich_help_panel=ENGINE,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 
 
 @dataclass(frozen=True)
-class Running:
+class EngineOptions:
     """What decodes: engines in place of the bundle's graphs, and how they run."""
 
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of the engine. [default: one per core]", rich_help_panel=ENGINE)
-    ] = None
-    engines: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder made by build-engine from this bundle, to run instead of its graphs.", rich_help_panel=ENGINE
-        ),
-    ] = None
-    provider: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[GRAPH=]NAME",
-            help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). Once more for one graph, "
-            "such as vq_decoder=openvino. [default: cpu, and for vq_decoder what tune found]",
-            rich_help_panel=ENGINE,
-        ),
-    ] = None
+    threads: ThreadsOption = None
+    engines: EnginesOption = None
+    provider: ProviderOption = None
+
     @property
     def on_cpu(self) -> bool:
-        """Whether ONNX Runtime runs the bundle's own graphs on the CPU. Raises: EngineError: no such provider."""
+        """Whether ONNX Runtime runs the bundle's own graphs on the CPU.
+
+        Raises: EngineError: there is no such provider.
+        """
         return self.engines is None and Providers.read(self.provider or ()).main == DEFAULT_PROVIDER
 
     def open_bundle(self, name: str) -> Bundle:
-        """The bundle, without hashing the graphs that engines stand in for."""
+        """Open a bundle without hashing the graphs that engines replace."""
         from ..engines.engine_folder import open_engine_folder
 
-        return open_whole(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
+        return open_bundle(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
 
     def load(
         self,
@@ -79,11 +122,16 @@ class Running:
         picture_threads: int | None = None,
         prefix: int | None = None,
     ) -> Pipeline:
-        """The bundle's graphs, or the engines in their place, ready to decode.
+        """Load the bundle's graphs, or the engines in their place.
 
-        settings: what is to be decoded with; None where that is several things. picture_threads: as of `Pipeline`.
-        prefix: tokens of the longest prompt, if known.
-        Raises: RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
+        Args:
+            bundle: an opened bundle.
+            settings: what is to be decoded with; None where that is several things.
+            picture_threads: as of `Pipeline`.
+            prefix: tokens of the longest prompt, if known.
+
+        Raises:
+            RequestError: there is too little memory; counted where ONNX Runtime runs on the CPU, not for GPUs.
         """
         from ..auto.memory import check_memory
         from ..engines.engine_folder import open_engine_folder
@@ -94,22 +142,30 @@ class Running:
         engines = None if self.engines is None else open_engine_folder(self.engines)
         if engines.on_cpu if engines else self.on_cpu:
             chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, chosen, engines, prefix)
+            check_memory(bundle, chosen, engines=engines, prefix=prefix)
         with progress(lines=False) as show:
             show("loading graphs")
-            options = {**vars(self), "engines": engines, "picture_threads": picture_threads}
+            options = {**asdict(self), "engines": engines, "picture_threads": picture_threads}
             return Pipeline.from_bundle(bundle, **options)
 
 
-def open_whole(name: str, unread: Collection[str] = ()) -> Bundle:
-    """A bundle, and how far comparing its files is; `unread` as `open_bundle` has it."""
-    from ..bundle.files import open_bundle
+def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
+    """Open a bundle and show how far checking its files is; `unread` as in `bundle.files.open_bundle`."""
+    from ..bundle import files
     from .console import progress
 
     with progress(lines=False, unit="bytes") as show:
-        return open_bundle(name, unread=unread, counted=partial(show, "checking the bundle's files"))
+        return files.open_bundle(name, unread=unread, counted=partial(show, "checking the bundle's files"))
 
 
+# To be removed once no command uses it: names before, and options made of fields.
+BundleName = BundleArgument
+Prompts = PromptsOption
+Embeddings = EmbeddingsOption
+Json = JsonOption
+Force = ForceOption
+Running = EngineOptions
+open_whole = open_bundle
 Shaping = Annotated[dict[str, Any], SAMPLING, Sampling]  # guidance, temperature and filters
 
 
@@ -117,7 +173,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with one option for each field of some parameters: dataclasses, and dictionaries marked by models.
 
     In `Annotated[dict[str, Any], GROUP, Model, ...]` only fields count that the models describe; None where not given.
-    A refusal that begins with the name of a parameter names the option instead.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
@@ -132,19 +187,10 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter)
 
-    options = {_named(one).strip("-").replace("-", "_"): _named(one) for one in parameters}
-
     def run(**given: Any) -> None:
         for name, (make, names) in groups.items():
             given[name] = make(**{one: given.pop(one) for one in names})
-        try:
-            command(**given)
-        except LanternError as error:
-            name, colon, rest = str(error).partition(":")
-            option = options.get(name.replace(" ", "_").replace("-", "_"))
-            if option is None or not colon:
-                raise
-            raise type(error)(f"{option}:{rest}") from error
+        command(**given)
 
     run.__doc__ = command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -157,16 +203,6 @@ def _parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
     hints, kind = get_type_hints(made, include_extras=True), inspect.Parameter.KEYWORD_ONLY
     given = [one.replace(annotation=hints[one.name], kind=kind) for one in inspect.signature(made).parameters.values()]
     return [one for one in given if get_origin(one.annotation) is Annotated or not is_dataclass(made)]
-
-
-def _named(parameter: inspect.Parameter) -> str:
-    """What a user calls it: the option, or the argument."""
-    marks = [one for one in parameter.annotation.__metadata__ if isinstance(one, OptionInfo | ArgumentInfo)]
-    if any(isinstance(mark, ArgumentInfo) for mark in marks):
-        return parameter.name
-    flags = (flag for mark in marks for flag in (mark.default, *(mark.param_decls or ())))
-    given = next((flag for flag in flags if isinstance(flag, str) and flag.startswith("-")), None)
-    return given or f"--{parameter.name.replace('_', '-')}"
 
 
 def _described(models: Sequence[type[BaseModel]], group: str) -> list[inspect.Parameter]:

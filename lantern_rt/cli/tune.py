@@ -107,7 +107,7 @@ def tune(
         require_library("matplotlib", "plot", "plot")
         check_png(plot, force)
     pipeline = running.load(opened, settings)
-    with progress(seconds=60 * minutes) as show:
+    with progress() as show:
         found = Measurement(pipeline, subjects, images, settings, show, judged)
         pictures = running.provider is None and running.engines is None  # else it is said what runs them
         choice, doubt, finalists, decoders, path = measure(found, minutes, pictures)

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = {role: f"{role}.onnx" for role in ("target", "drafter", "condition", "vq_decoder")}
     names["code_embeddings"] = "code_embeddings.npy"
     manifest: dict[str, Any] = {
-        "format_version": "2.0",
+        "format_version": "3.0",
         "name": "tiny",
         "family": "test",
         "grid_rows": TINY.grid,

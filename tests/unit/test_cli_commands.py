@@ -109,7 +109,7 @@ def test_the_version_is_printed_without_loading_a_model() -> None:
     assert (result.exit_code, result.output) == (0, f"lantern-rt {lantern_rt.__version__}\n")
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["inspect"], ["run", "--seed"]])
+@pytest.mark.parametrize("arguments", [["dance"], ["inspect"], ["run", "--seed"]])
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_program(arguments) == 2
     err = capsys.readouterr().err
