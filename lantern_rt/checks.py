@@ -16,7 +16,7 @@ def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
     """A whole number from `low` to `high`, both included; None gives the default."""
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise RequestError(f"{name}: found {short(value)}, expected a whole number {low} .. {high}")
+        raise RequestError(field=name, found=short(value), expected=f"a whole number {low} .. {high}")
     return int(value)
 
 
@@ -52,4 +52,4 @@ def brief(error: BaseException, most: int = 160) -> str:
 def require_library(name: str, what: str, extra: str) -> None:
     """Raises: EngineError: the library that `what` needs, of lantern-rt's extra `extra`, is not installed."""
     if importlib.util.find_spec(name) is None:
-        raise EngineError(f"{what}: {name} is not installed; run `pip install 'lantern-rt[{extra}]'`")
+        raise EngineError(f"{name} is not installed", field=what, remedy=f"run `pip install 'lantern-rt[{extra}]'`")

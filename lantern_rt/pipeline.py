@@ -247,7 +247,9 @@ class Pipeline:
         images = request.images
         settings = request.settings
         race = chooser.race(together, settings, whole=together > 1) if isinstance(settings.method, Auto) else None
-        methods = [settings.method] if race is None else [race.method, *race.methods]
+        methods = (
+            [settings.method] if race is None else [race.method, *(one for one in race.methods if one != race.method)]
+        )
         model = self.model(engines, methods, settings.size)
         seeds = [image.seed for image in images]
         prompts = self.prefixes(engines, images)
@@ -292,11 +294,16 @@ class Pipeline:
             cond, uncond = engines.condition(image.inputs)
             if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
                 found = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
-                raise BundleError(f"bundle {self.bundle.folder}: the condition graph {found}; export the bundle again")
+                raise BundleError(
+                    f"the condition graph {found}",
+                    field=f"bundle {self.bundle.folder}",
+                    remedy="export the bundle again",
+                )
             if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
                 raise BundleError(
-                    f"bundle {self.bundle.folder}: the condition graph gave NaN or infinity; "
-                    "its weights are damaged, export the bundle again"
+                    "the condition graph gave NaN or infinity",
+                    field=f"bundle {self.bundle.folder}",
+                    remedy="its weights are damaged, export the bundle again",
                 )
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
             yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))

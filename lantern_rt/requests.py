@@ -115,7 +115,7 @@ def _resolve_size(manifest: Manifest, asked: Any) -> str | None:
     """The name of the size that is asked for, or the default; None where the bundle draws one only."""
     known = [size.name for size in manifest.sizes or (manifest.size(),)]
     if asked is not None and asked not in known:
-        raise RequestError(f"size: found {short(asked)}, expected {', '.join(known)}")
+        raise RequestError(field="size", found=short(asked), expected=", ".join(known))
     return manifest.size(asked).name if manifest.sizes else None
 
 
@@ -124,14 +124,17 @@ def _resolve_method(manifest: Manifest, asked: Any, given: dict[str, Any]) -> Me
     name = manifest.decoding.method if asked is None else asked
     *others, last = METHODS
     if name not in (*others, last):  # whatever its type
-        raise RequestError(f"method: found {short(name)}, expected {', '.join(others)} or {last}")
+        raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
     kind, called = METHODS[name], name if asked else f"{name} (the bundle's default)"
     if kind.needs_drafter and manifest.drafter is None:
-        raise RequestError(f"method {name}: bundle {manifest.name} has no drafter; use method ar or sjd")
+        raise RequestError(
+            f"bundle {manifest.name} has no drafter", field=f"method {name}", remedy="use method ar or sjd"
+        )
     if strange := sorted(one for one in given if name not in PARAMETERS[one]):
         raise RequestError(
-            f"{strange[0]}: method {called} does not take it; leave {strange[0]} out, "
-            f"or use method {' or '.join(PARAMETERS[strange[0]])}"
+            f"method {called} does not take it",
+            field=strange[0],
+            remedy=f"leave {strange[0]} out, or use method {' or '.join(PARAMETERS[strange[0]])}",
         )
     fields = _defaults(manifest, name) | given
     if issubclass(kind, Relaxed):
@@ -170,11 +173,19 @@ def _neighborhood(manifest: Manifest, name: str, given: Mapping[str, Any]) -> di
     bound = next((one for one in bounds if one in given), bounds[0] if len(bounds) == 1 else None)
     if bound is None:
         if told:
-            raise RequestError(f"{told[0]}: method {name} aggregates nothing unless bounded; give delta or lambda too")
+            raise RequestError(
+                f"method {name} aggregates nothing unless bounded",
+                field=told[0],
+                remedy="give delta or lambda too",
+            )
         return nothing
     table = manifest.neighbors
     if not table:
-        raise RequestError(f"method {name}: bundle {manifest.name} has no neighbour table; use method ar, eagle or sjd")
+        raise RequestError(
+            f"bundle {manifest.name} has no neighbour table",
+            field=f"method {name}",
+            remedy="use method ar, eagle or sjd",
+        )
     like = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
     usual = min(like.get("neighbors", 0), table)
     neighbors = whole("neighbors", given.get("neighbors"), usual, 1, table)
@@ -184,20 +195,22 @@ def _neighborhood(manifest: Manifest, name: str, given: Mapping[str, Any]) -> di
 def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:
     """The name of a tree that exists and fits the codebook; a file's tree by a name that holds its shape."""
     if not isinstance(name, str):
-        raise TreeError(f"tree: found {short(name)}, expected a name or a .json file")
+        raise TreeError(field="tree", found=short(name), expected="a name or a .json file")
     try:
         if by_bundle and name.endswith(".json"):
             raise TreeError("a bundle names a tree, it cannot point to a file")
         shape = named_tree(name)
     except TreeError as error:
         if by_bundle:
-            raise BundleError(f"bundle {manifest.name}: default tree {short(name)}: {error}") from error
+            raise BundleError(f"default tree {short(name)}: {error}", field=f"bundle {manifest.name}") from error
         raise
     if not isinstance(shape, StaticTree):
         return name
     if (widest := max(map(len, shape.children))) > manifest.codebook_size:
         raise TreeError(
-            f"tree: found a node with {widest} children, expected at most codebook_size {manifest.codebook_size}"
+            field="tree",
+            found=f"a node with {widest} children",
+            expected=f"at most codebook_size {manifest.codebook_size}",
         )
     return tree_name(shape.paths) if name.endswith(".json") else name
 
@@ -245,13 +258,13 @@ def check_request(
         "class": "class ids",
         "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
     }
-    wanted = f"expected {takes[kind]}: that is what bundle {manifest.name} takes"
+    wanted = f"{takes[kind]}: that is what bundle {manifest.name} takes"
     for name, value in given.items():
         if value is not None and name != kind:
-            cure = "; export it with --text-encoder to give prompts" if (name, kind) == ("words", "embeddings") else ""
-            raise RequestError(f"found {takes[name]}, {wanted}{cure}")
+            cure = "export it with --text-encoder to give prompts" if (name, kind) == ("words", "embeddings") else ""
+            raise RequestError(found=takes[name], expected=wanted, remedy=cure)
     if given[kind] is None:
-        raise RequestError(f"found nothing to draw, {wanted}")
+        raise RequestError(found="nothing to draw", expected=wanted)
     if embeddings is not None:
         subjects = _embeddings(condition, embeddings)
     elif class_ids is not None:
@@ -266,16 +279,18 @@ def check_request(
         tokenizer = tokenizer.of_size(size.name) if isinstance(tokenizer, TemplateTokenizer) else tokenizer
         subjects = [_text_request(condition, tokenizer, size, one, i, len(listed)) for i, one in enumerate(listed)]
     if not subjects:
-        raise RequestError(f"found an empty list, {wanted}")
+        raise RequestError(found="an empty list", expected=wanted)
     count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
         raise RequestError(
-            f"found {len(subjects)} x {count} images, expected at most {IMAGES_LIMIT} in one request; split it"
+            found=f"{len(subjects)} x {count} images",
+            expected=f"at most {IMAGES_LIMIT} in one request",
+            remedy="split it",
         )
     seeds = _listed(seed, len(subjects))
     if len(seeds) != len(subjects):
         raise RequestError(
-            f"seed: found {len(seeds)} seeds for {len(subjects)} prompts, expected one number, or one each"
+            field="seed", found=f"{len(seeds)} seeds for {len(subjects)} prompts", expected="one number, or one each"
         )
     firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
     images = [replace(one, seed=first + i) for one, first in zip(subjects, firsts, strict=True) for i in range(count)]
@@ -293,19 +308,30 @@ def _text_request(
     try:
         return _one_text_request(condition, tokenizer, size, prompt)
     except RequestError as error:
-        raise RequestError(f"{_nth('prompt', i, count)}: {str(error).removeprefix('prompt: ')}") from error
+        raise RequestError(
+            error.problem,
+            field=_nth("prompt", i, count),
+            found=error.found,
+            expected=error.expected,
+            remedy=error.remedy,
+        ) from error
 
 
 def _one_text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
     """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
     if not isinstance(prompt, str):
-        raise RequestError(f"prompt: found {short(prompt)}, expected text or a list of texts")
+        raise RequestError(field="prompt", found=short(prompt), expected="text or a list of texts")
     if not prompt.strip():
-        raise RequestError("prompt: found an empty one, expected a few words")
+        raise RequestError(field="prompt", found="an empty one", expected="a few words")
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
-        raise RequestError(f"prompt: found {short(prompt)}, which is no text in UTF-8; type it again")
+        raise RequestError(field="prompt", found=short(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
-        raise RequestError(f"prompt: found {len(prompt):,} characters, expected at most {PROMPT_LIMIT:,}; shorten it")
+        raise RequestError(
+            field="prompt",
+            found=f"{len(prompt):,} characters",
+            expected=f"at most {PROMPT_LIMIT:,}",
+            remedy="shorten it",
+        )
     layout, prefix = condition.layout, condition.prefix
     if layout is None:
         ids = tokenizer.encode(prompt, prefix)
@@ -330,20 +356,23 @@ def _embeddings(condition: ConditionSpec, given: Embeddings) -> list[ImageReques
         values = np.asarray(rows, np.float32)
         marks = np.ones(values.shape[:-1], np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
     except (ValueError, TypeError, OverflowError) as error:
-        raise RequestError(f"embeddings: expected an array of numbers and a mask, found {brief(error)}") from error
+        raise RequestError(field="embeddings", found=brief(error), expected="an array of numbers and a mask") from error
     if values.ndim == 2:
         values, marks = values[None], marks[None]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
     if not fits or marks.shape != values.shape[:2]:
         raise RequestError(
-            f"embeddings: found {list(values.shape)} with mask {list(marks.shape)}, "
-            f"expected [prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]"
+            field="embeddings",
+            found=f"{list(values.shape)} with mask {list(marks.shape)}",
+            expected=f"[prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]",
         )
     lengths = marks.sum(1)[:, None]
     if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
-        raise RequestError("embeddings: found a mask with gaps, expected ones, at least one, then zeros (right-padded)")
+        raise RequestError(
+            field="embeddings", found="a mask with gaps", expected="ones, at least one, then zeros (right-padded)"
+        )
     if not np.isfinite(values[marks]).all():
-        raise RequestError("embeddings: found NaN or infinity, expected finite numbers")
+        raise RequestError(field="embeddings", found="NaN or infinity", expected="finite numbers")
     left, real = np.zeros((len(values), prefix, width), np.float32), np.arange(prefix) >= prefix - lengths
     left[real] = values[marks]
     return [

@@ -35,7 +35,8 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 class Turn(Config):
     """Timed passes of one method in a row.
 
-    tokens: that an image got, the mean of those that shared the passes. seconds: what the passes took.
+    tokens: that an image got, the mean of those that shared the passes. seconds: what the passes took, disturbances of
+    the host left out within a picture.
     """
 
     tokens: Positive
@@ -109,24 +110,25 @@ class Race:
             self._warm_up -= 1
             return
         self._tokens += tokens
-        self._seconds += seconds
-        self._passes += 1
-        if self._passes == TURN_PASSES and not self.whole:
+        self._seconds.append(seconds)
+        if len(self._seconds) == TURN_PASSES and not self.whole:
             self.end_turn()
 
     def end_turn(self) -> None:
         """Count the passes since the turn began, and see whose turn is next."""
-        if self.decided or not self._passes:
+        passes = len(self._seconds)
+        if self.decided or not passes:
             return
-        turn = Turn(tokens=self._tokens, seconds=max(self._seconds, MIN_SECONDS), passes=self._passes)
+        # Passes of one picture are alike, so that those which the host disturbed are told by their median.
+        seconds = sum(self._seconds) if self.whole else passes * statistics.median(self._seconds)
+        turn = Turn(tokens=self._tokens, seconds=max(seconds, MIN_SECONDS), passes=passes)
         self.turns[self.method].append(turn)
         self._begin_turn()
 
     def _begin_turn(self) -> None:
         self._warm_up = 0 if self.whole else WARM_UP_PASSES
         self._tokens = 0.0
-        self._seconds = 0.0
-        self._passes = 0
+        self._seconds: list[float] = []
         self.method, self.decided = self._next()
 
     def _next(self) -> tuple[MethodConfig, bool]:
