@@ -1,0 +1,56 @@
+"""What the project may weigh. A number is raised only by the commit that names the user of what it adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from lantern_rt.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
+LINES = {PRODUCT: 17_000, ("tests",): 19_000, ("benchmarks",): 1_500}
+LONGEST_FILE = 400
+WORDS = 13_000
+OPTIONS = 95
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Python files of some of the project's own folders; what else lies in a clone is not looked at."""
+    return [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+
+
+def line_count(file: Path) -> int:
+    return file.read_text("utf-8").count("\n")
+
+
+def options(command: Any) -> list[str]:
+    """Options of a command and of those below it."""
+    own = [one.opts[0] for one in command.params if one.param_type_name == "option" and one.name != "help"]
+    names = command.list_commands(None) if hasattr(command, "list_commands") else []
+    return own + [option for name in names for option in options(command.get_command(None, name))]
+
+
+@pytest.mark.parametrize("folders", LINES, ids=", ".join)
+def test_the_code_keeps_within_its_lines(folders: tuple[str, ...]) -> None:
+    files = python_files(*folders)
+    assert len(files) > 5
+    assert sum(map(line_count, files)) <= LINES[folders]
+
+
+def test_no_file_is_longer_than_a_sitting() -> None:
+    folders = (*PRODUCT, "tests", "benchmarks", "recipes")
+    assert [str(file) for file in python_files(*folders) if line_count(file) > LONGEST_FILE] == []
+
+
+def test_the_docs_keep_within_their_words() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert len(pages) > 5
+    assert sum(len(page.read_text("utf-8").split()) for page in pages) <= WORDS
+
+
+def test_the_command_line_keeps_within_its_options() -> None:
+    assert 20 < len(options(get_command(app))) <= OPTIONS
