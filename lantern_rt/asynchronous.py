@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from PIL.Image import Image
 
 from .errors import RequestError
+from .methods import Options
 from .pipeline import Pipeline
 from .results import Result, StreamStep, result_of
 from .service import Service, Ticket
@@ -66,7 +67,7 @@ class AsyncPipeline:
         await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
 
-    async def generate(self, prompts: Any = None, **options: Any) -> Result:
+    async def generate(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
         """Generate images; takes and gives what a call of `Pipeline` does.
 
         Raises: RequestError, EngineError: as there. BusyError: too many wait already.
@@ -78,7 +79,9 @@ class AsyncPipeline:
             pictures = [await self._picture(last, i) for i in range(len(images))]
             return result_of(images, pictures, last)
 
-    async def stream(self, prompts: Any = None, **options: Any) -> AsyncGenerator[StreamStep, None]:
+    async def stream(
+        self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[StreamStep, None]:
         """Generate step by step; takes and gives what `Pipeline.stream` does. Close the iterator to cancel.
 
         Raises: as `generate`, when the first step is asked for.
@@ -101,18 +104,18 @@ class AsyncPipeline:
                 self._alone.set()
 
     async def updates(
-        self, prompts: Any = None, **options: Any
+        self, prompts: str | Sequence[str] | None = None, *, steps: bool = True, **options: Unpack[Options]
     ) -> AsyncGenerator[tuple[Ticket, StreamStep | None], None]:
         """A request's ticket and its steps; first the ticket alone, when the request is taken. For servers.
 
         Takes what `Service.submit` takes. Raises: as `generate`.
         """
-        loop, steps = asyncio.get_running_loop(), asyncio.Queue[StreamStep | BaseException]()
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[StreamStep | BaseException]()
 
-        def hear(news: StreamStep | BaseException) -> None:
-            loop.call_soon_threadsafe(steps.put_nowait, news)
+        def hear(step: StreamStep | BaseException) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, step)
 
-        submit = partial(self.service.submit, hear, prompts, **options)
+        submit = partial(self.service.submit, hear, prompts, steps=steps, **options)
         self._check_open()
         submitting = loop.run_in_executor(self._checks, submit)
         try:
@@ -124,7 +127,7 @@ class AsyncPipeline:
             yield ticket, None
             stats = None
             while stats is None:
-                step = await steps.get()
+                step = await news.get()
                 if isinstance(step, BaseException):
                     raise step
                 yield ticket, step

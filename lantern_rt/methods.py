@@ -8,12 +8,18 @@ runtime reads the same objects. None of a parameter means that the method does w
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, TypedDict, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .errors import RequestError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+
+Embeddings: TypeAlias = "ArrayLike | tuple[ArrayLike, ArrayLike]"
 FilterOrder = Literal["top-k, top-p", "top-p, top-k"]
 Residual = Literal["aggregated", "neighborhood"]
 
@@ -240,14 +246,22 @@ for _name, _class in METHODS.items():
 
 
 class Options(TypedDict, total=False):
-    """What a call of a pipeline takes besides what to draw; what is left out, or None, comes from the bundle.
+    """What a call of a pipeline takes besides prompts; what is left out, or None, comes from the bundle.
 
-    method: a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
-    `lantern_rt.methods`. The next are parameters of methods (`lambda_` is lambda), and `quality` that of `auto`; the
-    next five shape the distribution. size: such as `"768x768"`, width x height, where a bundle draws several. Limits:
-    docs/decoding.md, or `lantern-rt run --help`.
+    What to draw: `class_ids` or `embeddings`, for bundles that take those instead of prompts; embeddings alone or with
+    a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a prompt, of
+    `num_images`, is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt. `size`:
+    such as `"768x768"`, width x height, where a bundle draws several.
+
+    How: `method`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
+    `lantern_rt.methods`; then parameters of methods (`lambda_` is lambda, `quality` that of `auto`), and what shapes
+    the distribution. Limits: docs/methods.md, or `lantern-rt run --help`.
     """
 
+    class_ids: int | Sequence[int] | None
+    embeddings: Embeddings | None
+    seed: int | Sequence[int]
+    num_images: int
     method: str | MethodConfig | None
     tree: str | None
     neighbors: int | None
@@ -256,7 +270,7 @@ class Options(TypedDict, total=False):
     lambda_: float | None
     window: int | None
     drafts: int | None
-    quality: str | None
+    quality: Quality | None
     cfg_scale: float | None
     temperature: float | None
     top_k: int | None

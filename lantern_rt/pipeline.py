@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Self, Unpack
 
 import numpy as np
 from PIL.Image import Image
@@ -28,7 +28,7 @@ from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .methods import Ar, Auto, Eagle, MethodConfig, Options, Relaxed, Sampling
 from .output.images import blank, grey_out, recorded, to_image
-from .requests import Embeddings, ImageRequest, Request, Settings, bundle_tokenizer, check_request
+from .requests import ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
 from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
@@ -155,56 +155,39 @@ class Pipeline:
             )
         return self._loaded
 
-    def __call__(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        *,
-        class_ids: int | Sequence[int] | None = None,
-        embeddings: Embeddings | None = None,
-        seed: int | Sequence[int] = 0,
-        num_images: int = 1,
-        **options: Unpack[Options],
-    ) -> Result:
+    def __call__(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
-        What a bundle takes is in its manifest: prompts (of known words, or any text), class ids, or embeddings, alone
-        or with a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a
-        prompt is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt.
+        Args:
+            prompts: what to draw, of known words or any text, as the bundle takes it.
+            options: what else to draw, how many, and how, see `Options`.
 
-        options: method, its parameters, and sampling, see `Options`. What is left out, or None, comes from the bundle.
+        Returns:
+            Images, tokens and statistics, prompt by prompt.
 
-        Raises: RequestError: names the parameter at fault, and the prompt where there are several, what was found and
-        what to do. EngineError: the graphs cannot be run, or give NaN.
+        Raises:
+            RequestError: names the parameter at fault, and the prompt where there are several.
+            EngineError: the graphs cannot be run, or give NaN.
         """
-        given: dict[str, Any] = {"class_ids": class_ids, "embeddings": embeddings}
-        given |= {"seed": seed, "num_images": num_images, **options}
-        request = self.check(prompts, **given)
+        request = self.check(prompts, **options)
         (last,) = deque(self.decode(request), maxlen=1)
         return result_of(request.images, [last.image(i) for i in range(len(last.codes))], last)
 
     def stream(
-        self,
-        prompts: str | Sequence[str] | None = None,
-        *,
-        class_ids: int | Sequence[int] | None = None,
-        embeddings: Embeddings | None = None,
-        seed: int | Sequence[int] = 0,
-        num_images: int = 1,
-        **options: Unpack[Options],
+        self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> Generator[StreamStep, None, None]:
         """Generate step by step; takes what a call takes, and checks it at once.
 
         Work is done only while the next step is waited for: stop iterating, or close the generator, to cancel.
-        `step.image(i)` shows what is known of image i, and `step.stats` is set with the last step.
+        `step.image(i)` shows what is there of image i, and `step.stats` is set with the last step.
 
-        Raises: RequestError: as a call does, and before the first step.
+        Raises:
+            RequestError: as a call does, and before the first step.
         """
-        given: dict[str, Any] = {"class_ids": class_ids, "embeddings": embeddings}
-        given |= {"seed": seed, "num_images": num_images, **options}
-        return self.decode(self.check(prompts, **given))
+        return self.decode(self.check(prompts, **options))
 
     def likelihoods(
-        self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **request: Any
+        self, codes: Sequence[Ints], prompts: str | Sequence[str] | None = None, **options: Unpack[Options]
     ) -> list[Likelihood]:
         """Mean nats per token of each image's `codes [cells]` in the target's eyes, and their entropy.
 
@@ -212,7 +195,7 @@ class Pipeline:
         """
         from .runtime.likelihood import likelihood
 
-        checked = self.check(prompts, **request)
+        checked = self.check(prompts, **options)
         if len(codes) != len(checked.images):
             raise RequestError(field="codes", found=f"those of {len(codes)} images", expected=str(len(checked.images)))
         engines = self.engines
@@ -220,13 +203,13 @@ class Pipeline:
         model, prefixes = self.model(engines, [method], size), self.prefixes(engines, checked.images)
         return [likelihood(model, p, c, checked.settings.sampling) for p, c in zip(prefixes, codes, strict=True)]
 
-    def check(self, prompts: str | Sequence[str] | None = None, **request: Any) -> Request:
+    def check(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Request:
         """A checked request, ready for `decode`; takes what a call takes.
 
         Raises:
             RequestError: names the parameter at fault.
         """
-        return check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(request))
+        return check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(options))
 
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Decode a checked request, step by step.

@@ -8,24 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Manifest, Size
 from .checks import brief, explain, short, whole
 from .errors import BundleError, RequestError, TreeError
-from .methods import METHODS, PARAMETERS, Auto, Config, Drafted, MethodConfig, Quality, Relaxed, Sampling, parse_method
+from .methods import (
+    METHODS,
+    PARAMETERS,
+    Auto,
+    Config,
+    Drafted,
+    Embeddings,
+    MethodConfig,
+    Options,
+    Quality,
+    Relaxed,
+    Sampling,
+    parse_method,
+)
 from .runtime.tree import StaticTree
 from .runtime.tree_names import named_tree, tree_name
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_tokenizer
 
 Label = str | int | None
-Embeddings = ArrayLike | tuple[ArrayLike, ArrayLike]
 PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
 SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
@@ -97,8 +110,10 @@ def resolve_settings(manifest: Manifest, options: Mapping[str, Any]) -> Settings
     """
     given = {name.rstrip("_"): _plain(value) for name, value in options.items() if value is not None}
     if unknown := sorted(given.keys() - {"method", "size", *SAMPLING, *PARAMETERS}):
-        known = ", ".join(["method", "size", *SAMPLING, *PARAMETERS])
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
+        known = ["prompts", *Options.__annotations__]
+        similar = get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"expected one of {', '.join(known)}"
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {hint}")
     asked, size = given.pop("method", None), _resolve_size(manifest, given.pop("size", None))
     shaping = {name: given.pop(name) for name in SAMPLING if name in given}
     sampling = _checked(Sampling, manifest.sampling.model_dump() | shaping)

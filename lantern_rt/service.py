@@ -11,11 +11,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Self, Unpack
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from .auto.race import Race
 from .auto.store import TuningKey
 from .checks import whole
 from .errors import BusyError, LanternError, RequestError
-from .methods import Ar, Auto, Eagle
+from .methods import Ar, Auto, Eagle, Options
 from .pipeline import Pipeline
 from .requests import Request, Settings, resolve_settings
 from .results import Progress, StreamStep
@@ -129,7 +129,14 @@ class Service:
         active = self._scheduler.active
         return len(active), max((request.nodes for request in active), default=0)
 
-    def submit(self, listener: Listener, prompts: Any = None, *, steps: bool = True, **options: Any) -> Ticket:
+    def submit(
+        self,
+        listener: Listener,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        steps: bool = True,
+        **options: Unpack[Options],
+    ) -> Ticket:
         """Have a request drawn; takes what a call of the pipeline takes, and checks it at once.
 
         Args:

@@ -53,19 +53,18 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_parameters_of_a_call_are_these() -> None:
     parameters = inspect.signature(lantern_rt.Pipeline.__call__).parameters
-    assert list(parameters) == ["self", "prompts", "class_ids", "embeddings", "seed", "num_images", "options"]
-    assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == list(parameters)
-    from lantern_rt.methods import METHODS, PARAMETERS
+    from lantern_rt.methods import METHODS, PARAMETERS, Options
     from lantern_rt.requests import SAMPLING
 
-    assert SAMPLING == ("cfg_scale", "cfg_interval", "temperature", "top_k", "top_p")
+    assert list(parameters) == ["self", "prompts", "options"]
+    assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == list(parameters)
+    assert list(Options.__annotations__)[:4] == ["class_ids", "embeddings", "seed", "num_images"]
+    assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p")
     assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
     assert PARAMETERS == {
         "tree": ["eagle", "lantern", "lantern++"],
         "neighbors": ["lantern", "lantern++", "sjd"],
         "residual": ["lantern", "lantern++", "sjd"],
-        "omega": ["lantern", "lantern++", "sjd"],
-        "anneal": ["lantern", "lantern++", "sjd"],
         "delta": ["lantern", "sjd"],
         "lambda": ["lantern++", "sjd"],
         "window": ["sjd", "rows"],
