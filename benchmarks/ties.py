@@ -65,7 +65,7 @@ def main() -> None:
     pipe = Pipeline.from_bundle(given.bundle)
     subjects = subjects_of(pipe.bundle, None, given.count)
     asked = subjects.request(0, given.count)
-    settle = Scheduler._settle
+    recompute = Scheduler._recompute
     for method in METHODS:
         found = moves(pipe, asked, method)
         print(f"{method:14} moves: {len(found)}, median {np.median(found):.1e}, largest {max(found):.1e} nats")
@@ -74,11 +74,11 @@ def main() -> None:
 
         def watch(*given: Any, seconds: list[float] = seconds) -> Any:
             began = time.perf_counter()
-            logits = settle(*given)
+            logits = recompute(*given)
             seconds.append(time.perf_counter() - began)
             return logits
 
-        stats = with_method(pipe, asked, method, "_settle", watch)
+        stats = with_method(pipe, asked, method, "_recompute", watch)
         print(f"{method:14} ties: {len(seconds)} in {stats.images} images, {sum(seconds):.3f} of {stats.seconds:.2f} s")
 
 
