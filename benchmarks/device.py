@@ -68,7 +68,7 @@ def main() -> None:
 def operations(pipe: Any) -> dict[str, dict[str, float]]:
     """Counts of target passes, and of appending what was accepted: a chain, and a path of a tree."""
     from lantern_rt.methods import Sampling
-    from lantern_rt.runtime.device import Asked
+    from lantern_rt.runtime.device import SampleRequest
     from lantern_rt.runtime.engine import Pass
     from lantern_rt.runtime.noise import Noise
 
@@ -91,7 +91,7 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
     def choose(nodes: int) -> None:
         position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
         places = np.tile(np.arange(nodes), (ROWS, 1))
-        asked = Asked(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
+        asked = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
         run(nodes).logits.best([asked], 1)
 
     noise = Noise(1)

@@ -13,8 +13,8 @@ import numpy as np
 
 from lantern_rt import Pipeline
 from lantern_rt.compare.turns import Contender, subjects_of, take_turns
+from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.sampling import guide, softmax
-from lantern_rt.runtime.sequences import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
 METHODS, INTERVALS = ("ar", "sjd:window=7", "rows:window=6", "rows:window=4"), (None, 190, 126, 62)

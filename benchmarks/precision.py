@@ -34,7 +34,7 @@ from lantern_rt.compare.turns import Contender, Subjects, run, subjects_of
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.planning.costs import measure_costs
-from lantern_rt.runtime.sequences import sequence_logits
+from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.train.scenes.bundle import write_scenes_bundle
 from lantern_rt.train.scenes.evaluate import draw_prompts, score

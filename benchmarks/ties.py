@@ -19,9 +19,9 @@ import numpy as np
 
 from lantern_rt import Pipeline
 from lantern_rt.compare.turns import subjects_of
-from lantern_rt.runtime.drafts import Request
+from lantern_rt.runtime.likelihood import recompute_logits
 from lantern_rt.runtime.scheduler import Scheduler
-from lantern_rt.runtime.ties import settled_logits
+from lantern_rt.runtime.state import Request
 
 METHODS, EVERY = ("ar", "sjd:window=7"), 4  # one accepted token in so many is computed anew
 
@@ -36,7 +36,7 @@ def moves(pipe: Pipeline, asked: dict[str, Any], method: str) -> list[float]:
             tokens = np.array([*request.codes, *tree.tokens[tree.path_to(node)[1:]]], np.int64)
             if len(tokens) % EVERY:
                 continue
-            anew = settled_logits(own.model, request.rows, tokens, len(tokens), sampling, own.target_clock)[0]
+            anew = recompute_logits(own.model, request.rows, tokens, len(tokens), sampling, own.target_clock)[0]
             passed, noise = target._guided(slice(node, node + 1))[0], request.noise.gumbel(len(tokens), 1, len(anew))[0]
             first, second = np.argsort(-(passed / (sampling.temperature or 1) + noise))[:2]
             scale = 2 * sampling.cfg_scale - 1 if sampling.guided else 1.0
@@ -65,7 +65,7 @@ def main() -> None:
     pipe = Pipeline.from_bundle(given.bundle)
     subjects = subjects_of(pipe.bundle, None, given.count)
     asked = subjects.request(0, given.count)
-    settle = Scheduler._settle
+    recompute = Scheduler._recompute
     for method in METHODS:
         found = moves(pipe, asked, method)
         print(f"{method:14} moves: {len(found)}, median {np.median(found):.1e}, largest {max(found):.1e} nats")
@@ -74,11 +74,11 @@ def main() -> None:
 
         def watch(*given: Any, seconds: list[float] = seconds) -> Any:
             began = time.perf_counter()
-            logits = settle(*given)
+            logits = recompute(*given)
             seconds.append(time.perf_counter() - began)
             return logits
 
-        stats = with_method(pipe, asked, method, "_settle", watch)
+        stats = with_method(pipe, asked, method, "_recompute", watch)
         print(f"{method:14} ties: {len(seconds)} in {stats.images} images, {sum(seconds):.3f} of {stats.seconds:.2f} s")
 
 

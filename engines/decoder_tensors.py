@@ -8,7 +8,7 @@ import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..errors import BundleError
-from ..runtime.engine import Floats, Pass, Taken
+from ..runtime.engine import Floats, HiddenView, Pass
 from .contracts import Array, DTypes, Tensor
 from .kv_cache import CacheRows
 
@@ -93,7 +93,7 @@ def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, 
     if table is None:
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
-        states = batch.hidden.read() if isinstance(batch.hidden, Taken) else batch.hidden
+        states = batch.hidden.read() if isinstance(batch.hidden, HiddenView) else batch.hidden
         hidden = np.ascontiguousarray(states, dtypes["target_hidden"])
         rows = {"input_ids": np.ascontiguousarray(batch.tokens, np.int64), "target_hidden": hidden}
     else:

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
-from ..runtime.device import Asked, DeviceLogits, Resident
-from ..runtime.engine import Cache, Floats, Ints, Pass, PassOutput, Taken
+from ..runtime.device import DeviceLogits, Resident, SampleRequest
+from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
 from .columns import ColumnCache, Places, SideBySideCache, fill_up
 from .contracts import Array, Executable, Tensor
 from .decoder_tensors import past_length_of
@@ -89,7 +89,7 @@ class LogitRows(DeviceRows, DeviceLogits):
         """Whether there is a graph for these settings."""
         return Head.can(sampling)
 
-    def best(self, asked: Sequence[Asked], most: int) -> list[tuple[Ints, Floats]]:
+    def best(self, asked: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
         """As the runtime's `best_codes` on the host, up to rounding; those with the same filters are drawn at once."""
         vocab_size = self.value.shape()[2]
         heads = [Head.of(one.sampling, vocab_size, most, one.noise is not None) for one in asked]
@@ -166,12 +166,12 @@ class DeviceEngine(ABC):
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
         taken = batch.hidden
-        source = taken.source if isinstance(taken, Taken) else None
+        source = taken.source if isinstance(taken, HiddenView) else None
         here = isinstance(source, DeviceRows) and source.device is self.device and source.dtype == self._dtype
-        if isinstance(taken, Taken) and isinstance(source, DeviceRows) and here:
+        if isinstance(taken, HiddenView) and isinstance(source, DeviceRows) and here:
             hidden, ids = source.value, taken.rows * source.stride + taken.nodes
         else:
-            hidden, ids = _listed(taken.read() if isinstance(taken, Taken) else taken, self._dtype)
+            hidden, ids = _listed(taken.read() if isinstance(taken, HiddenView) else taken, self._dtype)
         tokens = fill_up(batch.tokens, nodes, np.int32)
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
 
@@ -187,7 +187,9 @@ class DeviceEngine(ABC):
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
             return Bound(self._graph, self.device, feeds, placed, record)
 
-        lasting = hidden is None or (isinstance(hidden, Taken) and getattr(hidden.source, "bound", None) is not None)
+        lasting = hidden is None or (
+            isinstance(hidden, HiddenView) and getattr(hidden.source, "bound", None) is not None
+        )
         if nodes > MOST_NODES or batch.embeds is not None or not lasting:
             return make(None), None
         shape = nodes, words, id(feeds.get("hidden"))

@@ -59,15 +59,6 @@ class Sampling(Config):
         return self.cfg_scale != 1.0
 
     @property
-    def guided_tokens(self) -> int:
-        """How many tokens are guided, from the first."""
-        return 2**62 if self.guided else 0
-
-    def unguided(self) -> Sampling:
-        """The same without guidance."""
-        return self.model_copy(update={"cfg_scale": 1.0})
-
-    @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0.0

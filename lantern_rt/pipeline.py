@@ -31,7 +31,7 @@ from .output.images import blank, grey_out, recorded, to_image
 from .requests import ImageRequest, Request, Settings, bundle_tokenizer, check_request
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
-from .runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
+from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder

@@ -95,8 +95,8 @@ class Progress:
             i, start = part.request, len(codes[part.request])
             end = start + part.committed
             drawn[i, start:end] = part.codes[: part.committed]
-            if part.drawn is not None:
-                where, what = part.drawn
+            if part.placed is not None:
+                where, what = part.placed
                 drawn[i, where] = what
                 self._ahead[i] = drawn[i].copy()
             codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]

@@ -29,10 +29,10 @@ from .pipeline import Pipeline
 from .requests import Request, Settings, resolve_settings
 from .results import Progress, StreamStep
 from .runtime.decode import Step
-from .runtime.drafts import Request as Drawing
-from .runtime.drafts import nodes_of
-from .runtime.raster import Raster
+from .runtime.grid import Raster
 from .runtime.scheduler import RequestStep, Scheduler
+from .runtime.state import Request as Drawing
+from .runtime.state import method_nodes
 from .runtime.statistics import Clock, summarise
 
 _LOG = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Service:
         request = self.pipeline.check(prompts, **options)
         images = len(request.images)
         ticket = Ticket(self, request, listener, steps)
-        nodes = nodes_of(request.settings.method)
+        nodes = method_nodes(request.settings.method)
         max_nodes = min(MOST_NODES, self._engines.most_nodes)
         if nodes > max_nodes:
             raise RequestError(

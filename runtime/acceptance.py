@@ -1,17 +1,49 @@
-"""Exact acceptance: a draft is accepted if and only if it is the target's choice.
+"""Acceptance of drafts: which path of a draft tree the target goes along, exactly or relaxed.
 
-The target's choice after a node is a function of its distribution there and of the noise of the position, see
-`noise.py`; so are all choices of plain decoding. Whatever was drafted, a walk therefore ends on the tokens that plain
-decoding gives: a draft decides how many passes it takes, never what comes out.
+Exact acceptance: a draft is accepted if and only if it is the target's choice. The choice after a node is a function of
+the target's distribution there and of the noise of the position, see `noise.py`; so are all choices of plain decoding.
+Whatever was drafted, a walk therefore ends on the tokens that plain decoding gives: a draft decides how many passes it
+takes, never what comes out.
+
+Relaxed acceptance, as published: a draft may borrow the probability of its neighbours in the codebook.
+One walk down a draft tree per request and step, by rejection. Without a `Relaxation` it is speculative sampling with
+siblings, which leaves the target's distribution unchanged. With one, the probability of A is added to that of a drafted
+token x, where A, its aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a
+bound: `delta` (LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
+
+What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x with
+probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
+from max(p - q, 0): the total variation distance between the step's output and p is then the expectation of a'(x) - a(x)
+over the draft: of one *candidate*. (Derived here; tests enumerate it.) With q = 1 that is p(A) <= delta. With a real q
+delta does not bound it, as every token that can be drafted brings an aggregation set of its own; lambda does, see
+below. Every further sibling adds its own term, weighted by the chance that it is tried, and the distance of the *code*
+is at most the sum. With q = 1, k siblings reach 1 - (1 - delta)^k, as the chance to go on is at most 1 - p(A). The
+published code removes k + 1 neighbours instead of A; `residual="neighborhood"` does that, for comparison: nothing
+bounds it.
+
+With lambda, a >= a' / lambda for every token, so a' - a <= c a' with c = 1 - 1 / lambda. That holds for each sibling,
+and the chances that one or another is accepted add up to at most 1: a *code* moves by at most c, however many siblings
+it has. A *step* that relaxes d codes, each by at most b given the codes before it, moves their joint distribution by at
+most 1 - (1 - b)^d: couple them code by code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-from .sampling import Probabilities
+import numpy as np
+from numpy.typing import NDArray
+
+from ..methods import MethodConfig, Relaxed, Residual
+from .sampling import Probabilities, draw
 from .tree import DraftTree
+
+Distribution = Callable[[int], Probabilities]
+Codes = NDArray[np.integer]
+_NOTHING: Codes = np.zeros(0, np.int64)
 
 
 class Acceptance(NamedTuple):
@@ -40,3 +72,156 @@ def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:
                 break
         else:
             return Acceptance(path, token)
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """How far acceptance may stray.
+
+    neighbors: table of neighbours, nearest first, self excluded, integers `[vocab_size, k]`; None: no aggregation sets.
+    k: how many of them count. delta: bound in (0, 1) on p(A). lambda_: bound > 1 on (p(x) + p(A)) / p(x). Exactly one
+    of the two is set if there are neighbours. residual: what a rejection removes: `aggregated` (x and A) or
+    `neighborhood` (the published code: k + 1 neighbours, from q where there is one).
+    """
+
+    neighbors: Codes | None = None
+    k: int = 0
+    delta: float | None = None
+    lambda_: float | None = None
+    residual: Residual = "aggregated"
+
+    @classmethod
+    def of(cls, method: MethodConfig, neighbors: Codes | None) -> Relaxation | None:
+        """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
+        if not isinstance(method, Relaxed) or method.exact:
+            return None
+        fields = {name: getattr(method, name, None) for name in ("delta", "lambda_", "residual")}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return cls(neighbors if method.neighbors else None, method.neighbors or 0, **given)
+
+    def aggregation_set(self, p: Probabilities, token: int) -> Codes:
+        """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
+        if self.neighbors is None:
+            return _NOTHING
+        near = self.neighbors[token, : self.k]
+        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
+        return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
+
+
+def walk(
+    tree: DraftTree,
+    target: Distribution,
+    choice: Callable[[int], int],
+    relaxation: Relaxation | None,
+    decisions: Callable[[int], np.random.Generator],
+) -> Acceptance:
+    """Walk down from the root, one child at a time; sampling.
+
+    `target(node)` is the target's distribution after `node`, `choice(node)` its choice there; both are asked for
+    visited nodes only. `decisions(node)` is the stream that decides on its children, one number for every candidate,
+    also for one that q says cannot have been drawn, and one for what is drawn instead of them. Where a path ends on a
+    leaf nothing was refused, and the choice follows: its noise has had no part in what happened before.
+    """
+    path, tvd, by_relaxation = [0], 0.0, list[int]()
+    while True:
+        node = path[-1]
+        p = target(node)
+        siblings = tree.structure.children[node]
+        if not siblings:
+            return Acceptance(path, choice(node), tvd, p, by_relaxation)
+        q, stream = tree.proposals.get(node), decisions(node)
+        for child in siblings:
+            token = int(tree.tokens[child])
+            uniform = stream.random()
+            draft = 1.0 if q is None else float(q[token])
+            if draft <= 0:
+                continue
+            aggregated = _NOTHING
+            exact = relaxed = min(1.0, float(p[token]) / draft)
+            if relaxation is not None:
+                aggregated = relaxation.aggregation_set(p, token)
+                relaxed = min(1.0, float(p[token] + p[aggregated].sum()) / draft)
+            tvd += relaxed - exact
+            if uniform < relaxed:
+                path.append(child)
+                if relaxed > exact and not uniform < exact:
+                    by_relaxation.append(child)
+                break
+            if relaxation is not None and relaxation.neighbors is not None and relaxation.residual == "neighborhood":
+                near = relaxation.neighbors[token, : relaxation.k + 1] if len(aggregated) else _NOTHING
+                p = _published_residual(p, q, token, near)
+            else:
+                p = residual_distribution(p, q, token, aggregated)
+            if q is not None and child != siblings[-1]:
+                q = q.copy()
+                q[token] = 0
+                q = _normalised(q, q)
+        if path[-1] == node:  # none accepted
+            return Acceptance(path, draw(p, stream), tvd, p, by_relaxation)
+
+
+def residual_distribution(
+    p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes = _NOTHING
+) -> Probabilities:
+    """What a refused draft leaves of p: max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
+
+    q = None says that `token` was certain.
+    """
+    left = p.copy()
+    left[aggregated] = 0
+    if q is not None:
+        left -= q
+        np.maximum(left, 0, out=left)
+    left[token] = 0
+    return _normalised(left, p)
+
+
+def _published_residual(p: Probabilities, q: Probabilities | None, token: int, near: Codes) -> Probabilities:
+    """What LANTERN's code leaves: `near` is removed from p, or else from q."""
+    left = p.copy()
+    if q is None:
+        left[near] = 0
+        left[token] = 0
+    else:
+        removed = q.copy()
+        removed[near] = 0
+        left -= removed
+        np.maximum(left, 0, out=left)
+    return _normalised(left, np.ones_like(p))
+
+
+def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabilities:
+    """`weights` scaled to sum 1, or `otherwise` where rounding has left nothing."""
+    total = float(weights.sum())
+    return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
+
+
+def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:
+    """The longest path whose every token is the arg-max, or is once its aggregation set is added.
+
+    Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
+    """
+    best, end, best_tvd = (0, 0), 0, 0.0
+    open_nodes = [(0, 0.0)]
+    seen: dict[int, Probabilities] = {}
+    while open_nodes:
+        node, tvd = open_nodes.pop()
+        key = (-int(tree.structure.depths[node]), int(tree.structure.leaf_rank[node]))
+        if key < best:
+            best, end, best_tvd = key, node, tvd
+        if not tree.structure.children[node]:
+            continue
+        p = seen[node] = target(node)
+        top = int(p.argmax())
+        for child in tree.structure.children[node]:
+            token = int(tree.tokens[child])
+            if token == top:
+                open_nodes.append((child, tvd))
+            elif relaxation is not None:
+                added = float(p[relaxation.aggregation_set(p, token)].sum())
+                if p[token] + added > p[top]:
+                    open_nodes.append((child, tvd + 1.0))
+    remainder = seen[end] if end in seen else target(end)
+    path = tree.path_to(end)
+    relaxed = [child for node, child in pairwise(path) if tree.tokens[child] != seen[node].argmax()]
+    return Acceptance(path, int(remainder.argmax()), best_tvd, remainder, relaxed)

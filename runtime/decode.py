@@ -10,8 +10,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..methods import MethodConfig, Sampling
-from .drafts import Model, Prompt, Request
 from .scheduler import RequestStep, Scheduler
+from .state import Model, Prompt, Request
 from .statistics import RequestStatistics, Statistics, summarise
 
 
@@ -51,7 +51,7 @@ def decode(
             scheduler.submit(request)
             records.append(request.statistics)
         parts = scheduler.step()
-        done += sum(part.committed if part.drawn is None else len(part.drawn[1]) for part in parts)
+        done += sum(part.committed if part.placed is None else len(part.placed.codes) for part in parts)
         if not scheduler.busy and len(records) == len(seeds):
             clocks = scheduler.target_clock, scheduler.drafter_clock
             statistics = summarise(method.method, model.codes, *clocks, records)

@@ -21,7 +21,7 @@ class Resident(ABC):
 
 
 @dataclass(frozen=True)
-class Asked:
+class SampleRequest:
     """Where codes are to be drawn for one request, and how.
 
     rows: of the pass, the conditional one first; nodes: int64 `[sides, count]`, where those rows have their logits.
@@ -43,7 +43,7 @@ class DeviceLogits(Resident):
         """Whether the device can draw with these settings."""
 
     @abstractmethod
-    def best(self, asked: Sequence[Asked], most: int) -> list[tuple[Ints, Floats]]:
+    def best(self, asked: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
         """The `most` best codes of log p + noise for each that asks, and their log-probabilities after the noise.
 
         Both `[count, most]`, best first, as `sampling.best_codes` gives them. Raises: EngineError: as that.

@@ -17,14 +17,14 @@ from functools import partial
 import numpy as np
 
 from ..methods import Drafted, Sampling
-from .device import Asked, DeviceLogits, Resident
-from .drafts import Committed, Drafts, Model, Request
-from .engine import Bools, Cache, Engine, Floats, Ints, Pass, PassOutput, Rows, Taken
-from .growth import Growth, subtree
-from .passes import MINIMUM_NODES, show_committed, stack_padding
+from .device import DeviceLogits, Resident, SampleRequest
+from .drafting import Commit, Drafter
+from .engine import Bools, Cache, Engine, Floats, HiddenView, Ints, Pass, PassOutput, Rows
+from .passes import MINIMUM_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
+from .state import Model, Request
 from .statistics import Clock
-from .tree import DraftTree, DynamicTree, Proposals, StaticTree
+from .tree import DraftTree, DynamicTree, Proposals, StaticTree, TreeBuilder, subtree
 from .tree_names import named_tree
 
 MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
@@ -56,10 +56,10 @@ class Pending:
 
     prefix: list[Ints]
     tokens: list[Ints] = field(default_factory=list)
-    hidden: list[list[Floats | Taken]] = field(default_factory=list)
+    hidden: list[list[Floats | HiddenView]] = field(default_factory=list)
 
 
-class TreeDrafts(Drafts):
+class EagleDrafter(Drafter):
     """Drafts for requests that may be drawn by the same `methods`, and change between them together."""
 
     def __init__(self, model: Model, methods: Sequence[Drafted], clock: Clock) -> None:
@@ -77,7 +77,7 @@ class TreeDrafts(Drafts):
         self.pending: dict[Request, Pending] = {}
         self._arrange()
 
-    def commit(self, committed: Sequence[Committed]) -> None:
+    def commit(self, committed: Sequence[Commit]) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
         joining = [one.request for one in committed if one.request not in self.requests]
         if joining:
@@ -102,17 +102,6 @@ class TreeDrafts(Drafts):
         kept = self.requests = [request for request, kept in zip(self.requests, stays, strict=True) if kept]
         self._arrange()
         self.pending = {request: self.pending[request] for request in kept if request in self.pending}
-
-    def end_guidance(self, requests: Sequence[Request]) -> None:
-        """Forget the unconditional rows of these requests, which have none any more."""
-        ending = np.array([request in requests for request in self.requests])
-        if not ending.any():
-            return
-        unconditional = np.diff(self.request_of, prepend=-1) == 0  # [rows]
-        self._cache.keep_rows(np.flatnonzero(~(unconditional & ending[self.request_of])))
-        for pending in (self.pending[request] for request in requests if request in self.pending):
-            pending.prefix, pending.hidden = pending.prefix[:1], [own[:1] for own in pending.hidden]
-        self._arrange()
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request; `requests` are all that take part."""
@@ -170,12 +159,12 @@ class TreeDrafts(Drafts):
             for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
                 positions = np.full(level.nodes.shape[1], len(request.codes) + depth)
                 own = slice(int(rows[0]), int(rows[-1]) + 1)
-                asked.append(Asked(own, level.nodes[rows], request.sampling, noise, positions))
+                asked.append(SampleRequest(own, level.nodes[rows], request.sampling, noise, positions))
             return on_device.best(asked, most)
         found = []
         for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
             position, logits = len(request.codes) + depth, level.logits[rows[:, None], level.nodes[rows]]
-            values = shape_logits(guide(logits, request.sampling, position), request.sampling)
+            values = shape_logits(guide(logits, request.sampling), request.sampling)
             if noise is not None:
                 values = values + noise.gumbel(position, 1, values.shape[1])
             found.append(best_codes(values, most))
@@ -204,10 +193,10 @@ class TreeDrafts(Drafts):
         found = [np.stack([last[row] for row in range(rows)])[:, None] for last in (logits, hidden)]
         return Level(nothing, found[0], found[1], np.zeros((rows, 1), np.int64))
 
-    def _pending_slots(self) -> tuple[list[Ints], list[Floats | Taken]]:
+    def _pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
         """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
         read: list[Ints] = []
-        hidden: list[Floats | Taken] = []
+        hidden: list[Floats | HiddenView] = []
         for one in (self.pending.pop(request) for request in self.requests):
             codes = np.concatenate(one.tokens) + self.layout.code_offset
             own = [p[0] if len(p) == 1 else np.concatenate([*map(_read, p)]) for p in zip(*one.hidden, strict=True)]
@@ -215,7 +204,7 @@ class TreeDrafts(Drafts):
             hidden += own
         return read, hidden
 
-    def _run_committed(self, read: list[Ints], states: list[Floats | Taken], counts: list[int]) -> PassOutput:
+    def _run_committed(self, read: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
         """A pass over the first `counts` slots of each row, which are appended."""
         rows, slots = len(read), max(MINIMUM_NODES, *counts)
         tokens = np.zeros((rows, slots), np.int64)
@@ -236,10 +225,10 @@ class TreeDrafts(Drafts):
         """What new slots see of the `lengths [rows]` committed ones, `[rows, slots, past + slots]`, and the past."""
         past_length = self.engine.next_past_length(self._cache, slots)
         attention_mask = np.zeros((len(lengths), slots, past_length + slots), bool)
-        show_committed(attention_mask, lengths, self.prefix_padding)
+        unmask_committed(attention_mask, lengths, self.prefix_padding)
         return attention_mask, past_length
 
-    def _run(self, tokens: Ints, hidden: Floats | Taken, positions: Ints, attention_mask: Bools) -> PassOutput:
+    def _run(self, tokens: Ints, hidden: Floats | HiddenView, positions: Ints, attention_mask: Bools) -> PassOutput:
         batch = Pass(np.minimum(positions, self.last_position), attention_mask, tokens, hidden=hidden)
         return self.clock.run(self.engine, batch, self._cache)
 
@@ -317,7 +306,7 @@ class TreeDrafts(Drafts):
             if self.relaxed:
                 for own, request, rows, live in zip(makers, self.requests, self._rows(), alive, strict=True):
                     for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():
-                        made = partial(_distribution, level, rows, slot, request.sampling, len(request.codes) + depth)
+                        made = partial(_distribution, level, rows, slot, request.sampling)
                         own[int(inner[slot])] = made  # logits are read of those nodes that are walked
         leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
         drawn = zip(tokens, makers, leaf_orders, strict=True)
@@ -326,7 +315,7 @@ class TreeDrafts(Drafts):
         return [t if own.all() else subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
-        grown = [Growth(int(root)) for root in roots]
+        grown = [TreeBuilder(int(root)) for root in roots]
         for depth in range(shape.depth):
             chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
             if depth > 0:
@@ -342,31 +331,31 @@ class TreeDrafts(Drafts):
         return [growth.prune(shape.nodes) for growth in grown]
 
 
-def _distribution(level: Level, rows: Ints, slot: int, sampling: Sampling, position: int) -> Probabilities:
+def _distribution(level: Level, rows: Ints, slot: int, sampling: Sampling) -> Probabilities:
     """Of a request's `rows [sides]` at one slot of a level."""
     logits: Floats = level.logits[rows, level.nodes[rows, slot]]
-    return shape_distribution(guide(logits, sampling, position), sampling)
+    return shape_distribution(guide(logits, sampling), sampling)
 
 
-def _take(source: Rows, rows: Ints, nodes: Ints) -> Floats | Taken:
+def _take(source: Rows, rows: Ints, nodes: Ints) -> Floats | HiddenView:
     """Hidden states of an output at `rows` and `nodes`, both of any one shape; left on the device where they stay."""
-    taken = Taken(source, rows, nodes)
+    taken = HiddenView(source, rows, nodes)
     return taken if isinstance(source, Resident) else taken.read()
 
 
-def _read(states: Floats | Taken) -> Floats:
-    return states.read() if isinstance(states, Taken) else states
+def _read(states: Floats | HiddenView) -> Floats:
+    return states.read() if isinstance(states, HiddenView) else states
 
 
-def _joined(states: list[Floats | Taken], counts: list[int], slots: int) -> Floats | Taken:
+def _joined(states: list[Floats | HiddenView], counts: list[int], slots: int) -> Floats | HiddenView:
     """The first `counts` states of each row, `[rows, slots, hidden_size]`, filled up with any."""
-    sources = {id(own.source) if isinstance(own, Taken) else None for own in states}
-    if isinstance(first := states[0], Taken) and len(sources) == 1:
+    sources = {id(own.source) if isinstance(own, HiddenView) else None for own in states}
+    if isinstance(first := states[0], HiddenView) and len(sources) == 1:
         rows, nodes = np.zeros((2, len(states), slots), np.int64)
         for row, (own, count) in enumerate(zip(states, counts, strict=True)):
-            if isinstance(own, Taken):
+            if isinstance(own, HiddenView):
                 rows[row, :count], nodes[row, :count] = own.rows[:count], own.nodes[:count]
-        return Taken(first.source, rows, nodes)
+        return HiddenView(first.source, rows, nodes)
     read = [_read(own) for own in states]
     joined = np.zeros((len(read), slots, read[0].shape[-1]), np.float32)
     for row, count in enumerate(counts):

@@ -28,7 +28,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Taken:
+class HiddenView:
     """Hidden states from an earlier output: row and node there of each node, both int64 `[rows, nodes]`."""
 
     source: Rows
@@ -54,7 +54,7 @@ class Pass(NamedTuple):
     attention_mask: Bools
     tokens: Ints | None = None
     embeds: Floats | None = None
-    hidden: Floats | Taken | None = None
+    hidden: Floats | HiddenView | None = None
 
 
 class PassOutput(NamedTuple):

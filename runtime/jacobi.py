@@ -26,18 +26,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..methods import Sjd
-from .drafts import Answers, Committed, Drafts, Request
+from .drafting import Commit, Drafter
 from .sampling import Probabilities
+from .state import Request
+from .target import TargetOutput
 from .tree import DraftTree
 
 
-class WindowDrafts(Drafts):
+class JacobiDrafter(Drafter):
     """A window for every request."""
 
     def __init__(self) -> None:
         self.windows: dict[Request, Window] = {}
 
-    def commit(self, committed: Sequence[Committed]) -> None:
+    def commit(self, committed: Sequence[Commit]) -> None:
         """Re-draft what a pass over the windows left undecided; after another pass they are empty."""
         for one in committed:
             if one.source is not self:
@@ -91,7 +93,7 @@ class Window:
         tokens = np.array([committed[-1], *self.codes], np.int64)
         return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, proposals)
 
-    def advance(self, accepted: int, target: Answers) -> None:
+    def advance(self, accepted: int, target: TargetOutput) -> None:
         """Re-draft what a pass that accepted so many left over."""
         undecided = range(accepted + 1, len(self.codes) + 1)
         self.codes = [target.guess(node) for node in undecided]

@@ -11,7 +11,7 @@ from .engine import Bools, Cache, Engine, Floats, Ints, Pass
 MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not reproduce tree passes
 
 
-def show_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
+def unmask_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
     """Let nodes see the entries that rows have committed, but for padding.
 
     attention_mask: `[rows, nodes, columns]`, False on columns of the past. prefix_padding: `[rows, up to prefix]`.
@@ -31,7 +31,7 @@ def stack_padding(padding: list[Bools]) -> Bools:
 
 
 @cache
-def themselves(nodes: int) -> Bools:
+def identity_mask(nodes: int) -> Bools:
     """What nodes see of each other at least, bool `[nodes, nodes]`; not to be written to."""
     return np.eye(nodes, dtype=bool)
 
@@ -68,7 +68,7 @@ def causal_pass(
     rows, nodes = tokens.shape
     past_length = engine.next_past_length(cache, nodes)
     attention_mask = np.zeros((rows, nodes, past_length + nodes), bool)
-    show_committed(attention_mask, cache.lengths, prefix_padding)
+    unmask_committed(attention_mask, cache.lengths, prefix_padding)
     attention_mask[:, :, past_length:] = np.tri(nodes, dtype=bool)
     positions = np.minimum(cache.lengths[:, None] + np.arange(nodes), last_position)
     return Pass(positions, attention_mask, tokens, hidden=hidden)

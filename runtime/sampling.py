@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isfinite
 
 import numpy as np
@@ -21,10 +20,9 @@ def scale(logits: Floats, sampling: Sampling) -> Floats:
     return logits if sampling.temperature in (0.0, 1.0) else logits / np.float32(sampling.temperature)
 
 
-def guide(logits: Floats, sampling: Sampling, positions: Ints | Sequence[int] | int) -> Floats:
+def guide(logits: Floats, sampling: Sampling) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` into one `[..., vocab_size]`, if there are two.
 
-    positions: of the tokens that they are for, `[...]` or one for all; some may come after those that are guided.
     Whoever takes them refuses what is not finite; NumPy may warn of it here.
     """
     mixed: Floats = logits[0]
@@ -85,21 +83,21 @@ def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) ->
     return codes, leads
 
 
-def is_clear(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, slack: float) -> bool:
-    """Whether the chosen code stays if differences of logits over the temperature move by up to `slack`.
+def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, tie_margin: float) -> bool:
+    """Whether the chosen code stays if differences of logits over the temperature move by up to `tie_margin`.
 
     logits: guided, `[vocab_size]`, with no NaN or infinity. noise: `[vocab_size]`, None when greedy.
     """
     values = scaled = scale(logits, sampling)
     if sampling.filtered:
-        least, certain = _edges(scaled, sampling, slack)
+        least, certain = _edges(scaled, sampling, tie_margin)
         if not scaled[code] > certain:
             return False
         values = np.where(scaled >= least, scaled, np.float32(-np.inf))
     values = values.copy() if noise is None else values + noise
     best = values[code]
     values[code] = -np.inf
-    return bool(best - values.max() > slack)
+    return bool(best - values.max() > tie_margin)
 
 
 def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
@@ -176,8 +174,8 @@ def _threshold(scaled: Floats, sampling: Sampling) -> np.float32:
     return lowest
 
 
-def _edges(scaled: Floats, sampling: Sampling, slack: float) -> tuple[float, float]:
-    """What filters may do to scaled logits `[vocab_size]` if differences of them move by up to `slack`.
+def _edges(scaled: Floats, sampling: Sampling, tie_margin: float) -> tuple[float, float]:
+    """What filters may do to scaled logits `[vocab_size]` if differences of them move by up to `tie_margin`.
 
     They keep no logit below the first number, and every one above the second. A second filter is asked about all that
     the first may keep; what it sums, it compares with the sum of those that stay for certain.
@@ -186,19 +184,19 @@ def _edges(scaled: Floats, sampling: Sampling, slack: float) -> tuple[float, flo
     for name in sampling.filter_order.split(", "):
         if name == "top-k" and 0 < (k := sampling.top_k) < len(possible):
             ordered = np.partition(possible, -k)
-            last, certain = ordered[-k], max(certain, ordered[:-k].max() + slack)  # above the best one left out
+            last, certain = ordered[-k], max(certain, ordered[:-k].max() + tie_margin)  # above the best one left out
         elif name == "top-p" and sampling.top_p < 1.0:
             ordered = np.sort(possible)[::-1]
             weights = np.exp(ordered - ordered[0], dtype=np.float64)
             sums, sure = weights.cumsum(), weights[ordered > certain].sum()
-            within = int(np.count_nonzero(sums <= (sampling.top_p - slack) * sure))
-            beyond = int(np.count_nonzero(sums <= (sampling.top_p + slack) * sums[-1]))
+            within = int(np.count_nonzero(sums <= (sampling.top_p - tie_margin) * sure))
+            beyond = int(np.count_nonzero(sums <= (sampling.top_p + tie_margin) * sums[-1]))
             last = ordered[min(beyond, len(ordered) - 1)]
             if within + 1 < len(ordered) or not sure:
-                certain = max(certain, ordered[min(within + 1, len(ordered) - 1)] + slack)
+                certain = max(certain, ordered[min(within + 1, len(ordered) - 1)] + tie_margin)
         else:
             continue
-        possible = possible[possible >= last - slack]
+        possible = possible[possible >= last - tie_margin]
     return float(possible.min()), float(certain)
 
 

@@ -12,24 +12,25 @@ from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import compress, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..methods import Drafted
-from .acceptance import Acceptance, follow
-from .device import Asked, DeviceLogits, Resident
-from .drafter import TreeDrafts
-from .drafts import Answers, Committed, Drafts, KnownDrafts, Model, Request, guess_together
-from .engine import Cache, Floats, Ints, Pass, PassOutput, Taken
-from .jacobi import WindowDrafts
-from .passes import MINIMUM_NODES, prefill_pass, show_committed, stack_padding, themselves
-from .raster import Laid
-from .relaxation import Relaxation, walk, walk_greedy
-from .rows import RowFronts
+from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
+from .device import DeviceLogits, Resident, SampleRequest
+from .drafter import EagleDrafter
+from .drafting import Commit, Drafter
+from .engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
+from .grid import PassLayout, Placed, RowBatch
+from .jacobi import JacobiDrafter
+from .likelihood import recompute_logits, tie_margin
+from .passes import MINIMUM_NODES, identity_mask, prefill_pass, stack_padding, unmask_committed
+from .rows import RowDrafter
+from .state import Model, Request
 from .statistics import Clock
-from .ties import settled_logits, slack
-from .tree import DraftTree, Front
+from .target import TargetOutput, choose_together
+from .tree import DraftTree
 
 UNLIMITED = 1 << 30
 IDLE = 0.25  # of the tokens of all places
@@ -39,8 +40,8 @@ class RequestStep(NamedTuple):
     """One request's part of a step: the tokens it committed, and how.
 
     request: its index. codes may run past the image's end in the last step; `committed` counts those that belong to it.
-    tree and acceptance are None for the prefill, `ar` and `rows`. drawn: cells and codes of a pass that did not draw
-    just the next ones; front: nodes it took for them.
+    tree and acceptance are None for the prefill, `ar` and `rows`. placed: cells and codes of a pass that did not draw
+    just the next ones; nodes: those that it took for them.
     """
 
     request: int
@@ -48,8 +49,8 @@ class RequestStep(NamedTuple):
     committed: int
     tree: DraftTree | None = None
     acceptance: Acceptance | None = None
-    drawn: tuple[Ints, Ints] | None = None
-    front: int = 0
+    placed: Placed | None = None
+    nodes: int = 0
 
 
 class Scheduler:
@@ -64,10 +65,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._windows, self._plain, self._known = WindowDrafts(), Drafts(), KnownDrafts(model.most_nodes)
-        self._fronts = RowFronts(model.most_nodes)
-        self._sources: dict[str, Drafts] = {"ar": self._plain, "sjd": self._windows, "rows": self._fronts}
-        self._trees: dict[Request, TreeDrafts] = {}  # one for all requests that may be drawn by the same methods
+        self._windows, self._plain = JacobiDrafter(), Drafter()
+        self._row_drafter = RowDrafter(model.most_nodes)
+        self._sources: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
+        self._trees: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
@@ -89,7 +90,7 @@ class Scheduler:
         """
         if len(request.rows) > self.rows:
             raise ValueError(f"a request of {len(request.rows)} rows, expected at most {self.rows}")
-        request.slack = slack(self.model, request.sampling)
+        request.tie_margin = tie_margin(self.model, request.sampling)
         self.waiting.append(request)
 
     def cancel(self, requests: Sequence[Request]) -> None:
@@ -146,7 +147,7 @@ class Scheduler:
             request.codes += codes.tolist()
             parts.append(RequestStep(request.index, codes, 1))
             hidden = partial(_hidden, output, own, nodes)
-            committed.append(Committed(request, self._plain, codes, nodes, hidden, answers))
+            committed.append(Commit(request, self._plain, codes, nodes, hidden, answers))
         self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
         if self.active and self._cache is not None:
             self._cache.extend(cache)
@@ -155,128 +156,135 @@ class Scheduler:
         for request in requests:
             if methods := [method for method in request.methods if isinstance(method, Drafted)]:
                 same = (self._trees[other] for other in self._trees if other.methods == request.methods)
-                self._trees[request] = next(same, None) or TreeDrafts(self.model, methods, self.drafter_clock)
+                self._trees[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
         self.active += requests
         self._arrange()
         self._tell(committed)
         return parts
 
     def _advance(self) -> list[RequestStep]:
-        if ending := [one for one in self.active if one.guidance_ends]:
-            self._end_guidance(ending)
         drafted = [self._source(request) for request in self.active]
-        trees: dict[Request, DraftTree | Front] = {}
+        trees: dict[Request, DraftTree | RowBatch] = {}
         for source in {*drafted}:
             own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
             trees.update(zip(own, source.draft(own), strict=True))
-        laid = {request: self._laid(request, tree) for request, tree in trees.items()}
-        output = self._verify(trees, laid)
-        everybody = [self._answers(one, trees[one], output, self._rows[one], laid[one].last) for one in self.active]
+        layouts = {request: self._layout(request, tree) for request, tree in trees.items()}
+        output = self._verify(trees, layouts)
+        everybody = [self._answers(one, trees[one], output, self._rows[one], layouts[one].last) for one in self.active]
         if not isinstance(output.logits, np.ndarray) and isinstance(output.logits, DeviceLogits):
             self._ask_device(output.logits, trees, everybody)
         elif len(everybody) > 1:
             exact = [request.exact for request in self.active]
-            guess_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
+            choose_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
         parts, committed = [], []
         for request, source, answers in zip(self.active, drafted, everybody, strict=True):
             tree, rows = trees[request], self._rows[request]
-            how: tuple[Any, ...] = ()
-            if isinstance(tree, Front):
-                codes, kept, (cells, drawn) = self._fronts.take(request, tree, answers.draw(tree.drawn))
-                how = (None, None, (cells, drawn), tree.nodes)
+            if isinstance(tree, RowBatch):
+                codes, kept, placed = self._row_drafter.take(request, tree, answers.draw(tree.drawn))
+                count = min(len(codes), request.missing)
+                part = RequestStep(request.index, codes, count, placed=placed, nodes=tree.nodes)
+                request.statistics.codes_per_step.append(len(placed.codes))
             else:
                 accepted = self._accept(request, tree, answers)
-                kept, how = laid[request].kept(accepted.path), () if source is self._plain else (tree, accepted)
-                drawn = codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
+                kept = layouts[request].kept(accepted.path)
+                codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
+                part = RequestStep(request.index, codes, min(len(codes), request.missing))
+                if source is not self._plain:
+                    part = part._replace(tree=tree, acceptance=accepted)
+                request.statistics.codes_per_step.append(len(codes))
                 request.statistics.realised_tvd += accepted.realised_tvd
-            count = min(len(codes), request.missing)
             request.codes += codes.tolist()
             request.noise.forget(len(request.codes))
-            request.statistics.codes_per_step.append(len(drawn))
             nodes = [kept] * len(request.rows)
             hidden = partial(_hidden, output, rows, nodes)
-            committed.append(Committed(request, source, codes, nodes, hidden, answers))
-            parts.append(RequestStep(request.index, codes, count, *how))
+            committed.append(Commit(request, source, codes, nodes, hidden, answers))
+            parts.append(part)
         assert self._cache is not None
         self.target_clock.append(self._cache, output.new_kv, [nodes for one in committed for nodes in one.nodes])
         self._tell(committed)
         return parts
 
-    def _verify(self, trees: Mapping[Request, DraftTree | Front], everything: Mapping[Request, Laid]) -> PassOutput:
+    def _verify(
+        self, trees: Mapping[Request, DraftTree | RowBatch], layouts: Mapping[Request, PassLayout]
+    ) -> PassOutput:
         """One target pass over all trees and fronts as they are laid out, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
-        nodes = max(MINIMUM_NODES, *(max(request.nodes, len(laid.tokens)) for request, laid in everything.items()))
+        nodes = max(MINIMUM_NODES, *(max(request.nodes, len(layout.tokens)) for request, layout in layouts.items()))
         past_length = target.next_past_length(self._cache, nodes)
         tokens, positions = np.zeros((2, len(lengths), nodes), np.int64)
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
-        show_committed(attention_mask, lengths, self._padding)
-        attention_mask[:, :, past_length:] = themselves(nodes)
+        unmask_committed(attention_mask, lengths, self._padding)
+        attention_mask[:, :, past_length:] = identity_mask(nodes)
         for request, tree in trees.items():
-            laid, rows = everything[request], self._rows[request]
-            count, place = len(laid.tokens), request.raster.place(self._first_cell(request, tree))
-            tokens[rows, :count] = laid.tokens
-            attention_mask[rows, :count, past_length : past_length + count] = laid.ancestors
+            layout, rows = layouts[request], self._rows[request]
+            count, place = len(layout.tokens), request.raster.place(self._first_cell(request, tree))
+            tokens[rows, :count] = layout.tokens
+            attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             for row, prefix in enumerate(request.prefixes, rows.start):
-                positions[row, :count] = laid.depths + (prefix + place)
-            if isinstance(tree, Front):
+                positions[row, :count] = layout.depths + (prefix + place)
+            if isinstance(tree, RowBatch):
                 seen = tree.sees(tree.order)  # [nodes, entries]
                 for row, prefix in enumerate(request.prefixes, rows.start):
                     attention_mask[row, :count, prefix : prefix + len(tree.order)] &= seen
         positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
-    def _first_cell(self, request: Request, tree: DraftTree | Front) -> int:
+    def _first_cell(self, request: Request, tree: DraftTree | RowBatch) -> int:
         """The cell that depth 0 stands in."""
-        return 0 if isinstance(tree, Front) else len(request.codes) - 1
+        return 0 if isinstance(tree, RowBatch) else len(request.codes) - 1
 
-    def _laid(self, request: Request, tree: DraftTree | Front) -> Laid:
+    def _layout(self, request: Request, tree: DraftTree | RowBatch) -> PassLayout:
         """The nodes of a tree or front in a pass."""
-        if isinstance(tree, Front):
-            return Laid(tree.tokens, tree.structure.depths, tree.structure.ancestors)
+        if isinstance(tree, RowBatch):
+            return PassLayout(tree.tokens, tree.structure.depths, tree.structure.ancestors)
         return request.raster.lay_out(tree, self._first_cell(request, tree))
 
     def _answers(
-        self, request: Request, tree: DraftTree | Front, output: PassOutput, rows: slice, last: Ints | None = None
-    ) -> Answers:
-        """What a pass says of a request's tree. last: as `Laid` has it."""
+        self, request: Request, tree: DraftTree | RowBatch, output: PassOutput, rows: slice, last: Ints | None = None
+    ) -> TargetOutput:
+        """What a pass says of a request's tree. last: as `PassLayout` has it."""
         first, sampling, structure = self._first_cell(request, tree) + 1, request.sampling, tree.structure
-        margin = request.slack if request.exact else 0.0
-        settle = partial(self._settle, request, tree, first) if margin and isinstance(tree, DraftTree) else None
+        margin = request.tie_margin if request.exact else 0.0
+        recompute = partial(self._recompute, request, tree, first) if margin and isinstance(tree, DraftTree) else None
         cells: Sequence[int] = range(first, first + tree.nodes)
         if not structure.chain:
-            cells = (tree.following if isinstance(tree, Front) else first + structure.depths).tolist()
-        return Answers(partial(_logits, output, rows), structure, request.noise, cells, sampling, margin, settle, last)
+            cells = (tree.following if isinstance(tree, RowBatch) else first + structure.depths).tolist()
+        return TargetOutput(
+            partial(_logits, output, rows), structure, request.noise, cells, sampling, margin, recompute, last
+        )
 
     def _ask_device(
-        self, logits: DeviceLogits, trees: Mapping[Request, DraftTree | Front], everybody: Sequence[Answers]
+        self, logits: DeviceLogits, trees: Mapping[Request, DraftTree | RowBatch], everybody: Sequence[TargetOutput]
     ) -> None:
         """Have all choices made where the logits are, as far as that is possible there."""
-        asking, asked = list[tuple[Answers, Sequence[int]]](), list[Asked]()
+        asking, asked = list[tuple[TargetOutput, Sequence[int]]](), list[SampleRequest]()
         for request, answers in zip(self.active, everybody, strict=True):
             tree, rows = trees[request], self._rows[request]
-            choosing = request.exact or isinstance(tree, Front)
-            if not choosing or answers.settle or not logits.draws(request.sampling):
+            choosing = request.exact or isinstance(tree, RowBatch)
+            if not choosing or answers.recompute or not logits.draws(request.sampling):
                 continue
-            nodes: Sequence[int] = tree.drawn if isinstance(tree, Front) else range(tree.nodes)
+            nodes: Sequence[int] = tree.drawn if isinstance(tree, RowBatch) else range(tree.nodes)
             own = np.array(nodes, np.int64)
             places = np.tile(own if answers.last is None else answers.last[own], (rows.stop - rows.start, 1))
             noise = None if request.sampling.greedy else request.noise
             asking.append((answers, nodes))
-            asked.append(Asked(rows, places, request.sampling, noise, np.array([answers.cells[i] for i in nodes])))
+            asked.append(
+                SampleRequest(rows, places, request.sampling, noise, np.array([answers.cells[i] for i in nodes]))
+            )
         for (answers, nodes), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
             answers.know(nodes, codes[:, 0])
 
-    def _settle(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
+    def _recompute(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
         """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
         codes = [*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist(), 0]  # the last one is dropped
         tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
-        logits = settled_logits(self.model, request.rows, tokens, len(codes) - 1, request.sampling, self.target_clock)
-        request.statistics.settling_passes += self.target_clock.calls - calls
+        logits = recompute_logits(self.model, request.rows, tokens, request.sampling, self.target_clock)
+        request.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 
-    def _accept(self, request: Request, tree: DraftTree, target: Answers) -> Acceptance:
+    def _accept(self, request: Request, tree: DraftTree, target: TargetOutput) -> Acceptance:
         relaxation = None if request.exact else Relaxation.of(request.method, self.model.neighbors)
         if relaxation is None:
             return follow(tree, target.choice)
@@ -284,14 +292,11 @@ class Scheduler:
             return walk_greedy(tree, target.distribution, relaxation)
         return walk(tree, target.distribution, target.choice, relaxation, target.decisions)
 
-    def _source(self, request: Request) -> Drafts:
+    def _source(self, request: Request) -> Drafter:
         """Where drafts of the method in use come from."""
-        codes, known = request.codes, request.known
-        if len(known) > len(codes) and known[len(codes) - 1] == codes[-1] and request.exact:
-            return self._known
         return self._sources.get(request.method.method) or self._trees[request]
 
-    def _tell(self, committed: Sequence[Committed]) -> None:
+    def _tell(self, committed: Sequence[Commit]) -> None:
         """Tell all sources of drafts what a pass committed, then drop finished requests."""
         for trees in {*self._trees.values()}:
             trees.commit([one for one in committed if self._trees.get(one.request) is trees])
@@ -307,23 +312,10 @@ class Scheduler:
         elif self._cache is not None:
             rows = np.arange(len(self._padding))
             self._cache.keep_rows(np.concatenate([rows[self._rows[request]] for request in self.active]))
-        for source in (self._windows, self._fronts, *dict.fromkeys(self._trees.values())):
+        for source in (self._windows, self._row_drafter, *dict.fromkeys(self._trees.values())):
             source.leave(requests)
         for request in requests:
             self._trees.pop(request, None)
-        self._arrange()
-
-    def _end_guidance(self, requests: Sequence[Request]) -> None:
-        """Go on without the unconditional rows of these requests."""
-        assert self._cache is not None
-        rows = np.arange(len(self._padding))
-        kept = [rows[self._rows[one]][: 1 if one in requests else None] for one in self.active]
-        self._cache.keep_rows(np.concatenate(kept))
-        for request in requests:
-            request.rows, request.sampling = request.rows[:1], request.sampling.unguided()
-            request.slack = slack(self.model, request.sampling)
-        for trees in {*self._trees.values()}:
-            trees.end_guidance(requests)
         self._arrange()
 
     def _arrange(self) -> None:
@@ -342,7 +334,7 @@ def _logits(output: PassOutput, rows: slice, nodes: slice | Sequence[int]) -> Fl
     return logits
 
 
-def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | Taken]:
+def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | HiddenView]:
     stays, places = isinstance(output.hidden, Resident), zip(range(rows.start, rows.stop), nodes, strict=True)
-    taken = (Taken(output.hidden, np.full(len(own), row), own) for row, own in places)
+    taken = (HiddenView(output.hidden, np.full(len(own), row), own) for row, own in places)
     return [states if stays else states.read() for states in taken]

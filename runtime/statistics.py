@@ -50,13 +50,13 @@ class RequestStatistics:
     """
 
     codes_per_step: list[int] = field(default_factory=list)
-    settling_passes: int = 0
+    tie_passes: int = 0
     realised_tvd: float = 0.0
 
     @property
     def target_passes(self) -> int:
         """Target passes this image took part in, the prefill and those that settled ties included."""
-        return 1 + len(self.codes_per_step) + self.settling_passes
+        return 1 + len(self.codes_per_step) + self.tie_passes
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import numpy as np
 
 from ..errors import TreeError
-from .engine import Bools, Ints
+from .engine import Bools, Floats, Ints
 from .sampling import Probabilities
 
 MOST_NODES, MOST_LEVELS = 128, 32  # drafting takes a pass per level
@@ -174,47 +174,6 @@ class TreeStructure:
     chain: bool
 
 
-@dataclass(frozen=True)
-class Front:
-    """The nodes of one pass over the active rows of a grid, see `rows.py`; what a tree is to other methods.
-
-    tokens: int64 `[nodes]`. cells: the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the
-    next cell. rows, counts: the row each node belongs to, and how many tokens of it are known to it, both int64
-    `[nodes]`; 0 of one that only stands in, which no other sees. drawn: nodes after which a code is drawn. order: cells
-    in the order in which the cache has them, int64 `[entries]`. columns: of the grid. window: how far rows are apart.
-    Where rows end with a token, that is the last column of this grid. following: the code that comes after each node,
-    counted without these, int64 `[nodes]`.
-    """
-
-    tokens: Ints
-    cells: Ints
-    rows: Ints
-    counts: Ints
-    drawn: list[int]
-    order: Ints
-    columns: int
-    window: int
-    following: Ints
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the pass."""
-        return len(self.tokens)
-
-    @cached_property
-    def structure(self) -> TreeStructure:
-        """What nodes see of each other, and themselves. `depths` are their cells."""
-        seen = self.sees(self.cells) & (self.counts > 0) | np.eye(self.nodes, dtype=bool)
-        return TreeStructure(self.cells, (), seen, self.cells, False)
-
-    def sees(self, cells: Ints) -> Bools:
-        """Which of these cells each node may see, bool `[nodes, cells]`; those of rows above as far as the window."""
-        row, column = np.divmod(cells, self.columns)
-        above = self.rows[:, None] - row
-        seen: Bools = (above >= 0) & (column < self.counts[:, None] + above * self.window)
-        return seen
-
-
 @lru_cache(maxsize=64)
 def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> TreeStructure:
     parents = np.frombuffer(parents_bytes, np.int64).tolist()
@@ -239,3 +198,41 @@ def _structure(parents_bytes: bytes, leaf_order: tuple[int, ...] | None) -> Tree
     chain = depths == list(range(len(depths)))
     below_each = tuple(map(tuple, children))  # of tuples nothing is left for the garbage collector to walk through
     return TreeStructure(np.array(depths, np.int64), below_each, ancestors, np.array(rank, np.int64), chain)
+
+
+class TreeBuilder:
+    """A dynamic tree of one request while it grows; node 0 is the root."""
+
+    def __init__(self, root: int) -> None:
+        self.tokens, self.parents, self.scores = np.array([root]), np.array([-1]), np.zeros(1)
+        self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
+        self.last_level = 0  # its first node
+
+    def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
+        """Give each of `nodes` its children: codes and log-probabilities `[nodes, branch]`, best first."""
+        branch = codes.shape[1]
+        scores = log_probabilities + self.scores[nodes][:, None]
+        possible = np.isfinite(scores).ravel()
+        self.last_level = len(self.tokens)
+        self.tokens = np.concatenate([self.tokens, codes.ravel()[possible]])
+        self.scores = np.concatenate([self.scores, scores.ravel()[possible]])
+        self.parents = np.concatenate([self.parents, np.repeat(nodes, branch)[possible]])
+        slots = np.repeat(np.arange(len(nodes)), branch)[possible]
+        self.slot_of_parent = np.concatenate([self.slot_of_parent, slots])
+
+    def best_of_last_level(self, count: int) -> Ints:
+        """The best nodes of the last level, best first."""
+        return self.last_level + np.argsort(-self.scores[self.last_level :], kind="stable")[:count]
+
+    def prune(self, count: int) -> DraftTree:
+        """Keep the root and the `count` - 1 best nodes, in order of creation."""
+        best = np.argsort(-self.scores[1:], kind="stable")[: count - 1] + 1
+        return subtree(DraftTree(self.tokens, self.parents), np.concatenate([[0], np.sort(best)]))
+
+
+def subtree(tree: DraftTree, kept: Ints) -> DraftTree:
+    """The tree of some nodes in their order, every one's parent among them."""
+    renumber = np.full(tree.nodes + 1, -1, np.int64)
+    renumber[kept] = np.arange(len(kept))
+    proposals = {int(renumber[node]): partial(tree.proposals.__getitem__, node) for node in tree.proposals}
+    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], Proposals(proposals))

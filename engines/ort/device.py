@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...runtime.device import Asked
+from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP, Noise
 from ...runtime.sampling import damaged
@@ -142,7 +142,7 @@ class Device:
         feeds = {"data": value, "sources": sources, "targets": targets}
         self.run(("move", dtype, width, steps.tobytes()), graph, feeds, {"out": value})
 
-    def draw(self, head: Head, logits: Any, asked: Sequence[Asked]) -> tuple[Ints, Floats]:
+    def draw(self, head: Head, logits: Any, asked: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
         """Codes and scores of all that ask, `[asked, nodes, most]`, filled up to as many nodes as the longest has.
 
         Raises: EngineError: the logits hold NaN or infinity.
@@ -154,8 +154,6 @@ class Device:
             count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
             for side, row in ((0, 0), (1, last)):
                 sides[side, i, :count] = (one.rows.start + row) * width + one.nodes[row]
-            if last:
-                sides[1, i, :count] = np.where(one.positions < one.sampling.guided_tokens, *sides[::-1, i, :count])
             numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
         feeds = {"logits": logits, "conditional": sides[0], "unconditional": sides[1]}
         names = ("cfg_scale", "temperature", "top_p") if head.top_p else ("cfg_scale", "temperature")
@@ -181,7 +179,7 @@ class NoiseTable:
         self._places: dict[tuple[int, int], int] = {}  # of groups by seed, the one used longest ago first
         self._free: list[int] = []
 
-    def ids(self, asked: Sequence[Asked], nodes: int) -> Array:
+    def ids(self, asked: Sequence[SampleRequest], nodes: int) -> Array:
         """Where the noise of every node is, int32 `[asked, nodes]`; brings up what is not there."""
         needed: dict[tuple[int, int], Noise] = {}
         spans = [(int(one.positions.min()) // GROUP, int(one.positions.max()) // GROUP + 1) for one in asked]

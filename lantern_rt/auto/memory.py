@@ -14,7 +14,7 @@ from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
 from ..errors import RequestError
 from ..methods import Auto, MethodConfig
 from ..requests import Request, Settings
-from ..runtime.drafts import nodes_of
+from ..runtime.state import method_nodes
 
 TOGETHER = 64  # images at most
 BATCH_BYTES = 2 << 30  # that they may take, or half of what is free
@@ -36,7 +36,7 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     """What decoding one image takes, by what it is for. prefix: tokens of its prompt; None: as many as there may be."""
     prompt = manifest.condition.prefix if prefix is None else prefix
     rows, size = 2 if settings.sampling.guided else 1, 2 if manifest.target.dtype == "float16" else 4
-    nodes = max(_NODES, nodes_of(settings.method))
+    nodes = max(_NODES, method_nodes(settings.method))
     drafted = nodes * (1 + (manifest.row_end is not None))
     columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}

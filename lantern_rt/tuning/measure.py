@@ -28,9 +28,8 @@ from ..planning.costs import early_pass, measure_costs, with_overhead
 from ..planning.store import read_tuning
 from ..requests import Settings
 from ..results import Ints
+from ..runtime.grid import Raster, row_batch_sizes
 from ..runtime.likelihood import Likelihood
-from ..runtime.raster import Raster
-from ..runtime.rows import front_sizes
 from ..runtime.scheduler import RequestStep
 from ..runtime.tree_names import tree_name
 from .acceptance_counts import PROBE_DEPTH, PROBE_PATHS, AcceptanceCounts
@@ -224,7 +223,7 @@ class Measurement:
         if not all(drawn.values()):
             return None
         raster = Raster(manifest.codes_per_image, manifest.grid_columns, manifest.row_end)
-        fronts = [_fronts(0, manifest.codes_per_image - 1, front_sizes(raster, method.window))]
+        fronts = [_fronts(0, manifest.codes_per_image - 1, row_batch_sizes(raster, method.window))]
         for drafts, runs in drawn.items():
             nodes, tokens = zip(
                 *(pair for one in runs if one.host_seconds is not None for pair in one.fronts), strict=True
@@ -277,8 +276,8 @@ class Measurement:
                 if part.acceptance is not None:
                     tokens.append(len(part.codes))
                     tvd += part.acceptance.realised_tvd
-                if part.drawn is not None:
-                    fronts.append((part.front, len(part.drawn[0])))
+                if part.placed is not None:
+                    fronts.append((part.nodes, len(part.placed.codes)))
             now = time.monotonic()
             if step.stats is None and (now > self.deadline or (now > end and passes >= least)):
                 if passes < least:

@@ -25,7 +25,7 @@ from ..planning.costs import HostCosts, pass_seconds
 from ..planning.intervals import BELIEVED, FEWEST, WANTED, median_interval, spread
 from ..planning.store import Choice, read_tuning, write_tuning
 from ..planning.tree_search import Plan, best_plan
-from ..runtime.sequences import NODES
+from ..runtime.likelihood import NODES
 from .measure import Measurement, likelihood_ratio, likelihoods, mean_tvd
 from .pictures import Decoders, compare_decoders
 

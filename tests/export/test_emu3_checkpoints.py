@@ -25,7 +25,7 @@ from lantern_rt.export.checkpoints.tiktoken import tokenizer_of_ranks
 from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, grids, picture_size, prompt_layout, read_emu3
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.writer import Model
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.grid import Raster
 from lantern_rt.text.tokenizers import TemplateTokenizer
 
 PROTOCOL = json.loads((EMU3 / "protocol.json").read_text())

@@ -47,7 +47,7 @@ def log_softmax(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 
 def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
     """Guided logits of codes `[nodes, codes]`."""
-    return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale), 0)
+    return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
 def observed(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
@@ -134,10 +134,10 @@ def test_guiding_logits_gives_the_choices_and_probabilities_of_decode_guided_and
     for name in ("decode", "tree"):
         published = arrays[f"{name}_guided"]
         logits = np.stack([arrays[f"{name}_{side}_logits"] for side in SIDES])
-        apart = guide(logits, guidance, 0) - published
+        apart = guide(logits, guidance) - published
         assert np.abs(apart - apart.mean(1, keepdims=True)).max() < GUIDED
         assert np.abs(apart).max() > 1  # the scores themselves do differ
-        plain, theirs = guide(logits[..., CODES], guidance, 0), published[:, CODES]
+        plain, theirs = guide(logits[..., CODES], guidance), published[:, CODES]
         for sampling in (Sampling(temperature=0), Sampling(top_k=20), Sampling(top_k=20, temperature=0.7)):
             np.testing.assert_array_equal(choose(plain, None, sampling), choose(theirs, None, sampling))
             expected = shape_distribution(theirs, sampling)

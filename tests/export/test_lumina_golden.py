@@ -62,7 +62,7 @@ def prefilled(bundle: Path, arrays: Arrays) -> Sides:
 
 def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
     """Guided logits of codes `[nodes, codes]`."""
-    return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale), 0)
+    return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -8,17 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Lantern, Sampling
-from lantern_rt.runtime.drafter import TreeDrafts
-from lantern_rt.runtime.drafts import Committed, DrafterLayout, Model, PrefixRow, Request
+from lantern_rt.runtime.drafter import EagleDrafter
+from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.engine import Engine
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.grid import Raster
+from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Request
 from lantern_rt.runtime.statistics import Clock
 from lantern_rt.runtime.tree import DraftTree
 
 Ids = NDArray[np.int64]
 
 
-class OpenDrafts(TreeDrafts):
+class OpenDrafts(EagleDrafter):
     """Drafts of one request, `only`."""
 
     only: Request
@@ -45,6 +46,6 @@ def open_drafts(
 def next_draft(drafts: OpenDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
     """The tree after `tokens` were committed, given the rows' hidden states at their positions."""
     nothing: Any = None
-    drafts.commit([Committed(drafts.only, nothing, tokens, [], lambda: hidden, nothing)])
+    drafts.commit([Commit(drafts.only, nothing, tokens, [], lambda: hidden, nothing)])
     (tree,) = drafts.draft([drafts.only])
     return tree

@@ -28,8 +28,8 @@ from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 from lantern_rt.runtime.engine import Engine
+from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 SMALL = DecoderConfig(
     hidden_size=32,

@@ -22,7 +22,7 @@ from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
-from lantern_rt.runtime.engine import Floats, Pass, Taken
+from lantern_rt.runtime.engine import Floats, HiddenView, Pass
 from lantern_rt.runtime.passes import causal_pass, prefill_pass
 
 RNG = np.random.default_rng(0)
@@ -139,11 +139,16 @@ def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter:
     cache = holding(target, 0, [[0], [1], [2]], 40)
     source = target.run(causal(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden
     rows, nodes = np.array([[2, 0, 1], [1, 1, 0]]), np.array([[4, 0, 3], [2, 2, 1]])  # 5 nodes lie as 8
-    states = Taken(source, rows, nodes).read()
+    states = HiddenView(source, rows, nodes).read()
     assert states.shape == (2, 3, SMALL.hidden_size)
     np.testing.assert_array_equal(states, source[:, :5][rows, nodes])
     elsewhere = type(source)(Device("cpu"), source.value, None)
-    ways = [states, Taken(source, rows, nodes), Taken(source[:, :5], rows, nodes), Taken(elsewhere, rows, nodes)]
+    ways = [
+        states,
+        HiddenView(source, rows, nodes),
+        HiddenView(source[:, :5], rows, nodes),
+        HiddenView(elsewhere, rows, nodes),
+    ]
     found = []
     for hidden in ways:
         own = drafter.new_cache(2, 40)

@@ -11,9 +11,9 @@ from lantern_rt import Pipeline
 from lantern_rt.engines.ort import slabs
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
 from lantern_rt.requests import check_request
-from lantern_rt.runtime.drafts import Request
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.state import Request
 
 LENGTH = 80  # codes of each picture: five rows
 RASTER = Raster(LENGTH, 16)
@@ -75,7 +75,7 @@ def test_pictures_of_a_device_have_the_codes_of_the_same_on_a_cpu(
     expected, found = (drawn(pipe, [0, 1, 2], options) for pipe in (on_cpu, on_device))
     for one, other in zip(found, expected, strict=True):
         assert one.codes[:LENGTH] == other.codes[:LENGTH]
-        assert not other.statistics.settling_passes  # or rounding might decide
+        assert not other.statistics.tie_passes  # or rounding might decide
         passes, usual = (len(request.statistics.codes_per_step) for request in (one, other))
         assert abs(passes - usual) <= 1  # else its drafts would be others
     if options["method"] not in ("ar", "rows:window=3"):

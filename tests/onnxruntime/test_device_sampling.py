@@ -13,7 +13,7 @@ from lantern_rt.engines.device_engine import LogitRows
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.device import Asked
+from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, Ints
 from lantern_rt.runtime.noise import GROUP, Noise
 from lantern_rt.runtime.sampling import best_codes, guide, shape_logits
@@ -45,16 +45,16 @@ def on(device: Device, logits: Floats) -> LogitRows:
     return LogitRows(device, device.put(logits), None)
 
 
-def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int = 0, count: int = 5) -> Asked:
+def asking(sampling: Sampling, noise: Noise | None, first: int = 0, start: int = 0, count: int = 5) -> SampleRequest:
     """Someone whose rows are `first` and on, at other nodes of the unconditional row than of the conditional one."""
     sides = 1 + sampling.guided
     nodes = np.stack([np.arange(count) + side for side in range(sides)])
-    return Asked(slice(first, first + sides), nodes, sampling, noise, start + np.arange(count))
+    return SampleRequest(slice(first, first + sides), nodes, sampling, noise, start + np.arange(count))
 
 
-def on_host(logits: Floats, asked: Asked, most: int) -> tuple[Ints, Floats]:
+def on_host(logits: Floats, asked: SampleRequest, most: int) -> tuple[Ints, Floats]:
     rows = np.arange(asked.rows.start, asked.rows.stop)[:, None]
-    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling, asked.positions), asked.sampling)
+    values = shape_logits(guide(logits[rows, asked.nodes], asked.sampling), asked.sampling)
     if asked.noise is not None:
         noise = [asked.noise.gumbel(int(position), 1, VOCABULARY)[0] for position in asked.positions]
         values = values + np.stack(noise)

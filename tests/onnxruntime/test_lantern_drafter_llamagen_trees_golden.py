@@ -12,7 +12,7 @@ from drafter_runs import OpenDrafts, next_draft, open_drafts
 from lantern_rt import open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.drafts import DrafterLayout
+from lantern_rt.runtime.state import DrafterLayout
 
 DATA = Path(__file__).parent.parent / "data" / "lantern-drafter-llamagen"
 GOLDEN = np.load(DATA / "golden.npz")

@@ -16,7 +16,7 @@ from lantern_rt import open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
+from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 DATA = Path(__file__).parent.parent / "data"
 BUNDLES = {  # recorded runs, the file of their traces, and the bundle they ran on

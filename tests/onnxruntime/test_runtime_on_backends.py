@@ -16,8 +16,8 @@ from lantern_rt.engines.trt.backend import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model, Prompt, Request
 from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.state import Model, Prompt, Request
 
 CODES = SMALL.grid**2
 BUSHY = "tree-3-210-100"

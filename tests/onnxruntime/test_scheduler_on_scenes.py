@@ -8,9 +8,9 @@ import numpy as np
 
 from lantern_rt import Pipeline
 from lantern_rt.requests import check_request
-from lantern_rt.runtime.drafts import Request
-from lantern_rt.runtime.raster import Raster
+from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.state import Request
 
 OPTIONS: list[dict[str, Any]] = [
     {"method": "ar"},

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.relaxation import Relaxation
+from lantern_rt.runtime.acceptance import Relaxation
 from lantern_rt.runtime.tree import DraftTree
 from lantern_rt.runtime.tree_names import named_tree
 

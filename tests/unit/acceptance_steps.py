@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from toy_script import Script
 
-from lantern_rt.runtime import relaxation
-from lantern_rt.runtime.acceptance import Acceptance
-from lantern_rt.runtime.relaxation import Relaxation, walk
+from lantern_rt.runtime import acceptance
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
@@ -28,7 +27,7 @@ def enumerated(tree: DraftTree, target: Any, rule: Relaxation | None) -> Iterato
         script.armed = True
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(relaxation, "draw", lambda distribution, stream: 0)
+            patch.setattr(acceptance, "draw", lambda distribution, stream: 0)
             accepted = walk(tree, target, lambda node: 0, rule, dict.fromkeys(range(tree.nodes), stream).__getitem__)
         total += script.weight
         yield script.weight, accepted
@@ -80,12 +79,9 @@ def distributions(draw: st.DrawFn, size: int) -> Probabilities:
 
 
 @st.composite
-def relaxations(draw: st.DrawFn, size: int, annealed: bool = False) -> Relaxation:
+def relaxations(draw: st.DrawFn, size: int) -> Relaxation:
     rows = [draw(st.permutations([c for c in range(size) if c != code])) for code in range(size)]
     k = draw(st.integers(1, size - 1))
-    omega, anneal = (draw(st.floats(1.0, 4.0)), draw(st.floats(0.0, 1.0))) if annealed else (1.0, 1.0)
-    if annealed and draw(st.booleans()):
-        return Relaxation(omega=omega, anneal=anneal)
     if draw(st.booleans()):
-        return Relaxation(np.array(rows), k, delta=draw(st.floats(0.01, 0.99)), omega=omega, anneal=anneal)
-    return Relaxation(np.array(rows), k, lambda_=draw(st.floats(1.01, 8.0)), omega=omega, anneal=anneal)
+        return Relaxation(np.array(rows), k, delta=draw(st.floats(0.01, 0.99)))
+    return Relaxation(np.array(rows), k, lambda_=draw(st.floats(1.01, 8.0)))

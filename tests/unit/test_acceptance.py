@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.acceptance import Acceptance, follow
-from lantern_rt.runtime.relaxation import Relaxation, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, follow, walk_greedy
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
@@ -151,162 +149,6 @@ def test_one_sampled_candidate_stays_within_lambda_less_one(
     if rule.lambda_ is not None:
         output, _ = step_output(p, list(orders(q, 1)), q, rule)
         assert tvd(output, p) <= rule.lambda_ - 1 + TOLERANCE
-
-
-# ---------------------------------------------------------------- annealed relaxation
-
-
-@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE, annealed=True))
-def test_with_annealing_too_one_sampled_candidate_moves_the_output_by_the_expected_gain_in_acceptance(
-    p: Probabilities, q: Probabilities, rule: Relaxation
-) -> None:
-    output, realised = step_output(p, list(orders(q, 1)), q, rule)
-    gain = 0.0
-    for x in np.flatnonzero(q):
-        lent = p[rule.aggregation_set(p, x)].sum()
-        gain += q[x] * (min(1, rule.omega * (p[x] + lent) / q[x]) - min(1, p[x] / q[x]))
-    assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
-    assert realised == pytest.approx(gain, abs=TOLERANCE)
-
-
-@given(distributions(SIZE), distributions(SIZE), st.floats(1.0, 8.0))
-def test_omega_alone_moves_a_step_by_what_is_drafted_between_p_and_omega_p_at_most_1_less_1_in_omega(
-    p: Probabilities, q: Probabilities, omega: float
-) -> None:
-    output, _ = step_output(p, list(orders(q, 1)), q, Relaxation(omega=omega))
-    assert tvd(output, p) == pytest.approx((np.minimum(q, omega * p) - np.minimum(q, p)).sum(), abs=TOLERANCE)
-    assert tvd(output, p) <= 1 - 1 / omega + TOLERANCE
-
-
-@given(distributions(SIZE), distributions(SIZE), distributions(SIZE), st.floats(1.0, 8.0))
-def test_no_other_residual_brings_an_annealed_step_closer(
-    p: Probabilities, q: Probabilities, other: Probabilities, omega: float
-) -> None:
-    output, _ = step_output(p, list(orders(q, 1)), q, Relaxation(omega=omega))
-    accepted = np.minimum(q, omega * p)
-    assert tvd(output, p) <= tvd(accepted + (1 - accepted.sum()) * other, p) + TOLERANCE
-
-
-@given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE, annealed=True))
-def test_with_annealing_one_fixed_candidate_moves_the_output_by_its_gain(
-    p: Probabilities, x: int, rule: Relaxation
-) -> None:
-    output, realised = step_output(p, [(1.0, (x,))], None, rule)
-    gain = min(1.0, rule.omega * (p[x] + p[rule.aggregation_set(p, x)].sum())) - p[x]
-    assert tvd(output, p) == pytest.approx(gain, abs=TOLERANCE)
-    assert realised == pytest.approx(gain, abs=TOLERANCE)
-
-
-@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE, annealed=True), st.integers(2, 4), st.booleans())
-def test_with_annealing_several_candidates_move_the_output_by_no_more_than_they_realise_together(
-    p: Probabilities, q: Probabilities, rule: Relaxation, siblings: int, fixed: bool
-) -> None:
-    codes = tuple(np.argsort(-q, kind="stable")[:siblings].tolist())
-    drafts = [(1.0, codes)] if fixed else list(orders(q, siblings))
-    output, realised = step_output(p, drafts, None if fixed else q, rule)
-    assert tvd(output, p) <= realised + TOLERANCE
-
-
-@given(distributions(SIZE), distributions(SIZE), relaxations(SIZE, annealed=True))
-def test_omega_and_lambda_together_stay_within_their_product(
-    p: Probabilities, q: Probabilities, rule: Relaxation
-) -> None:
-    if rule.lambda_ is not None:
-        output, _ = step_output(p, list(orders(q, 1)), q, rule)
-        assert tvd(output, p) <= 1 - 1 / (rule.omega * rule.lambda_) + TOLERANCE
-
-
-def test_omega_falls_geometrically_towards_exact_acceptance() -> None:
-    assert [Relaxation(omega=3.0, anneal=0.5).factor(depth) for depth in range(4)] == [3.0, 2.0, 1.5, 1.25]
-    assert [Relaxation(omega=3.0, anneal=0.0).factor(depth) for depth in range(3)] == [3.0, 1.0, 1.0]
-    assert Relaxation(omega=3.0).factor(7) == 3.0
-
-
-def test_deeper_codes_are_accepted_with_their_own_omega() -> None:
-    """p / q is a half at both codes of the chain: omega 1.8 accepts the first nine times in ten, 1.4 seven."""
-    p, q = np.array([0.25, 0.75]), np.array([0.5, 0.5])
-    tree = DraftTree(np.array([0, 0, 0]), np.array([-1, 0, 1]), {0: q, 1: q})
-    lengths = np.zeros(3)
-    for weight, accepted in enumerated(tree, lambda node: p, Relaxation(omega=1.8, anneal=0.5)):
-        lengths[len(accepted.path) - 1] += weight
-    np.testing.assert_allclose(lengths, [0.1, 0.9 * 0.3, 0.9 * 0.7], atol=TOLERANCE)
-
-
-def test_greedy_acceptance_too_takes_a_code_that_omega_lifts_above_the_arg_max() -> None:
-    p = np.array([0.5, 0.3, 0.2])
-    chain = DraftTree(np.array([0, 1, 1]), np.array([-1, 0, 1]))
-    assert walk_greedy(chain, lambda node: p, Relaxation(omega=1.6)).path == [0]
-    lifted = walk_greedy(chain, lambda node: p, Relaxation(omega=1.8, anneal=0.5))
-    assert (lifted.path, lifted.realised_tvd) == ([0, 1], 1.0), "at the second code omega is 1.4"
-
-
-def test_with_sampled_candidates_delta_bounds_each_loan_but_not_the_step() -> None:
-    """Two codes can be drafted and each borrows 0.2: the step moves by 0.4."""
-    p, q = np.array([0.05, 0.05, 0.2, 0.2, 0.5]), np.array([0.5, 0.5, 0.0, 0.0, 0.0])
-    near = np.array([[2], [3], [0], [1], [0]])
-    output, realised = step_output(p, list(orders(q, 1)), q, Relaxation(near, 1, delta=0.2))
-    assert tvd(output, p) == pytest.approx(realised) == pytest.approx(0.4)
-
-
-def test_the_published_residual_breaks_the_bound_with_fixed_candidates() -> None:
-    """Code 0 borrows 0.1 from its neighbour 1; its refusal then also wipes out code 2, which lent nothing."""
-    p, near = np.array([0.1, 0.1, 0.7, 0.1]), np.array([[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]])
-    ours, realised = step_output(p, [(1.0, (0,))], None, Relaxation(near, 1, delta=0.15))
-    published, _ = step_output(p, [(1.0, (0,))], None, Relaxation(near, 1, delta=0.15, residual="neighborhood"))
-    np.testing.assert_allclose(ours, [0.2, 0, 0.7, 0.1], atol=TOLERANCE)
-    np.testing.assert_allclose(published, [0.2, 0, 0, 0.8], atol=TOLERANCE)
-    assert tvd(ours, p) == pytest.approx(realised) == pytest.approx(0.1)
-    assert tvd(published, p) == pytest.approx(0.8)
-
-
-def test_the_published_residual_breaks_the_bound_with_sampled_candidates() -> None:
-    """It leaves q's mass of neighbours in p, so codes that were drafted and refused come back."""
-    p, q = np.array([0.05, 0.05, 0.4, 0.5]), np.array([0.5, 0.45, 0.05, 0.0])
-    near = np.array([[1, 2, 3], [0, 2, 3], [3, 1, 0], [2, 1, 0]])
-    drafts = list(orders(q, 1))
-    ours, realised = step_output(p, drafts, q, Relaxation(near, 1, lambda_=2.0))
-    published, claimed = step_output(p, drafts, q, Relaxation(near, 1, lambda_=2.0, residual="neighborhood"))
-    assert tvd(ours, p) == pytest.approx(realised)
-    assert claimed == pytest.approx(realised)
-    assert tvd(published, p) > realised + 0.01
-
-
-@given(distributions(SIZE), st.integers(0, SIZE - 1), relaxations(SIZE))
-def test_the_aggregation_set_is_the_longest_nearest_first_run_within_the_bound(
-    p: Probabilities, x: int, rule: Relaxation
-) -> None:
-    bound = rule.delta if rule.delta is not None else (rule.lambda_ - 1) * p[x]  # type: ignore[operator]
-    expected: list[int] = []
-    for neighbor in rule.neighbors[x, : rule.k].tolist():
-        if sum(p[n] for n in [*expected, neighbor]) > bound:
-            break
-        expected.append(neighbor)
-    assert rule.aggregation_set(p, x).tolist() == expected
-
-
-def test_a_code_without_probability_is_refused_even_at_the_smallest_uniform_number() -> None:
-    tree = DraftTree(np.array([0, 1]), np.array([-1, 0]))
-    always: Any = Zeros()
-    accepted = walk(tree, lambda node: np.array([1.0, 0.0]), lambda node: 0, None, lambda node: always)
-    assert accepted.path == [0]
-
-
-def test_only_visited_nodes_are_asked_for_their_distribution() -> None:
-    tree, asked = DraftTree(np.array([0, 1, 2, 0, 0]), np.array([-1, 0, 0, 1, 2])), []
-
-    def target(node: int) -> Probabilities:
-        asked.append(node)
-        return np.array([0.0, 0.0, 1.0])
-
-    accepted = walk(tree, target, lambda node: 7, None, np.random.default_rng)
-    assert (accepted.path, accepted.bonus) == ([0, 2], 2)
-    assert asked == [0, 2]
-
-
-def test_a_path_that_ends_on_a_leaf_is_followed_by_the_targets_choice() -> None:
-    tree = DraftTree(np.array([0, 1]), np.array([-1, 0]))
-    accepted = walk(tree, lambda node: np.array([0.0, 1.0]), lambda node: 10 + node, None, np.random.default_rng)
-    assert (accepted.path, accepted.bonus) == ([0, 1], 11)
 
 
 # ---------------------------------------------------------------- exact acceptance follows the target's choices

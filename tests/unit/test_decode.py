@@ -20,8 +20,9 @@ from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig
 from lantern_rt.runtime import drafter as drafting
 from lantern_rt.runtime import passes, scheduler
 from lantern_rt.runtime.decode import Step, decode
-from lantern_rt.runtime.drafts import Committed, DrafterLayout, Model, Prompt
+from lantern_rt.runtime.drafting import Commit
 from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.state import DrafterLayout, Model, Prompt
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
 
@@ -37,7 +38,7 @@ METHODS = {
     "lantern++": LanternPlusPlus(tree=BUSHY, neighbors=3),
     "lantern++, published": LanternPlusPlus(tree=BUSHY, neighbors=3, residual="neighborhood"),
     "sjd": Sjd(window=4),
-    "sjd, relaxed": Sjd(window=3, neighbors=3, lambda_=1.5, omega=1.3, anneal=0.5),
+    "sjd, relaxed": Sjd(window=3, neighbors=3, lambda_=1.5),
 }
 SAMPLINGS = {
     "sampling": Sampling(),
@@ -45,7 +46,6 @@ SAMPLINGS = {
     "guided, top-p": Sampling(cfg_scale=1.5, top_p=0.8, filter_order="top-p, top-k"),
     "greedy": Sampling(temperature=0),
     "greedy, guided": Sampling(cfg_scale=3.0, temperature=0),
-    "guided at first": Sampling(cfg_scale=3.0, cfg_interval=2),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 every_sampling = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -311,13 +311,13 @@ def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.show_committed
-    patch.setattr(scheduler, "show_committed", lambda mask, lengths, padding: right(mask, lengths, padding[:, :0]))
+    right = scheduler.unmask_committed
+    patch.setattr(scheduler, "unmask_committed", lambda mask, lengths, padding: right(mask, lengths, padding[:, :0]))
 
 
 def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.show_committed
-    patch.setattr(scheduler, "show_committed", lambda mask, lengths, padding: right(mask, lengths + 1, padding))
+    right = scheduler.unmask_committed
+    patch.setattr(scheduler, "unmask_committed", lambda mask, lengths, padding: right(mask, lengths + 1, padding))
 
 
 def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
@@ -343,21 +343,21 @@ def rows_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ToyCache, "keep_rows", lambda cache, rows: right(cache, rows[::-1]))
 
 
-def hidden_states(patch: pytest.MonkeyPatch, wrong: Callable[[list[Committed]], list[list[Any]]]) -> None:
+def hidden_states(patch: pytest.MonkeyPatch, wrong: Callable[[list[Commit]], list[list[Any]]]) -> None:
     """Give drafts the hidden states that `wrong` makes of what was committed, per request a list of rows."""
 
-    def commit(drafts: Any, committed: list[Committed]) -> None:
+    def commit(drafts: Any, committed: list[Commit]) -> None:
         changed = [
             one._replace(hidden=partial(list, rows)) for one, rows in zip(committed, wrong(committed), strict=True)
         ]
         right(drafts, changed)
 
-    right = drafting.TreeDrafts.commit
-    patch.setattr(drafting.TreeDrafts, "commit", commit)
+    right = drafting.EagleDrafter.commit
+    patch.setattr(drafting.EagleDrafter, "commit", commit)
 
 
 def hidden_states_of_another_request(patch: pytest.MonkeyPatch) -> None:
-    def others(committed: list[Committed]) -> list[list[Any]]:
+    def others(committed: list[Commit]) -> list[list[Any]]:
         hidden = [one.hidden() for one in committed]
         same = [i for i, rows in enumerate(hidden) if len(rows[0]) == len(hidden[0][0])]
         found = list(hidden)

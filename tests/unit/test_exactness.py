@@ -18,11 +18,11 @@ from scipy.stats import chi2_contingency, chisquare
 from toy_engine import joint_distribution, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
-from lantern_rt.runtime import relaxation
+from lantern_rt.runtime import acceptance
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import Probabilities
+from lantern_rt.runtime.state import Model
 
 BUSHY = "tree-3-210-100"
 NOTHING = 1 + 1e-12  # a lambda that lends nothing
@@ -196,7 +196,7 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
             left[code] = 0
         return left / max(left.sum(), 1e-300)
 
-    monkeypatch.setattr(relaxation, "residual_distribution", wrong)
+    monkeypatch.setattr(acceptance, "residual_distribution", wrong)
     assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6
 
 

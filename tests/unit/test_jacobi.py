@@ -12,10 +12,11 @@ from toy_engine import ToyTarget, joint_distribution, make_model, make_prompt
 from toy_script import Script
 
 from lantern_rt.methods import Sampling, Sjd
-from lantern_rt.runtime import decode, relaxation, scheduler
-from lantern_rt.runtime.drafts import Answers, Model
+from lantern_rt.runtime import acceptance, decode, scheduler
 from lantern_rt.runtime.jacobi import Window
 from lantern_rt.runtime.noise import Noise
+from lantern_rt.runtime.state import Model
+from lantern_rt.runtime.target import TargetOutput
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 from lantern_rt.runtime.tree_names import named_tree
 
@@ -30,14 +31,14 @@ def choices_by(script: Script, patch: pytest.MonkeyPatch) -> None:
     Of two codes, Gumbel noise chooses the second where one uniform number of the position lies below its probability.
     """
 
-    def choice(answers: Answers, node: int) -> int:
+    def choice(answers: TargetOutput, node: int) -> int:
         position = int(answers.cells[node])
         return int(script.below(position, float(answers.distribution(node)[1])))
 
     for name in ("choice", "guess"):
-        patch.setattr(Answers, name, choice)
-    patch.setattr(Answers, "decisions", lambda answers, node: script)
-    patch.setattr(relaxation, "draw", script.draw)
+        patch.setattr(TargetOutput, name, choice)
+    patch.setattr(TargetOutput, "decisions", lambda answers, node: script)
+    patch.setattr(acceptance, "draw", script.draw)
 
 
 def enumerated(method: Sjd, sampling: Sampling, patch: pytest.MonkeyPatch) -> tuple[NDArray[np.float64], float, Model]:
@@ -134,7 +135,7 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
 
 
 def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
-    right = relaxation.walk
+    right = acceptance.walk
 
     def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any) -> Any:
         answers = choice.__self__
@@ -165,8 +166,6 @@ def test_enumeration_catches_what_breaks_exactness(slip: Any, monkeypatch: pytes
     [
         {"neighbors": 1, "lambda_": 2.0},
         {"neighbors": 1, "delta": 0.3},
-        {"omega": 1.5, "anneal": 0.5},
-        {"neighbors": 1, "lambda_": 1.5, "omega": 1.2},
     ],
 )
 def test_a_relaxed_decode_strays_no_further_than_it_says(
@@ -225,7 +224,7 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     chain = named_tree("chain-4")
     assert isinstance(chain, StaticTree)
     structure = DraftTree(np.zeros(5, np.int64), chain.parents).structure
-    target = Answers(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling())
+    target = TargetOutput(lambda nodes: logits[:, nodes], structure, Noise(0), 1 + structure.depths, Sampling())
     window.advance(1, target)  # one draft accepted, the second refused and replaced
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)

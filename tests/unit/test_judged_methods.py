@@ -23,8 +23,7 @@ from lantern_rt.planning.budget import Budget, budget_of
 from lantern_rt.planning.costs import HostCosts
 from lantern_rt.planning.store import Choice, Tuning, read_tuning, write_tuning
 from lantern_rt.planning.tree_search import best_plan
-from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.rows import front_sizes
+from lantern_rt.runtime.grid import Raster, row_batch_sizes
 from lantern_rt.tuning.measure import ROW_DRAFTS
 
 METHODS = "ar,sjd:window=3:neighbors=4:lambda=9,sjd:window=6:neighbors=4:lambda=9,rows:window=2,lantern++,sjd"
@@ -194,7 +193,7 @@ def test_tune_measures_the_passes_of_rows_with_drafts(bundle: Path, prompts: Pat
     fronts = known[RowParallel(window=2)].fronts
     assert [one.drafts for one in fronts] == [0, *ROW_DRAFTS]
     codes = pipe.bundle.manifest.codes_per_image
-    assert fronts[0].passes == Counter(front_sizes(Raster(codes, pipe.bundle.manifest.grid_columns), 2))
+    assert fronts[0].passes == Counter(row_batch_sizes(Raster(codes, pipe.bundle.manifest.grid_columns), 2))
     assert all(one.tokens % (codes - 1) == 0 for one in fronts), "only whole images count"
     assert all(one.tokens_per_pass >= fronts[0].tokens_per_pass for one in fronts)
     assert max(fronts[-1].passes) > max(fronts[0].passes)

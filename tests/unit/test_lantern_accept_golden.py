@@ -11,8 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.acceptance import Acceptance
-from lantern_rt.runtime.relaxation import Relaxation, walk, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk, walk_greedy
 from lantern_rt.runtime.sampling import Probabilities, shape_distribution
 from lantern_rt.runtime.tree import DraftTree, StaticTree
 

@@ -11,9 +11,9 @@ import pytest
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 from lantern_rt.runtime.engine import Pass, PassOutput
 from lantern_rt.runtime.passes import prefill_pass, stack_padding
+from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 WIDTH, VOCABULARY, CODES, OFFSET = 3, 7, 12, 100
 

@@ -15,11 +15,11 @@ from toy_engine import make_model, make_prompt, next_distribution
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model, Prompt, Request
+from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.likelihood import likelihood
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.raster import Raster
 from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.state import Model, Prompt, Request
 from lantern_rt.runtime.tree import DraftTree
 
 LUMINA = Path(__file__).parent.parent / "data/lumina-mgpt"
@@ -112,18 +112,6 @@ def test_drafts_go_on_beyond_the_end_of_a_row(tree: str) -> None:
     """A perfect drafter has every chain accepted whole, wherever rows end."""
     steps = [*decode(model(3, agreement=1.0, codes=42), [make_prompt(0)], [0], Sampling(), Eagle(tree=tree))]
     assert all(len(part.codes) == 5 for step in steps[1:-1] for part in step.parts)
-
-
-@pytest.mark.parametrize("known", [0, 1, 5, 11])
-def test_a_resumed_picture_is_the_one_it_would_have_been(known: int) -> None:
-    one, sampling = model(3), SAMPLINGS[1]
-    expected = plain(one, make_prompt(1), 7, sampling)
-    scheduler, rows = Scheduler(one), make_prompt(1).rows(sampling)
-    request = Request(0, one.raster, rows, sampling, (Ar(),), 7, expected[:known])
-    scheduler.submit(request)
-    while scheduler.busy:
-        scheduler.step()
-    assert request.codes == expected
 
 
 def test_likelihoods_count_codes_and_not_the_ends_of_rows() -> None:

@@ -20,10 +20,10 @@ from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model, Prompt
 from lantern_rt.runtime.engine import Pass
+from lantern_rt.runtime.grid import Grid, row_batch_sizes
 from lantern_rt.runtime.noise import Noise
-from lantern_rt.runtime.rows import Grid, front_sizes
+from lantern_rt.runtime.state import Model, Prompt
 from lantern_rt.service import Service
 
 GUIDED = Sampling(cfg_scale=2.0, temperature=0.9)
@@ -241,4 +241,4 @@ def test_passes_have_the_sizes_they_are_planned_by(window: int, ends: bool) -> N
     drawn(model, [make_prompt(0)], window, [0], Sampling())
     assert isinstance(model.target, ToyTarget)
     sizes = [nodes for _, nodes in model.target.passes[1:]]  # the first one is the prefill
-    assert sizes == [max(2, size) for size in front_sizes(model.raster, window)]
+    assert sizes == [max(2, size) for size in row_batch_sizes(model.raster, window)]

@@ -95,8 +95,8 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
 
 def test_guidance_mixes_two_rows_and_passes_one_through() -> None:
     rows = np.array([[1, 2], [0, 4]], np.float32)
-    np.testing.assert_allclose(guide(rows, Sampling(cfg_scale=3), 0), [3, -2])
-    np.testing.assert_array_equal(guide(rows[:1], Sampling(cfg_scale=3), 0), rows[0])
+    np.testing.assert_allclose(guide(rows, Sampling(cfg_scale=3)), [3, -2])
+    np.testing.assert_array_equal(guide(rows[:1], Sampling(cfg_scale=3)), rows[0])
     assert not Sampling(cfg_scale=1).guided
     assert Sampling(cfg_scale=0).guided
 

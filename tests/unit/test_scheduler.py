@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +13,8 @@ from toy_engine import ToyDrafter, ToyTarget, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model, Prompt, Request
 from lantern_rt.runtime.scheduler import Scheduler
+from lantern_rt.runtime.state import Model, Prompt, Request
 
 VOCABULARY, CODES = 5, 9
 NEAR = np.array([[n for n in range(VOCABULARY) if n != code] for code in range(VOCABULARY)])
@@ -180,55 +179,20 @@ def test_rows_taken_for_those_of_another_request_show_in_the_tokens() -> None:
     assert all(one.codes != alone(visit, Ar())[:4] for one, visit in zip(requests, visits, strict=True))
 
 
-@given(st.sampled_from(METHODS), st.sampled_from(SAMPLINGS), st.integers(0, 5), st.integers(0, CODES), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_a_request_that_is_resumed_ends_as_it_would_have(
-    methods: tuple[MethodConfig, ...], sampling: Sampling, seed: int, count: int, damaged: bool
-) -> None:
-    expected = alone(Visit(seed, sampling, methods, 0, 0), methods[0])
-    known = expected[:count]
-    if damaged and count:
-        known[-1] = (known[-1] + 1) % VOCABULARY
-    scheduler, codes, passes = Scheduler(model()), list[int](), 0
-    scheduler.submit(Request(0, model().raster, prompt(seed).rows(sampling), sampling, methods, seed, known))
-    while scheduler.busy:
-        for part in scheduler.step():
-            codes += part.codes[: part.committed].tolist()
-            passes += 1
-    assert codes == expected
-    if methods[0].exact and not damaged:
-        assert passes <= 2 + CODES - count, "known tokens are checked in one pass"
-
-
-def test_known_tokens_fit_the_widest_pass() -> None:
-    narrow, expected = replace(model(), most_nodes=3), alone(Visit(1, SAMPLINGS[0], (Ar(),), 0, 0), Ar())
-    scheduler = Scheduler(narrow)
-    request = Request(0, model().raster, prompt(1).rows(SAMPLINGS[0]), SAMPLINGS[0], (Ar(),), 1, expected)
-    scheduler.submit(request)
-    while scheduler.busy:
-        assert all(part.tree is None or part.tree.nodes <= 3 for part in scheduler.step())
-    assert request.codes[:CODES] == expected
-    assert request.statistics.codes_per_step == [3, 3, 2]
-
-
 def test_what_other_methods_drew_is_run_by_the_drafter_in_pieces_that_fit() -> None:
     narrow, sampling = make_model(vocabulary=VOCABULARY, codes=40, round_span=4), SAMPLINGS[1]
     narrow = replace(narrow, most_nodes=8)
     methods = (Eagle(tree="chain-2"), Ar())
-    (expected,) = (one for one in [_tokens(narrow, sampling, (Ar(),), ())])
-    for known, late in (((), 25), (expected[:30], 0)):
-        narrow.drafter.passes.clear()  # type: ignore[union-attr]
-        assert _tokens(narrow, sampling, methods, known, late) == expected
-        prefix = len(prompt(1).cond.embeds)
-        assert max(nodes for _, nodes in narrow.drafter.passes) <= 8 + prefix  # type: ignore[union-attr]
+    expected = _tokens(narrow, sampling, (Ar(),))
+    assert _tokens(narrow, sampling, methods, late=25) == expected
+    prefix = len(prompt(1).cond.embeds)
+    assert max(nodes for _, nodes in narrow.drafter.passes) <= 8 + prefix  # type: ignore[union-attr]
 
 
-def _tokens(
-    model: Model, sampling: Sampling, methods: tuple[MethodConfig, ...], known: Sequence[int], late: int = 0
-) -> list[int]:
+def _tokens(model: Model, sampling: Sampling, methods: tuple[MethodConfig, ...], late: int = 0) -> list[int]:
     """Tokens of one request; the first `late` passes are drawn by the last method."""
     scheduler = Scheduler(model)
-    request = Request(0, model.raster, prompt(1).rows(sampling), sampling, methods, 1, known)
+    request = Request(0, model.raster, prompt(1).rows(sampling), sampling, methods, 1)
     scheduler.submit(request)
     for step in range(1000):
         request.use(methods[-1] if step < late else methods[0])

@@ -14,9 +14,9 @@ from toy_engine import ToyTarget, make_model, make_prompt, scramble
 
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.drafts import Model
 from lantern_rt.runtime.engine import Pass, PassOutput
-from lantern_rt.runtime.sampling import choose, is_clear
+from lantern_rt.runtime.sampling import choose, is_decisive
+from lantern_rt.runtime.state import Model
 from lantern_rt.runtime.statistics import Statistics
 
 METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), Sjd(window=2), Sjd(window=5)]
@@ -30,12 +30,12 @@ WOBBLE = 0.05
 Rows = NDArray[np.float32]
 
 
-def judged(logits: Rows, noise: Rows | None, sampling: Sampling, slack: float) -> tuple[Any, Any]:
+def judged(logits: Rows, noise: Rows | None, sampling: Sampling, tie_margin: float) -> tuple[Any, Any]:
     """Codes of every row, and whether they are clear."""
     codes = choose(logits, noise, sampling)
     noises = [None] * len(logits) if noise is None else noise
     rows = zip(logits, noises, codes.tolist(), strict=True)
-    return codes, np.array([is_clear(own, loud, code, sampling, slack) for own, loud, code in rows])
+    return codes, np.array([is_decisive(own, loud, code, sampling, tie_margin) for own, loud, code in rows])
 
 
 class WobblyTarget(ToyTarget):
@@ -87,12 +87,12 @@ def test_passes_that_settle_ties_are_counted() -> None:
     assert isinstance(model.target, ToyTarget)
     _, found = drawn(model, SAMPLINGS[0], Ar(), 24)
     images = found[0].per_image
-    settling = sum(one.settling_passes for one in images)
+    settling = sum(one.tie_passes for one in images)
     assert settling > 0
     assert found[0].target_passes == len(model.target.passes) == 12 + settling
-    assert {one.target_passes - one.settling_passes for one in images} == {12}
+    assert {one.target_passes - one.tie_passes for one in images} == {12}
     assert found[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / one.target_passes for one in images]))
-    assert not any(one.settling_passes for one in drawn(wobbly(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
+    assert not any(one.tie_passes for one in drawn(wobbly(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
 
 
 @st.composite
@@ -117,9 +117,9 @@ def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
 def test_a_clear_choice_stays_however_logits_move_within_the_slack(
     case: tuple[Rows, Rows | None, Sampling, float, int],
 ) -> None:
-    logits, noise, sampling, slack, seed = case
-    codes, clear = judged(logits, noise, sampling, slack)
-    reach = 0.49 * slack * (sampling.temperature or 1.0)  # two logits move apart by less than the slack
+    logits, noise, sampling, tie_margin, seed = case
+    codes, clear = judged(logits, noise, sampling, tie_margin)
+    reach = 0.49 * tie_margin * (sampling.temperature or 1.0)  # two logits move apart by less than the tie_margin
     rng = np.random.default_rng(seed + 1)
     for _ in range(20):
         moves = reach * (rng.uniform(-1, 1, logits.shape) if rng.random() < 0.5 else rng.choice([-1, 1], logits.shape))

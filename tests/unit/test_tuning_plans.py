@@ -19,9 +19,8 @@ from lantern_rt.planning.costs import HostCosts, pass_seconds
 from lantern_rt.planning.store import Choice
 from lantern_rt.planning.tree_search import best_plan, speed_by_nodes
 from lantern_rt.runtime.decode import RequestStep, decode
+from lantern_rt.runtime.grid import Raster, row_batch_sizes
 from lantern_rt.runtime.likelihood import Likelihood
-from lantern_rt.runtime.raster import Raster
-from lantern_rt.runtime.rows import front_sizes
 from lantern_rt.runtime.tree import StaticTree
 from lantern_rt.runtime.tree_names import named_tree, tree_name
 from lantern_rt.tuning.acceptance_counts import PROBE_PATHS, AcceptanceCounts
@@ -121,7 +120,7 @@ def test_costs_are_lines_between_what_was_measured() -> None:
 
 
 def test_rows_are_planned_by_the_nodes_of_all_their_passes() -> None:
-    sizes = front_sizes(Raster(16, 4), 2)
+    sizes = row_batch_sizes(Raster(16, 4), 2)
     assert (sum(sizes), len(sizes)) == (18, 9)  # 15 tokens, and 3 in place of tokens that first ones of rows wait for
     fronts = Fronts(drafts=0, tokens=15, passes={nodes: sizes.count(nodes) for nodes in sorted({*sizes})})
     found = statistics_of(RowParallel(window=2), fronts=(fronts,), acceptance_rates=())

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.drafts import DrafterLayout, Model, PrefixRow, Prompt
 from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 Hashes = NDArray[np.uint64]
 TARGET, DRAFTER = 1.0, 2.0  # where a hidden state came from

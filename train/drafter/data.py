@@ -25,8 +25,8 @@ from ...errors import OutputError, RequestError
 from ...output.files import existing_parent
 from ...pipeline import Pipeline
 from ...planning.acceptance_statistics import weights_of
-from ...runtime.drafts import Prompt
-from ...runtime.sequences import sequence_states
+from ...runtime.likelihood import sequence_states
+from ...runtime.state import Prompt
 from ...user_files import open_plain_file, read_plain_file, reading
 from .shards import Pictures, Shard, Source, shard_path, write_shard
 

@@ -1,0 +1,141 @@
+"""What a decode is about: a model, prompts, and requests with what they have so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..methods import Drafted, MethodConfig, RowParallel, Sampling, Sjd
+from .engine import Bools, Engine, Floats, Ints
+from .grid import MAX_ROW_BATCH, Raster
+from .noise import Noise
+from .statistics import RequestStatistics
+from .tree_names import named_tree
+
+
+@dataclass(frozen=True)
+class DrafterLayout:
+    """How drafter slots are laid out; the manifest's `DrafterSpec` explains the fields."""
+
+    position_shift: int = -1
+    masks_prefix: bool = True
+    prefix_token: int = 0
+    code_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Engines and sizes.
+
+    codes: of an image. positions: rows of the rotary table. columns: of the grid of codes. neighbors: the bundle's
+    table `[vocab_size, k]`, None where no method needs it. rounding: how far the difference of two of the target's
+    logits may depend on the pass, in nats; 0 leaves ties to whichever pass meets them, see `likelihood.py`.
+    most_nodes: of a draft in a pass. row_end: the token at the end of a row, see `grid.py`.
+    """
+
+    target: Engine
+    drafter: Engine | None
+    codes: int
+    positions: int
+    layout: DrafterLayout = DrafterLayout()
+    columns: int = 1
+    neighbors: NDArray[np.integer] | None = None
+    rounding: float = 0.0
+    most_nodes: int = 1 << 20
+    row_end: int | None = None
+
+    @property
+    def raster(self) -> Raster:
+        """How codes of an image stand in its sequence, unless a request says otherwise."""
+        return Raster(self.codes, self.columns, self.row_end)
+
+
+@dataclass(frozen=True)
+class PrefixRow:
+    """One row of a prompt's prefix.
+
+    embeds: float32 `[length, hidden_size]`. real: bool `[length]`, False on padding. tokens: int64 `[length]`, what the
+    drafter reads in the prefix; without them it reads the layout's `prefix_token` everywhere. Positions count columns,
+    padding included.
+    """
+
+    embeds: Floats
+    real: Bools
+    tokens: Ints | None = None
+
+    def drafter_tokens(self, layout: DrafterLayout) -> Ints:
+        """What the drafter's prefix slots read, int64 `[length - 1]`: slot p reads token p + 1."""
+        if self.tokens is None:
+            return np.full(len(self.embeds) - 1, layout.prefix_token, np.int64)
+        return self.tokens[1:]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Prefix of one request: a conditional and an unconditional row, each with a length and padding of its own."""
+
+    cond: PrefixRow
+    uncond: PrefixRow
+
+    def rows(self, sampling: Sampling) -> list[PrefixRow]:
+        """The rows that are decoded: the unconditional one with guidance only."""
+        return [self.cond, self.uncond] if sampling.guided else [self.cond]
+
+
+def method_nodes(method: MethodConfig) -> int:
+    """Nodes of a pass over what a method drafts for one image, the root included."""
+    if isinstance(method, Drafted):
+        return named_tree(method.tree).nodes
+    return 1 + method.window if isinstance(method, Sjd) else 1
+
+
+@dataclass(eq=False)
+class Request:
+    """One image to draw, and what it has so far.
+
+    index: the caller's number. raster: of the image's codes. rows: of its prefix, the conditional one first.
+    methods: those that it may be drawn by, all exact if there are several. method: the one in use, with `nodes` in
+    a pass. seed: 0 .. 2^64 - 1. codes: so far; they may run past the image's end. tie_margin: see `likelihood.py`.
+    """
+
+    index: int
+    raster: Raster
+    rows: Sequence[PrefixRow]
+    sampling: Sampling
+    methods: Sequence[MethodConfig]
+    seed: int
+    method: MethodConfig = field(init=False)
+    nodes: int = field(init=False)
+    exact: bool = field(init=False)
+    noise: Noise = field(init=False)
+    codes: list[int] = field(init=False, default_factory=list)
+    tie_margin: float = field(init=False, default=0.0)
+    statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
+
+    def __post_init__(self) -> None:
+        assert len(self.methods) == 1 or all(method.exact for method in self.methods)
+        self.noise = Noise(self.seed)
+        self.use(self.methods[0])
+
+    def use(self, method: MethodConfig) -> None:
+        """Go on with this method, one of those that the request was made for; between passes."""
+        self.method, self.nodes, self.exact = method, method_nodes(method), method.exact
+
+    @property
+    def prefixes(self) -> list[int]:
+        """Lengths of the prefixes of its rows."""
+        return [len(row.embeds) for row in self.rows]
+
+    @property
+    def missing(self) -> int:
+        """Codes that the image still needs."""
+        return max(0, self.raster.codes - len(self.codes))
+
+    @property
+    def columns(self) -> int:
+        """Columns of a cache for prefix and image, whatever method draws it."""
+        fronts = (MAX_ROW_BATCH if isinstance(method, RowParallel) else method_nodes(method) for method in self.methods)
+        return max(self.prefixes) + self.raster.tokens + max(fronts) * (1 + (self.raster.row_end is not None)) + 2
