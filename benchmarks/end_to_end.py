@@ -29,12 +29,15 @@ from decode import compare
 
 from lantern_rt import EngineError, LanternError, Pipeline
 from lantern_rt.export.models.decoder import DecoderConfig
-from lantern_rt.train.scenes.bundle import write_scenes_bundle
-from lantern_rt.train.scenes.checkpoints import load_checkpoint
-from lantern_rt.train.scenes.drafter import train_drafter, write_samples
-from lantern_rt.train.scenes.model import CONFIG, SIZES, size_name
-from lantern_rt.train.scenes.restore import restore_work
-from lantern_rt.train.scenes.target import SHARD, train_target
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
+
+from recipes.scenes.bundle import write_scenes_bundle
+from recipes.scenes.checkpoints import load_checkpoint
+from recipes.scenes.drafter import train_drafter, write_samples
+from recipes.scenes.model import CONFIG, SIZES, size_name
+from recipes.scenes.restore import restore_work
+from recipes.scenes.target import SHARD, train_target
 
 METHODS = (
     "ar,sjd,eagle:tree=chain-5,lantern,lantern++,"

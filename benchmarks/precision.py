@@ -36,10 +36,13 @@ from lantern_rt.export.verify import agree, divergence
 from lantern_rt.planning.costs import measure_costs
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
-from lantern_rt.train.scenes.bundle import write_scenes_bundle
-from lantern_rt.train.scenes.evaluate import draw_prompts, score
-from lantern_rt.train.scenes.judge import load_judge
-from lantern_rt.train.scenes.restore import restore_work
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # recipes/ is not installed
+
+from recipes.scenes.bundle import write_scenes_bundle
+from recipes.scenes.evaluate import draw_prompts, score
+from recipes.scenes.judge import load_judge
+from recipes.scenes.restore import restore_work
 
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")

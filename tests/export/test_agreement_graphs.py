@@ -14,9 +14,9 @@ from lantern_rt import open_bundle
 torch = pytest.importorskip("torch")
 
 from lantern_rt.compare.image_graph import Agreement, Preprocessing  # noqa: E402
-from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from lantern_rt.train.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, Judge, load_judge, save_judge  # noqa: E402
-from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
+from recipes.scenes.data import draw_scenes, render_scenes  # noqa: E402
+from recipes.scenes.judge import JUDGE_FILE, SHIPPED_JUDGE, Judge, load_judge, save_judge  # noqa: E402
+from recipes.scenes.vocabulary import (  # noqa: E402
     COLOURS,
     GROUND_PHRASES,
     GROUNDS,
@@ -29,7 +29,7 @@ from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
     Solid,
     describe,
 )
-from lantern_rt.train.scenes.vq import to_tensor  # noqa: E402
+from recipes.scenes.vq import to_tensor  # noqa: E402
 
 SCENES = draw_scenes(40, seed=915_000)
 

@@ -56,8 +56,8 @@ def test_a_target_of_llamagen_xls_size_is_built_for_two_gpus(compute: str, tmp_p
 
 
 def test_the_scenes_model_is_built_in_float16_too(tmp_path: Path) -> None:
-    from lantern_rt.train.scenes.bundle import write_scenes_bundle
-    from lantern_rt.train.scenes.restore import restore_work
+    from recipes.scenes.bundle import write_scenes_bundle
+    from recipes.scenes.restore import restore_work
 
     restore_work("scenes", tmp_path / "work")
     write_scenes_bundle(tmp_path / "work", tmp_path / "bundle", False, silent, "float16")

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import RequestError
-from ...export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.errors import RequestError
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+
 from .text import SLOTS, WORDS
 from .vq import CODE_DIM, GRID, VQConfig
 

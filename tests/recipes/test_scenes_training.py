@@ -13,18 +13,18 @@ from lantern_rt import CheckpointError, RequestError, open_bundle
 
 torch = pytest.importorskip("torch")
 
-from lantern_rt.train.scenes import vq as vq_module  # noqa: E402
-from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
-from lantern_rt.train.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
-from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from lantern_rt.train.scenes.drafter import train_drafter, write_samples  # noqa: E402
-from lantern_rt.train.scenes.judge import judge_accuracy, load_judge  # noqa: E402
-from lantern_rt.train.scenes.model import CONFIG, ScenesTarget  # noqa: E402
-from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
-from lantern_rt.train.scenes.sharpen import train_sharpen  # noqa: E402
-from lantern_rt.train.scenes.stopwatch import Stopwatch  # noqa: E402
-from lantern_rt.train.scenes.target import load_target, train_target  # noqa: E402
-from lantern_rt.train.scenes.vq import VQ_SIZES, VQConfig, find_vq_size, load_vq, train_vq  # noqa: E402
+from recipes.scenes import vq as vq_module  # noqa: E402
+from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
+from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
+from recipes.scenes.data import draw_scenes, render_scenes  # noqa: E402
+from recipes.scenes.drafter import train_drafter, write_samples  # noqa: E402
+from recipes.scenes.judge import judge_accuracy, load_judge  # noqa: E402
+from recipes.scenes.model import CONFIG, ScenesTarget  # noqa: E402
+from recipes.scenes.restore import restore_work  # noqa: E402
+from recipes.scenes.sharpen import train_sharpen  # noqa: E402
+from recipes.scenes.stopwatch import Stopwatch  # noqa: E402
+from recipes.scenes.target import load_target, train_target  # noqa: E402
+from recipes.scenes.vq import VQ_SIZES, VQConfig, find_vq_size, load_vq, train_vq  # noqa: E402
 
 TINY_VQ = VQConfig(patch=1, codes=32, encoder=(32, 32), decoder=((32, 1),))
 TINY = replace(CONFIG, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=32)
@@ -44,7 +44,7 @@ class Clock(Stopwatch):
 @pytest.fixture(autouse=True)
 def clocked(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("vq", "target", "sharpen"):
-        monkeypatch.setattr(f"lantern_rt.train.scenes.{module}.Stopwatch", Clock)
+        monkeypatch.setattr(f"recipes.scenes.{module}.Stopwatch", Clock)
     monkeypatch.setattr(vq_module, "POOL", 8)
     monkeypatch.setattr(vq_module, "SEATED", 2)
 
@@ -100,7 +100,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def test_sharpening_moves_the_decoder_and_no_code(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lantern_rt.train.scenes.sharpen.ALONE", 2)
+    monkeypatch.setattr("recipes.scenes.sharpen.ALONE", 2)
     before = load_vq(work).state_dict()
     train_sharpen(work, minutes=0.3, batch=4)
     state = load_checkpoint(work / "sharpen-state.pt")

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from ..precision import mixed_precision
+from lantern_rt.train.precision import mixed_precision
+
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import render_pictures
 from .stopwatch import Stopwatch

@@ -17,16 +17,16 @@ from lantern_rt.bundle.files import EMBEDDED
 torch = pytest.importorskip("torch")
 
 from lantern_rt.train.muon import orthogonalise  # noqa: E402
-from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
-from lantern_rt.train.scenes.data import draw_scenes, render_scenes  # noqa: E402
-from lantern_rt.train.scenes.evaluate import differences, evaluate_bundle, interval  # noqa: E402
-from lantern_rt.train.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
-from lantern_rt.train.scenes.model import CONFIG, ScenesTarget  # noqa: E402
-from lantern_rt.train.scenes.render import RGB, SIZE, render  # noqa: E402
-from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
-from lantern_rt.train.scenes.target import load_target  # noqa: E402
-from lantern_rt.train.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
-from lantern_rt.train.scenes.vocabulary import (  # noqa: E402
+from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
+from recipes.scenes.data import draw_scenes, render_scenes  # noqa: E402
+from recipes.scenes.evaluate import differences, evaluate_bundle, interval  # noqa: E402
+from recipes.scenes.judge import Verdict, agreement, judge_accuracy, load_judge  # noqa: E402
+from recipes.scenes.model import CONFIG, ScenesTarget  # noqa: E402
+from recipes.scenes.render import RGB, SIZE, render  # noqa: E402
+from recipes.scenes.restore import restore_work  # noqa: E402
+from recipes.scenes.target import load_target  # noqa: E402
+from recipes.scenes.text import SLOTS, UNKNOWN, encode_caption  # noqa: E402
+from recipes.scenes.vocabulary import (  # noqa: E402
     COLOURS,
     SHAPES,
     Scene,

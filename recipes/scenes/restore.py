@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...bundle.files import Bundle, open_bundle
-from ...export.models.decoder import DecoderConfig
-from ...export.models.eagle import EagleDrafter
-from ...export.writer import check_output
-from ..drafter.folder import save_drafter
-from ..graph_weights import GraphWeights
+from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.export.models.decoder import DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter
+from lantern_rt.export.writer import check_output
+from lantern_rt.train.drafter.folder import save_drafter
+from lantern_rt.train.graph_weights import GraphWeights
+
 from .checkpoints import save_checkpoint
 from .model import CONFIG, ScenesTarget
 from .vq import VQ_SIZES, ScenesVQ

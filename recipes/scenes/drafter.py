@@ -6,15 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ...bundle.files import Bundle, open_bundle
-from ...bundle.manifest import file_sha256
-from ...compare.turns import Subjects
-from ...pipeline import Pipeline
-from ..drafter.borrowed import read_borrowed
-from ..drafter.data import SHARD, drawing_jobs, write_shards
-from ..drafter.figures import default_relaxation
-from ..drafter.fit import Fit, Options
-from ..drafter.shards import Data
+from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.manifest import file_sha256
+from lantern_rt.compare.turns import Subjects
+from lantern_rt.pipeline import Pipeline
+from lantern_rt.train.drafter.borrowed import read_borrowed
+from lantern_rt.train.drafter.data import SHARD, drawing_jobs, write_shards
+from lantern_rt.train.drafter.figures import default_relaxation
+from lantern_rt.train.drafter.fit import Fit, Options
+from lantern_rt.train.drafter.shards import Data
+
 from .bundle import write_scenes_bundle
 from .data import draw_scenes
 from .vocabulary import describe

@@ -12,21 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...bundle.manifest import (
+from lantern_rt.bundle.manifest import (
     ConditionSpec,
     DecoderSpec,
     DecodingDefaults,
     DrafterSpec,
 )
-from ...export.checkpoints.deferred import computed
-from ...export.families.common import decoder_fields
-from ...export.graph.graphs import Graph, cases_of, target_graph
-from ...export.graph.onnx_ops import Value
-from ...export.graph.precision import read_precisions
-from ...export.models.decoder import Attention, Decoder
-from ...export.models.eagle import Drafting, drafter_graph, read_drafter
-from ...export.writer import Model, export_model
-from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
+from lantern_rt.export.checkpoints.deferred import computed
+from lantern_rt.export.families.common import decoder_fields
+from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
+from lantern_rt.export.graph.onnx_ops import Value
+from lantern_rt.export.graph.precision import read_precisions
+from lantern_rt.export.models.decoder import Attention, Decoder
+from lantern_rt.export.models.eagle import Drafting, drafter_graph, read_drafter
+from lantern_rt.export.writer import Model, export_model
+from lantern_rt.methods import Eagle, Lantern, LanternPlusPlus, Sampling
+
 from .data import render_pictures
 from .model import ScenesTarget
 from .target import load_target

@@ -19,13 +19,13 @@ from lantern_rt.train.drafter.figures import default_relaxation  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
 from lantern_rt.train.muon import Muon  # noqa: E402
 from lantern_rt.train.precision import fast_in_bfloat16, mixed_precision  # noqa: E402
-from lantern_rt.train.scenes.bundle import write_scenes_bundle  # noqa: E402
-from lantern_rt.train.scenes.checkpoints import save_checkpoint  # noqa: E402
-from lantern_rt.train.scenes.drafter import train_drafter, undrafted_bundle, write_samples  # noqa: E402
-from lantern_rt.train.scenes.model import CONFIG, SIZES, ScenesTarget, find_size  # noqa: E402
-from lantern_rt.train.scenes.restore import restore_work  # noqa: E402
-from lantern_rt.train.scenes.target import load_target, token_losses, train_target  # noqa: E402
-from lantern_rt.train.scenes.text import SLOTS  # noqa: E402
+from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
+from recipes.scenes.checkpoints import save_checkpoint  # noqa: E402
+from recipes.scenes.drafter import train_drafter, undrafted_bundle, write_samples  # noqa: E402
+from recipes.scenes.model import CONFIG, SIZES, ScenesTarget, find_size  # noqa: E402
+from recipes.scenes.restore import restore_work  # noqa: E402
+from recipes.scenes.target import load_target, token_losses, train_target  # noqa: E402
+from recipes.scenes.text import SLOTS  # noqa: E402
 
 CODES = open_bundle("scenes").manifest.codebook_size
 SMALL = replace(

@@ -1,4 +1,4 @@
-"""`python -m lantern_rt.train.scenes`: every step that makes the default bundle."""
+"""`python -m recipes.scenes`: every step that makes the default bundle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from ...errors import LanternError
+from lantern_rt.errors import LanternError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 Work = Annotated[Path, typer.Option(help="Folder of checkpoints and codes; kept between calls.")]

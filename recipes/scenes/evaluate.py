@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ...compare.turns import Contender, take_turns
-from ...pipeline import Pipeline
+from lantern_rt.compare.turns import Contender, take_turns
+from lantern_rt.pipeline import Pipeline
+
 from .data import render_scenes
 from .judge import Judge, agreement, judge, load_judge
 from .vocabulary import Scene, describe, sample_scene

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, RequestError
-from ..muon import Muon
-from ..precision import mixed_precision
+from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.train.muon import Muon
+from lantern_rt.train.precision import mixed_precision
+
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import render_pictures
 from .stopwatch import Stopwatch

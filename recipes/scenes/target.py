@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ...export.models.decoder import DecoderConfig
-from ..muon import Muon
-from ..precision import mixed_precision
+from lantern_rt.errors import CheckpointError
+from lantern_rt.export.models.decoder import DecoderConfig
+from lantern_rt.train.muon import Muon
+from lantern_rt.train.precision import mixed_precision
+
 from .checkpoints import load_checkpoint, save_checkpoint
 from .data import draw_scenes, render_scenes
 from .model import CONFIG, ScenesTarget, size_name

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
+from lantern_rt.errors import CheckpointError
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
