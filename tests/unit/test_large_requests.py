@@ -20,8 +20,8 @@ from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.output.trace import Trace
-from lantern_rt.planning import memory
-from lantern_rt.planning.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
+from lantern_rt.auto import memory
+from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
 from lantern_rt.requests import Settings, resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "sjd:window=5", "auto")
