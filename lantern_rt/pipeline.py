@@ -28,7 +28,8 @@ from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
 from .methods import Ar, Auto, Eagle, MethodConfig, Options, Relaxed, Sampling
 from .output.images import blank, grey_out, recorded, to_image
-from .requests import ImageRequest, Request, Settings, bundle_tokenizer, check_request
+from .prompts import ImageRequest, bundle_tokenizer
+from .requests import Request, Settings, check_request
 from .results import Ints, Progress, Result, StreamStep, record, result_of
 from .runtime.decode import decode
 from .runtime.state import DrafterLayout, Model, PrefixRow, Prompt

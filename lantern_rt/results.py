@@ -13,7 +13,8 @@ from PIL.Image import Image
 
 from . import __version__
 from .bundle.files import Bundle
-from .requests import ImageRequest, Label, Settings
+from .prompts import ImageRequest, Label
+from .requests import Settings
 from .runtime.decode import Step
 from .runtime.noise import FORMAT
 from .runtime.statistics import Statistics

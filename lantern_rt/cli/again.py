@@ -12,7 +12,8 @@ from ..checks import short
 from ..errors import BundleError, RequestError
 from ..methods import PARAMETERS
 from ..output.recipe import CURE, Recipe, read_recipe
-from ..requests import SAMPLING, Request, bundle_tokenizer, check_request
+from ..prompts import bundle_tokenizer
+from ..requests import SAMPLING, Request, check_request
 
 
 @dataclass(frozen=True)

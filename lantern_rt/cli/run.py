@@ -19,7 +19,8 @@ from .options import METHOD, OUTPUT, SUBJECTS, Embeddings, Force, Json, Running,
 
 if TYPE_CHECKING:
     from ..output.trace import Trace
-    from ..requests import ImageRequest, Request
+    from ..prompts import ImageRequest
+    from ..requests import Request
     from ..results import StreamStep
 
 EXAMPLES = """
@@ -119,7 +120,8 @@ def run(
     from ..auto.chooser import with_default_method
     from ..output.images import enlarge, png_bytes
     from ..output.trace import Trace
-    from ..requests import bundle_tokenizer, check_request
+    from ..prompts import bundle_tokenizer
+    from ..requests import check_request
     from ..text.embeddings import read_embeddings
     from .again import Again
 

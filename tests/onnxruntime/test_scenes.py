@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lantern_rt import Pipeline, Result
-from lantern_rt.cli.memory import PeakMemory
 from lantern_rt.auto.memory import image_bytes
+from lantern_rt.cli.memory import PeakMemory
 from lantern_rt.requests import resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")

@@ -11,6 +11,8 @@ import pytest
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt.auto import memory
+from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.cli.options import Running
@@ -20,8 +22,6 @@ from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.output.trace import Trace
-from lantern_rt.auto import memory
-from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
 from lantern_rt.requests import Settings, resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "sjd:window=5", "auto")

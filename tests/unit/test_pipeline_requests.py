@@ -13,7 +13,8 @@ from tiny_bundle import CAPTION, CODES, PREFIX, K, make_tiny_bundle
 from lantern_rt import BundleError, Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.methods import Eagle, Lantern, MethodConfig, Sjd
-from lantern_rt.requests import bundle_tokenizer, check_request, resolve_settings
+from lantern_rt.prompts import bundle_tokenizer
+from lantern_rt.requests import check_request, resolve_settings
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,8 @@ from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.requests import ImageRequest, check_request
+from lantern_rt.prompts import ImageRequest
+from lantern_rt.requests import check_request
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow
 from lantern_rt.text.tokenizers import TemplateTokenizer, load_tokenizer
 

@@ -1,0 +1,141 @@
+"""What images are made from: prompts, class ids or text embeddings, as the condition graph reads them.
+
+The prefix rows of an embeddings bundle are laid out here: right-padded in requests, left-padded in the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .bundle.files import Bundle
+from .bundle.manifest import ConditionSpec, Size
+from .checks import brief, short, whole
+from .errors import RequestError
+from .methods import Embeddings
+from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
+from .text.words import WordTokenizer, read_tokenizer
+
+Label = str | int | None
+PromptTokenizer = WordTokenizer | CaptionTokenizer | TemplateTokenizer
+PROMPT_LIMIT = 2000  # characters
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """One image: its label (prompt, class id, or None), its seed, and what the condition graph reads.
+
+    inputs: by name, `[1, ...]`. real: of the conditional and the unconditional row, bool `[prefix]`, False on padding.
+    tokens: ids of both rows, where prompts are made of them.
+    """
+
+    label: Label
+    inputs: dict[str, NDArray[Any]]
+    real: tuple[NDArray[np.bool_], NDArray[np.bool_]]
+    tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    seed: int = 0
+
+
+def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
+    """The tokenizer of a bundle that takes prompts."""
+    condition = bundle.manifest.condition
+    if condition.kind == "text":
+        return CaptionTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.cleaning)
+    if condition.layout is not None:
+        return TemplateTokenizer(load_tokenizer(bundle.path("tokenizer")), condition.layout.template)
+    return read_tokenizer(bundle.path("tokenizer")) if condition.kind == "words" else None
+
+
+def _nth(name: str, i: int, count: int) -> str:
+    return name if count == 1 else f"{name} {i + 1} of {count}"
+
+
+def class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[ImageRequest]:
+    """What is made of every class id. Raises: RequestError: one is out of range."""
+    last = (condition.classes or 1) - 1
+    ids = [whole(_nth("class id", i, len(class_ids)), one, 0, 0, last) for i, one in enumerate(class_ids)]
+    real = np.ones(condition.prefix, np.bool_)
+    return [ImageRequest(i, {"class_ids": np.array([i], np.int64)}, (real, real)) for i in ids]
+
+
+def text_requests(
+    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any]
+) -> list[ImageRequest]:
+    """What is made of every prompt; a refusal says which one it is of."""
+    if isinstance(tokenizer, TemplateTokenizer):
+        tokenizer = tokenizer.of_size(size.name)
+    requests = []
+    for i, prompt in enumerate(prompts):
+        try:
+            requests.append(_text_request(condition, tokenizer, size, prompt))
+        except RequestError as error:
+            error.field = _nth("prompt", i, len(prompts))
+            raise
+    return requests
+
+
+def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompt: Any) -> ImageRequest:
+    """What the condition graph reads of a prompt; rows of kind `tokens` are each as long as they need to be."""
+    if not isinstance(prompt, str):
+        raise RequestError(field="prompt", found=short(prompt), expected="text or a list of texts")
+    if not prompt.strip():
+        raise RequestError(field="prompt", found="an empty one", expected="a few words")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
+        raise RequestError(field="prompt", found=short(prompt), expected="text in UTF-8", remedy="type it again")
+    if len(prompt) > PROMPT_LIMIT:
+        raise RequestError(
+            field="prompt",
+            found=f"{len(prompt):,} characters",
+            expected=f"at most {PROMPT_LIMIT:,}",
+            remedy="shorten it",
+        )
+    layout, prefix = condition.layout, condition.prefix
+    if layout is None:
+        ids = tokenizer.encode(prompt, prefix)
+        real = np.arange(prefix) >= prefix - len(ids)
+        mask = {"token_mask": np.ones((1, len(ids)), np.int64)} if condition.kind == "text" else {}
+        return ImageRequest(prompt, {"token_ids": ids[None], **mask}, (real, real))
+    behind = (*layout.after, *size.tokens)
+    ids = tokenizer.encode(prompt, prefix - len(layout.before) - len(behind))
+    cond = np.array([*layout.before, *ids, *behind], np.int64)
+    uncond = cond.copy() if layout.uncond is None else np.array([*layout.uncond, *size.tokens], np.int64)
+    if layout.uncond_fill is not None:
+        uncond[len(layout.before) : len(cond) - len(behind)] = layout.uncond_fill
+    inputs = {"token_ids": cond[None], "uncond_ids": uncond[None]}
+    return ImageRequest(prompt, inputs, (np.ones(len(cond), bool), np.ones(len(uncond), bool)), (cond, uncond))
+
+
+def embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list[ImageRequest]:
+    """Left-pad right-padded embeddings: real rows go to the end, padding becomes zero."""
+    prefix, width = condition.prefix, condition.caption_dim or 0
+    rows, mask = embeddings if isinstance(embeddings, tuple) else (embeddings, None)
+    try:
+        values = np.asarray(rows, np.float32)
+        marks = np.ones(values.shape[:-1], np.bool_) if mask is None else np.asarray(mask).astype(np.bool_)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RequestError(field="embeddings", found=brief(error), expected="an array of numbers and a mask") from error
+    if values.ndim == 2:
+        values, marks = values[None], marks[None]
+    fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
+    if not fits or marks.shape != values.shape[:2]:
+        raise RequestError(
+            field="embeddings",
+            found=f"{list(values.shape)} with mask {list(marks.shape)}",
+            expected=f"[prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]",
+        )
+    lengths = marks.sum(1)[:, None]
+    if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
+        raise RequestError(
+            field="embeddings", found="a mask with gaps", expected="ones, at least one, then zeros (right-padded)"
+        )
+    if not np.isfinite(values[marks]).all():
+        raise RequestError(field="embeddings", found="NaN or infinity", expected="finite numbers")
+    left, real = np.zeros((len(values), prefix, width), np.float32), np.arange(prefix) >= prefix - lengths
+    left[real] = values[marks]
+    return [
+        ImageRequest(None, {"caption_embeds": value[None], "caption_mask": own[None].astype(np.int64)}, (own, own))
+        for value, own in zip(left, real, strict=True)
+    ]
