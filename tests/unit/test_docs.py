@@ -16,7 +16,7 @@ from lantern_rt.cli.app import app
 from lantern_rt.methods import parse_method
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
 IN_A_CLONE = {"README.md", "CONTRIBUTING.md", "first-hour.md"}  # pages that install from the current folder
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
 
