@@ -1,18 +1,18 @@
-"""Writes docs/reference.md from the docstrings of the public names: `python docs/reference.py`."""
+"""Writes the Python reference, made of the docstrings of the public names: `python docs/reference.py reference.md`."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lantern_rt
 
-PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# Python reference
 
-Written by `python docs/reference.py` from the docstrings. These names of `lantern_rt` are public, and the objects of
+Made of the docstrings. These names of `lantern_rt` are public, and the objects of
 methods in `lantern_rt.methods`.
 """
 
@@ -71,4 +71,6 @@ def _text(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python docs/reference.py FILE.md")
+    Path(sys.argv[1]).write_text(page(), "utf-8")

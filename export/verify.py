@@ -52,7 +52,7 @@ class Limits(NamedTuple):
 TIE = 0.8  # which of two almost equally likely tokens is ahead says nothing: that often as likely counts as the same
 
 # Exact graphs differ by the order of sums. Of integers, the trained target of the scenes bundle shows an agreement of
-# 1.000, 0.922 and 0.998 and a divergence of 9e-4, 5e-2 and 3e-3 (docs/precision.md); limits allow two to three times
+# 1.000, 0.922 and 0.998 and a divergence of 9e-4, 5e-2 and 3e-3 (docs/exporting.md); limits allow two to three times
 # that.
 LIMITS: dict[Precision, Limits] = {
     "fp32": Limits(1e-4, 0.999, 1e-6),

@@ -6,9 +6,9 @@
     result = pipe("a red sphere on sand", seed=1)
     result.images[0].save("sphere.png")
 
-The names in `__all__` are the public ones; docs/reference.md lists them. What happens is logged to `lantern_rt` of
-Python's `logging`, to which no handler is added. Importing the package loads little; the pipeline and what it
-needs are imported when first asked for.
+The names in `__all__` are the public ones; `docs/reference.py` writes their reference. What happens is logged to
+`lantern_rt` of Python's `logging`, to which no handler is added. Importing the package loads little; the pipeline
+and what it needs are imported when first asked for.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ an exact draw from p (the Gumbel-max trick), and the same one whoever computes p
 the drafter's distribution q, and accepted if they are the target's choice (drafter-invariant speculative decoding,
 Daliri, Musco, Suresh 2024). The k best of log q + g are k draws without replacement (Gumbel top-k).
 
-The numbers are specified in docs/sampling.md and belong to the format `FORMAT`: they never change within it.
+The numbers are specified in docs/seeds.md and belong to the format `FORMAT`: they never change within it.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
     """Precisions by the names that users give them; by default what is computed with is stored.
 
     `auto` is `int8` where this processor multiplies integers, with which it was the fastest at every size and number
-    of nodes that was measured (docs/precision.md), and `fp32` elsewhere.
+    of nodes that was measured (docs/exporting.md), and `fp32` elsewhere.
     """
     if compute not in get_args(Compute):
         raise RequestError(f"--compute: found {compute!r}, expected float32 or float16")

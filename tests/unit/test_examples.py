@@ -1,4 +1,4 @@
-"""The examples, the notebook and the reference of Python work and are up to date."""
+"""The examples and the notebook run, and the reference of Python is made."""
 
 from __future__ import annotations
 
@@ -24,18 +24,14 @@ from lantern_rt import Pipeline
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_reference_is_what_the_docstrings_say() -> None:
-    made = runpy.run_path(str(ROOT / "docs/reference.py"))
-    assert made["PAGE"].read_text("utf-8") == made["page"](), "run `python docs/reference.py`"
-
-
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name(tmp_path: Path) -> None:
     import lantern_rt
 
-    page = (ROOT / "docs/reference.md").read_text("utf-8").replace("\\", "")
-    assert [name for name in lantern_rt.__all__ if f"\n## {name}\n" not in page] == []
-    assert "step.image(i)" in page
-    assert "\n### StreamStep.image\n" in page
+    page = tmp_path / "reference.md"
+    subprocess.run([sys.executable, str(ROOT / "docs/reference.py"), str(page)], check=True)
+    text = page.read_text("utf-8").replace("\\", "")
+    assert [name for name in lantern_rt.__all__ if f"\n## {name}\n" not in text] == []
+    assert "\n### StreamStep.image\n" in text
 
 
 def test_the_first_program_draws_two_pictures(tmp_path: Path) -> None:

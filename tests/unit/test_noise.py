@@ -10,7 +10,7 @@ from scipy.stats import chi2_contingency, kstest
 
 from lantern_rt.runtime.noise import FORMAT, Noise
 
-VECTORS = [  # docs/sampling.md: seed, position, the first four 32-bit numbers, the noise made of them
+VECTORS = [  # docs/seeds.md: seed, position, the first four 32-bit numbers, the noise made of them
     (0, 0, [149215387, 4152464477, 2882710362, 161177097], [-1.211884, 3.389014, 0.919513, -1.188665]),
     (0, 1, [49592932, 1090160368, 1200139746, 2902407428], [-1.495452, -0.315627, -0.242951, 0.93674]),
     (1, 0, [1969390303, 3523876871, 1212587396, 1966945340], [0.24882, 1.620083, -0.234825, 0.247229]),
@@ -112,5 +112,5 @@ def test_decisions_at_a_position_start_anew_whatever_was_decided_before() -> Non
     noise.decisions(4).random(3)
     assert np.array_equal(noise.decisions(5).random(6), fresh)
     assert np.array_equal(noise.decisions(5).random(6), fresh)
-    stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/sampling.md
+    stream = np.random.Philox(key=3, counter=(1 << 128) + (5 << 64))  # docs/seeds.md
     assert np.array_equal(np.random.Generator(stream).random(6), fresh)

@@ -1,0 +1,86 @@
+"""What the documentation says can be followed: links, extras, commands and their options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from lantern_rt.cli.app import app
+from lantern_rt.methods import parse_method
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+IN_A_CLONE = {"README.md", "CONTRIBUTING.md", "first-hour.md"}  # pages that install from the current folder
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of a page are called, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        file, _, anchor = link.partition("#")
+        if "://" not in link:
+            target = (page.parent / file).resolve() if file else page
+            assert target.is_file(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_pages_that_code_names_exist() -> None:
+    folders = ("lantern_rt", "runtime", "engines", "export", "train", "tests", "benchmarks", "recipes", "deploy")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml")]
+    named = {name for file in files for name in re.findall(r"docs/[\w/-]+\.md", file.read_text("utf-8"))}
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_install_lines_name_extras_that_exist_and_need_no_clone_unless_the_page_says_so() -> None:
+    lines = [(page.name, line) for page in PAGES for line in page.read_text("utf-8").splitlines()]
+    lines = [(name, line) for name, line in lines if "pip install" in line and re.search(r"lantern.rt|-e ", line)]
+    assert len(lines) > 5
+    for name, line in lines:
+        for extras in re.findall(r"\[([a-z,-]+)\]", line.partition("pip install")[2]):
+            assert set(extras.split(",")) <= EXTRAS.keys(), (name, line)
+        assert "-e " not in line or name in IN_A_CLONE, (name, line)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of each lantern-rt command that a page shows on a line of its own."""
+    text = page.read_text("utf-8").replace("\\\n", " ")
+    for block in re.findall(r"(?:^    .*\n)+|^```sh\n[^`]*```$", text, re.MULTILINE):
+        for arguments in re.findall(r"(?:^ *|&& )lantern-rt (.*?)(?: +#.*)?$", block, re.MULTILINE):
+            if "..." not in arguments:
+                yield shlex.split(arguments)
+
+
+def refusal(arguments: list[str]) -> str:
+    """What the command line refuses of these arguments, before anything runs; nothing if it takes them."""
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("lantern-rt", list(arguments))
+    try:
+        while hasattr(command, "get_command"):
+            name, *arguments = arguments
+            command = command.get_command(context, name)
+            context = command.make_context(name, list(arguments), parent=context)
+        methods = context.params.get("method") or []
+        for method in [methods] if isinstance(methods, str) else methods:
+            parse_method(method)
+    except Exception as error:  # typer's are of a copy of click
+        return f"{name} {' '.join(arguments)}: {getattr(error, 'message', error)}"
+    return ""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=lambda page: page.name)
+def test_every_command_of_a_page_has_options_that_exist(page: Path) -> None:
+    assert list(filter(None, map(refusal, commands(page)))) == []
