@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from refusals import refused
 
 from lantern_rt import CheckpointError, OutputError, open_bundle
 
@@ -23,10 +22,10 @@ from lantern_rt.export.families.llamagen import read_transformer  # noqa: E402
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter, read_drafter  # noqa: E402
 from lantern_rt.train.drafter.batches import Batch  # noqa: E402
-from lantern_rt.train.drafter.borrowed import Borrowed, read_borrowed  # noqa: E402
 from lantern_rt.train.drafter.folder import check_folder, lantern_weights, save_drafter  # noqa: E402
-from lantern_rt.train.drafter.losses import draft_loss, guided, pooled  # noqa: E402
-from lantern_rt.train.drafter.model import drafted, new_drafter  # noqa: E402
+from lantern_rt.train.drafter.losses import guided_logits, kl_loss, overlap  # noqa: E402
+from lantern_rt.train.drafter.model import draft_states, new_drafter  # noqa: E402
+from lantern_rt.train.drafter.target import Target, read_target  # noqa: E402
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -74,7 +73,7 @@ def test_predictions_deep_in_a_draft_are_those_of_decoding(changes: dict[str, An
     tokens, states = torch.randint(20, (1, slots)), torch.randn(1, slots, 32)
     with torch.no_grad():
         decoding = Decoding(drafter, tokens, states)
-        for depth, found in enumerate(drafted(drafter, tokens, states, 4)):
+        for depth, found in enumerate(draft_states(drafter, tokens, states, 4)):
             for slot in range(depth, slots):
                 wanted = decoding.chain(slot + 1 - depth, depth)
                 torch.testing.assert_close(found[0, slot], wanted, atol=2e-4, rtol=1e-3)
@@ -83,15 +82,15 @@ def test_predictions_deep_in_a_draft_are_those_of_decoding(changes: dict[str, An
 def test_what_is_fed_back_carries_no_gradient_but_every_weight_has_one() -> None:
     drafter = random_drafter()
     tokens, states = torch.randint(20, (2, 9)), torch.randn(2, 9, 32, requires_grad=True)
-    *_, last = drafted(drafter, tokens, states, 3)
+    *_, last = draft_states(drafter, tokens, states, 3)
     last[:, 4:].sum().backward()
     own = {name: weight.grad for name, weight in drafter.named_parameters() if not name.startswith("head.")}
     assert [name for name, grad in own.items() if grad is None or not grad.any()] == []
 
 
-def as_published(borrowed: Borrowed) -> Borrowed:
+def as_published(target: Target) -> Target:
     """The published small drafters are narrower inside than their targets, those of real models are not."""
-    return replace(borrowed, config=replace(borrowed.config, intermediate_size=128))
+    return replace(target, config=replace(target.config, intermediate_size=128))
 
 
 def test_training_keeps_everything_on_one_device() -> None:
@@ -99,28 +98,48 @@ def test_training_keeps_everything_on_one_device() -> None:
     drafter = random_drafter().to("meta")
     tokens, states = torch.zeros(4, 9, dtype=torch.int64, device="meta"), torch.zeros(4, 10, 32, device="meta")
     batch = Batch(tokens, states, torch.zeros(4, dtype=torch.int64, device="meta"), 2, 10)
-    head, near = torch.zeros(20, 32, device="meta"), torch.zeros(20, 3, dtype=torch.int64, device="meta")
-    for depth, hidden in enumerate(drafted(drafter, batch.tokens, batch.states[:, :-1], 3)):
-        logits = guided(batch.predicted(hidden, depth), head, 3.0)
-        wanted = pooled(guided(batch.wanted(depth), head, 3.0).softmax(-1), near, 2.0)
-        assert logits.shape == wanted.shape == (2, 9 - depth, 20)
-        draft_loss("tv-neighbors", wanted, logits).backward(retain_graph=True)
+    head = torch.zeros(20, 32, device="meta")
+    for depth, hidden in enumerate(draft_states(drafter, batch.tokens, batch.states[:, :-1], 3)):
+        logits = guided_logits(batch.predictions(hidden, depth), head, 3.0)
+        p = guided_logits(batch.goals(depth), head, 3.0).softmax(-1)
+        assert logits.shape == p.shape == (2, 9 - depth, 20)
+        kl_loss(p, logits).backward(retain_graph=True)
     assert drafter.fc.weight.grad.device.type == "meta"
+
+
+def test_the_loss_leads_to_the_target_and_overlap_says_how_near_it_is() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    assert kl_loss(p, p.log()).item() == pytest.approx(0, abs=1e-6)
+    logits = torch.zeros(1, 4, requires_grad=True)
+    assert overlap(p, logits.softmax(-1)).item() == pytest.approx(0.7)
+    optimiser = torch.optim.SGD([logits], 0.5)
+    for _ in range(200):
+        optimiser.zero_grad()
+        kl_loss(p, logits).backward()
+        optimiser.step()
+    assert overlap(p, logits.softmax(-1)).item() > 0.97
+
+
+def test_guidance_mixes_the_two_rows_of_a_picture_and_leaves_a_single_one() -> None:
+    hidden, head = torch.randn(2, 2, 5, 3), torch.randn(7, 3)
+    cond, uncond = (hidden @ head.T).unbind(1)
+    torch.testing.assert_close(guided_logits(hidden, head, 3.0), uncond + 3 * (cond - uncond))
+    torch.testing.assert_close(guided_logits(hidden[:, :1], head, 3.0), cond)
 
 
 def test_in_bfloat16_predictions_are_about_the_same() -> None:
     drafter, tokens, states = random_drafter(), torch.randint(20, (2, 9)), torch.randn(2, 9, 32)
     with torch.no_grad():
-        exact = list(drafted(drafter, tokens, states, 3))
+        exact = list(draft_states(drafter, tokens, states, 3))
         with torch.autocast("cpu", torch.bfloat16):  # what `mixed_precision` does where that is fast
-            rounded = list(drafted(drafter, tokens, states, 3))
+            rounded = list(draft_states(drafter, tokens, states, 3))
     for one, other in zip(exact, rounded, strict=True):
         assert (one - other).abs().mean() < 0.05 * one.abs().mean()
 
 
-def with_golden_weights(borrowed: Borrowed, golden: EagleDrafter) -> EagleDrafter:
+def with_golden_weights(target: Target, golden: EagleDrafter) -> EagleDrafter:
     """A drafter that training makes, with the weights of a published one."""
-    drafter = new_drafter(borrowed, seed=1)
+    drafter = new_drafter(target, seed=1)
     drafter.load_state_dict({name: weight.clone() for name, weight in golden.state_dict().items()})
     return drafter
 
@@ -131,16 +150,16 @@ def stored(drafter: EagleDrafter) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def t2i(t2i_bundle: Path) -> Borrowed:
-    return as_published(read_borrowed(open_bundle(t2i_bundle)))
+def t2i(t2i_bundle: Path) -> Target:
+    return as_published(read_target(open_bundle(t2i_bundle)))
 
 
 @pytest.fixture(scope="module")
-def anole(anole_bundle: Path) -> Borrowed:
-    return as_published(read_borrowed(open_bundle(anole_bundle)))
+def anole(anole_bundle: Path) -> Target:
+    return as_published(read_target(open_bundle(anole_bundle)))
 
 
-def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Borrowed, tmp_path: Path) -> None:
+def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Target, tmp_path: Path) -> None:
     config = DATA / "llamagen-t2i/config.json"
     target = read_transformer(DATA / "llamagen-t2i/t2i_tiny.pt", config=config).decoder
     golden = read_drafter(DATA / "lantern-drafter-llamagen", target).drafter
@@ -152,18 +171,16 @@ def test_the_published_llamagen_drafter_loads_and_gives_its_numbers(t2i: Borrowe
         tokens, states = torch.from_numpy(arrays["token_ids"][:, 1:]), torch.from_numpy(arrays["target_hidden"])
         for drafter in (again, with_golden_weights(t2i, golden)):
             with torch.no_grad():
-                (hidden,) = drafted(drafter, tokens[:, :length], states[:, :length], 1)
+                (hidden,) = draft_states(drafter, tokens[:, :length], states[:, :length], 1)
                 logits = hidden @ t2i.head.T
             np.testing.assert_allclose(hidden, arrays["fwd_hidden"], atol=1e-4)
             np.testing.assert_allclose(logits, arrays["fwd_logits"], atol=1e-4)
 
 
-def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
-    t2i: Borrowed, anole: Borrowed, tmp_path: Path
-) -> None:
-    for borrowed, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
+def test_a_saved_drafter_has_the_files_and_names_of_published_ones(t2i: Target, anole: Target, tmp_path: Path) -> None:
+    for target, published in ((t2i, "lantern-drafter-llamagen"), (anole, "anole/drafter")):
         folder = tmp_path / published
-        save_drafter(new_drafter(borrowed, 0), folder, borrowed.fields, "# A card\n")
+        save_drafter(new_drafter(target, 0), folder, target.fields, "# A card\n")
         weights = torch.load(DATA / published / "pytorch_model.bin", weights_only=True)
         found = load_file(folder / "model.safetensors")
         assert {name: weight.shape for name, weight in found.items()} == {n: w.shape for n, w in weights.items()}
@@ -174,7 +191,7 @@ def test_a_saved_drafter_has_the_files_and_names_of_published_ones(
         assert (folder / "README.md").read_text() == "# A card\n"
 
 
-def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: Borrowed, tmp_path: Path) -> None:
+def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: Target, tmp_path: Path) -> None:
     target = read_chameleon(DATA / "anole/target", 8)
     drafting = read_drafter(DATA / "anole/drafter", target.decoder, len(target.embeddings))
     assert anole.config == drafting.drafter.config
@@ -188,7 +205,7 @@ def test_the_published_anole_drafter_loads_and_is_saved_with_its_weights(anole: 
         assert torch.equal(stored(again)[name], weight), name
 
 
-def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Borrowed) -> None:
+def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Target) -> None:
     first, same, other = (lantern_weights(new_drafter(t2i, seed)) for seed in (1, 1, 2))
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not torch.equal(first["layers.0.mlp.up_proj.weight"], other["layers.0.mlp.up_proj.weight"])
@@ -198,30 +215,32 @@ def test_a_new_drafter_hands_hidden_states_on_and_is_the_same_for_a_seed(t2i: Bo
 
 def test_the_scenes_bundle_lends_what_its_drafter_has() -> None:
     bundle = open_bundle("scenes")
-    target, borrowed = bundle.manifest.target, read_borrowed(bundle)
-    assert borrowed.head.shape == borrowed.embeddings.shape == (target.vocab_size, target.hidden_size)
-    assert borrowed.config.prefix_rotation == "identity"
-    assert borrowed.neighbors is not None
+    spec = bundle.manifest.target
+    target = read_target(bundle)
+    assert target.head.shape == target.embeddings.shape == (spec.vocab_size, spec.hidden_size)
+    assert target.config.prefix_rotation == "identity"
 
 
-def test_a_folder_that_is_something_else_is_not_replaced(t2i: Borrowed, tmp_path: Path) -> None:
+def test_a_folder_that_is_something_else_is_not_replaced(t2i: Target, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(b"")
-    with refused(OutputError, "photos: is there already"):
+    with pytest.raises(OutputError):
         check_folder(tmp_path / "photos", force=False)
-    with refused(OutputError, "photos: is no drafter, so --force does not replace it"):
+    with pytest.raises(OutputError):
         save_drafter(new_drafter(t2i, 0), tmp_path / "photos", {}, force=True)
+    assert [path.name for path in (tmp_path / "photos").iterdir()] == ["a.png"]
 
 
-def test_families_without_drafters_are_refused(t2i_bundle: Path, tmp_path: Path) -> None:
+def test_families_without_drafters_are_refused(t2i_bundle: Path) -> None:
     bundle = open_bundle(t2i_bundle)
     manifest = bundle.manifest.model_copy(update={"family": "janus"})
-    with refused(CheckpointError, "is of family janus, expected llamagen, scenes and anole"):
-        read_borrowed(type(bundle)(bundle.folder, manifest, bundle.digest))
+    with pytest.raises(CheckpointError) as refusal:
+        read_target(type(bundle)(bundle.folder, manifest, bundle.digest))
+    assert (refusal.value.found, refusal.value.expected) == ("janus", "llamagen, scenes, anole")
 
 
 def test_bundles_of_any_precision_lend_the_same(t2i_bundle: Path, t2i_half_bundle: Path, t2i_int8_bundle: Path) -> None:
-    exact, half, integers = (read_borrowed(open_bundle(one)) for one in (t2i_bundle, t2i_half_bundle, t2i_int8_bundle))
+    exact, half, integers = (read_target(open_bundle(one)) for one in (t2i_bundle, t2i_half_bundle, t2i_int8_bundle))
     assert exact.config == half.config == integers.config
     for one in (half, integers):
         torch.testing.assert_close(one.head, exact.head, atol=1e-3, rtol=1e-3)

@@ -1,7 +1,7 @@
 """Fitting a drafter to its target: Muon and AdamW, averaged weights, and a state file to go on from.
 
-Everything random is a function of the seed and the step, so that a fit that was interrupted and gone on with ends with
-the weights of one that was not.
+Everything random is a function of the seed and the step, so that a fit that was interrupted and continued ends with the
+weights of one that was not.
 """
 
 from __future__ import annotations
@@ -19,52 +19,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...bundle.manifest import Manifest
+from ...checks import brief, short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...export.models.eagle import EagleDrafter
 from ...output.files import write_output
-from ...pipeline import Pipeline
 from ...user_files import reading
 from ..muon import Muon
 from ..precision import mixed_precision
-from .batches import Batch, Batches, chosen_pictures
-from .borrowed import Borrowed
-from .figures import Tally, default_trees
-from .folder import card_of, check_folder, save_drafter
-from .losses import Loss, draft_loss, guided, pooled
-from .model import drafted, new_drafter
-from .parallel import Workers
-from .shards import Data
+from .batches import Batch, make_batch, shuffled_pictures
+from .folder import check_folder, model_card, save_drafter
+from .losses import guided_logits, kl_loss, overlap
+from .model import draft_states, new_drafter
+from .shards import ShardFolder
+from .target import Target
 
-_EVERY = 60.0  # seconds between figures, and between saved states
-_WARM_UP, _FALL = 40, 0.6  # steps over which the rates rise, and the share of all over which they fall
-_ADAM = 1e-3  # rate of what is no matrix, where Muon's is 0.01
-_FEW, _MOST = 16, 64  # pictures that figures are of, on the way and at the end
+DEPTHS = 3  # how deep in a draft it learns to go on from its own predictions
+_NOISE = 0.1  # added to hidden states, as a share of their standard deviation
+_MUON_RATE, _ADAM_RATE = 0.01, 1e-3
+_WARM_UP, _COOL_DOWN = 40, 0.6  # steps over which the rates rise, and the share of all over which they fall
+_SECONDS = 60.0  # between figures, and between saved states
+_FIGURES_ON_THE_WAY, _FIGURES_AT_THE_END = 16, 64  # held-out pictures that figures are of, at most
 
 
 @dataclass(frozen=True)
 class Options:
     """What decides the weights, besides data and target.
 
-    steps: updates. batch: pictures of an update. loss: see `losses.py`; neighbors and lambda_ are of `tv-neighbors`.
-    depths: of the training-time test. rate: Muon's. feature_weight: of the regression of hidden states. noise: added to
-    these, as a share of their standard deviation. caption_dropout: share of pictures learned without caption.
-    cfg_scale: guidance of the distributions; 1 learns from conditional rows alone.
+    Args:
+        steps: updates.
+        batch: pictures of an update.
+        cfg_scale: guidance of the distributions; 1 learns from conditional rows alone.
+        seed: of weights, order and noise.
     """
 
     steps: int
     batch: int = 12
-    loss: Loss = "kl"
-    depths: int = 3
-    rate: float = 0.01
-    feature_weight: float = 1.0
-    noise: float = 0.1
-    caption_dropout: float = 0.0
     cfg_scale: float = 1.0
-    neighbors: int = 10
-    lambda_: float = 2.0
     seed: int = 0
+
+
+def check_device(device: str) -> None:
+    """Check that PyTorch can train there.
+
+    Raises:
+        RequestError: PyTorch does not know the device, or does not see it.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
+        raise RequestError(
+            f"PyTorch {torch.__version__} does not see it ({brief(error, 80)})",
+            field="device",
+            found=short(device),
+            remedy="give cpu",
+        ) from error
 
 
 def state_path(output: Path) -> Path:
@@ -73,143 +82,149 @@ def state_path(output: Path) -> Path:
 
 
 class Fit:
-    """One fit; `run` makes its steps and writes the drafter. Raises: CheckpointError, OutputError, RequestError."""
+    """One fit; `run` makes its steps and writes the drafter. A state beside the goal is continued.
 
-    def __init__(
-        self,
-        data: Data,
-        borrowed: Borrowed,
-        manifest: Manifest,
-        options: Options,
-        output: Path,
-        *,
-        pipeline: Pipeline | None = None,
-        device: str = "cpu",
-        force: bool = False,
-        workers: Workers | None = None,
-    ) -> None:
-        check_folder(output, force)
-        if options.loss == "tv-neighbors" and borrowed.neighbors is None:
-            raise CheckpointError(f"loss: bundle {borrowed.name} has no neighbour table, which tv-neighbors needs")
-        self.data, self.borrowed, self.options, self.output, self.force = data, borrowed, options, output, force
-        self.device, self.workers = device, workers or Workers()
-        if options.batch % self.workers.count:
-            raise RequestError(f"batch: found {options.batch}, expected a multiple of the {self.workers.count} workers")
-        sides = 1 if options.cfg_scale == 1 else 2
-        self.batches = Batches(data, borrowed.code_offset, sides, device, pipeline)
-        self.trees = default_trees(manifest)
-        self.drafter, self.head = new_drafter(borrowed, options.seed).to(device), borrowed.head.to(device)
-        near = borrowed.neighbors
-        self.neighbors = None if near is None else near[:, : options.neighbors].to(device)
-        own = {name: weight for name, weight in self.drafter.named_parameters() if weight.requires_grad}
-        matrices = {
-            name for name, weight in own.items() if weight.ndim == 2 and not ("norm" in name or "embed" in name)
-        }
-        others = [weight for name, weight in own.items() if name not in matrices]
-        self.muon = Muon([own[name] for name in own if name in matrices], options.rate)
-        self.adam = torch.optim.AdamW(others, _ADAM, betas=(0.9, 0.95), weight_decay=0.0)
-        self.average, self.step = copy.deepcopy(self.drafter), 0
+    Args:
+        data: pictures with hidden states.
+        target: what the drafter belongs to.
+        options: what decides the weights.
+        output: folder to write. One that is there is replaced only by the fit whose state lies beside it.
+        device: where to train, as PyTorch names it.
+
+    Raises:
+        CheckpointError: the state is damaged, or of another fit.
+        OutputError: `output` is there already.
+    """
+
+    def __init__(self, data: ShardFolder, target: Target, options: Options, output: Path, device: str = "cpu") -> None:
+        check_folder(output, state_path(output).exists())
+        self.data, self.target, self.options, self.output = data, target, options, output
+        self.device = device
+        self.head = target.head.to(device)
+        self.drafter = new_drafter(target, options.seed).to(device)
+        self.average = copy.deepcopy(self.drafter)
         self.average.head = self.drafter.head
         self.training = data.training
+        self.step = 0
+        matrices: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
+        for name, weight in self.drafter.named_parameters():
+            if weight.requires_grad:
+                is_matrix = weight.ndim == 2 and not ("norm" in name or "embed" in name)
+                (matrices if is_matrix else others).append(weight)
+        self.muon = Muon(matrices, _MUON_RATE)
+        self.adam = torch.optim.AdamW(others, _ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
         self._restore()
 
-    def run(self, progress: Progress, say: Callable[[str], None], every: float = _EVERY) -> dict[str, float]:
-        """Make the steps that are left, and write the drafter of averaged weights; its figures.
+    def run(self, progress: Progress, say: Callable[[str], None], every: float = _SECONDS) -> dict[str, float]:
+        """Make the steps that are left, and write the drafter of averaged weights.
 
-        every: seconds between two figures, which are said, and between two saved states.
+        Args:
+            progress: told the step.
+            say: told the figures on the way.
+            every: seconds between two figures, and between two saved states.
+
+        Returns:
+            The drafter's figures.
         """
-        options, told = self.options, time.monotonic()
+        steps = self.options.steps
+        last = time.monotonic()
         if self.step:
             say(f"going on from step {self.step}, saved in {state_path(self.output)}")
-        while self.step < options.steps:
-            progress("training", self.step, options.steps)
+        while self.step < steps:
+            progress("training", self.step, steps)
             loss = self._update()
-            if time.monotonic() - told >= every and self.step < options.steps and self.workers.first:
-                say(f"step {self.step}, loss {float(loss):.3f}: {_line(self.figures(_FEW))}")
+            if time.monotonic() - last >= every and self.step < steps:
+                figures = self.figures(_FIGURES_ON_THE_WAY)
+                say(f"step {self.step}, loss {float(loss):.3f}: {describe_figures(figures)}")
                 self._save()
-                told = time.monotonic()
-        found: dict[str, float] = {}
-        if self.workers.first:
-            progress("training", self.step, options.steps)
-            found = self.figures()
-            self._save()
-            pictures = len(self.training), min(len(self.data.validation), _MOST)
-            given = {name.rstrip("_").replace("_", " "): value for name, value in asdict(options).items()}
-            card = card_of(self.borrowed, self.average, found, pictures, given)
-            save_drafter(self.average, self.output, self.borrowed.fields, card, self.force)
-        self.workers.wait()
-        return found
+                last = time.monotonic()
+        progress("training", self.step, steps)
+        figures = self.figures()
+        self._save()
+        pictures = len(self.training), min(len(self.data.validation), _FIGURES_AT_THE_END)
+        options = {name.replace("_", " "): value for name, value in asdict(self.options).items()}
+        card = model_card(self.target, self.average, figures, pictures, options)
+        save_drafter(self.average, self.output, self.target.fields, card, force=True)
+        return figures
 
     @torch.no_grad()
-    def figures(self, most: int = _MOST) -> dict[str, float]:
-        """Of the averaged weights, on at most so many pictures that are not trained on."""
-        tally = Tally(self.trees)
-        generator = torch.Generator(self.device).manual_seed(self.options.seed)
-        near = None if self.neighbors is None else (self.neighbors, self.options.lambda_)
-        head, scale = self.head, self.options.cfg_scale
-        for number in self.data.validation[:most]:
-            batch = self.batches.batch([number])
-            depths = min(tally.depths, batch.cells - 1)
+    def figures(self, limit: int = _FIGURES_AT_THE_END) -> dict[str, float]:
+        """Compare averaged weights with the target, on held-out pictures.
+
+        Args:
+            limit: pictures at most.
+
+        Returns:
+            `overlap`: mean of sum(min(p, q)), 0 .. 1, also `at depth 1`, `2` in a draft; `top-1`: share of codes whose
+            likeliest the drafter names.
+        """
+        overlaps: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
+        hits: list[Tensor] = []
+        for number in self.data.validation[:limit]:
+            batch = self._batch([number])
             with mixed_precision(self.device):
-                passes = list(drafted(self.average, batch.tokens, batch.states[:, :-1], depths))
-            seen = (
-                tuple(guided(own.float(), head, scale)[0] for own in (batch.wanted(d), batch.predicted(hidden, d)))
-                for d, hidden in enumerate(passes)
-            )
-            tally.add(((wanted, logits) for wanted, logits in seen), near, generator)
-        return tally.figures()
+                chain = list(draft_states(self.average, batch.tokens, batch.states[:, :-1], DEPTHS))
+            for depth, hidden in enumerate(chain):
+                logits = self._logits(batch.predictions(hidden, depth).float())
+                goal = self._logits(batch.goals(depth))
+                overlaps[depth].append(overlap(goal.softmax(-1), logits.softmax(-1)).flatten())
+                if not depth:
+                    hits.append((logits.argmax(-1) == goal.argmax(-1)).flatten())
+        means = [float(torch.cat(values).mean()) for values in overlaps]
+        deeper = {f"overlap at depth {depth}": means[depth] for depth in range(1, DEPTHS)}
+        return {"overlap": means[0], "top-1": float(torch.cat(hits).float().mean()), **deeper}
+
+    def _batch(self, numbers: list[int]) -> Batch:
+        sides = 1 if self.options.cfg_scale == 1 else 2
+        return make_batch(self.data, numbers, self.target.code_offset, sides, self.device)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return guided_logits(hidden, self.head, self.options.cfg_scale)
 
     def _update(self) -> Tensor:
-        """One step; the loss."""
-        options, workers = self.options, self.workers
-        warm = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _FALL)
-        self.muon.param_groups[0]["lr"], self.adam.param_groups[0]["lr"] = options.rate * warm, _ADAM * warm
-        numbers = chosen_pictures(self.training, options.seed, self.step * options.batch, options.batch)
-        numbers = numbers[workers.rank :: workers.count]
-        seed = (options.seed * 1_000_003 + self.step) * 1024 + workers.rank
-        generator = torch.Generator(self.device).manual_seed(seed)
-        drop = torch.rand(len(numbers), generator=generator, device=self.device) < options.caption_dropout
-        batch = self.batches.batch(numbers, frozenset(torch.nonzero(drop).flatten().tolist()))
+        """Make one step; returns the loss."""
+        options = self.options
+        rate = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _COOL_DOWN)
+        self.muon.param_groups[0]["lr"] = _MUON_RATE * rate
+        self.adam.param_groups[0]["lr"] = _ADAM_RATE * rate
+        numbers = shuffled_pictures(self.training, options.seed, self.step * options.batch, options.batch)
+        generator = torch.Generator(self.device).manual_seed(options.seed * 1_000_003 + self.step)
         self.muon.zero_grad(set_to_none=True)
         self.adam.zero_grad(set_to_none=True)
-        loss = self._loss(batch, generator)
+        loss = self._loss(self._batch(numbers), generator)
         torch.autograd.backward(loss)
-        weights = [*self.muon.param_groups[0]["params"], *self.adam.param_groups[0]["params"]]
-        workers.average([weight.grad for weight in weights if weight.grad is not None])
         torch.nn.utils.clip_grad_norm_(self.adam.param_groups[0]["params"], 0.5)
         self.muon.step()
         self.adam.step()
         self.step += 1
+        decay = min(0.99, (self.step + 1) / (self.step + 20))
         with torch.no_grad():
-            for kept, current in zip(self.average.parameters(), self.drafter.parameters(), strict=True):
-                kept.lerp_(current, 1 - min(0.99, (self.step + 1) / (self.step + 20)))
+            for mean, weight in zip(self.average.parameters(), self.drafter.parameters(), strict=True):
+                mean.lerp_(weight, 1 - decay)
         return loss.detach()
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        options, head = self.options, self.head
-        given = batch.states[:, :-1]
-        spread = torch.rand(given.shape, generator=generator, device=self.device) - 0.5
-        noisy = given + spread * options.noise * given.std()
+        """Divergence of distributions and distance of hidden states, the mean over depths."""
+        states = batch.states[:, :-1]
+        noise = torch.rand(states.shape, generator=generator, device=self.device) - 0.5
+        noisy = states + noise * _NOISE * states.std()
         with torch.no_grad():
-            goal = guided(batch.wanted(0), head, options.cfg_scale).softmax(-1)
-            if options.loss == "tv-neighbors":
-                assert self.neighbors is not None
-                goal = pooled(goal, self.neighbors, options.lambda_)
+            p = self._logits(batch.goals(0)).softmax(-1)
         total = torch.zeros((), device=self.device)
         with mixed_precision(self.device):
-            for depth, hidden in enumerate(drafted(self.drafter, batch.tokens, noisy, options.depths)):
-                predicted = batch.predicted(hidden, depth)
-                logits = guided(predicted, head, options.cfg_scale)
-                near = F.smooth_l1_loss(predicted.float(), batch.wanted(depth))
-                total = total + draft_loss(options.loss, goal[:, depth:], logits) + options.feature_weight * near
-        return total / options.depths
+            for depth, hidden in enumerate(draft_states(self.drafter, batch.tokens, noisy, DEPTHS)):
+                predictions = batch.predictions(hidden, depth)
+                distance = F.smooth_l1_loss(predictions.float(), batch.goals(depth))
+                total = total + kl_loss(p[:, depth:], self._logits(predictions)) + distance
+        return total / DEPTHS
 
     def _save(self) -> None:
         state: dict[str, Any] = {
             "options": json.dumps(self._identity()),
             "step": self.step,
-            "model": _trained(self.drafter),
-            "average": _trained(self.average),
+            "model": _trained_weights(self.drafter),
+            "average": _trained_weights(self.average),
             "muon": self.muon.state_dict(),
             "adam": self.adam.state_dict(),
         }
@@ -225,8 +240,9 @@ class Fit:
             state = torch.load(path, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._identity():
                 raise CheckpointError(
-                    f"{path}: was saved with other options, another target or other data; give the same ones to go "
-                    "on, or remove it to begin anew"
+                    "was saved with other options, another target or other data",
+                    field=str(path),
+                    remedy="give the same ones to go on, or remove it to begin anew",
                 )
             self.step = int(state["step"])
             for module, name in ((self.drafter, "model"), (self.average, "average")):
@@ -235,14 +251,16 @@ class Fit:
             self.adam.load_state_dict(state["adam"])
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same to go on; more steps may be asked for."""
-        own = {name: value for name, value in asdict(self.options).items() if name != "steps"}
-        return {**own, "target": self.borrowed.weights, "pictures": len(self.data)}
+        """What must be the same to go on; the number of steps may grow."""
+        options = asdict(self.options)
+        del options["steps"]
+        return {**options, "target": self.target.weights, "pictures": len(self.data)}
 
 
-def _trained(drafter: EagleDrafter) -> dict[str, Tensor]:
-    return {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("head.")}
-
-
-def _line(figures: dict[str, float]) -> str:
+def describe_figures(figures: dict[str, float]) -> str:
+    """Figures as one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+
+
+def _trained_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
+    return {name: weight for name, weight in drafter.state_dict().items() if not name.startswith("head.")}

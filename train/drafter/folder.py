@@ -16,20 +16,35 @@ from ...export.models.decoder import DecoderConfig
 from ...export.models.eagle import EagleDrafter
 from ...export.models.llama import LAYER_NAMES
 from ...output.files import check_new_folder, folder_or_nothing
-from .borrowed import Borrowed
+from .target import Target
 
 _MARKER, _KIND = "config.json", "drafter"
 
 
 def check_folder(output: Path, force: bool) -> None:
-    """Refuse a goal that is there already, or that `force` would replace without being a drafter's folder."""
+    """Check that a drafter's folder may be written.
+
+    Raises:
+        OutputError: it is there already, or `force` would replace what is no drafter's folder.
+    """
     check_new_folder(output, force, _MARKER, _KIND)
 
 
 def save_drafter(
     drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], card: str | None = None, force: bool = False
 ) -> None:
-    """Write the folder, whole or not at all; fields: of config.json, besides sizes. Raises: OutputError."""
+    """Write a drafter's folder, whole or not at all.
+
+    Args:
+        drafter: its weights.
+        output: the folder.
+        fields: of config.json, besides sizes.
+        card: text of README.md; None for none.
+        force: replace a drafter's folder that is there.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     weights = lantern_weights(drafter)
     config = {**lantern_config(drafter.config, drafter.embed.num_embeddings), **fields}
     with folder_or_nothing(output, force, _MARKER, _KIND) as folder:
@@ -57,7 +72,7 @@ def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
 
 def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
     """Weights by LANTERN's names, float32; the head is the target's and not among them."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     sizes = drafter.config
     for name, weight in drafter.state_dict().items():
         stored = weight.detach().float().cpu().contiguous()
@@ -65,43 +80,50 @@ def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
         if prefix == "head":
             continue
         if prefix != "layers":
-            found[name.replace("embed.", "embed_tokens.")] = stored
+            weights[name.replace("embed.", "embed_tokens.")] = stored
             continue
         number, _, part = rest.partition(".")
         if part == "attention.qkv.weight":
             heads = [sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads]
             rows = stored.split([count * sizes.head_dim for count in heads])
             own = dict(zip(("query", "key", "value"), rows, strict=True))
-            found |= {f"layers.{number}.{LAYER_NAMES[f'attention.{p}.weight']}": w.clone() for p, w in own.items()}
+            weights |= {f"layers.{number}.{LAYER_NAMES[f'attention.{p}.weight']}": w.clone() for p, w in own.items()}
         else:
-            found[f"layers.{number}.{LAYER_NAMES[part]}"] = stored
-    return found
+            weights[f"layers.{number}.{LAYER_NAMES[part]}"] = stored
+    return weights
 
 
-def card_of(
-    borrowed: Borrowed,
+def model_card(
+    target: Target,
     drafter: EagleDrafter,
     figures: Mapping[str, float],
     pictures: tuple[int, int],
     options: Mapping[str, Any],
 ) -> str:
-    """The README.md of a drafter; pictures: trained on, and those that the figures are of."""
+    """Write the text of a drafter's README.md.
+
+    Args:
+        target: what it belongs to.
+        drafter: its weights.
+        figures: by name.
+        pictures: how many it was trained on, and how many the figures are of.
+        options: of the fit.
+    """
     count = sum(weight.numel() for name, weight in drafter.named_parameters() if not name.startswith("head."))
     rows = "\n".join(f"{name} | {value:.3f}" for name, value in figures.items())
-    given = ", ".join(f"{name} {value}" for name, value in options.items())
-    return f"""# EAGLE drafter for {borrowed.name}
+    settings = ", ".join(f"{name} {value}" for name, value in options.items())
+    return f"""# EAGLE drafter for {target.name}
 
 One layer that predicts the target's next hidden state, in the layout of LANTERN's drafters; {count / 1e6:.1f} million
-weights. It works with one target: `{borrowed.name}`, whose weights have the sha256
-`{borrowed.weights}`.
+weights. It works with one target: `{target.name}`, whose weights have the sha256
+`{target.weights}`.
 
     lantern-rt export --drafter THIS_FOLDER ...        # with the options that the target was exported with
 
 Trained by lantern-rt {__version__} (PyTorch {torch.__version__.partition("+")[0]}) on {pictures[0]:,} pictures:
-{given}.
+{settings}.
 
-On {pictures[1]:,} pictures that it was not trained on, codes as in the data (tokens per pass are estimates from
-acceptance by depth and rank; `lantern-rt bench` measures them):
+On {pictures[1]:,} pictures that it was not trained on, codes as in the data (`lantern-rt bench` measures speed):
 
 figure | value
 ---|---

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from ...export.models.decoder import Layer
 from ...export.models.eagle import EagleDrafter
-from .borrowed import Borrowed
+from .target import Target
 
 KeysAndValues = list[tuple[Tensor, Tensor]]
 
 
-def new_drafter(borrowed: Borrowed, seed: int) -> EagleDrafter:
-    """A drafter that has learned nothing: it hands the hidden state on. Its head is the target's, frozen."""
-    config = borrowed.config
+def new_drafter(target: Target, seed: int) -> EagleDrafter:
+    """Make a drafter that has learned nothing: it hands the hidden state on. Its head is the target's, frozen."""
+    config = target.config
     width = config.hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(width, config.vocab_size, bias=False)
-        drafter = EagleDrafter(config, head, bias=True, tokens=len(borrowed.embeddings))
+        drafter = EagleDrafter(config, head, bias=True, tokens=len(target.embeddings))
         for name, weight in drafter.layers.named_parameters():
             if weight.ndim == 2 and "norm" not in name:
                 spread = weight.shape[1] ** -0.5
@@ -38,37 +38,47 @@ def new_drafter(borrowed: Borrowed, seed: int) -> EagleDrafter:
         drafter.fc.weight[:, width:] = torch.eye(width)
         drafter.fc.weight[:, :width] *= 0.5
         drafter.fc.bias.zero_()
-        drafter.embed.weight.copy_(borrowed.embeddings)
-        head.weight.copy_(borrowed.head)
+        drafter.embed.weight.copy_(target.embeddings)
+        head.weight.copy_(target.head)
     head.weight.requires_grad_(False)
     return drafter
 
 
-def drafted(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
-    """Predicted hidden states `[rows, slots, width]` at depth 0, 1, ...: slot p predicts that of position p + 1.
+def draft_states(drafter: EagleDrafter, tokens: Tensor, states: Tensor, depths: int) -> Iterator[Tensor]:
+    """Predict hidden states depth by depth. What is fed back carries no gradient.
 
-    tokens `[rows, slots]`: slot p reads the token at p + 1. states `[rows, slots, width]`: the target's, at p. At depth
-    d the first d slots after a prefix, and those in it, predict nothing of use. What is fed back carries no gradient.
+    Args:
+        drafter: the one that learns.
+        tokens: `[rows, slots]`; slot p reads the token at p + 1.
+        states: the target's hidden states `[rows, slots, width]`; slot p reads the one at p.
+        depths: how many.
+
+    Yields:
+        At depth 0, 1, ...: `[rows, slots, width]`, where slot p predicts the state of position p + 1. At depth d the
+        first d slots after a prefix, and those in it, predict nothing of use.
     """
-    slots, layers = tokens.shape[1], [cast(Layer, layer) for layer in drafter.layers]
-    rope, embeds = drafter.rope[None, :slots], drafter.embed(tokens)
-    seen: list[KeysAndValues] = [[] for _ in layers]
-    given = states
+    slots = tokens.shape[1]
+    layers = [cast(Layer, layer) for layer in drafter.layers]
+    rope = drafter.rope[None, :slots]
+    embeds = drafter.embed(tokens)
+    cache: list[KeysAndValues] = [[] for _ in layers]
+    inputs = states
     for _ in range(depths):
-        x = drafter.fc(torch.cat([embeds, given.to(embeds.dtype)], -1))
-        for layer, own in zip(layers, seen, strict=True):
+        x = drafter.fc(torch.cat([embeds, inputs.to(embeds.dtype)], -1))
+        for layer, own in zip(layers, cache, strict=True):
             query, key, value = layer.attention.project(layer.attention_norm(x), rope)
             own.append((key, value))
             x = x + layer.attention.out(_attend(query, own).flatten(2))
             x = x + layer.ffn(layer.ffn_norm(x))
         yield x
-        given = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))
+        inputs = F.pad(x.detach()[:, :-1], (0, 0, 1, 0))
 
 
-def _attend(query: Tensor, seen: KeysAndValues) -> Tensor:
-    """Values mixed for `query [rows, slots, heads, head_dim]` of the last depth in `seen`."""
-    depth, group = len(seen) - 1, query.shape[2] // seen[0][0].shape[2]
-    wide = [tuple(part.repeat_interleave(group, 2) if group > 1 else part for part in pair) for pair in seen]
+def _attend(query: Tensor, cache: KeysAndValues) -> Tensor:
+    """Attend with `query [rows, slots, heads, head_dim]` of the last depth in `cache`."""
+    depth = len(cache) - 1
+    group = query.shape[2] // cache[0][0].shape[2]
+    wide = [tuple(part.repeat_interleave(group, 2) if group > 1 else part for part in pair) for pair in cache]
     key, value = (part.transpose(1, 2) for part in wide[0])  # [rows, heads, slots, head_dim]
     if not depth:
         return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, is_causal=True).transpose(1, 2)

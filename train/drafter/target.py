@@ -1,0 +1,149 @@
+"""What a drafter takes from its target, read from a bundle: sizes, head, embeddings, fields of its configuration.
+
+Only the head and the table of embeddings are read; the target's layers are run by the bundle's engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...bundle.files import Bundle
+from ...errors import CheckpointError
+from ...export.models.decoder import DecoderConfig, rope_table
+from ..graph_weights import GraphWeights
+from .shards import target_hash
+
+# Conventions of each family's drafters, of LANTERN's where it has one.
+_CONVENTIONS: dict[str, dict[str, Any]] = {
+    "llamagen": {"norm_eps": 1e-6, "input_norm": False},
+    "scenes": {"norm_eps": 1e-5, "input_norm": False, "prefix_rotation": "identity"},
+    "anole": {"norm_eps": 1e-5, "query_key_norm": True, "rotary": "sequence", "rope_style": "half"},
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is frozen while a drafter learns.
+
+    Args:
+        name: of the bundle.
+        weights: sha256 of the target's.
+        config: of the drafter to be.
+        head: float32 `[codes, width]`.
+        embeddings: what the drafter's begin with, `[tokens, width]`.
+        code_offset: the token of code 0.
+        fields: of config.json, besides sizes.
+    """
+
+    name: str
+    weights: str
+    config: DecoderConfig
+    head: Tensor
+    embeddings: Tensor
+    code_offset: int
+    fields: dict[str, Any]
+
+
+def read_target(bundle: Bundle) -> Target:
+    """Read what a drafter of this bundle's target needs.
+
+    Raises:
+        CheckpointError: drafters of its kind are not known here.
+        BundleError: the bundle is damaged.
+    """
+    manifest = bundle.manifest
+    if manifest.family not in _CONVENTIONS:
+        raise CheckpointError(
+            "how drafters of its family read their targets is not known here",
+            field=f"bundle {manifest.name}",
+            found=manifest.family,
+            expected=", ".join(_CONVENTIONS),
+        )
+    graph = GraphWeights(bundle.path("target"))
+    config = _drafter_config(bundle, graph)
+    if config.rotary == "grid":
+        _check_rotation(bundle, graph, config)
+    embeddings = torch.from_numpy(np.array(bundle.code_embeddings()))
+    code_offset = 0
+    if manifest.condition.kind == "tokens":
+        codes = embeddings
+        embeddings = GraphWeights(bundle.path("condition")).read("table.weight")
+        code_offset = _code_offset(bundle, embeddings, codes)
+    head = graph.read("head.weight").T.contiguous()
+    fields = _config_fields(bundle, config)
+    return Target(manifest.name, target_hash(manifest), config, head, embeddings, code_offset, fields)
+
+
+def _drafter_config(bundle: Bundle, graph: GraphWeights) -> DecoderConfig:
+    manifest = bundle.manifest
+    spec = manifest.target
+    prefix = manifest.condition.prefix
+    return DecoderConfig(
+        hidden_size=spec.hidden_size,
+        num_layers=1,
+        num_heads=spec.hidden_size // spec.head_dim,
+        num_kv_heads=spec.num_kv_heads,
+        intermediate_size=graph.shape("layers.0.ffn.gate.weight")[1],
+        vocab_size=spec.vocab_size,
+        grid=manifest.grid_rows,
+        prefix=prefix - 1,
+        spare_positions=spec.max_positions - prefix - manifest.codes_per_image,
+        final_norm=False,
+        **_CONVENTIONS[manifest.family],
+    )
+
+
+def _check_rotation(bundle: Bundle, graph: GraphWeights, config: DecoderConfig) -> None:
+    """Check that the drafter rotates as the target does, a row earlier."""
+    cos, sin = (graph.read(f"rotary.{part}")[1:] for part in ("cos", "sin"))
+    table = torch.stack([cos[:, ::2], sin[:, 1::2]], -1)
+    expected = rope_table(config)
+    tolerance = 2e-3 if bundle.manifest.target.dtype == "float16" else 1e-5
+    if table.shape != expected.shape or not torch.allclose(table, expected, atol=tolerance):
+        raise CheckpointError(
+            f"its rotary table is not that of base {config.rope_base:.0f}, which drafters of its family have",
+            field=f"bundle {bundle.manifest.name}",
+        )
+
+
+def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
+    """Find the token of code 0, where codes are a block of tokens."""
+    rounded = codes.to(torch.float16).float() if not (table == codes[0]).all(1).any() else codes
+    for start in torch.nonzero((table == rounded[0]).all(1)).flatten().tolist():
+        if torch.equal(table[start : start + len(codes)], rounded):
+            return int(start)
+    raise CheckpointError(
+        "its codes do not lie in order among its tokens, so no drafter of it can be trained",
+        field=f"bundle {bundle.manifest.name}",
+    )
+
+
+def _config_fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
+    """Fields of LANTERN's config.json that tell what a drafter belongs to."""
+    condition = bundle.manifest.condition
+    if bundle.manifest.family == "anole":
+        return {
+            "architectures": ["ChameleonForConditionalGeneration"],
+            "model_type": "chameleon",
+            "max_position_embeddings": config.positions - config.spare_positions + 1,
+            "rope_theta": config.rope_base,
+            "swin_norm": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    inputs: dict[str, Any] = {"input_type": "t2i", "caption_dim": condition.caption_dim}
+    if condition.kind == "class":
+        inputs = {"input_type": "c2i", "num_classes": condition.classes}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{name: value for name, value in inputs.items() if value is not None},
+        "cls_token_num": condition.prefix,
+        "block_size": bundle.manifest.codes_per_image,
+        "rope_base": config.rope_base,
+    }
