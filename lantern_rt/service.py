@@ -31,7 +31,7 @@ from .results import Progress, StreamStep
 from .runtime.decode import Step
 from .runtime.grid import Raster
 from .runtime.scheduler import RequestStep, Scheduler
-from .runtime.state import Request as Drawing
+from .runtime import state
 from .runtime.state import method_nodes
 from .runtime.statistics import Clock, summarise
 
@@ -58,7 +58,7 @@ class Ticket:
         self.waited: float | None = None
         self.automatic = isinstance(request.settings.method, Auto)  # drawn by what suits the load
         self.choice: str | None = None  # what `auto` chose, in words
-        self.drawings: list[Drawing] = []
+        self.samples: list[state.Request] = []
         self.raster = service.raster(request.settings)
         self.progress = Progress(len(request.images), self.raster.codes)
         self.clocks = Clock(), Clock()  # as they stood when it began
@@ -95,8 +95,8 @@ class Service:
         self._rows = min(2 * self.together, engines.most_rows)
         self._scheduler = Scheduler(self.model, self._rows, self.together)
         self._races: dict[TuningKey, tuple[int, Settings, Race]] = {}
-        self._tickets: dict[int, Ticket] = {}  # by the index of a drawing
-        self._drawn = 0  # drawings so far
+        self._tickets: dict[int, Ticket] = {}  # by the index of a sample
+        self._count = 0  # samples so far
         self._changed = threading.Condition()
         self._arriving: deque[Ticket] = deque()
         self._leaving: deque[Ticket] = deque()
@@ -257,11 +257,11 @@ class Service:
         ticket.clocks = self._scheduler.target_clock.copy(), self._scheduler.drafter_clock.copy()
         for prompt, image in zip(prompts, ticket.request.images, strict=True):
             rows = prompt.rows(settings.sampling)
-            drawing = Drawing(self._drawn, ticket.raster, rows, settings.sampling, methods, image.seed)
-            self._tickets[self._drawn] = ticket
-            self._drawn += 1
-            ticket.drawings.append(drawing)
-            self._scheduler.submit(drawing)
+            sample = state.Request(self._count, ticket.raster, rows, settings.sampling, methods, image.seed)
+            self._tickets[self._count] = ticket
+            self._count += 1
+            ticket.samples.append(sample)
+            self._scheduler.submit(sample)
 
     def _step(self) -> None:
         """One pass, by what suits the load, and what it gave to those whose request it was."""
@@ -282,7 +282,7 @@ class Service:
             steps.setdefault(self._tickets[part.request], []).append(part)
         for ticket, own in steps.items():
             ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
-            if ticket.steps or not any(drawing.missing for drawing in ticket.drawings):
+            if ticket.steps or not any(sample.missing for sample in ticket.samples):
                 self._tell(ticket, own)
 
     def _use_races(self) -> list[Race]:
@@ -301,16 +301,16 @@ class Service:
             race = self._races[key][2]
             alone = len({*keys.values()}) == 1 and len(tickets) == len({*self._tickets.values()})
             method = race.method if alone or race.decided else race.leader
-            if ticket.drawings[0].method != method or ticket.choice is None:
+            if ticket.samples[0].method != method or ticket.choice is None:
                 ticket.choice = self._chooser.describe(settings, race)
-                for drawing in ticket.drawings:
-                    drawing.use(method)
+                for sample in ticket.samples:
+                    sample.use(method)
         return [self._races[key][2] for key in dict.fromkeys(keys.values())]
 
     def _refuse(self, error: Exception) -> None:
         """End the requests that were to join, for whom there was no memory, say; the others are as they were."""
         there, tickets = {*self._scheduler.active, *self._scheduler.waiting}, {*self._tickets.values()}
-        lost = [one for one in tickets if any(own.missing and own not in there for own in one.drawings)]
+        lost = [one for one in tickets if any(own.missing and own not in there for own in one.samples)]
         if not lost or not isinstance(error, LanternError):
             raise error
         for ticket in lost:
@@ -318,20 +318,20 @@ class Service:
 
     def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:
         """Tell a request's listener what a pass gave its images."""
-        settings, drawings = ticket.request.settings, ticket.drawings
+        settings, samples = ticket.request.settings, ticket.samples
         if ticket.automatic:
-            settings = replace(settings, method=drawings[0].method, choice=ticket.choice)
-        codes, first = ticket.raster.codes, drawings[0].index
-        total = codes * len(drawings)
-        done, statistics = total - sum(drawing.missing for drawing in drawings), None
+            settings = replace(settings, method=samples[0].method, choice=ticket.choice)
+        codes, first = ticket.raster.codes, samples[0].index
+        total = codes * len(samples)
+        done, statistics = total - sum(sample.missing for sample in samples), None
         if done == total:
             clocks = self._scheduler.target_clock, self._scheduler.drafter_clock
             target, drafter = (clock.since(before) for clock, before in zip(clocks, ticket.clocks, strict=True))
-            records = [drawing.statistics for drawing in drawings]
+            records = [sample.statistics for sample in samples]
             statistics = summarise(settings.method.method, codes, target, drafter, records)
         own = [part._replace(request=part.request - first) for part in parts]
         if not ticket.steps:  # all at once
-            own = [RequestStep(i, np.array(drawing.codes), codes) for i, drawing in enumerate(drawings)]
+            own = [RequestStep(i, np.array(sample.codes), codes) for i, sample in enumerate(samples)]
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
         step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
         if statistics is None:
@@ -339,7 +339,7 @@ class Service:
         else:
             self._failures = 0
             now, before = time.perf_counter(), self._since
-            each, self._since = (now - before) / len(drawings), now
+            each, self._since = (now - before) / len(samples), now
             self.seconds_per_image += _NEWEST * (each - self.seconds_per_image) if self.seconds_per_image else each
             self._end(ticket, step)
 
@@ -347,12 +347,12 @@ class Service:
         """Forget a request, and tell its listener how it ended, unless it left by itself."""
         if not ticket.ended:
             self._forget(ticket, last)
-            self._scheduler.cancel(ticket.drawings)
+            self._scheduler.cancel(ticket.samples)
 
     def _forget(self, ticket: Ticket, last: StreamStep | BaseException | None) -> None:
         ticket.ended = True
-        for drawing in ticket.drawings:
-            self._tickets.pop(drawing.index, None)
+        for sample in ticket.samples:
+            self._tickets.pop(sample.index, None)
         with self._changed:
             self._images -= len(ticket.request.images)
         if last is not None:
