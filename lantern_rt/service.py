@@ -28,11 +28,10 @@ from .methods import Ar, Auto, Eagle, Options
 from .pipeline import Pipeline
 from .requests import Request, Settings, resolve_settings
 from .results import Progress, StreamStep
+from .runtime import state
 from .runtime.decode import Step
 from .runtime.grid import Raster
 from .runtime.scheduler import RequestStep, Scheduler
-from .runtime import state
-from .runtime.state import method_nodes
 from .runtime.statistics import Clock, summarise
 
 _LOG = logging.getLogger(__name__)
@@ -155,7 +154,7 @@ class Service:
         request = self.pipeline.check(prompts, **options)
         images = len(request.images)
         ticket = Ticket(self, request, listener, steps)
-        nodes = method_nodes(request.settings.method)
+        nodes = state.method_nodes(request.settings.method)
         max_nodes = min(MOST_NODES, self._engines.most_nodes)
         if nodes > max_nodes:
             raise RequestError(
