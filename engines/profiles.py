@@ -33,10 +33,10 @@ class BuildOptions:
         backend: `tensorrt` or `tensorrt-rtx`.
         max_rows: sequences per pass, 1 .. 4096; guidance makes two of every image.
         max_nodes: new nodes per pass, 2 .. 4096, at least the tree's.
-        compute_capabilities: GPUs such as `SM89`; none: that of this host.
+        compute_capabilities: GPUs such as `SM89`, of backend `tensorrt-rtx`; none: that of this host.
 
     Raises:
-        RequestError: a number is out of range.
+        RequestError: a number is out of range, or GPUs are named for the other backend.
     """
 
     backend: str
@@ -48,6 +48,8 @@ class BuildOptions:
         for name, value, low in (("max_rows", self.max_rows, 1), ("max_nodes", self.max_nodes, 2)):
             if not low <= value <= 4096:
                 raise RequestError(field=name, found=str(value), expected=f"{low} .. 4096")
+        if self.compute_capabilities and self.backend != "tensorrt-rtx":
+            raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected="tensorrt-rtx")
 
 
 def capacity(manifest: Manifest, role: str, max_nodes: int) -> int:
