@@ -148,15 +148,11 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        command = data.get("command") if isinstance(data, dict) else None
-        known = isinstance(command, list) and all(isinstance(word, str) for word in command)
-        again = shlex.join([*command, "--output", str(path), "--force"]) if known else ""
-        raise EngineError(
-            field=str(file),
-            found=f"engine format {short(version)}",
-            expected=FORMAT_VERSION,
-            remedy=f"rebuild with `{again}`" if again else _AGAIN,
-        )
+        command, remedy = data.get("command") if isinstance(data, dict) else None, _AGAIN
+        if isinstance(command, list) and all(isinstance(word, str) for word in command):
+            remedy = f"rebuild with `{shlex.join([*command, '--output', str(path), '--force'])}`"
+        found = f"engine format {short(version)}"
+        raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=remedy)
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
