@@ -29,7 +29,8 @@ from tree_figures import expected_tokens, slots_per_level
 from lantern_rt import LanternError, Pipeline, __version__, open_bundle
 from lantern_rt.compare.bench import bench, figures, memory_bound, usual_methods
 from lantern_rt.compare.turns import Subjects, parse_contenders, subjects_of
-from lantern_rt.engines.host import host_report, processor, read_bandwidth
+from lantern_rt.engines.doctor import host_report
+from lantern_rt.engines.host import processor, read_bandwidth
 from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
 from lantern_rt.planning.costs import HostCosts, PassCost, early_pass, measure_costs, with_overhead
@@ -164,7 +165,7 @@ def main() -> None:
         bundle = arguments.bundle or random_bundle(replace(SHAPES[name], vq_width=32), Path(folder) / name)
         host = host_report()
         print(f"lantern-rt {__version__}, {processor()}")
-        print("\n".join(f"  {name:12} {value}" for name, value in host.rows()))
+        print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.situation(1, None, "").threads
         bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)

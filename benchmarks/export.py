@@ -27,8 +27,8 @@ from random_bundle import SHAPES, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError, open_bundle
 from lantern_rt.cli.memory import PeakMemory
-from lantern_rt.engines.loader import find_backend
 from lantern_rt.engines.profiles import BuildOptions, profiles
+from lantern_rt.engines.trt.backend import find_backend
 
 # Bytes a weight as stored.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16-safe": 2.0, "int8-weights": 1.0625, "int4-weights": 0.625}

@@ -73,7 +73,7 @@ def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
     kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kinds) > 1:
         found = "keys and values of both float16 and float32"
-        raise BundleError(f"{where}: found {found}, expected one type; export again")
+        raise BundleError(field=str(where), found=found, expected="one type", remedy="export the bundle again")
     return np.float16 if np.float16 in kinds else np.float32
 
 

@@ -1,4 +1,4 @@
-"""What this host offers a backend: cores, memory and how fast it is read, installed runtimes, and what will be used."""
+"""What this host offers a backend: cores, memory and how fast it is read, and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,65 +35,6 @@ _INSTRUCTION_SETS = (
 _import_lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class HostReport:
-    """One host, as `lantern-rt doctor` prints it. `problems` are lines that say what to do."""
-
-    python: str
-    system: str
-    distributions: dict[str, str]
-    providers: tuple[str, ...]
-    logical_cores: int
-    usable_cores: int
-    cpu_quota: float | None
-    memory_bytes: int
-    available_bytes: int
-    choice: str
-    problems: tuple[str, ...]
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Name and text of every finding."""
-        versions = ", ".join(f"{name} {version}" for name, version in self.distributions.items())
-        return [
-            ("python", self.python),
-            ("system", self.system),
-            ("onnxruntime", versions or "not installed"),
-            ("providers", ", ".join(self.providers) or "none"),
-            ("cores", f"{self.usable_cores} physical usable of {self.logical_cores} logical"),
-            ("cpu quota", "none" if self.cpu_quota is None else f"{self.cpu_quota:g} cores"),
-            ("memory", f"{self.available_bytes / 2**30:.1f} GiB available of {self.memory_bytes / 2**30:.1f} GiB"),
-            ("will use", self.choice),
-            *(("problem", problem) for problem in self.problems),
-        ]
-
-
-def host_report() -> HostReport:
-    """What this host offers. Never fails: what cannot be found out is a problem line or None."""
-    import psutil  # type: ignore[import-untyped]
-
-    providers, problems = (), [conflict] if (conflict := _runtime_conflict()) else []
-    try:
-        providers = tuple(import_onnxruntime().get_available_providers())
-    except EngineError as error:
-        problems = problems or [str(error)]
-    cores, quota, logical, memory = usable_cores(), cpu_quota(), len(_affinity()), psutil.virtual_memory()
-    limit = "the CPU quota" if quota is not None and quota < logical else "the physical cores of this process"
-    choice = f"ONNX Runtime on the CPU, {cores} thread{'s' if cores > 1 else ''} ({limit})"
-    return HostReport(
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.machine()}",
-        distributions=_installed_runtimes(),
-        providers=providers,
-        logical_cores=logical,
-        usable_cores=cores,
-        cpu_quota=quota,
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
-        choice=choice if "CPUExecutionProvider" in providers else "nothing: no backend is usable",
-        problems=tuple(problems),
-    )
-
-
 def import_onnxruntime() -> Any:
     """The onnxruntime module, kept from reporting to its makers. Raises: EngineError that says what to install."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when it is first imported
@@ -107,10 +47,11 @@ def import_onnxruntime() -> Any:
         except (ImportError, AttributeError) as error:
             if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C, which its native part makes a failure of
                 raise KeyboardInterrupt from error
+            if conflict := runtime_conflict():
+                raise conflict from error
             install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
-            cure = f"install it with `pip {install} 'lantern-rt[cpu]'`"
-            line = _runtime_conflict() or f"onnxruntime cannot be imported ({brief(error, 200)}); {cure}"
-            raise EngineError(line) from error
+            problem = f"onnxruntime cannot be imported ({brief(error, 200)})"
+            raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[cpu]'`") from error
     return onnxruntime
 
 
@@ -144,11 +85,11 @@ def usable_cores() -> int:
     return max(1, min(len(siblings), int(cpu_quota() or len(siblings))))
 
 
-def thread_count(asked: int | None) -> int:
-    """Threads of a graph: by default `usable_cores`. Raises: EngineError if others than 1 .. 1024 are asked for."""
-    if asked is not None and (type(asked) is not int or not 1 <= asked <= 1024):
-        raise EngineError(f"threads: found {asked!r}, expected 1 .. 1024")
-    return asked or usable_cores()
+def thread_count(threads: int | None) -> int:
+    """Threads of a graph, by default `usable_cores`. Raises: EngineError unless 1 .. 1024."""
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= 1024):
+        raise EngineError(field="threads", found=repr(threads), expected="1 .. 1024")
+    return threads or usable_cores()
 
 
 def cpu_quota() -> float | None:
@@ -158,7 +99,7 @@ def cpu_quota() -> float | None:
 
 def available_memory() -> int:
     """Bytes that this process may still take: what is free, or what its control groups leave of their limits."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     free = [int(psutil.virtual_memory().available)]
     for folder in _cgroups():
@@ -169,23 +110,28 @@ def available_memory() -> int:
     return max(0, min(free))
 
 
-def _installed_runtimes() -> dict[str, str]:
-    """Installed ONNX Runtime distributions and their versions."""
-    found = {}
+def installed_runtimes() -> list[str]:
+    """Installed distributions of ONNX Runtime; two overwrite each other's files."""
+    names = []
     for name in ("onnxruntime", "onnxruntime-gpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            importlib.metadata.version(name)
+            names.append(name)
+    return names
 
 
-def _runtime_conflict() -> str:
-    """What two ONNX Runtime distributions in one environment mean, and the cure; empty with at most one."""
-    if len(found := _installed_runtimes()) < 2:
-        return ""
-    return (
-        f"{' and '.join(found)} are both installed and overwrite each other's files, expected one; "
-        f"run `pip uninstall -y {' '.join(found)}`, then install the one you need"
-    )
+def runtime_conflict() -> EngineError | None:
+    """The error for two ONNX Runtime distributions in one environment; None with at most one."""
+    names = installed_runtimes()
+    if len(names) < 2:
+        return None
+    both = f"{' and '.join(names)} are both installed and overwrite each other's files"
+    return EngineError(both, remedy=f"run `pip uninstall -y {' '.join(names)}`, then install the one you need")
+
+
+def logical_cores() -> int:
+    """Logical cores of this process."""
+    return len(_affinity())
 
 
 def _affinity() -> set[int]:

@@ -103,8 +103,12 @@ class KVCache(CacheRows):
         cache = cls(np.zeros(rows, np.int64), capacity, [])
         size = 2 * layers * cache.columns * rows * num_kv_heads * head_dim * np.dtype(dtype).itemsize
         if size > (free := available_memory()):
-            needs = f"keys and values of {rows} rows of {cache.columns:,} tokens need {size / 2**30:.1f} GiB"
-            raise EngineError(f"memory: {needs}, found {free / 2**30:.1f} GiB free; draw fewer images at once")
+            raise EngineError(
+                f"keys and values of {rows} rows of {cache.columns:,} tokens need {size / 2**30:.1f} GiB",
+                field="memory",
+                found=f"{free / 2**30:.1f} GiB free",
+                remedy="draw fewer images at once",
+            )
         # One block for all, for which NumPy asks for huge pages: 40 times fewer page faults.
         cache.tensors = list(np.zeros((2 * layers, cache.columns, rows, num_kv_heads, head_dim), dtype))
         return cache

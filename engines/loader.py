@@ -1,4 +1,4 @@
-"""Backends by name, and a bundle's graphs loaded: target and drafter as engines, the others as functions."""
+"""A bundle's graphs loaded: target and drafter as engines, the others as functions."""
 
 from __future__ import annotations
 
@@ -9,44 +9,35 @@ import numpy as np
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest
-from ..errors import RequestError
 from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
 from .host import thread_count
 from .memory import INTEGERS, PRODUCTS, check_products
-from .ort.backend import OrtBackend, OrtGraphs
+from .ort.backend import OrtGraphs
 from .ort.providers import DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers
-from .trt.backend import TensorRTBackend
-
-BACKENDS: dict[str, type[OrtBackend | TensorRTBackend]] = {
-    "onnxruntime": OrtBackend,
-    "tensorrt": TensorRTBackend,
-    "tensorrt-rtx": TensorRTBackend,
-}
-
+from .trt.backend import find_backend
 
 ImageDecoder = Callable[[Ints], Floats]
 # Of a CPU that computes in float32; the embedded model's largest was 6.1e-5 nats (benchmarks/ties.py).
 ROUNDING = 1e-4
-
-
-def find_backend(name: str) -> OrtBackend | TensorRTBackend:
-    """The backend of a name; its library need not be installed. Raises: RequestError if there is none."""
-    if name not in BACKENDS:
-        raise RequestError(f"backend: found {name!r}, expected one of {', '.join(BACKENDS)}")
-    return BACKENDS[name](name)
+_UNLIMITED = 1 << 20
 
 
 class Engines:
-    """Everything a bundle can run, from its own graphs or from an engine folder built of it; for several threads.
+    """Everything a bundle can run, from its own graphs or from plans built of it; for several threads.
 
     The drafter, the VQ decoder and its encoder are loaded when first asked for: decoding without them never pays.
-    providers: of the bundle's own graphs. expand_weights: the target's int8 or int4 weights become float32 when loaded;
-    with provider `cpu`. picture_threads: of the VQ decoder, by default as many as the others have.
 
-    Raises, before anything is loaded: EngineError if the folder's engines are of another bundle, version or host, or
-    altered; RequestError if there are no weights to expand.
+    Args:
+        bundle: opened.
+        threads: of the graphs, one per core by default.
+        providers: of the bundle's own graphs.
+        folder: plans to run instead of its graphs.
+        picture_threads: of the VQ decoder, by default as many as the others have.
+
+    Raises:
+        EngineError: the plans are of another bundle, version or host, or altered; the same before anything is loaded.
     """
 
     def __init__(
@@ -55,35 +46,34 @@ class Engines:
         threads: int | None = None,
         providers: Providers = ON_CPU,
         folder: EngineFolder | None = None,
-        expand_weights: bool = False,
         picture_threads: int | None = None,
     ) -> None:
-        self._bundle, self.picture_threads = bundle, thread_count(picture_threads or threads)
-        # what measured times hold for, such as `onnxruntime-cpu`, `onnxruntime-cpu-expanded` or `tensorrt-rtx`
-        built_by = None if folder is None else (folder.manifest.backend, folder.manifest.provider)
-        parts = built_by or ("onnxruntime", providers.main)
-        self.backend = "-".join(part for part in (*parts, "expanded" if expand_weights else None) if part)
-        self.picture_backend = self.backend if folder else f"onnxruntime-{providers.of(IMAGE_DECODER)}"
+        self._bundle = bundle
         self.threads = thread_count(threads)
+        self.picture_threads = thread_count(picture_threads or threads)
+        # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
+        self.backend = folder.manifest.backend if folder else f"onnxruntime-{providers.main}"
+        self.picture_backend = self.backend if folder else f"onnxruntime-{providers.of(IMAGE_DECODER)}"
+        self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
-        self.integers = precision in INTEGERS and not expand_weights  # products round what they multiply to 8 bits
-        self.on_cpu = self.backend.startswith(f"onnxruntime-{DEFAULT_PROVIDER}")
+        self.integers = precision in INTEGERS  # products round what they multiply to 8 bits
         exact = precision == PRODUCTS  # sums of integers
-        settles = self.on_cpu and dtype == "float32" and not (exact or self.integers)
-        self.rounding = ROUNDING if settles else 0.0  # as `Model.rounding`
-        target = None if folder is None else folder.manifest.graphs.get("target")
-        built = () if target is None else target.profiles
-        most = max((profile.nodes[2] for profile in built), default=1 << 20)
+        rounds = self.on_cpu and dtype == "float32" and not (exact or self.integers)
+        self.rounding = ROUNDING if rounds else 0.0  # as `Model.rounding`
+        target = folder.manifest.graphs.get("target") if folder else None
+        built = target.profiles if target else ()
+        most = max((profile.nodes[2] for profile in built), default=_UNLIMITED)
         self.most_nodes = most if bundle.manifest.row_end is None else most // 2  # of drafts, each with a row's end
-        self.most_rows = max((profile.rows[2] for profile in built), default=1 << 20)
+        self.most_rows = max((profile.rows[2] for profile in built), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_decoder: ImageDecoder | None = None
         self._vq_encoder: Function | None = None
-        if expand_weights:
-            _check_expandable(bundle, providers.main, folder)
         check_products(bundle, self.backend)
-        self._graphs = _open_graphs(bundle, self.threads, providers, folder, expand_weights)
+        if folder is None:
+            self._graphs = OrtGraphs(bundle, self.threads, providers)
+        else:
+            self._graphs = find_backend(folder.manifest.backend).open(bundle, folder, self.threads)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings())
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
 
@@ -128,53 +118,20 @@ class Engines:
         self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
 
 
-def image_decoder(bundle: Bundle, provider: str, threads: int) -> ImageDecoder:
-    """The bundle's VQ decoder alone, on a provider; as `Engines.vq_decoder`. Raises: EngineError, BundleError."""
-    graphs = OrtGraphs(bundle, None, threads, Providers(own={IMAGE_DECODER: provider}))
-    return _image_decoder(graphs, bundle.manifest, threads)
-
-
 def _image_decoder(graphs: OrtGraphs, manifest: Manifest, threads: int) -> ImageDecoder:
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:
         cells = pixels = (None, None)
-    codes_in, images = Tensor("codes", ("int64",), (None, *cells)), Tensor("images", ("float32",), (None, 3, *pixels))
-    run = graphs.function(IMAGE_DECODER, [codes_in], [images], threads)
+    inputs = [Tensor("codes", ("int64",), (None, *cells))]
+    outputs = [Tensor("images", ("float32",), (None, 3, *pixels))]
+    run = graphs.function(IMAGE_DECODER, inputs, outputs, threads)
 
     def decode(codes: Ints) -> Floats:
         read = codes if manifest.sizes else codes.reshape(len(codes), -1)
         return run({"codes": np.ascontiguousarray(read, np.int64)})[0]
 
     return decode
-
-
-def _check_expandable(bundle: Bundle, provider: str, folder: EngineFolder | None) -> None:
-    """Raises: RequestError unless the target's weights are integers that ONNX Runtime would keep on a CPU."""
-    precision = bundle.manifest.target.precision
-    if folder is not None:
-        found, expected = f"the engines {folder.folder}", "a bundle's own graphs"
-    elif provider != DEFAULT_PROVIDER:
-        found, expected = f"provider {provider}", f"provider {DEFAULT_PROVIDER}"
-    elif precision not in INTEGERS:
-        found, expected = f"a target with {precision} weights", "int8-weights or int4-weights"
-    else:
-        return
-    raise RequestError(f"expand_weights: found {found}, expected {expected}; leave it out")
-
-
-def _open_graphs(
-    bundle: Bundle, threads: int, providers: Providers, folder: EngineFolder | None, expand_weights: bool
-) -> OrtGraphs:
-    if folder is None:
-        return OrtGraphs(bundle, None, threads, providers, expand_weights)
-    backend, built_by = find_backend(folder.manifest.backend), folder.manifest.builder_version
-    folder.check_bundle(bundle)
-    if (version := backend.version()) != built_by:
-        raise folder.other(f"engines built by {folder.manifest.builder} {built_by}", f"{version}, the one installed")
-    backend.check_host(folder)
-    folder.check_files()
-    return backend.open(bundle, folder, threads)
 
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

@@ -30,17 +30,15 @@ def pass_bytes(spec: DecoderSpec | DrafterSpec, rows: int, nodes: int, past: int
     return rows * (logits + scores + states)
 
 
-def weight_bytes(bundle: Bundle, role: str, expand: bool = False) -> int:
+def weight_bytes(bundle: Bundle, role: str) -> int:
     """A graph's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
 
-    Floats are loaded as float32, however they are stored; integers stay what they are, unless `expand`: then they
-    count as float32, at two integers a byte no more than eight times their file.
+    Floats are loaded as float32, however they are stored; integers stay what they are.
     """
     manifest = bundle.manifest
     precision = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
     if precision is not None and precision.precision in (*INTEGERS, PRODUCTS):
-        stored = sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
-        return stored * ({"int8-weights": 4, "int4-weights": 8}[precision.precision] if expand else 1)
+        return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
     return 4 * count_weights(bundle.path(role))
 
 
@@ -49,18 +47,21 @@ def check_products(bundle: Bundle, where: str) -> None:
     decoders = (bundle.manifest.target, bundle.manifest.drafter)
     products = any(one is not None and one.precision == PRODUCTS for one in decoders)
     if products and not where.startswith("onnxruntime-cpu"):
-        found = f"found {where}, but bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do"
-        raise RequestError(f"{found}; export it with --precision fp32 or fp16, or use provider cpu")
+        raise RequestError(
+            f"bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do",
+            found=where,
+            remedy="export it with --precision fp32 or fp16, or use provider cpu",
+        )
 
 
 def count_weights(path: Path) -> int:
     """Floating-point weights of a graph. Raises: BundleError: it cannot be read, or claims what no file holds."""
     try:
         weights = float_weights(path)
+        if not 0 <= weights < MOST_WEIGHTS:
+            raise NotOnnx("more weights than any file holds")
     except (NotOnnx, ValueError, OSError) as error:
-        raise BundleError(f"{path}: expected an ONNX graph, found {brief(error)}") from error
-    if not 0 <= weights < MOST_WEIGHTS:
         raise BundleError(
-            f"{path}: expected an ONNX graph, found one of more weights than any file holds; export the bundle again"
-        )
+            field=str(path), found=brief(error), expected="an ONNX graph", remedy="export the bundle again"
+        ) from error
     return weights

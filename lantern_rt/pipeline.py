@@ -88,13 +88,9 @@ class Pipeline:
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
         chosen = None if provider is None else Providers.read(provider)
-        if folder is not None and chosen not in (None, ON_CPU, Providers(folder.manifest.provider or "")):
-            raise RequestError(
-                field="provider",
-                found=str(chosen),
-                expected=f"{folder.manifest.provider or folder.manifest.backend}, which {folder.folder} was built for",
-                remedy="leave the provider out",
-            )
+        if folder is not None and chosen not in (None, ON_CPU):
+            expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
+            raise RequestError(field="provider", found=str(chosen), expected=expected, remedy="leave the provider out")
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
         loaded = Engines(opened, threads, chosen or ON_CPU, folder, picture_threads=picture_threads)

@@ -17,8 +17,9 @@ from ..contracts import Array
 from ..graph_bytes import GraphWriter, Value
 from ..host import import_onnxruntime
 from ..sampling_head import LEFT_OUT, Head
-from .providers import find_provider, turn
+from .providers import find_provider
 from .session import load_session
+from .turns import turn
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _GROUPS = 32  # of positions whose noise is kept on the device, at least

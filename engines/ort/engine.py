@@ -37,12 +37,10 @@ class OrtEngine:
         code_embeddings: Floats | None = None,
         threads: int | None = None,
         provider: str = DEFAULT_PROVIDER,
-        optimised: bool = False,
-        expand_weights: bool = False,
     ) -> None:
         self.spec = spec
         inputs, outputs = decoder_tensors(spec, drafts=code_embeddings is None)
-        self._graph = GraphSession(path, inputs, outputs, threads, provider, optimised, expand_weights)
+        self._graph = GraphSession(path, inputs, outputs, threads, provider)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_key_values.")]
         self._kv_dtype = kv_dtype(path, self._graph.dtypes)
         self._table = code_embeddings

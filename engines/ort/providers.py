@@ -11,8 +11,8 @@ import importlib
 import io
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -121,65 +121,31 @@ class Providers(NamedTuple):
         return ",".join([self.main, *(f"{role}={name}" for role, name in self.own.items())])
 
     @classmethod
-    def read(cls, given: str | Sequence[str]) -> Providers:
+    def read(cls, names: str | Sequence[str]) -> Providers:
         """Providers from `NAME` for all graphs and `GRAPH=NAME` for one, joined by commas or one by one.
 
         Raises: EngineError: a name is unknown or given twice, or a graph cannot have the provider.
         """
-        found: dict[str, str] = {}
-        for one in given.split(",") if isinstance(given, str) else given:
+        own: dict[str, str] = {}
+        for one in names.split(",") if isinstance(names, str) else names:
             role, named, name = one.strip().rpartition("=")
             if named and role not in _ONCE:
-                found_graph, graphs = f"found graph {short(role)}", " or ".join(_ONCE)
-                raise EngineError(f"provider: {found_graph}, expected {graphs}; all others run on one provider, NAME")
-            if role in found:
-                whose = f"graph {role}" if role else "all graphs"
-                raise EngineError(f"provider: found {found[role]} and {name} for {whose}, expected one")
+                remedy = "all others run on one provider, NAME"
+                raise _refused(found=f"graph {short(role)}", expected=" or ".join(_ONCE), remedy=remedy)
+            if role in own:
+                raise _refused(found=f"{own[role]} and {name} for {role or 'all graphs'}", expected="one")
             if _named(name).rounds and role != IMAGE_DECODER:
-                where = f"found {name} for {role or 'all graphs'}, but it rounds to bfloat16"
-                raise EngineError(f"provider: {where}; give it to the image decoder alone, {IMAGE_DECODER}={name}")
-            found[role] = name
-        return cls(found.pop("", DEFAULT_PROVIDER), found)
+                remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"
+                raise _refused(f"{name} rounds to bfloat16", found=f"it for {role or 'all graphs'}", remedy=remedy)
+            own[role] = name
+        return cls(own.pop("", DEFAULT_PROVIDER), own)
 
 
 ON_CPU = Providers()
 
 
-class Turns:
-    """While a pass is recorded on a device nobody else may use it: CUDA fails whatever takes memory meanwhile."""
-
-    def __init__(self) -> None:
-        self._changed, self._running = threading.Condition(), 0
-
-    @contextmanager
-    def among_others(self) -> Iterator[None]:
-        """Use the device beside other threads."""
-        with self._changed:
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Use the device while no other thread does."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
-            yield
-
-
-_turns = {provider.name: Turns() for provider in _ALL if provider.recording}
-_AT_ONCE = nullcontext()
-
-
-def turn(provider: str, alone: bool = False) -> AbstractContextManager[None]:
-    """Wait until this thread may use a provider's device, or use it alone; nobody waits where nothing is recorded."""
-    if (turns := _turns.get(provider)) is None:
-        return _AT_ONCE
-    return turns.alone() if alone else turns.among_others()
+def _refused(problem: str = "", **fields: str) -> EngineError:
+    return EngineError(problem, field="provider", **fields)
 
 
 _registered: set[str] = set()  # plugins of this process, by module
@@ -190,30 +156,20 @@ def find_provider(name: str, runtime: Any) -> Provider:
     """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
     if (provider := _named(name)).plugin:
         plugin_devices(provider, runtime)
-    elif provider.execution_provider not in (available := runtime.get_available_providers()):
-        found = f"onnxruntime {runtime.__version__} has no {provider.execution_provider}, found {', '.join(available)}"
-        cure = f"install {provider.package} instead of the onnxruntime you have"
-        raise EngineError(f"provider {name}: {found}; {cure}")
+    elif provider.execution_provider not in runtime.get_available_providers():
+        raise EngineError(
+            f"onnxruntime {runtime.__version__} has no {provider.execution_provider}",
+            field=f"provider {name}",
+            found=", ".join(runtime.get_available_providers()),
+            remedy=f"install {provider.package} instead of the onnxruntime you have",
+        )
     return provider
 
 
 def _named(name: str) -> Provider:
     if (provider := PROVIDERS.get(name)) is None:
-        raise EngineError(f"provider: found {name!r}, expected one of {', '.join(PROVIDERS)}")
+        raise _refused(found=short(name), expected=f"one of {', '.join(PROVIDERS)}")
     return provider
-
-
-def host_plugins(runtime: Any) -> tuple[list[str], list[str]]:
-    """Names of the plugins that compute in the host's memory, as the CPU does: those that are here, and the others."""
-    here, missing = list[str](), list[str]()
-    for one in _ALL:
-        if one.plugin and not one.resident:
-            try:
-                find_provider(one.name, runtime)
-                here.append(one.name)
-            except EngineError:
-                missing.append(one.name)
-    return here, missing
 
 
 def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
@@ -224,17 +180,24 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
                 path = importlib.import_module(provider.plugin).get_library_path()
                 runtime.register_execution_provider_library(provider.execution_provider, path)
             except ModuleNotFoundError as error:
-                found = f"found no module {provider.plugin}, which is installed beside onnxruntime"
-                raise EngineError(f"provider {provider.name}: {found}; run `pip install {provider.package}`") from error
+                missing = f"no module {provider.plugin}, which is installed beside onnxruntime"
+                raise EngineError(
+                    field=f"provider {provider.name}", found=missing, remedy=f"run `pip install {provider.package}`"
+                ) from error
             except Exception as error:
-                found = f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})"
-                cure = f"check the device's driver, or update onnxruntime and {provider.package}"
-                raise EngineError(f"provider {provider.name}: {found}; {cure}") from error
+                raise EngineError(
+                    f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})",
+                    field=f"provider {provider.name}",
+                    remedy=f"check the device's driver, or update onnxruntime and {provider.package}",
+                ) from error
             _registered.add(provider.plugin)
     devices = [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
     if not devices:
-        found, cure = "ONNX Runtime finds no device that it runs on, expected one", "install the device's driver"
-        raise EngineError(f"provider {provider.name}: {found}; {cure}, or ask for provider {DEFAULT_PROVIDER}")
+        raise EngineError(
+            "ONNX Runtime finds no device that it runs on",
+            field=f"provider {provider.name}",
+            remedy=f"install the device's driver, or use provider {DEFAULT_PROVIDER}",
+        )
     return devices
 
 
@@ -259,15 +222,15 @@ def preload(provider: Provider, runtime: Any) -> None:
 
 def check_taken(where: object, provider: Provider, session: Any) -> None:
     """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
-    if provider.execution_provider not in (present := session.get_providers()):
-        found = f"provider {provider.name} did not load, ONNX Runtime fell back to {', '.join(present)}"
-        cure = f"check its driver, install {provider.package}, or ask for provider {DEFAULT_PROVIDER}"
-        raise EngineError(f"{where}: {found}; {cure}")
+    remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver and update {provider.package}"
+    if provider.execution_provider not in session.get_providers():
+        problem = f"provider {provider.name} did not load"
+        raise EngineError(problem, field=str(where), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
     if not hasattr(session, "get_provider_graph_assignment_info"):
-        found = f"this onnxruntime cannot say which nodes provider {provider.name} takes"
-        raise EngineError(f"{where}: {found}, expected 1.24 or newer; update {provider.package}")
+        problem = f"this onnxruntime cannot say which nodes provider {provider.name} takes"
+        raise EngineError(problem, field=str(where), expected="1.24 or newer", remedy=f"update {provider.package}")
     left = Counter(
         node.op_type
         for part in session.get_provider_graph_assignment_info()
@@ -277,5 +240,5 @@ def check_taken(where: object, provider: Provider, session: Any) -> None:
     )
     if left:
         ops = ", ".join(f"{count} {op}" for op, count in left.most_common(5))
-        found = f"provider {provider.name} does not take {left.total()} nodes of this graph ({ops})"
-        raise EngineError(f"{where}: {found}; ask for provider {DEFAULT_PROVIDER}, or update {provider.package}")
+        problem = f"provider {provider.name} does not take {left.total()} nodes of this graph ({ops})"
+        raise EngineError(problem, field=str(where), remedy=remedy)

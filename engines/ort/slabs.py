@@ -20,7 +20,7 @@ import numpy as np
 from ...runtime.engine import Ints
 from ..contracts import Executable
 from .device import Device, itemsize
-from .providers import turn
+from .turns import turn
 
 _KEPT = 2  # slabs that no cache uses
 _MOST_BOUND = 32  # passes of a slab: their outputs take memory, and recordings

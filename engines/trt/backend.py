@@ -15,8 +15,7 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...bundle.onnx_scan import place_of_node
-from ...checks import brief
+from ...checks import brief, short
 from ...errors import EngineError, RequestError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Progress, Tensor
@@ -41,9 +40,16 @@ def import_library(name: str) -> Any:
         module = importlib.import_module(MODULES[name])
         _ = module.__version__  # any folder of that name on the path would be a module, too
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        found = f"{MODULES[name]} cannot be imported ({brief(error, 200)})"
-        raise EngineError(f"{found}; install it with `pip install 'lantern-rt[{name}]'`") from error
+        problem = f"{MODULES[name]} cannot be imported ({brief(error, 200)})"
+        raise EngineError(problem, remedy=f"install it with `pip install 'lantern-rt[{name}]'`") from error
     return module
+
+
+def find_backend(name: str) -> TensorRTBackend:
+    """The backend of a name; its library need not be installed. Raises: RequestError if there is none."""
+    if name not in MODULES:
+        raise RequestError(field="backend", found=short(name), expected=f"one of {', '.join(MODULES)}")
+    return TensorRTBackend(name)
 
 
 class TensorRTGraphs(OrtGraphs):
@@ -53,7 +59,7 @@ class TensorRTGraphs(OrtGraphs):
     """
 
     def __init__(self, library: Any, bundle: Bundle, folder: EngineFolder, threads: int) -> None:
-        super().__init__(bundle, None, threads, ON_CPU)
+        super().__init__(bundle, threads, ON_CPU)
         self._library, self._gpu, self._plans = library, Device(MEMORY), folder
         self._gpu.zeros((1,), "float32")  # loads the provider, or says why it does not
         self._kernels = Kernels(folder)
@@ -71,6 +77,8 @@ class TensorRTGraphs(OrtGraphs):
 
     def _plan(self, role: str) -> Plan:
         plans = self._plans
+        if role not in plans.manifest.graphs:
+            raise plans.other(f"no plan of the {role}", "one")
         profiles = plans.manifest.graphs[role].profiles
         return Plan(self._library, plans.path(role), profiles, plans.rebuild, self._kernels)
 
@@ -78,8 +86,7 @@ class TensorRTGraphs(OrtGraphs):
 class TensorRTBackend:
     """Builds and opens plans with the library of one of the two names, `tensorrt` and `tensorrt-rtx`."""
 
-    roles: tuple[str, ...] = ("target", "drafter", "vq_decoder")  # the graphs it builds
-    shaped = True  # whether engines are made for ranges of shapes
+    roles = ("target", "drafter", "vq_decoder")  # the graphs it builds
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,27 +105,27 @@ class TensorRTBackend:
             return tuple(name.upper() for name in options.compute_capabilities)
         if gpu := find_gpu():
             return (gpu.compute_capability,)
-        advice = "build on the host that will run the engines, or with --backend tensorrt-rtx"
+        remedy = "build on the host that will run the engines, or with --backend tensorrt-rtx"
         if self.name == "tensorrt-rtx":
-            advice = "give --compute-capability, such as SM89"
-        raise EngineError(f"{self.name}: found no NVIDIA GPU and driver to build for; {advice}")
+            remedy = "give --compute-capability, such as SM89"
+        raise EngineError(field=self.name, found="no NVIDIA GPU and driver", remedy=remedy)
 
     def build(
         self, bundle: Bundle, role: str, profiles: Sequence[Profile], options: BuildOptions, folder: Path, say: Progress
-    ) -> list[Path]:
+    ) -> Path | None:
         """Parse the graph, build a plan for all profiles, and write it as `<role>.plan`.
 
-        Not of an image decoder for several sizes: the CPU runs that.
+        None for an image decoder for several sizes: the CPU runs that.
         """
         if role == "vq_decoder" and bundle.manifest.sizes:
-            return []
+            return None
         library, path, entries = import_library(self.name), bundle.path(role), 0
         if spec := {"target": bundle.manifest.target, "drafter": bundle.manifest.drafter}.get(role):
             model = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles)).model
             entries = max(profile.nodes[2] for profile in profiles)
             if role == "target":
-                given = entries * max(profile.rows[2] for profile in profiles)  # prefixes
-                entries = max(spec.vocab_size, 1 + (bundle.manifest.row_end or 0), given)
+                prefixes = entries * max(profile.rows[2] for profile in profiles)
+                entries = max(spec.vocab_size, 1 + (bundle.manifest.row_end or 0), prefixes)
         else:
             model = path.read_bytes()
         errors: list[str] = []
@@ -127,7 +134,7 @@ class TensorRTBackend:
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = library.OnnxParser(network, logger)
         if not parser.parse(model, str(path)):  # the path is where weights in other files lie
-            raise self._refusal(path, *self._parse_failure(None if spec else path, parser, first(errors)))
+            raise self._refusal(path, *self._parse_failure(parser, first(errors)))
         config = builder.create_builder_config()
         config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
         if self.name == "tensorrt-rtx":
@@ -142,46 +149,51 @@ class TensorRTBackend:
         if monitor.interrupted:
             raise KeyboardInterrupt
         if plan is None:
-            cure = "try smaller --max-rows, --max-nodes or --max-past, or another --backend"
-            raise self._refusal(path, f"does not build this graph: {first(errors)}", cure)
+            remedy = "try smaller --max-rows or --max-nodes, or another --backend"
+            raise self._refusal(path, f"does not build this graph: {first(errors)}", remedy)
         file = folder / f"{role}.plan"
         file.write_bytes(memoryview(plan))
-        return [file]
-
-    def check_host(self, folder: EngineFolder) -> None:
-        """Raises: EngineError unless the GPU is one that the plans were built for."""
-        manifest, gpu = folder.manifest, find_gpu()
-        known = ", ".join(manifest.compute_capabilities)
-        if gpu is None:
-            found = f"{folder.folder}: found no NVIDIA GPU and driver, expected a GPU of {known}"
-            raise EngineError(f"{found}; run without --engines, or on a host that has one")
-        if gpu.compute_capability not in manifest.compute_capabilities:
-            raise folder.other(f"engines for {known}", f"{gpu.compute_capability}, the GPU of this host")
+        return file
 
     def open(self, bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
-        """The plans on the first GPU; the condition graph on the CPU."""
-        return TensorRTGraphs(import_library(self.name), bundle, folder, threads)
+        """The plans on the first GPU; the condition graph on the CPU.
+
+        Raises:
+            EngineError: the plans are not this bundle's, library's or GPU's, or altered.
+        """
+        library, gpu = import_library(self.name), find_gpu()
+        built_for = folder.manifest.compute_capabilities
+        if gpu is None:
+            raise EngineError(
+                field=str(folder.folder),
+                found="no NVIDIA GPU and driver",
+                expected=f"a GPU of {', '.join(built_for)}",
+                remedy="run without --engines, or on a host that has one",
+            )
+        if gpu.compute_capability not in built_for:
+            raise folder.other(f"engines for {', '.join(built_for)}", f"{gpu.compute_capability}, the GPU of this host")
+        folder.check(bundle, self.version())
+        return TensorRTGraphs(library, bundle, folder, threads)
 
     def _choose_gpus(self, library: Any, config: Any, options: BuildOptions) -> None:
         known = {key: value for key, value in library.ComputeCapability.__members__.items() if key[:2] == "SM"}
         config.num_compute_capabilities = len(names := self.compute_capabilities(options))
         for i, name in enumerate(names):
             if name not in known:
-                raise RequestError(f"compute-capability: found {name!r}, expected one of {', '.join(known)}")
+                raise RequestError(field="compute_capability", found=short(name), expected=f"one of {', '.join(known)}")
             config.set_compute_capability(known[name], i)
 
-    def _parse_failure(self, path: Path | None, parser: Any, words: str) -> tuple[str, str]:
-        """What a parser does not take of a file (None: of a graph made here), as far as it says so, and the cure."""
+    def _parse_failure(self, parser: Any, words: str) -> tuple[str, str]:
+        """What a parser does not take of a graph, as far as it says so, and the remedy."""
         if not parser.num_errors:
             return f"cannot parse this graph: {words}", "export the bundle again"
         error = parser.get_error(0)
-        near = f" near `{place}`" if path and (place := place_of_node(path, error.node())) else ""
         reason = f"{error.code().name.replace('_', ' ').lower()} ({' '.join(error.desc().split())[:200]})"
-        found = f"cannot parse node `{error.node_name()}` ({error.node_operator()}){near}: {reason}"
-        return found, f"update {self.name}, or build with another --backend"
+        problem = f"cannot parse node `{error.node_name()}` ({error.node_operator()}): {reason}"
+        return problem, f"update {self.name}, or build with another --backend"
 
-    def _refusal(self, path: Path, what: str, cure: str) -> EngineError:
-        return EngineError(f"{path}: {self.name} {self.version()} {what}; {cure}")
+    def _refusal(self, path: Path, problem: str, remedy: str) -> EngineError:
+        return EngineError(f"{self.name} {self.version()} {problem}", field=str(path), remedy=remedy)
 
 
 def ranges(name: str, shape: Shape, profile: Profile, entries: int) -> tuple[Shape, ...]:

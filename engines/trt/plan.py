@@ -107,7 +107,7 @@ class Plan:
         except (TypeError, RuntimeError) as error:  # what the bindings raise where the library returns nothing
             self._errors.append(str(error))
         except OSError as error:
-            raise EngineError(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise EngineError(f"cannot be read ({error.strerror or error})", field=str(path)) from error
         self._check(self._engine is not None, "load this plan")
         if (found := self._engine.num_optimization_profiles) != len(profiles):
             raise self.other(f"{found} profiles", f"{len(profiles)}, those of engine.json")
@@ -119,7 +119,8 @@ class Plan:
 
     def other(self, found: str, expected: str, more: str = "") -> EngineError:
         """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
-        return EngineError(f"{self.path}: found {found}, expected {expected}; rebuild with `{self._rebuild}{more}`")
+        remedy = f"rebuild with `{self._rebuild}{more}`"
+        return EngineError(field=str(self.path), found=found, expected=expected, remedy=remedy)
 
     def check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Take the types of these tensors into `dtypes`. Raises: EngineError if the plan has others."""
@@ -145,8 +146,8 @@ class Plan:
         """Raises: EngineError unless a profile takes so many `rows`, `nodes` or `columns`."""
         if wanted > (most := max(getattr(profile, name)[2] for profile in self.profiles)):
             what = {"rows": "rows", "nodes": "nodes in one pass", "columns": "columns of a cache"}[name]
-            expected, option = f"at most {most}, which it was built for", name.replace("columns", "past")
-            raise self.other(f"{wanted} {what}", expected, f" --max-{option} {wanted}")
+            more = "" if name == "columns" else f" --max-{name} {wanted}"
+            raise self.other(f"{wanted} {what}", f"at most {most}, which it was built for", more)
 
     def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
         """As `Executable`, in the smallest profile that takes as many nodes; TensorRT-RTX records by itself."""
@@ -195,5 +196,5 @@ class Plan:
         """Raises: EngineError with the library's words unless it did `what`."""
         if not success:
             library = f"{self._library.__name__} {self._library.__version__}"
-            reason = first(self._errors)
-            raise EngineError(f"{self.path}: {library} does not {what}: {reason}; rebuild with `{self._rebuild}`")
+            problem = f"{library} does not {what}: {first(self._errors)}"
+            raise EngineError(problem, field=str(self.path), remedy=f"rebuild with `{self._rebuild}`")

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import ConditionSpec, Manifest
-from ..engines.engine_folder import EngineFolder
 from ..engines.host import available_memory
 from ..engines.kv_cache import SPAN_STEP, round_up
 from ..engines.memory import cache_bytes, pass_bytes, weight_bytes
@@ -46,19 +45,16 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     return found | {"passes": 2 * max(pass_bytes(manifest.target, rows, *one, size) for one in passes)}
 
 
-def check_memory(
-    bundle: Bundle, settings: Settings, engines: EngineFolder | None = None, prefix: int | None = None
-) -> None:
+def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) -> None:
     """Refuse what this host has no memory for: weights, and the decoding of one image.
 
-    engines: what runs on the CPU instead of graphs of the bundle. prefix: tokens of the prompt; None: as few as there
-    may be, as every request is looked at by `check_room`. Raises: RequestError: with all the numbers.
+    prefix: tokens of the prompt; None: as few as there may be, as every request is looked at by `check_room`. Raises:
+    RequestError: with all the numbers.
     """
     manifest, drafts = bundle.manifest, _drafts(settings.method)
     roles = ("target", "drafter", "condition", "vq_decoder")
     graphs = [role for role in roles if role in manifest.files and (drafts or role != "drafter")]
-    built = engines.bytes_of_graphs() if engines else {}
-    weights = sum(built.get(role) or weight_bytes(bundle, role) for role in graphs)
+    weights = sum(weight_bytes(bundle, role) for role in graphs)
     least = _fewest_tokens(manifest.condition) if prefix is None else prefix
     needed = {"weights": weights, **_picture_bytes(manifest, settings, least)}
     if (total := sum(needed.values())) > (free := available_memory()):

@@ -1,4 +1,4 @@
-"""What an ONNX file says without running it: files it reads, how many weights it has, where a node belongs.
+"""What an ONNX file says without running it: files it reads, how many weights it has.
 
 A tensor may keep its numbers in another file, named by the `location` entry of its `external_data`. A runtime opens
 whatever that names, so a bundle is only safe when every such file is one of its own. This is a walk over the file's
@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +38,8 @@ class NotOnnx(ValueError):  # noqa: N818
     """The bytes are not an ONNX model."""
 
 
-def external_locations(path: Path, prepacked: bool = False) -> set[str]:
-    """The `location` of every tensor that an ONNX file keeps elsewhere.
-
-    prepacked: whether tensors may be stored in a form that a runtime makes for its processor, and takes unchecked.
-    Raises: NotOnnx, OSError.
-    """
+def external_locations(path: Path) -> set[str]:
+    """The `location` of every tensor that an ONNX file keeps elsewhere. Raises: NotOnnx, OSError."""
     found: set[str] = set()
     with _mapped(path) as (data, model):
         todo, graphs = [("model", model)], 0
@@ -57,8 +52,8 @@ def external_locations(path: Path, prepacked: bool = False) -> set[str]:
                     todo.append((child, value))
                 elif kind == "entry":
                     texts[number] = data[value]
-            if texts.get(1, b"").startswith(b"prepacked") and not prepacked:
-                raise NotOnnx("weights in a form made for one processor, as only engine folders have")
+            if texts.get(1, b"").startswith(b"prepacked"):
+                raise NotOnnx("weights in a form made for one processor, which a runtime takes unchecked")
             if texts.get(1) == b"location":
                 found.add(texts.get(2, b"").decode("utf-8", "backslashreplace"))
     if not graphs:
@@ -114,20 +109,6 @@ def graph_weights(path: Path) -> dict[str, Weight]:
             place = (own["location"], int(own.get("offset", 0)), int(own["length"])) if "location" in own else None
             found[name] = Weight(data[tensor], shape, _NUMPY.get(kinds[0], ""), place)
     return found
-
-
-def place_of_node(path: Path, index: int) -> str | None:
-    """The last dotted name (`layers.3.attention.qkv.weight`) that node `index` or one before it reads or writes.
-
-    Names of weights and of some results say which module they belong to; names of most nodes do not. None where
-    no name does, or the file cannot be read.
-    """
-    place = None
-    with suppress(OSError, ValueError), _mapped(path) as (data, model):
-        for node in islice(_inside(data, model, 7, 1), index + 1):  # graph, node
-            names = [data[value] for number, value in _fields(data, node) if number in (1, 2)]
-            place = next((name.decode("utf-8", "replace") for name in names if b"." in name), place)
-    return place
 
 
 @contextmanager

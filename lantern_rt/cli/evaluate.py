@@ -19,7 +19,8 @@ from ..compare.evaluate import evaluate as measure
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
 from ..compare.report import html_report, text_report
 from ..compare.turns import parse_contenders, subjects_of
-from ..engines.host import host_report, processor
+from ..engines.doctor import host_report
+from ..engines.host import processor, usable_cores
 from ..errors import RequestError
 from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline
@@ -186,14 +187,14 @@ def _triple(name: str, text: str) -> Triple:
 
 def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:
     """What was measured, on what."""
-    host, situation = host_report(), pipeline.situation(1, None, "balanced")
+    host, situation = host_report().facts, pipeline.situation(1, None, "balanced")
     return {
         "bundle": bundle.manifest.name,
         "bundle_digest": bundle.digest,
         "backend": f"{situation.backend}, {situation.threads} threads",
         "image_decoder": pipeline.engines.picture_backend,
-        "host": f"{host.system}, {processor()}, {host.usable_cores} cores",
-        "onnxruntime": ", ".join(host.distributions.values()),
+        "host": f"{host['system']}, {processor()}, {usable_cores()} cores",
+        "onnxruntime": host["onnxruntime"],
         "lantern_rt": __version__,
         "date": datetime.date.today().isoformat(),
     }

@@ -14,7 +14,7 @@ from .options import Json, open_whole
 EXAMPLES = """
 lantern-rt inspect scenes
 lantern-rt inspect bundles/llamagen-b --json
-lantern-rt inspect engines/scenes-cpu
+lantern-rt inspect engines/llamagen-xl
 """
 
 

@@ -140,9 +140,8 @@ class EngineOptions:
         from .console import progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
-        if engines.on_cpu if engines else self.on_cpu:
-            chosen = settings or resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, chosen, engines=engines, prefix=prefix)
+        if self.on_cpu:
+            check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), prefix)
         with progress(lines=False) as show:
             show("loading graphs")
             options = {**asdict(self), "engines": engines, "picture_threads": picture_threads}

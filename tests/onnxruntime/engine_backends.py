@@ -19,7 +19,6 @@ from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
-from lantern_rt.engines.ort.session import save_optimised
 from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
 from lantern_rt.engines.trt.backend import MEMORY, TensorRTBackend, import_library
 from lantern_rt.engines.trt.engine import TensorRTEngine
@@ -44,7 +43,7 @@ SMALL = DecoderConfig(
 )
 NEAR = np.array([[n for n in range(SMALL.vocab_size) if n != code] for code in range(SMALL.vocab_size)])
 ONE = 1
-BACKENDS = ("toy", "onnxruntime", "onnxruntime, optimised", "onnxruntime, device", "tensorrt, host")
+BACKENDS = ("toy", "onnxruntime", "onnxruntime, device", "tensorrt, host")
 ON_GPUS = ("onnxruntime, cuda", "tensorrt, gpu", "tensorrt-rtx, gpu")
 PROFILES = (
     Profile(name="ar", rows=(1, 2, 512), nodes=(2, 2, 2), columns=(64, 64, 64)),
@@ -80,19 +79,14 @@ class SmallModel:
             return make_model(vocabulary=SMALL.vocab_size, codes=4, prefix=SMALL.prefix, neighbors=NEAR)
         if backend.startswith("tensorrt"):
             return self._on_tensorrt(*backend.split(", "))
-        optimised = backend == "onnxruntime, optimised"
-        paths = {}
-        for role in ("target", "drafter"):
-            paths[role] = self.folder / f"{role}.onnx"
-            if optimised:
-                paths[role] = save_optimised(paths[role], "cpu", self.folder / f"{role}.optimised.onnx")[0]
+        paths = {role: self.folder / f"{role}.onnx" for role in ("target", "drafter")}
         if backend in ("onnxruntime, device", "onnxruntime, cuda"):
             device = Device("cuda" if backend == "onnxruntime, cuda" else "cpu")
             target: Engine = OrtDeviceEngine(paths["target"], self.target_spec, self.table, ONE, device)
             drafter: Engine = OrtDeviceEngine(paths["drafter"], self.drafter_spec, None, ONE, device)
         else:
-            target = OrtEngine(paths["target"], self.target_spec, self.table, ONE, "cpu", optimised)
-            drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, ONE, "cpu", optimised)
+            target = OrtEngine(paths["target"], self.target_spec, self.table, ONE)
+            drafter = OrtEngine(paths["drafter"], self.drafter_spec, None, ONE)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
 
     def _on_tensorrt(self, name: str, where: str) -> Model:
@@ -122,7 +116,7 @@ class SmallModel:
         def build(role: str) -> Path:
             options = BuildOptions(name, max_rows=512)
             backend = TensorRTBackend(name)
-            return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None)[0]
+            return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None)
 
         return import_library(name), Device(MEMORY), build
 

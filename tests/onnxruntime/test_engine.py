@@ -252,21 +252,22 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "tensor"),
     [
-        ({"num_layers": 1}, "input `past_key_values.1.key`: not expected"),
-        ({"num_layers": 3}, "input `past_key_values.2.key`: not in the graph"),
-        ({"hidden_size": 32}, "input `input_embeds`: found float32 [rows, nodes, 64], expected"),
-        ({"num_kv_heads": 4}, "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected"),
-        ({"vocab_size": 47}, "output `logits`: found float32 [rows, nodes, 48], expected"),
-        ({"dtype": "float16"}, "input `past_key_values.0.key`: found float32 [past, rows, 2, 16], expected float16"),
+        ({"num_layers": 1}, "input `past_key_values.1.key`"),
+        ({"num_layers": 3}, "input `past_key_values.2.key`"),
+        ({"hidden_size": 32}, "input `input_embeds`"),
+        ({"num_kv_heads": 4}, "input `past_key_values.0.key`"),
+        ({"vocab_size": 47}, "output `logits`"),
+        ({"dtype": "float16"}, "input `past_key_values.0.key`"),
     ],
 )
 def test_a_graph_that_is_not_the_one_described_is_named_by_its_tensor(
-    tiny: Rig, change: dict[str, Any], expected: str
+    tiny: Rig, change: dict[str, Any], tensor: str
 ) -> None:
-    with refused(BundleError, expected):
+    with pytest.raises(BundleError) as caught:
         OrtEngine(tiny.path, spec_of(TINY).model_copy(update=change), tiny.table, ONE)
+    assert caught.value.field == f"{tiny.path}: {tensor}"
 
 
 def test_a_graph_with_a_fixed_batch_is_refused(tiny: Rig, tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
-"""A small real bundle: opened, loaded, run; what the host offers; what is imported on the way."""
+"""A small real bundle: opened, loaded, run; what is imported on the way."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from refusals import refused
 from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, export, export_decoder
 
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.engines import host
 from lantern_rt.engines.loader import Engines
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.models.decoder import Decoder
@@ -95,8 +92,9 @@ def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: p
     engines.load_all()
     assert engines._drafter is not None
     monkeypatch.setattr(type(bundle), "path", lambda _self, role: folder / "target.onnx")
-    with pytest.raises(BundleError, match="input `class_ids`: not in the graph"):
+    with pytest.raises(BundleError) as caught:
         Engines(bundle, ONE)
+    assert caught.value.field.endswith("input `class_ids`")
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -113,60 +111,3 @@ def test_loading_and_running_imports_neither_torch_nor_onnx(folder: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert (done.stdout.strip(), done.stderr) == ("set()", "")
-
-
-def test_the_host_report_says_what_will_be_used() -> None:
-    report = host.host_report()
-    assert report.usable_cores >= 1
-    assert "CPUExecutionProvider" in report.providers
-    assert report.choice.startswith(f"ONNX Runtime on the CPU, {report.usable_cores} thread")
-    assert dict(report.rows())["onnxruntime"].startswith("onnxruntime")
-    assert json.loads(json.dumps(asdict(report)))["python"]
-
-
-def test_two_onnxruntime_distributions_are_reported_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "1.0")
-    (problem,) = host.host_report().problems
-    assert problem.startswith("onnxruntime and onnxruntime-gpu are both installed")
-    assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
-
-
-def test_a_missing_onnxruntime_is_a_problem_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    report = host.host_report()
-    assert "pip install 'lantern-rt[cpu]'" in report.problems[0]
-    assert report.choice == "nothing: no backend is usable"
-
-
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({}, None),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({"cpu.max": "nonsense"}, None),
-    ],
-)
-def test_the_cpu_quota_limits_the_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
-    monkeypatch.setattr(host, "_CPU", tmp_path)
-    assert host.cpu_quota() == quota
-    assert host.usable_cores() == (4 if quota is None else int(quota))
-
-
-def test_hyperthreads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cpu in range(4):
-        (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
-        (tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(f"{cpu % 2},{cpu % 2 + 2}\n")
-    monkeypatch.setattr(host, "_CPU", tmp_path)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
-    assert host.usable_cores() == 2

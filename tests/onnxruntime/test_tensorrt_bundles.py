@@ -55,11 +55,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
 
     def build(
         self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
-    ) -> list[Path]:
+    ) -> Path:
         manifest, path, model = bundle.manifest, bundle.path(role), None
         if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
             model = device_graph(path, spec, role == "drafter", capacity=capacity_of(shapes)).model
-        return [write_plan(path, shapes, folder / f"{role}.plan", model)]
+        return write_plan(path, shapes, folder / f"{role}.plan", model)
 
     monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
 
 import numpy as np
@@ -12,7 +11,6 @@ from lantern_rt import EngineError, Pipeline
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.engines.ort.providers import find_provider
-from lantern_rt.tuning.pictures import compare_decoders
 
 try:
     find_provider("openvino", import_onnxruntime())
@@ -67,12 +65,3 @@ def test_pictures_in_bfloat16_are_the_cpus_within_a_level_and_codes_are_the_same
         difference = np.abs(np.asarray(here.images[i], float) - np.asarray(there.images[i], float))
         assert difference.mean() < 0.5
         assert difference.max() <= 3
-
-
-def test_tune_compares_both_of_its_precisions_with_the_cpu(on_cpu: Pipeline) -> None:
-    codes = on_cpu(PROMPTS[0], method="ar").codes
-    found = compare_decoders(on_cpu, codes, 0.3, time.monotonic() + 60)
-    assert [one.provider for one in found.compared] == ["openvino", "openvino-bf16"]
-    assert found.missing == []
-    assert max(one.difference for one in found.compared) < 0.5
-    assert len(found.compared[0].speed_ups) >= 5

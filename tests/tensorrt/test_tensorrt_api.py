@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from refusals import refused
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import Tensor
@@ -95,16 +94,17 @@ def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunct
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    plan = Plan(import_library(name), built[0], rows, "again")
+    assert built is not None
+    plan = Plan(import_library(name), built, rows, "again")
     return TensorRTFunction(plan, inputs, outputs, Device(provider)), plain
 
 
 @pytest.mark.skipif(find_gpu() is not None, reason="there is a GPU and driver here")
 def test_a_plan_that_cannot_be_loaded_for_lack_of_a_driver_says_so(tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt-rtx: pip install 'lantern-rt[tensorrt-rtx]'")
-    words = "does not load this plan: ", "CUDA driver version is insufficient", "; rebuild with `again`"
-    with refused(EngineError, f"{tmp_path / 'vq_decoder.plan'}: tensorrt_rtx ", *words):
+    with pytest.raises(EngineError) as caught:
         image_decoder("tensorrt-rtx", tmp_path, "cpu")
+    assert "CUDA driver version is insufficient" in caught.value.problem
 
 
 @pytest.mark.gpu

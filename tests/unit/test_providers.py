@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from refusals import refused
+from tiny_bundle import make_tiny_bundle
 
+from lantern_rt import Pipeline
 from lantern_rt.engines.ort import providers
 from lantern_rt.engines.ort.providers import (
     ON_CPU,
     PROVIDERS,
+    Provider,
     Providers,
-    Turns,
     attach,
     check_taken,
     find_provider,
-    host_plugins,
     preload,
 )
-from lantern_rt.engines.ort.session import check_convolutions
+from lantern_rt.engines.ort.session import GraphSession, check_convolutions
+from lantern_rt.engines.ort.turns import Turns
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
@@ -71,75 +74,74 @@ class Runtime:
         return self.providers
 
 
-def test_an_unknown_provider_is_answered_with_the_known_ones() -> None:
-    with refused(EngineError, "provider: found 'abacus', expected one of cpu, cuda, webgpu, openvino, openvino-"):
-        find_provider("abacus", Runtime([CPU]))
+def refusal(call: Callable[..., object], *arguments: object) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        call(*arguments)
+    return caught.value
 
 
 def test_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
     assert Providers.read(()) == Providers.read("cpu") == ON_CPU
-    asked = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu"])
-    assert [asked.of(role) for role in ("target", "drafter", "condition", "vq_decoder")] == [
-        "cuda",
-        "cuda",
-        "cpu",
-        "openvino-bf16",
-    ]
-    assert Providers.read(str(asked)) == asked
+    chosen = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu"])
+    roles = ("target", "drafter", "condition", "vq_decoder")
+    assert [chosen.of(role) for role in roles] == ["cuda", "cuda", "cpu", "openvino-bf16"]
+    assert Providers.read(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("names", "found"),
     [
-        (
-            "vq=cpu",
-            "provider: found graph 'vq', expected condition or vq_decoder; all others run on one provider, NAME",
-        ),
-        ("target=cuda", "provider: found graph 'target', expected condition or vq_decoder"),
-        ("vq_decoder=", "provider: found '', expected one of cpu, cuda, "),
-        ("cpu,cuda", "provider: found cpu and cuda for all graphs, expected one"),
-        ("condition=cpu,condition=cuda", "provider: found cpu and cuda for graph condition, expected one"),
-        ("openvino-bf16", "for all graphs, but it rounds to bfloat16; give it to the image decoder alone, vq_decoder="),
-        ("condition=openvino-bf16", "found openvino-bf16 for condition, but it rounds to bfloat16"),
+        ("abacus", "'abacus'"),
+        ("vq=cpu", "graph 'vq'"),
+        ("target=cuda", "graph 'target'"),
+        ("vq_decoder=", "''"),
+        ("cpu,cuda", "cpu and cuda for all graphs"),
+        ("condition=cpu,condition=cuda", "cpu and cuda for condition"),
+        ("openvino-bf16", "it for all graphs"),
+        ("condition=openvino-bf16", "it for condition"),
     ],
 )
-def test_what_no_graph_can_run_on_is_refused(given: str, line: str) -> None:
-    with refused(EngineError, line):
-        Providers.read(given)
+def test_what_no_graph_can_run_on_is_refused(names: str, found: str) -> None:
+    error = refusal(Providers.read, names)
+    assert (error.field, error.found) == ("provider", found)
+
+
+def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setitem(PROVIDERS, "twin", Provider("twin", CPU, "onnxruntime", {}))
+    bundle, run, used = make_tiny_bundle(tmp_path / "tiny"), GraphSession.run, dict[str, set[str]]()
+
+    def note(session: GraphSession, feeds: Any) -> Any:
+        used.setdefault(session.provider, set()).add(session.path.stem)
+        return run(session, feeds)
+
+    monkeypatch.setattr(GraphSession, "run", note)
+    pipe = Pipeline.from_bundle(bundle, threads=1, provider="vq_decoder=twin")
+    pipe("red sphere", method="ar")
+    assert used == {"cpu": {"condition", "target"}, "twin": {"vq_decoder"}}
+    assert (pipe.engines.backend, pipe.engines.picture_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
 
 
 def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
-    words = f"has no {CUDA}, found AzureExecutionProvider, {CPU}", "install onnxruntime-gpu[cuda,cudnn] instead"
-    with refused(EngineError, "provider cuda: onnxruntime 1.31.1", *words):
-        find_provider("cuda", Runtime(["AzureExecutionProvider", CPU]))
+    error = refusal(find_provider, "cuda", Runtime(["AzureExecutionProvider", CPU]))
+    assert error.found == f"AzureExecutionProvider, {CPU}"
+    assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
     assert find_provider("cuda", Runtime([CUDA, CPU])).execution_provider == CUDA
 
 
 def test_a_provider_that_did_not_load_stops_instead_of_running_on_the_cpu() -> None:
-    words = (
-        "target.onnx: provider cuda did not load",
-        "check its driver, install onnxruntime-gpu[cuda,cudnn], or ask for provider cpu",
-    )
-    with refused(EngineError, *words):
-        check_taken(GRAPH, PROVIDERS["cuda"], Session([CPU], []))
+    assert refusal(check_taken, GRAPH, PROVIDERS["cuda"], Session([CPU], [])).found == CPU
 
 
 def test_nodes_that_a_provider_leaves_to_the_cpu_are_counted_by_op() -> None:
     parts = [Part(CUDA, ["MatMul"] * 3), Part(CPU, ["MatMul", "Shape", "Softmax", "MatMul"])]
-    words = "provider cuda does not take 3 nodes of this graph (2 MatMul, 1 Softmax)", "ask for provider cpu, or update"
-    with refused(EngineError, "target.onnx: ", *words):
-        check_taken(GRAPH, PROVIDERS["cuda"], Session([CUDA, CPU], parts))
-
-
-def test_arithmetic_on_shapes_may_stay_on_the_cpu() -> None:
-    parts = [Part(CUDA, ["MatMul", "Softmax"]), Part(CPU, ["Shape", "Concat", "MemcpyToHost"])]
-    check_taken(GRAPH, PROVIDERS["cuda"], Session([CUDA, CPU], parts))
+    error = refusal(check_taken, GRAPH, PROVIDERS["cuda"], Session([CUDA, CPU], parts))
+    assert "3 nodes of this graph (2 MatMul, 1 Softmax)" in error.problem
+    check_taken(GRAPH, PROVIDERS["cuda"], Session([CUDA, CPU], [Part(CPU, ["Shape", "Concat", "MemcpyToHost"])]))
 
 
 def test_an_onnxruntime_that_cannot_tell_is_refused_for_every_provider_but_the_cpu() -> None:
-    words = "cannot say which nodes provider openvino takes, expected 1.24", "update onnxruntime-ep-openvino"
-    with refused(EngineError, "target.onnx: ", *words):
-        check_taken(GRAPH, PROVIDERS["openvino"], OldSession(["OpenVINOExecutionProvider", CPU]))
+    assert refusal(check_taken, GRAPH, PROVIDERS["openvino"], OldSession(["OpenVINOExecutionProvider", CPU])).expected
     check_taken(GRAPH, PROVIDERS["cpu"], OldSession([CPU]))
 
 
@@ -169,8 +171,7 @@ def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(m
             raise RuntimeError("NOT_IMPLEMENTED: cuDNN is not there")
 
     monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: NoConvolutions())
-    with refused(EngineError, "provider cuda: ONNX Runtime cannot run a convolution (NOT_IMPLEMENTED", "install cuDNN"):
-        check_convolutions("cuda")
+    assert refusal(check_convolutions, "cuda").remedy.startswith("install cuDNN")
 
 
 class Plugins(Runtime):
@@ -208,35 +209,15 @@ def test_a_plugin_is_registered_once_and_its_first_device_chosen() -> None:
     assert chosen == [([SimpleNamespace(ep_name=WEBGPU)], {})] * 2
 
 
-def test_a_plugin_that_is_not_installed_comes_with_the_command_that_installs_it(
+def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
     plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, PROVIDERS["webgpu"].plugin, None)
-    with refused(EngineError, "provider webgpu: found no module onnxruntime_ep_webgpu", "pip install onnxruntime-ep-"):
-        find_provider("webgpu", Plugins())
-
-
-@pytest.mark.usefixtures("plugin")
-def test_a_plugin_without_a_device_is_refused() -> None:
-    with refused(EngineError, "provider webgpu: ONNX Runtime finds no device that it runs on", "ask for provider cpu"):
-        find_provider("webgpu", Plugins("OtherExecutionProvider"))
-
-
-def test_a_plugin_whose_library_does_not_load_says_why(plugin: SimpleNamespace) -> None:
+    assert "no device" in refusal(find_provider, "webgpu", Plugins("OtherExecutionProvider")).problem
+    providers._registered.clear()
     plugin.get_library_path = lambda: "broken.so"
-    with refused(EngineError, "provider webgpu: onnxruntime 1.31.1 cannot load its library (libvulkan", "driver"):
-        find_provider("webgpu", Plugins(WEBGPU))
-
-
-def test_plugins_beside_the_cpu_are_told_from_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(providers, "_registered", set())
-    module = PROVIDERS["openvino"].plugin
-    monkeypatch.setitem(sys.modules, module, None)
-    assert host_plugins(Plugins()) == ([], ["openvino", "openvino-bf16"])
-    monkeypatch.setitem(sys.modules, module, SimpleNamespace(get_library_path=lambda: "plugin.so"))
-    runtime = Plugins("OpenVINOExecutionProvider")
-    assert host_plugins(runtime) == (["openvino", "openvino-bf16"], [])
-    assert len(runtime.registered) == 1, "both are of one library"
+    assert "libvulkan" in refusal(find_provider, "webgpu", Plugins(WEBGPU)).problem
+    monkeypatch.setitem(sys.modules, PROVIDERS["webgpu"].plugin, None)
+    assert refusal(find_provider, "webgpu", Plugins()).remedy == "run `pip install onnxruntime-ep-webgpu`"
 
 
 def test_plugins_have_modules_of_their_packages_names() -> None:

@@ -1,0 +1,52 @@
+"""Engine folders with files that are no plans: what is checked before a library sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.engines.engine_folder import (
+    ENGINE_FILE,
+    FORMAT_VERSION,
+    BuiltGraph,
+    EngineFolder,
+    EngineManifest,
+    file_blake2b,
+    open_engine_folder,
+)
+from lantern_rt.engines.profiles import BuildOptions, profiles
+
+OPTIONS = BuildOptions("tensorrt-rtx", max_rows=4, max_nodes=8, compute_capabilities=("SM89",))
+VERSION = "1.7"
+
+
+def write_plans(bundle: Path, folder: Path) -> EngineFolder:
+    """Write an engine folder "built" from a bundle."""
+    opened = open_bundle(bundle)
+    folder.mkdir(parents=True)
+    graphs = {}
+    for role in ("target", "drafter", "vq_decoder"):
+        path = folder / f"{role}.plan"
+        path.write_bytes(f"plan of {role}".encode())
+        graphs[role] = BuiltGraph(
+            path=path.name,
+            blake2b=file_blake2b(path),
+            bytes=path.stat().st_size,
+            profiles=profiles(opened.manifest, role, OPTIONS),
+            seconds=0.5,
+        )
+    manifest = EngineManifest(
+        format_version=FORMAT_VERSION,
+        backend=OPTIONS.backend,
+        builder_version=VERSION,
+        compute_capabilities=OPTIONS.compute_capabilities,
+        driver=None,
+        precision=opened.manifest.target.dtype,
+        bundle=opened.manifest.name,
+        bundle_sha256=opened.digest,
+        command=("lantern-rt", "build-engine", str(bundle), "--backend", OPTIONS.backend),
+        built="2026-01-02T03:04:05+00:00",
+        graphs=graphs,
+    )
+    (folder / ENGINE_FILE).write_text(manifest.model_dump_json())
+    return open_engine_folder(folder)
