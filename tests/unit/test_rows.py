@@ -171,6 +171,27 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
         assert ahead or passes == min(window, codes) * (rows - 1) + codes - 1
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1), st.integers(1, 5), st.booleans())
+def test_a_picture_is_the_same_whatever_number_of_drafts_each_pass_takes(
+    drafts: list[int], window: int, ends: bool
+) -> None:
+    model, prompts, seeds = toy(4, 4, ends=ends), [make_prompt(i) for i in range(3)], [5, 6, 7]
+    methods = [RowParallel(window=window, drafts=count) for count in range(4)]
+    expected = drawn(model, prompts, window, seeds, GUIDED)
+    found: list[list[int]] = [[] for _ in prompts]
+    stepping = decode(model, prompts, seeds, GUIDED, methods[0], methods[1:], together=2)
+    turns = itertools.cycle(drafts)
+    step = next(stepping)
+    while step.statistics is None:
+        for part in step.parts:
+            found[part.request] += part.codes[: part.committed].tolist()
+        step = stepping.send(methods[next(turns)])
+    for part in step.parts:
+        found[part.request] += part.codes[: part.committed].tolist()
+    assert found == expected
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding(ends: bool) -> None:
     model, prompt = toy(3, 4, ends=ends), make_prompt(2)
