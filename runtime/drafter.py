@@ -37,21 +37,30 @@ def _slots(shape: StaticTree | DynamicTree) -> int:
 
 @dataclass
 class Level:
-    """Slots that were run together, and where the output has what came of them."""
+    """Slots that were run together, and where the output has what came of them.
 
-    sees: Bools  # what each saw of the draft: [requests, slots, drafted]
+    Args:
+        sees: what each saw of the draft, bool `[requests, slots, drafted]`.
+        logits: of the output, `[rows, nodes, vocab_size]`.
+        hidden: of the output, `[rows, nodes, hidden_size]`.
+        nodes: of the output that the slots are, int64 `[rows, slots]`.
+    """
+
+    sees: Bools
     logits: Rows
     hidden: Rows
-    nodes: Ints  # of the output, [rows, slots]
+    nodes: Ints
 
 
 @dataclass
 class Pending:
     """Slots of a request that were committed, and not run yet.
 
-    prefix: tokens of each row's prefix slots, until they are run. tokens: pass by pass those after committed positions,
-    ends of rows included, the root last. hidden: pass by pass, per row the target's hidden states at these positions,
-    prefix included, `[slots, hidden_size]`.
+    Args:
+        prefix: tokens of each row's prefix slots, until they are run.
+        tokens: pass by pass those after committed positions, ends of rows included, the root last.
+        hidden: pass by pass, per row the target's hidden states at these positions, prefix included, float32
+            `[slots, hidden_size]`.
     """
 
     prefix: list[Ints]
@@ -60,14 +69,21 @@ class Pending:
 
 
 class EagleDrafter(Drafter):
-    """Drafts for requests that may be drawn by the same `methods`, and change between them together."""
+    """Drafts for requests that may be drawn by the same methods, and change between them together.
+
+    Args:
+        model: with a drafter.
+        methods: that the requests may be drawn by.
+        clock: counts the drafter's passes.
+    """
 
     def __init__(self, model: Model, methods: Sequence[Drafted], clock: Clock) -> None:
-        self.shapes = {method.tree: named_tree(method.tree) for method in methods}
         assert model.drafter is not None  # requests are refused where there is none
         self.engine: Engine = model.drafter
+        self.shapes = {method.tree: named_tree(method.tree) for method in methods}
         self.relaxed = not methods[0].exact
-        self.clock, self.layout = clock, model.layout
+        self.clock = clock
+        self.layout = model.layout
         self.last_position = model.positions - 1 + model.layout.position_shift
         self.row_end = model.row_end
         self.slots = max(map(_slots, self.shapes.values())) * (1 if self.row_end is None else 2)
@@ -77,13 +93,14 @@ class EagleDrafter(Drafter):
         self.pending: dict[Request, Pending] = {}
         self._arrange()
 
-    def commit(self, committed: Sequence[Commit]) -> None:
+    def commit(self, commits: Sequence[Commit]) -> None:
         """Remember tokens and hidden states of a pass; they are run with the next draft."""
-        joining = [one.request for one in committed if one.request not in self.requests]
+        joining = [one.request for one in commits if one.request not in self.requests]
         if joining:
             self._join(joining)
-        for one in committed:
-            if (pending := self.pending.get(one.request)) is None:
+        for one in commits:
+            pending = self.pending.get(one.request)
+            if pending is None:
                 rows = one.request.rows if one.request in joining else []
                 pending = self.pending[one.request] = Pending([row.drafter_tokens(self.layout) for row in rows])
             pending.hidden = [[_read(states) for states in earlier] for earlier in pending.hidden]
@@ -99,17 +116,15 @@ class EagleDrafter(Drafter):
             self._cache.keep_rows(np.flatnonzero(np.repeat(stays, self._sides())))
         else:
             self.cache = None
-        kept = self.requests = [request for request, kept in zip(self.requests, stays, strict=True) if kept]
+        self.requests = [request for request, staying in zip(self.requests, stays, strict=True) if staying]
         self._arrange()
-        self.pending = {request: self.pending[request] for request in kept if request in self.pending}
+        self.pending = {request: pending for request, pending in self.pending.items() if request in self.requests}
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Commit new slots and draft one tree per request; `requests` are all that take part."""
         (name,) = {request.method.tree for request in requests if isinstance(request.method, Drafted)}
-        shape, roots = (
-            self.shapes[name],
-            np.array([self.pending[one].tokens[-1][-1] for one in self.requests], np.int64),
-        )
+        shape = self.shapes[name]
+        roots = np.array([self.pending[one].tokens[-1][-1] for one in self.requests], np.int64)
         level = self._commit_slots()
         committed = self._cache.lengths.copy()
         if isinstance(shape, StaticTree):
@@ -155,20 +170,20 @@ class EagleDrafter(Drafter):
         noises = [one.noise if noisy and not one.sampling.greedy else None for one in self.requests]
         on_device = level.logits
         if isinstance(on_device, DeviceLogits) and all(on_device.draws(request.sampling) for request in self.requests):
-            asked = []
+            samples = []
             for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
                 positions = np.full(level.nodes.shape[1], len(request.codes) + depth)
                 own = slice(int(rows[0]), int(rows[-1]) + 1)
-                asked.append(SampleRequest(own, level.nodes[rows], request.sampling, noise, positions))
-            return on_device.best(asked, most)
-        found = []
+                samples.append(SampleRequest(own, level.nodes[rows], request.sampling, noise, positions))
+            return on_device.best(samples, most)
+        best = []
         for request, rows, noise in zip(self.requests, self._rows(), noises, strict=True):
-            position, logits = len(request.codes) + depth, level.logits[rows[:, None], level.nodes[rows]]
+            logits = level.logits[rows[:, None], level.nodes[rows]]  # [sides, slots, vocab_size]
             values = shape_logits(guide(logits, request.sampling), request.sampling)
             if noise is not None:
-                values = values + noise.gumbel(position, 1, values.shape[1])
-            found.append(best_codes(values, most))
-        return found
+                values = values + noise.gumbel(len(request.codes) + depth, 1, values.shape[1])
+            best.append(best_codes(values, most))
+        return best
 
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level.
@@ -176,22 +191,25 @@ class EagleDrafter(Drafter):
         As many as `self.most` of each row at a time, besides its prefix: those of many passes by other methods, if any.
         """
         read, states = self._pending_slots()
-        rows, most = len(read), [self.most + self.prefix_padding.shape[1] * (not n) for n in self._cache.lengths]
-        nothing, logits, hidden = np.zeros((len(self.requests), 1, 0), bool), dict[int, Floats](), dict[int, Floats]()
+        rows = len(read)
+        most = [self.most + self.prefix_padding.shape[1] * (not length) for length in self._cache.lengths]
+        nothing = np.zeros((len(self.requests), 1, 0), bool)
+        logits: dict[int, Floats] = {}
+        hidden: dict[int, Floats] = {}
         while any(map(len, read)):
             counts = [min(len(tokens), bound) for tokens, bound in zip(read, most, strict=True)]
             output = self._run_committed(read, states, counts)
             ends = [count > 0 and count == len(tokens) for tokens, count in zip(read, counts, strict=True)]
             if all(ends):
                 return Level(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
-            last = np.flatnonzero(ends), np.array(counts)[ends] - 1
-            logits.update(zip(last[0].tolist(), output.logits[last], strict=True))
-            hidden.update(zip(last[0].tolist(), output.hidden[last], strict=True))
+            ending, last = np.flatnonzero(ends), np.array(counts)[ends] - 1
+            logits.update(zip(ending.tolist(), output.logits[ending, last], strict=True))
+            hidden.update(zip(ending.tolist(), output.hidden[ending, last], strict=True))
             read = [tokens[count:] for tokens, count in zip(read, counts, strict=True)]
             states = [_read(own)[count:] for own, count in zip(states, counts, strict=True)]
             most = [self.most] * rows
-        found = [np.stack([last[row] for row in range(rows)])[:, None] for last in (logits, hidden)]
-        return Level(nothing, found[0], found[1], np.zeros((rows, 1), np.int64))
+        last_logits, last_hidden = (np.stack([one[row] for row in range(rows)])[:, None] for one in (logits, hidden))
+        return Level(nothing, last_logits, last_hidden, np.zeros((rows, 1), np.int64))
 
     def _pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
         """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
@@ -206,8 +224,8 @@ class EagleDrafter(Drafter):
 
     def _run_committed(self, read: list[Ints], states: list[Floats | HiddenView], counts: list[int]) -> PassOutput:
         """A pass over the first `counts` slots of each row, which are appended."""
-        rows, slots = len(read), max(MINIMUM_NODES, *counts)
-        tokens = np.zeros((rows, slots), np.int64)
+        slots = max(MINIMUM_NODES, *counts)
+        tokens = np.zeros((len(read), slots), np.int64)
         for row, count in enumerate(counts):
             tokens[row, :count] = read[row][:count]
         hidden = _joined(states, counts, slots)
@@ -258,12 +276,17 @@ class EagleDrafter(Drafter):
     def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level, behind: int = 0) -> Level:
         """Run the draft nodes below `level` and append their slots.
 
-        tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`. behind: how many
-        tokens stand between those of this depth and these.
+        Args:
+            tokens: int64 `[requests, slots]`.
+            parents: where their parents are in `level`, int64 `[requests, slots]`.
+            depth: of the nodes.
+            level: of their parents.
+            behind: how many tokens stand between those of this depth and these.
         """
         requests, slots = tokens.shape
         rows = len(level.nodes)
-        padded, drafted = max(MINIMUM_NODES, slots), level.sees.shape[2]
+        padded = max(MINIMUM_NODES, slots)
+        drafted = level.sees.shape[2]
         base = self._cache.lengths - drafted  # committed slots, [rows]
         codes = np.zeros((rows, padded), np.int64)
         codes[:, :slots] = tokens[self.request_of] + self.layout.code_offset
@@ -277,11 +300,8 @@ class EagleDrafter(Drafter):
         attention_mask[:, :, past_length:] = np.eye(padded, dtype=bool)
         for row, start in enumerate(base.tolist()):
             attention_mask[row, :slots, start : start + drafted] = sees[self.request_of[row], :, :drafted]
-        roots = [len(request.codes) - 1 for request in self.requests]
-        places = [
-            one.raster.place(n + depth) - one.raster.place(n) for one, n in zip(self.requests, roots, strict=True)
-        ]
-        positions = np.repeat((base + np.array(places)[self.request_of] + behind - 1)[:, None], padded, 1)
+        below = np.array([_tokens_below(request, depth) for request in self.requests])
+        positions = np.repeat((base + below[self.request_of] + behind - 1)[:, None], padded, 1)
         output = self._run(codes, states, positions, attention_mask)
         self.clock.append(self._cache, output.new_kv, [np.arange(slots)] * rows)
         return Level(sees, output.logits, output.hidden, np.repeat(np.arange(slots)[None], rows, 0))
@@ -306,8 +326,8 @@ class EagleDrafter(Drafter):
             if self.relaxed:
                 for own, request, rows, live in zip(makers, self.requests, self._rows(), alive, strict=True):
                     for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():
-                        made = partial(_distribution, level, rows, slot, request.sampling)
-                        own[int(inner[slot])] = made  # logits are read of those nodes that are walked
+                        make = partial(_distribution, level, rows, slot, request.sampling)
+                        own[int(inner[slot])] = make  # logits are read of those nodes that are walked
         leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
         drawn = zip(tokens, makers, leaf_orders, strict=True)
         trees = [DraftTree(own, shape.parents, Proposals(made), order) for own, made, order in drawn]
@@ -315,20 +335,28 @@ class EagleDrafter(Drafter):
         return [t if own.all() else subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
-        grown = [TreeBuilder(int(root)) for root in roots]
+        builders = [TreeBuilder(int(root)) for root in roots]
         for depth in range(shape.depth):
-            chosen = [growth.best_of_last_level(shape.branch) for growth in grown]
+            chosen = [builder.best_of_last_level(shape.branch) for builder in builders]
             if depth > 0:
                 slots = np.arange(max(map(len, chosen)))  # the last node of a smaller level is repeated
                 same = [nodes[np.minimum(slots, len(nodes) - 1)] for nodes in chosen]
-                codes = np.stack([growth.tokens[nodes] for growth, nodes in zip(grown, same, strict=True)])
-                parents = np.stack([growth.slot_of_parent[nodes] for growth, nodes in zip(grown, same, strict=True)])
+                codes = np.stack([builder.tokens[nodes] for builder, nodes in zip(builders, same, strict=True)])
+                parents = np.stack(
+                    [builder.slot_of_parent[nodes] for builder, nodes in zip(builders, same, strict=True)]
+                )
                 level = self._expand(codes, parents, depth, level)
             level = self._cross(level, depth)
-            found = self._best(level, depth, shape.branch, noisy=not self.relaxed)
-            for growth, nodes, (codes, scores) in zip(grown, chosen, found, strict=True):
-                growth.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
-        return [growth.prune(shape.nodes) for growth in grown]
+            best = self._best(level, depth, shape.branch, noisy=not self.relaxed)
+            for builder, nodes, (codes, scores) in zip(builders, chosen, best, strict=True):
+                builder.add_children(nodes, codes[: len(nodes)], scores[: len(nodes)])
+        return [builder.prune(shape.nodes) for builder in builders]
+
+
+def _tokens_below(request: Request, depth: int) -> int:
+    """Tokens from a request's last code to the code `depth` further on, ends of rows between them included."""
+    root = len(request.codes) - 1
+    return request.raster.place(root + depth) - request.raster.place(root)
 
 
 def _distribution(level: Level, rows: Ints, slot: int, sampling: Sampling) -> Probabilities:

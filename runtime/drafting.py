@@ -7,43 +7,56 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .engine import Floats, HiddenView, Ints
+from .device import Resident
+from .engine import Floats, HiddenView, Ints, PassOutput
 from .grid import RowBatch
 from .state import Request
 from .target import TargetOutput
 from .tree import DraftTree
 
+Draft = DraftTree | RowBatch
 _ROOT = np.array([-1], np.int64)  # parents of a tree of one node
 
 
 class Commit(NamedTuple):
     """What a pass committed of one request.
 
-    source: whose draft it was. tokens: the root of the next draft last. nodes: per row those whose keys and values
-    were kept. hidden: the target's hidden states at them, per row `[nodes, hidden_size]`, fetched when called
-    unless they stay on a device. answers: what the target said.
+    Args:
+        request: whose codes have it already.
+        tokens: int64 `[count]`, the root of the next draft last.
+        nodes: per row those whose keys and values were kept, int64 `[kept]`.
+        hidden: gives the target's hidden states at these nodes, per row float32 `[kept, hidden_size]`, or where they
+            stay on a device.
+        target: what the target said.
     """
 
     request: Request
-    source: Drafter
     tokens: Ints
     nodes: list[Ints]
     hidden: Callable[[], list[Floats | HiddenView]]
-    answers: TargetOutput
+    target: TargetOutput
 
 
 class Drafter:
-    """A source of drafts: gives requests a tree before a pass, is told after every pass what it committed.
+    """Gives requests a draft before a pass, hears after every pass what it committed.
 
     This one, plain decoding's, drafts nothing.
     """
 
-    def commit(self, committed: Sequence[Commit]) -> None:
-        """Take in what the prefill, or a pass over drafts of this or another source, committed."""
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Take in what the prefill, or a pass over drafts of this or another drafter, committed."""
 
-    def draft(self, requests: Sequence[Request]) -> Sequence[DraftTree | RowBatch]:
-        """A tree for every request, below its last token."""
+    def draft(self, requests: Sequence[Request]) -> Sequence[Draft]:
+        """A draft for every request, below its last token."""
         return [DraftTree(np.array(request.codes[-1:], np.int64), _ROOT) for request in requests]
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
+
+
+def hidden_states(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | HiddenView]:
+    """Hidden states of some rows at these nodes of each, float32 `[nodes, hidden_size]`; left on a device if there."""
+    stays = isinstance(output.hidden, Resident)
+    places = zip(range(rows.start, rows.stop), nodes, strict=True)
+    views = (HiddenView(output.hidden, np.full(len(own), row), own) for row, own in places)
+    return [view if stays else view.read() for view in views]

@@ -8,7 +8,7 @@ What is drawn after that code is drawn after the end of the row instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,16 +17,19 @@ import numpy as np
 from .engine import Bools, Ints
 from .tree import DraftTree, TreeStructure
 
-MAX_ROW_BATCH = 64  # nodes of a pass over several rows of a grid
+MAX_BATCH_NODES = 64  # nodes of a pass over several rows of a grid
 
 
 class PassLayout(NamedTuple):
     """A tree's nodes in a pass, each with the end of the row that follows it, if one does.
 
-    tokens, depths: of the pass's nodes, int64 `[pass nodes]`; depths count tokens from the root. ancestors: whether the
-    column node is the row node or comes before it, bool `[pass nodes, pass nodes]`. owners: the tree's node that each
-    belongs to, int64 `[pass nodes]`. last: of every node of the tree the pass's node after which its choice is drawn;
-    None where both have the same nodes.
+    Args:
+        tokens: of the pass's nodes, int64 `[pass nodes]`.
+        depths: tokens from the root to each, int64 `[pass nodes]`.
+        ancestors: whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`.
+        owners: the tree's node that each belongs to, int64 `[pass nodes]`.
+        last: of every node of the tree the pass's node after which its choice is drawn, int64 `[nodes]`. Both are None
+            where the pass has just the tree's nodes.
     """
 
     tokens: Ints
@@ -42,7 +45,13 @@ class PassLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Raster:
-    """codes: of a picture. columns: of its grid. row_end: the token at the end of every row but the last, or None."""
+    """The order of a picture's codes.
+
+    Args:
+        codes: of the picture.
+        columns: of its grid.
+        row_end: the token at the end of every row but the last, or None.
+    """
 
     codes: int
     columns: int = 1
@@ -63,25 +72,27 @@ class Raster:
 
     def spell(self, codes: Sequence[int] | Ints, first: int = 0) -> Ints:
         """Tokens of the codes from cell `first` on, the end of a row before the code that begins the next."""
-        tokens, cells = np.array(codes, np.int64), first + np.arange(len(codes))
+        tokens = np.array(codes, np.int64)
         if self.row_end is None:
             return tokens
+        cells = first + np.arange(len(codes))
         begins = (cells % self.columns == 0) & (cells > 0) & (cells < self.codes)
         return np.insert(tokens, np.flatnonzero(begins), self.row_end)
 
     def lay_out(self, tree: DraftTree, first: int) -> PassLayout:
         """The nodes of a tree in a pass, its root in cell `first`."""
-        depths, ancestors = tree.structure.depths, tree.structure.ancestors
+        ancestors = tree.structure.ancestors
         if self.row_end is None:
-            return PassLayout(tree.tokens, depths, ancestors)
-        cells = first + depths
+            return PassLayout(tree.tokens, tree.structure.depths, ancestors)
+        cells = first + tree.structure.depths
         before = np.minimum(cells, self.codes - 1) // self.columns
         ends = (cells % self.columns == self.columns - 1) & (cells + 1 < self.codes)
         owners = np.repeat(np.arange(tree.nodes), 1 + ends)  # a row's end stands behind its node
         last = np.cumsum(1 + ends) - 1
         seen = ancestors[owners][:, owners]
         seen[last[ends] - 1, last[ends]] = False
-        tokens, places = tree.tokens[owners], (cells + before - self.place(first))[owners]
+        tokens = tree.tokens[owners]
+        places = (cells + before - self.place(first))[owners]
         tokens[last[ends]] = self.row_end
         places[last[ends]] += 1
         return PassLayout(tokens, places, seen, owners, last)
@@ -91,23 +102,30 @@ class Raster:
 class RowBatch:
     """The nodes of one pass over the active rows of a grid, see `rows.py`; what a tree is to other methods.
 
-    tokens: int64 `[nodes]`. cells: the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the
-    next cell. rows, counts: the row each node belongs to, and how many tokens of it are known to it, both int64
-    `[nodes]`; 0 of one that only stands in, which no other sees. drawn: nodes after which a code is drawn. order: cells
-    in the order in which the cache has them, int64 `[entries]`. columns: of the grid. window: how far rows are apart.
-    Where rows end with a token, that is the last column of this grid. following: the code that comes after each node,
-    counted without these, int64 `[nodes]`.
+    Where rows end with a token, that is the last column of this grid.
+
+    Args:
+        tokens: int64 `[nodes]`.
+        cells: the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the next cell.
+        rows: the row each node belongs to, int64 `[nodes]`.
+        counts: how many tokens of that row it sees, itself included, int64 `[nodes]`; 0 of one that only stands in,
+            which no other sees.
+        sampled: nodes after which a code is drawn.
+        cached: cells in the order in which the cache has them, int64 `[entries]`.
+        columns: of the grid.
+        window: how far rows are apart.
+        next_codes: the code that comes after each node, ends of rows not counted, int64 `[nodes]`.
     """
 
     tokens: Ints
     cells: Ints
     rows: Ints
     counts: Ints
-    drawn: list[int]
-    order: Ints
+    sampled: list[int]
+    cached: Ints
     columns: int
     window: int
-    following: Ints
+    next_codes: Ints
 
     @property
     def nodes(self) -> int:
@@ -135,98 +153,107 @@ class Placed(NamedTuple):
     codes: Ints
 
 
-@dataclass
 class Grid:
-    """One picture. cells: its codes as far as they are drawn, -1 elsewhere. order: cells in the cache, in its order.
+    """One picture that is drawn row-parallel, after the prefill.
 
-    ahead: tokens drafted in every row. most: nodes of a pass; what finds no room in one waits. ends: whether the last
-    column, of all rows but the last, is known from the start and not drawn. drawn, cached: how many tokens of every row
-    there are, and are in the cache: all of them, or all but the newest, and the end. guesses: what a pass gave for
-    cells whose turn it was not yet.
+    Args:
+        raster: of its codes.
+        first: its first code, which the prefill drew.
+        window: how far a row stays behind the one above.
+        drafts: tokens drafted ahead in every row; may be changed between passes.
+        max_nodes: of a pass; what finds no room in one waits.
+
+    Attributes:
+        cells: its tokens as far as they are known, -1 elsewhere.
+        columns: of the grid, with that of the ends of rows; `codes` without it.
+        lengths: how many tokens of every row are drawn, its end counted with the last of them.
+        cached_lengths: how many of them the cache has: all, or all but the newest, and the end.
     """
 
-    cells: list[int]
-    columns: int
-    window: int
-    ahead: int = 0
-    most: int = MAX_ROW_BATCH
-    ends: bool = False
-    order: list[int] = field(default_factory=list)
-    drawn: list[int] = field(init=False)
-    cached: list[int] = field(init=False)
-    guesses: dict[int, int] = field(init=False, default_factory=dict)
-
-    @classmethod
-    def begun(cls, raster: Raster, first: int, window: int, ahead: int = 0, most: int = MAX_ROW_BATCH) -> Grid:
-        """A picture of which the first code is known."""
-        ends, columns = raster.row_end is not None, raster.columns
-        cells = np.full((raster.codes // columns, columns + ends), -1 if raster.row_end is None else raster.row_end)
-        cells[:, :columns] = -1
+    def __init__(
+        self, raster: Raster, first: int, window: int, drafts: int = 0, max_nodes: int = MAX_BATCH_NODES
+    ) -> None:
+        self.has_ends = raster.row_end is not None
+        self.codes = raster.columns
+        self.columns = self.codes + self.has_ends
+        rows = raster.codes // self.codes
+        cells = np.full((rows, self.columns), -1 if raster.row_end is None else raster.row_end)
+        cells[:, : self.codes] = -1
         cells[0, 0] = first
-        wide = window + ends if window >= columns else window  # the end of the row above, too
-        return cls(cells.ravel().tolist(), columns + ends, wide, ahead, most, ends)
+        self.cells: list[int] = cells.ravel().tolist()
+        # a window as wide as the grid has a row see all of the row above, its end too
+        self.window = window + self.has_ends if window >= self.codes else window
+        self.drafts, self.max_nodes = drafts, max_nodes
+        self.lengths = [0] * rows
+        self.cached_lengths = [0] * rows
+        self._cached: list[int] = []  # cells in the cache, in its order
+        self._guesses: dict[int, int] = {}  # what passes gave for cells whose turn it was not yet
+        self._count(0)
 
-    def __post_init__(self) -> None:
-        self.drawn, self.cached = ([0] * (len(self.cells) // self.columns) for _ in range(2))
-        self._draw(0)  # by the prefill
-
-    @property
-    def codes(self) -> int:
-        """Codes of a row."""
-        return self.columns - self.ends
-
-    def front(self) -> RowBatch:
+    def next_batch(self) -> RowBatch:
         """The next pass: of every row that sees what it has to, its newest tokens and drafts of the next ones."""
-        nodes, present = list[tuple[int, int, int, int]](), list[int]()  # tokens of each row in the cache or the pass
-        for row, count in enumerate(self.drawn):
-            first, own = row * self.columns, self.cached[row]
-            begins = count == 0 and row > 0 and self.window <= self.drawn[row - 1] and self.window < self.columns
-            last = row + 1 == len(self.drawn) and count >= self.codes
-            if (begins or own < count) and not last and self._sees(row, count, present):
+        nodes: list[tuple[int, int, int, int]] = []  # token, cell, row, count
+        present: list[int] = []  # tokens of each row in the cache or the pass
+        for row, count in enumerate(self.lengths):
+            first = row * self.columns
+            own = self.cached_lengths[row]
+            begins = count == 0 and row > 0 and self.window <= self.lengths[row - 1] and self.window < self.columns
+            done = row + 1 == len(self.lengths) and count >= self.codes
+            if (begins or own < count) and not done and self._sees(row, count, present):
                 if begins:
-                    stands_in = first - 1 if self.ends else first - self.columns + self.window - 1
+                    stands_in = first - 1 if self.has_ends else first - self.columns + self.window - 1
                     nodes.append((self.cells[stands_in], first - 1, row, 0))
                 nodes += [(self.cells[first + n - 1], first + n - 1, row, n) for n in range(own + 1, count + 1)]
                 own = count
-                while own < min(count + self.ahead, self.codes - 1) and self._sees(row, own + 1, present):
-                    nodes.append((self.guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
+                while own < min(count + self.drafts, self.codes - 1) and self._sees(row, own + 1, present):
+                    nodes.append((self._guesses.get(first + own, nodes[-1][0]), first + own, row, own + 1))
                     own += 1
             present.append(own)
-        tokens, cells, rows, counts = np.array(nodes[: self.most], np.int64).T
+        tokens, cells, rows, counts = np.array(nodes[: self.max_nodes], np.int64).T
         # after the end of a row only where no other node stands in for it
         follows = (counts < self.codes) | (counts == self.columns) & (self.window >= self.columns)
-        order, following = np.array(self.order, np.int64), rows * self.codes + np.minimum(counts, self.codes)
-        drawn = np.flatnonzero(follows).tolist()
-        return RowBatch(tokens, cells, rows, counts, drawn, order, self.columns, self.window, following)
+        sampled = np.flatnonzero(follows).tolist()
+        next_codes = rows * self.codes + np.minimum(counts, self.codes)
+        cached = np.array(self._cached, np.int64)
+        return RowBatch(tokens, cells, rows, counts, sampled, cached, self.columns, self.window, next_codes)
 
-    def take(self, front: RowBatch, codes: Ints) -> tuple[Ints, Ints]:
-        """Take in what was drawn after the front's nodes; returns the nodes that stay, and the cells that are drawn."""
-        given, known = dict(zip(front.drawn, codes.tolist(), strict=True)), [*self.drawn]
-        tokens, rows, counts = front.tokens.tolist(), front.rows.tolist(), front.counts.tolist()
-        kept, found, expected = list[int](), list[int](), -1
-        for node, (token, row, count) in enumerate(zip(tokens, rows, counts, strict=True)):
-            drafted = count > known[row]
-            right = (not drafted or token == expected) and self._sees(row, count, self.cached)
-            code, cell = given.get(node, -1), row * self.columns + count
+    def take(self, batch: RowBatch, codes: Ints) -> tuple[Ints, Ints]:
+        """Take in the codes drawn after a batch's nodes `batch.sampled`.
+
+        Returns:
+            The nodes whose keys and values stay, and the cells that were drawn, both int64 `[count]`.
+        """
+        choices = dict(zip(batch.sampled, codes.tolist(), strict=True))
+        lengths = [*self.lengths]  # before this pass: what goes beyond is a draft
+        kept: list[int] = []
+        drawn: list[int] = []
+        expected = -1  # the code drawn after the node before, where that one was right
+        nodes = zip(batch.tokens.tolist(), batch.rows.tolist(), batch.counts.tolist(), strict=True)
+        for node, (token, row, count) in enumerate(nodes):
+            cell = row * self.columns + count
+            code = choices.get(node, -1)
+            right = (count <= lengths[row] or token == expected) and self._sees(row, count, self.cached_lengths)
             expected = code if right else -1
-            if right and count:
+            if not right:
+                if code >= 0:
+                    self._guesses[cell] = code
+                continue
+            if count:  # what only stands in is forgotten again
                 kept.append(node)
-                self.order.append(cell - 1)
-                self.cached[row] = count
-            if right and code >= 0:
+                self._cached.append(cell - 1)
+                self.cached_lengths[row] = count
+            if code >= 0:
                 self.cells[cell] = code
-                self._draw(cell // self.columns)
-                found.append(cell)
-                self.guesses.pop(cell, None)
-            elif code >= 0:
-                self.guesses[cell] = code
-        return np.array(kept, np.int64), np.array(found, np.int64)
+                self._count(cell // self.columns)
+                drawn.append(cell)
+                self._guesses.pop(cell, None)
+        return np.array(kept, np.int64), np.array(drawn, np.int64)
 
-    def _draw(self, row: int) -> None:
+    def _count(self, row: int) -> None:
         """Count one more code of a row, and its end with the last of them."""
-        self.drawn[row] += 1
-        if self.drawn[row] == self.codes:
-            self.drawn[row] = self.columns
+        self.lengths[row] += 1
+        if self.lengths[row] == self.codes:
+            self.lengths[row] = self.columns
 
     def _sees(self, row: int, count: int, present: list[int]) -> bool:
         """Whether the rows above have what token `count` of a row sees, given how many tokens each one has."""
@@ -241,9 +268,10 @@ class Grid:
 
 def row_batch_sizes(raster: Raster, window: int) -> list[int]:
     """Nodes of every pass over a picture, without drafts: which tokens are drawn does not matter."""
-    grid, sizes = Grid.begun(raster, 0, window), list[int]()
+    grid = Grid(raster, 0, window)
+    sizes: list[int] = []
     while min(grid.cells) < 0:
-        front = grid.front()
-        grid.take(front, np.zeros(len(front.drawn), np.int64))
-        sizes.append(front.nodes)
+        batch = grid.next_batch()
+        grid.take(batch, np.zeros(len(batch.sampled), np.int64))
+        sizes.append(batch.nodes)
     return sizes

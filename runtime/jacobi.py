@@ -37,15 +37,15 @@ class JacobiDrafter(Drafter):
     """A window for every request."""
 
     def __init__(self) -> None:
-        self.windows: dict[Request, Window] = {}
+        self._windows: dict[Request, Window] = {}
 
-    def commit(self, committed: Sequence[Commit]) -> None:
+    def commit(self, commits: Sequence[Commit]) -> None:
         """Re-draft what a pass over the windows left undecided; after another pass they are empty."""
-        for one in committed:
-            if one.source is not self:
-                self.windows.pop(one.request, None)
-            elif one.request.missing > 0:
-                self.windows[one.request].advance(len(one.tokens) - 1, one.answers)
+        for one in commits:
+            if not isinstance(one.request.method, Sjd):
+                self._windows.pop(one.request, None)
+            elif one.request.missing and one.request in self._windows:
+                self._windows[one.request].advance(len(one.tokens) - 1, one.target)
 
     def draft(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Every request's window as a chain."""
@@ -54,12 +54,12 @@ class JacobiDrafter(Drafter):
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
         for request in requests:
-            self.windows.pop(request, None)
+            self._windows.pop(request, None)
 
     def _window(self, request: Request) -> Window:
         assert isinstance(request.method, Sjd)
         proposing = not request.exact and not request.sampling.greedy
-        window = self.windows.setdefault(request, Window(request.method.window, request.raster.columns, proposing))
+        window = self._windows.setdefault(request, Window(request.method.window, request.raster.columns, proposing))
         window.size = request.method.window
         return window
 
@@ -68,7 +68,10 @@ class JacobiDrafter(Drafter):
 class Window:
     """The drafts of one request: tokens of the next positions, and each one's q (None: the token was certain).
 
-    size: tokens drafted ahead, from 1. columns: of the token grid. proposing: whether acceptance asks for q.
+    Args:
+        size: tokens drafted ahead, from 1.
+        columns: of the token grid.
+        proposing: whether acceptance asks for q.
     """
 
     size: int
@@ -80,7 +83,9 @@ class Window:
     def draft(self, committed: Sequence[int], missing: int) -> DraftTree:
         """The window as a chain below the last of the request's committed tokens.
 
-        missing: tokens the image still needs, from 1; the pass adds one of its own, so at most missing - 1 are drafted.
+        Args:
+            committed: the request's codes.
+            missing: codes the image still needs, from 1; the pass adds one of its own, so fewer are drafted.
         """
         length = min(self.size, missing - 1)
         del self.codes[length:], self.proposals[length:]

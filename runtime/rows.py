@@ -24,42 +24,50 @@ import numpy as np
 from ..methods import RowParallel
 from .drafting import Drafter
 from .engine import Ints
-from .grid import MAX_ROW_BATCH, Grid, Placed, RowBatch
+from .grid import MAX_BATCH_NODES, Grid, Placed, RowBatch
 from .state import Request
 
 
 class RowDrafter(Drafter):
-    """The grids of all requests that are drawn row-parallel. most: nodes of a pass."""
+    """The grids of all requests that are drawn row-parallel.
 
-    def __init__(self, most: int) -> None:
-        self.most = min(most, MAX_ROW_BATCH)
-        self.grids: dict[Request, Grid] = {}
+    Args:
+        max_nodes: of one request in a pass.
+    """
+
+    def __init__(self, max_nodes: int) -> None:
+        self._max_nodes = min(max_nodes, MAX_BATCH_NODES)
+        self._grids: dict[Request, Grid] = {}
 
     def draft(self, requests: Sequence[Request]) -> list[RowBatch]:
         """The next pass of every request; the prefill gave the first token."""
-        return [self._grid(request).front() for request in requests]
+        return [self._grid(request).next_batch() for request in requests]
 
-    def take(self, request: Request, front: RowBatch, codes: Ints) -> tuple[Ints, Ints, Placed]:
-        """Take in what was drawn after the nodes of a front.
+    def take(self, request: Request, batch: RowBatch, codes: Ints) -> tuple[Ints, Ints, Placed]:
+        """Take in what was drawn after the nodes `batch.sampled`.
 
-        Returns what that adds to the codes known without a gap, in raster order; the nodes whose keys and values stay;
-        and the cells that were drawn, ends of rows not counted, with their codes.
+        Returns:
+            What that adds to the codes known without a gap, in raster order; the nodes whose keys and values stay; and
+            all codes that were drawn.
         """
-        grid, known = self.grids[request], len(request.codes)
-        kept, drawn = grid.take(front, codes)
+        grid = self._grids[request]
+        kept, drawn = grid.take(batch, codes)
         cells = np.array(grid.cells, np.int64).reshape(-1, grid.columns)[:, : grid.codes].ravel()
-        places = drawn - drawn // grid.columns if grid.ends else drawn
+        places = drawn - drawn // grid.columns if grid.has_ends else drawn
         gaps = np.flatnonzero(cells < 0)
-        return cells[known : gaps[0] if len(gaps) else len(cells)], kept, Placed(places, cells[places])
+        end = gaps[0] if len(gaps) else len(cells)
+        return cells[len(request.codes) : end], kept, Placed(places, cells[places])
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
         for request in requests:
-            self.grids.pop(request, None)
+            self._grids.pop(request, None)
 
     def _grid(self, request: Request) -> Grid:
-        if request not in self.grids:
-            assert isinstance(request.method, RowParallel)
-            method, first = request.method, request.codes[0]
-            self.grids[request] = Grid.begun(request.raster, first, method.window, method.drafts, self.most)
-        return self.grids[request]
+        method = request.method
+        assert isinstance(method, RowParallel)
+        if request not in self._grids:
+            self._grids[request] = Grid(request.raster, request.codes[0], method.window, max_nodes=self._max_nodes)
+        grid = self._grids[request]
+        grid.drafts = method.drafts  # which may change from pass to pass
+        return grid

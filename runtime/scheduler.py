@@ -8,20 +8,20 @@ a request is two rows that come and go together. A request's cache columns are r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from itertools import compress, islice
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..methods import Drafted
 from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
-from .device import DeviceLogits, Resident, SampleRequest
+from .device import DeviceLogits, SampleRequest
 from .drafter import EagleDrafter
-from .drafting import Commit, Drafter
-from .engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
+from .drafting import Commit, Draft, Drafter, hidden_states
+from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .grid import PassLayout, Placed, RowBatch
 from .jacobi import JacobiDrafter
 from .likelihood import recompute_logits, tie_margin
@@ -39,9 +39,14 @@ IDLE = 0.25  # of the tokens of all places
 class RequestStep(NamedTuple):
     """One request's part of a step: the tokens it committed, and how.
 
-    request: its index. codes may run past the image's end in the last step; `committed` counts those that belong to it.
-    tree and acceptance are None for the prefill, `ar` and `rows`. placed: cells and codes of a pass that did not draw
-    just the next ones; nodes: those that it took for them.
+    Args:
+        request: its index.
+        codes: int64 `[count]`; in the last step they may run past the image's end.
+        committed: how many of them belong to the image.
+        tree: the draft, None for the prefill, `ar` and `rows`.
+        acceptance: of the tree.
+        placed: what a pass of `rows` drew, which is not just the next codes.
+        nodes: of that pass.
     """
 
     request: int
@@ -56,7 +61,10 @@ class RequestStep(NamedTuple):
 class Scheduler:
     """Requests of one model; one that finds no room waits for others to leave.
 
-    rows: most of a pass. images: most that share passes; to be changed between passes, if need be.
+    Args:
+        model: engines and sizes.
+        rows: of a pass at most.
+        images: that share passes at most; may be changed between passes.
     """
 
     def __init__(self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
@@ -65,10 +73,11 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
-        self._windows, self._plain = JacobiDrafter(), Drafter()
+        self._plain = Drafter()
+        self._jacobi = JacobiDrafter()
         self._row_drafter = RowDrafter(model.most_nodes)
-        self._sources: dict[str, Drafter] = {"ar": self._plain, "sjd": self._windows, "rows": self._row_drafter}
-        self._trees: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
+        self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._jacobi, "rows": self._row_drafter}
+        self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
         self._quiet = copy_context()  # NumPy need not warn of logits that are then refused
         self._quiet.run(np.seterr, over="ignore", invalid="ignore")
         self._arrange()
@@ -86,7 +95,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Have a request drawn as soon as there is room, after those that came before.
 
-        Raises: ValueError: it has more rows than a pass may have.
+        Raises:
+            ValueError: it has more rows than a pass may have.
         """
         if len(request.rows) > self.rows:
             raise ValueError(f"a request of {len(request.rows)} rows, expected at most {self.rows}")
@@ -96,11 +106,18 @@ class Scheduler:
     def cancel(self, requests: Sequence[Request]) -> None:
         """Drop requests, waiting or not; those that have left already are none."""
         self.waiting = deque(request for request in self.waiting if request not in requests)
-        if going := [request for request in self.active if request in requests]:
-            self._leave(going)
+        if leaving := [request for request in self.active if request in requests]:
+            self._leave(leaving)
 
     def step(self) -> list[RequestStep]:
-        """One target pass: the prefill of requests for which there is room, or else a pass over all active ones."""
+        """One target pass: the prefill of requests for which there is room, or else a pass over all active ones.
+
+        Returns:
+            What every request that took part got of it.
+
+        Raises:
+            EngineError: the target gave NaN or infinity.
+        """
         return self._quiet.run(self._step)
 
     def _step(self) -> list[RequestStep]:
@@ -123,7 +140,8 @@ class Scheduler:
             if idle <= IDLE * self.images * max(request.raster.codes for request in self.active):
                 return []
         places = min(most, self.images - len(self.active))
-        rows, joining = self.rows - len(self._padding), list[Request]()
+        rows = self.rows - len(self._padding)
+        joining: list[Request] = []
         for request in islice(self.waiting, max(0, places)):
             rows -= len(request.rows)
             if rows < 0:
@@ -132,82 +150,84 @@ class Scheduler:
         return joining
 
     def _prefill(self, requests: list[Request]) -> list[RequestStep]:
-        target, rows = self.model.target, [row for request in requests for row in request.rows]
-        lengths, padding = np.array([len(row.embeds) for row in rows]), stack_padding([~row.real for row in rows])
+        """A target pass over the prefixes of new requests, which draws their first codes."""
+        target = self.model.target
+        rows = [row for request in requests for row in request.rows]
+        lengths = np.array([len(row.embeds) for row in rows])
+        padding = stack_padding([~row.real for row in rows])  # [rows, longest]
         cache = target.new_cache(len(rows), max(request.columns for request in requests))
         batch = prefill_pass(target, cache, [row.embeds for row in rows], padding)
         output = self.target_clock.run(target, batch, cache)
         last = output.logits[np.arange(len(rows)), lengths - 1][:, None]  # [rows, 1, vocab_size]
-        nothing = DraftTree(np.zeros(1, np.int64), np.array([-1], np.int64))
-        parts, committed, first = [], [], 0
-        for request in requests:
-            own, first = slice(first, first + len(request.rows)), first + len(request.rows)
-            answers = self._answers(request, nothing, output._replace(logits=last), own)
-            codes, nodes = np.array([answers.choice(0)]), [np.arange(length) for length in lengths[own]]
+        root = DraftTree(np.zeros(1, np.int64), np.array([-1], np.int64))
+        steps: list[RequestStep] = []
+        commits: list[Commit] = []
+        for request, own in _rows_of(requests).items():
+            answer = self._target_output(request, root, output._replace(logits=last), own)
+            codes = np.array([answer.choice(0)])
             request.codes += codes.tolist()
-            parts.append(RequestStep(request.index, codes, 1))
-            hidden = partial(_hidden, output, own, nodes)
-            committed.append(Commit(request, self._plain, codes, nodes, hidden, answers))
+            steps.append(RequestStep(request.index, codes, 1))
+            nodes = [np.arange(length) for length in lengths[own]]
+            commits.append(Commit(request, codes, nodes, partial(hidden_states, output, own, nodes), answer))
         self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
+        self._join(requests, cache)
+        self._commit(commits)
+        return steps
+
+    def _join(self, requests: list[Request], cache: Cache) -> None:
+        """Have requests take part from now on. cache: of their rows."""
         if self.active and self._cache is not None:
             self._cache.extend(cache)
         else:
             self._cache = cache
         for request in requests:
             if methods := [method for method in request.methods if isinstance(method, Drafted)]:
-                same = (self._trees[other] for other in self._trees if other.methods == request.methods)
-                self._trees[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
+                same = (self._eagles[other] for other in self._eagles if other.methods == request.methods)
+                self._eagles[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
         self.active += requests
         self._arrange()
-        self._tell(committed)
-        return parts
 
     def _advance(self) -> list[RequestStep]:
-        drafted = [self._source(request) for request in self.active]
-        trees: dict[Request, DraftTree | RowBatch] = {}
-        for source in {*drafted}:
-            own = [one for one, drawn_by in zip(self.active, drafted, strict=True) if drawn_by is source]
-            trees.update(zip(own, source.draft(own), strict=True))
-        layouts = {request: self._layout(request, tree) for request, tree in trees.items()}
-        output = self._verify(trees, layouts)
-        everybody = [self._answers(one, trees[one], output, self._rows[one], layouts[one].last) for one in self.active]
-        if not isinstance(output.logits, np.ndarray) and isinstance(output.logits, DeviceLogits):
-            self._ask_device(output.logits, trees, everybody)
-        elif len(everybody) > 1:
-            exact = [request.exact for request in self.active]
-            choose_together(output.logits, compress(zip(everybody, self._rows.values(), strict=True), exact))
-        parts, committed = [], []
-        for request, source, answers in zip(self.active, drafted, everybody, strict=True):
-            tree, rows = trees[request], self._rows[request]
-            if isinstance(tree, RowBatch):
-                codes, kept, placed = self._row_drafter.take(request, tree, answers.draw(tree.drawn))
-                count = min(len(codes), request.missing)
-                part = RequestStep(request.index, codes, count, placed=placed, nodes=tree.nodes)
-                request.statistics.codes_per_step.append(len(placed.codes))
-            else:
-                accepted = self._accept(request, tree, answers)
-                kept = layouts[request].kept(accepted.path)
-                codes = np.array([*(int(tree.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
-                part = RequestStep(request.index, codes, min(len(codes), request.missing))
-                if source is not self._plain:
-                    part = part._replace(tree=tree, acceptance=accepted)
-                request.statistics.codes_per_step.append(len(codes))
-                request.statistics.realised_tvd += accepted.realised_tvd
-            request.codes += codes.tolist()
+        """A target pass over the drafts of all active requests, of which each commits what is accepted."""
+        drafts = self._draft()
+        layouts = {request: self._layout(request, draft) for request, draft in drafts.items()}
+        output = self._verify(drafts, layouts)
+        answers = {
+            request: self._target_output(request, drafts[request], output, self._rows[request], layouts[request].last)
+            for request in self.active
+        }
+        self._choose(output, drafts, answers)
+        steps: list[RequestStep] = []
+        commits: list[Commit] = []
+        for request, answer in answers.items():
+            step, kept = self._accept(request, drafts[request], layouts[request], answer)
+            request.codes += step.codes.tolist()
             request.noise.forget(len(request.codes))
             nodes = [kept] * len(request.rows)
-            hidden = partial(_hidden, output, rows, nodes)
-            committed.append(Commit(request, source, codes, nodes, hidden, answers))
-            parts.append(part)
+            hidden = partial(hidden_states, output, self._rows[request], nodes)
+            commits.append(Commit(request, step.codes, nodes, hidden, answer))
+            steps.append(step)
         assert self._cache is not None
-        self.target_clock.append(self._cache, output.new_kv, [nodes for one in committed for nodes in one.nodes])
-        self._tell(committed)
-        return parts
+        self.target_clock.append(self._cache, output.new_kv, [nodes for one in commits for nodes in one.nodes])
+        self._commit(commits)
+        return steps
 
-    def _verify(
-        self, trees: Mapping[Request, DraftTree | RowBatch], layouts: Mapping[Request, PassLayout]
-    ) -> PassOutput:
-        """One target pass over all trees and fronts as they are laid out, padded to the same number of nodes."""
+    def _draft(self) -> dict[Request, Draft]:
+        """The drafts of all active requests: every drafter makes those of its requests at once."""
+        requests: dict[Drafter, list[Request]] = {}
+        for request in self.active:
+            requests.setdefault(self._drafter(request), []).append(request)
+        drafts: dict[Request, Draft] = {}
+        for drafter, own in requests.items():
+            drafts.update(zip(own, drafter.draft(own), strict=True))
+        return drafts
+
+    def _drafter(self, request: Request) -> Drafter:
+        """Where drafts of the method in use come from."""
+        return self._drafters.get(request.method.method) or self._eagles[request]
+
+    def _verify(self, drafts: Mapping[Request, Draft], layouts: Mapping[Request, PassLayout]) -> PassOutput:
+        """One target pass over all drafts as they are laid out, padded to the same number of nodes."""
         assert self._cache is not None
         target, lengths = self.model.target, self._cache.lengths
         nodes = max(MINIMUM_NODES, *(max(request.nodes, len(layout.tokens)) for request, layout in layouts.items()))
@@ -216,67 +236,53 @@ class Scheduler:
         attention_mask = np.zeros((len(lengths), nodes, past_length + nodes), bool)
         unmask_committed(attention_mask, lengths, self._padding)
         attention_mask[:, :, past_length:] = identity_mask(nodes)
-        for request, tree in trees.items():
+        for request, draft in drafts.items():
             layout, rows = layouts[request], self._rows[request]
-            count, place = len(layout.tokens), request.raster.place(self._first_cell(request, tree))
+            count = len(layout.tokens)
+            place = request.raster.place(_first_cell(request, draft))
             tokens[rows, :count] = layout.tokens
             attention_mask[rows, :count, past_length : past_length + count] = layout.ancestors
             for row, prefix in enumerate(request.prefixes, rows.start):
                 positions[row, :count] = layout.depths + (prefix + place)
-            if isinstance(tree, RowBatch):
-                seen = tree.sees(tree.order)  # [nodes, entries]
+            if isinstance(draft, RowBatch):
+                seen = draft.sees(draft.cached)  # [nodes, entries]
                 for row, prefix in enumerate(request.prefixes, rows.start):
-                    attention_mask[row, :count, prefix : prefix + len(tree.order)] &= seen
+                    attention_mask[row, :count, prefix : prefix + len(draft.cached)] &= seen
         positions = np.minimum(positions, self.model.positions - 1)
         return self.target_clock.run(target, Pass(positions, attention_mask, tokens), self._cache)
 
-    def _first_cell(self, request: Request, tree: DraftTree | RowBatch) -> int:
-        """The cell that depth 0 stands in."""
-        return 0 if isinstance(tree, RowBatch) else len(request.codes) - 1
+    def _layout(self, request: Request, draft: Draft) -> PassLayout:
+        """The nodes of a draft in a pass."""
+        if isinstance(draft, RowBatch):
+            return PassLayout(draft.tokens, draft.structure.depths, draft.structure.ancestors)
+        return request.raster.lay_out(draft, _first_cell(request, draft))
 
-    def _layout(self, request: Request, tree: DraftTree | RowBatch) -> PassLayout:
-        """The nodes of a tree or front in a pass."""
-        if isinstance(tree, RowBatch):
-            return PassLayout(tree.tokens, tree.structure.depths, tree.structure.ancestors)
-        return request.raster.lay_out(tree, self._first_cell(request, tree))
-
-    def _answers(
-        self, request: Request, tree: DraftTree | RowBatch, output: PassOutput, rows: slice, last: Ints | None = None
+    def _target_output(
+        self, request: Request, draft: Draft, output: PassOutput, rows: slice, last: Ints | None = None
     ) -> TargetOutput:
-        """What a pass says of a request's tree. last: as `PassLayout` has it."""
-        first, sampling, structure = self._first_cell(request, tree) + 1, request.sampling, tree.structure
+        """What a pass says of a request's draft. last: as `PassLayout` has it."""
+        first = _first_cell(request, draft) + 1
+        structure = draft.structure
         margin = request.tie_margin if request.exact else 0.0
-        recompute = partial(self._recompute, request, tree, first) if margin and isinstance(tree, DraftTree) else None
-        cells: Sequence[int] = range(first, first + tree.nodes)
+        recompute = None
+        if margin and isinstance(draft, DraftTree):
+            recompute = partial(self._recompute, request, draft, first)
+        cells: Sequence[int] = range(first, first + draft.nodes)
         if not structure.chain:
-            cells = (tree.following if isinstance(tree, RowBatch) else first + structure.depths).tolist()
+            cells = (draft.next_codes if isinstance(draft, RowBatch) else first + structure.depths).tolist()
         return TargetOutput(
-            partial(_logits, output, rows), structure, request.noise, cells, sampling, margin, recompute, last
+            lambda nodes: output.logits[rows, nodes],
+            structure,
+            request.noise,
+            cells,
+            request.sampling,
+            margin,
+            recompute,
+            last,
         )
 
-    def _ask_device(
-        self, logits: DeviceLogits, trees: Mapping[Request, DraftTree | RowBatch], everybody: Sequence[TargetOutput]
-    ) -> None:
-        """Have all choices made where the logits are, as far as that is possible there."""
-        asking, asked = list[tuple[TargetOutput, Sequence[int]]](), list[SampleRequest]()
-        for request, answers in zip(self.active, everybody, strict=True):
-            tree, rows = trees[request], self._rows[request]
-            choosing = request.exact or isinstance(tree, RowBatch)
-            if not choosing or answers.recompute or not logits.draws(request.sampling):
-                continue
-            nodes: Sequence[int] = tree.drawn if isinstance(tree, RowBatch) else range(tree.nodes)
-            own = np.array(nodes, np.int64)
-            places = np.tile(own if answers.last is None else answers.last[own], (rows.stop - rows.start, 1))
-            noise = None if request.sampling.greedy else request.noise
-            asking.append((answers, nodes))
-            asked.append(
-                SampleRequest(rows, places, request.sampling, noise, np.array([answers.cells[i] for i in nodes]))
-            )
-        for (answers, nodes), (codes, _) in zip(asking, logits.best(asked, 1) if asked else (), strict=True):
-            answers.know(nodes, codes[:, 0])
-
     def _recompute(self, request: Request, tree: DraftTree, before: int, node: int) -> Floats:
-        """Logits after a node of the request's tree below its first `before` tokens, for a tie; see `ties.py`."""
+        """Logits after a node of the request's tree below its first `before` tokens; see `likelihood.py`."""
         codes = [*request.codes[:before], *tree.tokens[tree.path_to(node)[1:]].tolist(), 0]  # the last one is dropped
         tokens = request.raster.spell(codes)[:-1]
         calls = self.target_clock.calls
@@ -284,24 +290,72 @@ class Scheduler:
         request.statistics.tie_passes += self.target_clock.calls - calls
         return logits
 
-    def _accept(self, request: Request, tree: DraftTree, target: TargetOutput) -> Acceptance:
+    def _choose(
+        self, output: PassOutput, drafts: Mapping[Request, Draft], answers: Mapping[Request, TargetOutput]
+    ) -> None:
+        """Make the choices of several requests at once where that costs less: on a device, or those of exact chains."""
+        logits = output.logits
+        if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
+            self._choose_on_device(logits, drafts, answers)
+        elif len(answers) > 1:
+            exact = ((answer, self._rows[request]) for request, answer in answers.items() if request.exact)
+            choose_together(logits, exact)
+
+    def _choose_on_device(
+        self, logits: DeviceLogits, drafts: Mapping[Request, Draft], answers: Mapping[Request, TargetOutput]
+    ) -> None:
+        """Have all choices made where the logits are, as far as that is possible there."""
+        choosing: list[tuple[TargetOutput, Sequence[int]]] = []
+        samples: list[SampleRequest] = []
+        for request, answer in answers.items():
+            draft, rows = drafts[request], self._rows[request]
+            relaxed = not request.exact and isinstance(draft, DraftTree)
+            if relaxed or answer.recompute or not logits.draws(request.sampling):
+                continue
+            nodes: Sequence[int] = draft.sampled if isinstance(draft, RowBatch) else range(draft.nodes)
+            own = np.array(nodes, np.int64)
+            places = np.tile(own if answer.last is None else answer.last[own], (rows.stop - rows.start, 1))
+            noise = None if request.sampling.greedy else request.noise
+            cells = np.array([answer.cells[node] for node in nodes])
+            choosing.append((answer, nodes))
+            samples.append(SampleRequest(rows, places, request.sampling, noise, cells))
+        best = logits.best(samples, 1) if samples else []
+        for (answer, nodes), (codes, _) in zip(choosing, best, strict=True):
+            answer.know(nodes, codes[:, 0])
+
+    def _accept(
+        self, request: Request, draft: Draft, layout: PassLayout, answer: TargetOutput
+    ) -> tuple[RequestStep, Ints]:
+        """What a request gets of a pass, and the pass's nodes whose keys and values stay, int64 `[kept]`."""
+        statistics = request.statistics
+        if isinstance(draft, RowBatch):
+            codes, kept, placed = self._row_drafter.take(request, draft, answer.draw(draft.sampled))
+            statistics.codes_per_step.append(len(placed.codes))
+            count = min(len(codes), request.missing)
+            return RequestStep(request.index, codes, count, placed=placed, nodes=draft.nodes), kept
+        accepted = self._walk(request, draft, answer)
+        statistics.realised_tvd += accepted.realised_tvd
+        codes = np.array([*(int(draft.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
+        statistics.codes_per_step.append(len(codes))
+        step = RequestStep(request.index, codes, min(len(codes), request.missing))
+        if request.method.method != "ar":
+            step = step._replace(tree=draft, acceptance=accepted)
+        return step, layout.kept(accepted.path)
+
+    def _walk(self, request: Request, tree: DraftTree, answer: TargetOutput) -> Acceptance:
         relaxation = None if request.exact else Relaxation.of(request.method, self.model.neighbors)
         if relaxation is None:
-            return follow(tree, target.choice)
+            return follow(tree, answer.choice)
         if request.sampling.greedy:
-            return walk_greedy(tree, target.distribution, relaxation)
-        return walk(tree, target.distribution, target.choice, relaxation, target.decisions)
+            return walk_greedy(tree, answer.distribution, relaxation)
+        return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions)
 
-    def _source(self, request: Request) -> Drafter:
-        """Where drafts of the method in use come from."""
-        return self._sources.get(request.method.method) or self._trees[request]
-
-    def _tell(self, committed: Sequence[Commit]) -> None:
-        """Tell all sources of drafts what a pass committed, then drop finished requests."""
-        for trees in {*self._trees.values()}:
-            trees.commit([one for one in committed if self._trees.get(one.request) is trees])
-        self._windows.commit(committed)
-        if finished := [one.request for one in committed if not one.request.missing]:
+    def _commit(self, commits: Sequence[Commit]) -> None:
+        """Tell all drafters what a pass committed, then drop finished requests."""
+        for eagle in {*self._eagles.values()}:
+            eagle.commit([one for one in commits if self._eagles.get(one.request) is eagle])
+        self._jacobi.commit(commits)
+        if finished := [one.request for one in commits if not one.request.missing]:
             self._leave(finished)
 
     def _leave(self, requests: Sequence[Request]) -> None:
@@ -312,29 +366,33 @@ class Scheduler:
         elif self._cache is not None:
             rows = np.arange(len(self._padding))
             self._cache.keep_rows(np.concatenate([rows[self._rows[request]] for request in self.active]))
-        for source in (self._windows, self._row_drafter, *dict.fromkeys(self._trees.values())):
-            source.leave(requests)
+        for drafter in (self._jacobi, self._row_drafter, *dict.fromkeys(self._eagles.values())):
+            drafter.leave(requests)
         for request in requests:
-            self._trees.pop(request, None)
+            self._eagles.pop(request, None)
         self._arrange()
 
     def _arrange(self) -> None:
         """Count the rows of the active requests."""
-        self._rows: dict[Request, slice] = {}
         padding = stack_padding([~row.real for request in self.active for row in request.rows])  # [rows, longest]
         self._padding = padding if padding.any() else padding[:, :0]
-        first = 0
-        for request in self.active:
-            self._rows[request] = slice(first, first + len(request.rows))
-            first += len(request.rows)
+        self._rows = _rows_of(self.active)
 
 
-def _logits(output: PassOutput, rows: slice, nodes: slice | Sequence[int]) -> Floats:
-    logits: Floats = output.logits[rows, nodes]  # [sides, nodes, vocab_size]
-    return logits
+def _rows_of(requests: Iterable[Request]) -> dict[Request, slice]:
+    """The rows of each request in a pass over all of them."""
+    rows: dict[Request, slice] = {}
+    first = 0
+    for request in requests:
+        rows[request] = slice(first, first + len(request.rows))
+        first += len(request.rows)
+    return rows
 
 
-def _hidden(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | HiddenView]:
-    stays, places = isinstance(output.hidden, Resident), zip(range(rows.start, rows.stop), nodes, strict=True)
-    taken = (HiddenView(output.hidden, np.full(len(own), row), own) for row, own in places)
-    return [states if stays else states.read() for states in taken]
+def _first_cell(request: Request, draft: Draft) -> int:
+    """The cell that depth 0 of a draft stands in."""
+    return 0 if isinstance(draft, RowBatch) else len(request.codes) - 1
+
+
+def _logits(output: PassOutput, rows: slice, nodes: slice | Sequence[int]) -> Any:
+    return output.logits[rows, nodes]  # [sides, nodes, vocab_size]

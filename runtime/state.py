@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..methods import Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
-from .grid import MAX_ROW_BATCH, Raster
+from .grid import MAX_BATCH_NODES, Raster
 from .noise import Noise
 from .statistics import RequestStatistics
 from .tree_names import named_tree
@@ -30,10 +30,18 @@ class DrafterLayout:
 class Model:
     """Engines and sizes.
 
-    codes: of an image. positions: rows of the rotary table. columns: of the grid of codes. neighbors: the bundle's
-    table `[vocab_size, k]`, None where no method needs it. rounding: how far the difference of two of the target's
-    logits may depend on the pass, in nats; 0 leaves ties to whichever pass meets them, see `likelihood.py`.
-    most_nodes: of a draft in a pass. row_end: the token at the end of a row, see `grid.py`.
+    Args:
+        target: engine of the model itself.
+        drafter: engine of its EAGLE drafter, None where no method needs one.
+        codes: of an image.
+        positions: rows of the rotary table.
+        layout: of drafter slots.
+        columns: of the grid of codes.
+        neighbors: the bundle's table of nearest codes, integers `[vocab_size, k]`, None where no method needs it.
+        rounding: nats by which the difference of two of the target's logits may depend on the pass; 0 leaves ties to
+            whichever pass meets them, see `likelihood.py`.
+        most_nodes: of a draft in a pass.
+        row_end: token at the end of a row, see `grid.py`.
     """
 
     target: Engine
@@ -55,11 +63,12 @@ class Model:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """One row of a prompt's prefix.
+    """One row of a prompt's prefix. Positions count columns, padding included.
 
-    embeds: float32 `[length, hidden_size]`. real: bool `[length]`, False on padding. tokens: int64 `[length]`, what the
-    drafter reads in the prefix; without them it reads the layout's `prefix_token` everywhere. Positions count columns,
-    padding included.
+    Args:
+        embeds: float32 `[length, hidden_size]`.
+        real: bool `[length]`, False on padding.
+        tokens: int64 `[length]`, what the drafter reads in the prefix; without them the layout's `prefix_token`.
     """
 
     embeds: Floats
@@ -86,7 +95,7 @@ class Prompt:
 
 
 def method_nodes(method: MethodConfig) -> int:
-    """Nodes of a pass over what a method drafts for one image, the root included."""
+    """Nodes of a pass over what a method drafts for one image, the root included; 1 where passes differ (`rows`)."""
     if isinstance(method, Drafted):
         return named_tree(method.tree).nodes
     return 1 + method.window if isinstance(method, Sjd) else 1
@@ -96,9 +105,18 @@ def method_nodes(method: MethodConfig) -> int:
 class Request:
     """One image to draw, and what it has so far.
 
-    index: the caller's number. raster: of the image's codes. rows: of its prefix, the conditional one first.
-    methods: those that it may be drawn by, all exact if there are several. method: the one in use, with `nodes` in
-    a pass. seed: 0 .. 2^64 - 1. codes: so far; they may run past the image's end. tie_margin: see `likelihood.py`.
+    Args:
+        index: the caller's number.
+        raster: of the image's codes.
+        rows: of its prefix, the conditional one first.
+        sampling: how distributions are made of logits.
+        methods: those that it may be drawn by. If there are several, all draw the same picture.
+        seed: 0 .. 2^64 - 1.
+
+    Attributes:
+        method: the one in use; `nodes` is what its drafts take in a pass, `exact` whether it is.
+        codes: so far; they may run past the image's end.
+        tie_margin: see `likelihood.py`.
     """
 
     index: int
@@ -116,13 +134,15 @@ class Request:
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
     def __post_init__(self) -> None:
-        assert len(self.methods) == 1 or all(method.exact for method in self.methods)
+        assert draw_alike(self.methods)
         self.noise = Noise(self.seed)
         self.use(self.methods[0])
 
     def use(self, method: MethodConfig) -> None:
         """Go on with this method, one of those that the request was made for; between passes."""
-        self.method, self.nodes, self.exact = method, method_nodes(method), method.exact
+        self.method = method
+        self.nodes = method_nodes(method)
+        self.exact = method.exact
 
     @property
     def prefixes(self) -> list[int]:
@@ -136,6 +156,13 @@ class Request:
 
     @property
     def columns(self) -> int:
-        """Columns of a cache for prefix and image, whatever method draws it."""
-        fronts = (MAX_ROW_BATCH if isinstance(method, RowParallel) else method_nodes(method) for method in self.methods)
-        return max(self.prefixes) + self.raster.tokens + max(fronts) * (1 + (self.raster.row_end is not None)) + 2
+        """Columns of a cache for prefix and image, whichever of its methods draws it."""
+        rows = any(isinstance(method, RowParallel) for method in self.methods)
+        nodes = MAX_BATCH_NODES if rows else max(map(method_nodes, self.methods))
+        return max(self.prefixes) + self.raster.tokens + nodes * (1 + (self.raster.row_end is not None)) + 2
+
+
+def draw_alike(methods: Sequence[MethodConfig]) -> bool:
+    """Whether all methods draw the same picture: exact ones, or `rows` of one window with any number of drafts."""
+    windows = {method.window if isinstance(method, RowParallel) else None for method in methods}
+    return len(methods) == 1 or all(method.exact for method in methods) or (len(windows) == 1 and windows != {None})

@@ -17,14 +17,37 @@ from .tree import TreeStructure
 MOST_TOGETHER = 256  # nodes whose choices are made at once
 
 
+@dataclass(slots=True)
+class Span:
+    """Consecutive nodes that are looked at together: all of a chain, one of a tree.
+
+    Args:
+        first: the first of them.
+        logits: guided, `[nodes, vocab_size]`.
+        noise: that choices were made with, `[nodes, vocab_size]`; None before, and when greedy.
+        leads: how far each choice is ahead of the next best; empty before, and where filters may turn a choice.
+    """
+
+    first: int
+    logits: Floats
+    noise: Floats | None = None
+    leads: Sequence[float] = ()
+
+
 @dataclass
 class TargetOutput:
-    """What the target says after the nodes of one request's tree; computed where it is asked for, of chains at once.
+    """What the target says after the nodes of one request's draft; computed when it is asked for.
 
-    logits(nodes): those of the request's rows, `[sides, nodes, vocab_size]`, after nodes of the pass. structure: the
-    tree's. cells: that of the code after each node. last: the pass's node after which it is drawn, if
-    not after the node itself. tie_margin: how far rounding may move differences of logits, and recompute(node): guided
-    logits `[1, vocab_size]` after a node by another computation, called where the margin could turn a choice.
+    Args:
+        logits: gives those of the request's rows after nodes of the pass, `[sides, nodes, vocab_size]`.
+        structure: the draft's.
+        noise: the request's.
+        cells: of the code after each node.
+        sampling: the request's.
+        tie_margin: how far rounding may move differences of logits.
+        recompute: gives guided logits `[1, vocab_size]` after a node by another computation, asked where the margin
+            could turn a choice; None where ties stay as they are.
+        last: the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`.
     """
 
     logits: Callable[[slice | Sequence[int]], Floats]
@@ -35,80 +58,76 @@ class TargetOutput:
     tie_margin: float = 0.0
     recompute: Callable[[int], Floats] | None = None
     last: Ints | None = None
+    _span: Span | None = field(init=False, default=None)  # looked at last
     _choices: dict[int, int] = field(init=False, default_factory=dict)
-    _leads: dict[int, float] = field(init=False, default_factory=dict)  # of choices over the next best, if unfiltered
-    _recomputed: set[int] = field(init=False, default_factory=set)
-    _seen: tuple[int, Floats, Floats | None] = field(init=False)  # what was guessed last: a node, logits, noise
     _distributions: dict[int, Probabilities] = field(init=False, default_factory=dict)
-    _chain: Floats | None = field(init=False, default=None)
 
     def choice(self, node: int) -> int:
-        """The token after `node`, as plain decoding would draw it there."""
+        """The token after `node`, as plain decoding would draw it there. A tie costs a pass every time."""
         code = self.guess(node)
-        if self.recompute is None or node in self._recomputed:
+        if self.recompute is None or self._is_decisive(node, code):
             return code
-        self._recomputed.add(node)
-        if not (self._leads[node] > self.tie_margin if node in self._leads else self._is_clear(node, code)):
-            logits = self.recompute(node)
-            (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
-            self._choices[node] = code
+        logits = self.recompute(node)
+        (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
+        self._choices[node] = code
         return code
 
     def guess(self, node: int) -> int:
         """The choice, or in a tie perhaps another token: good enough for a draft."""
         if node not in self._choices:
-            first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
-            guided = self._guided(slice(first, first + nodes))
-            noise = self._gumbel(first, guided)
+            span = self._look_at(node)
+            span.noise = self._gumbel(span.first, span.logits)
             if self.recompute is None or self.sampling.filtered:
-                codes = choose(guided, noise, self.sampling).tolist()
-                self._seen = first, guided, noise
+                codes = choose(span.logits, span.noise, self.sampling).tolist()
             else:
-                codes, leads = choose_and_lead(guided, noise, self.sampling)
-                self._leads.update(enumerate(leads, first))
-            self._choices.update(enumerate(codes, first))
+                codes, span.leads = choose_and_lead(span.logits, span.noise, self.sampling)
+            self._choices.update(enumerate(codes, span.first))
         return self._choices[node]
 
-    def _is_clear(self, node: int, code: int) -> bool:
-        first, guided, noise = self._seen
-        assert first <= node < first + len(guided), "a node of a tree is chosen at when it was guessed last"
-        own = None if noise is None else noise[node - first]
-        return is_decisive(guided[node - first], own, code, self.sampling, self.tie_margin)
-
-    def take(self, guided: Floats, noise: Floats | None, codes: Sequence[int], leads: Sequence[float]) -> None:
-        """Take in all choices of a chain that were made elsewhere, see `choose_together`."""
-        self._chain, self._seen = guided, (0, guided, noise)
-        self._choices.update(enumerate(codes))
-        self._leads.update(enumerate(leads))
-
-    def draw(self, nodes: Sequence[int]) -> Ints:
-        """The choices after some nodes that are no chain, at once."""
-        if not all(node in self._choices for node in nodes):
-            first, last = nodes[0], nodes[-1]
-            together = self.last is None and last - first + 1 == len(nodes)  # read in place then
-            guided = guide(self._read(slice(first, last + 1) if together else nodes), self.sampling)
-            noise = None
-            if not self.sampling.greedy:
-                size = guided.shape[1]
-                noise = np.concatenate([self.noise.gumbel(self.cells[node], 1, size) for node in nodes])
-            self._choices.update(zip(nodes, choose(guided, noise, self.sampling).tolist(), strict=True))
-        return np.array([self._choices[node] for node in nodes], np.int64)
-
-    def know(self, nodes: Sequence[int], codes: Ints) -> None:
-        """Take in choices after nodes, made where the logits are."""
-        self._choices.update(zip(nodes, codes.tolist(), strict=True))
-
     def distribution(self, node: int) -> Probabilities:
-        """The target's distribution after `node`."""
+        """The target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:
-            first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
-            found = shape_distribution(self._guided(slice(first, first + nodes)), self.sampling)
-            self._distributions.update(enumerate(found, first))
+            span = self._look_at(node)
+            self._distributions.update(enumerate(shape_distribution(span.logits, self.sampling), span.first))
         return self._distributions[node]
 
     def decisions(self, node: int) -> np.random.Generator:
         """What relaxed acceptance decides with on the children of `node`."""
         return self.noise.decisions(self.cells[node])
+
+    def draw(self, nodes: Sequence[int]) -> Ints:
+        """The choices after some nodes that are no chain, at once, int64 `[nodes]`."""
+        if not all(node in self._choices for node in nodes):
+            in_place = self.last is None and nodes[-1] - nodes[0] + 1 == len(nodes)
+            guided = guide(self._read(slice(nodes[0], nodes[-1] + 1) if in_place else nodes), self.sampling)
+            noise = None
+            if not self.sampling.greedy:
+                size = guided.shape[1]
+                noise = np.concatenate([self.noise.gumbel(self.cells[node], 1, size) for node in nodes])
+            self.know(nodes, choose(guided, noise, self.sampling))
+        return np.array([self._choices[node] for node in nodes], np.int64)
+
+    def know(self, nodes: Sequence[int], codes: Ints, span: Span | None = None) -> None:
+        """Take in choices after nodes that were made elsewhere, and what they were made of."""
+        self._choices.update(zip(nodes, codes.tolist(), strict=True))
+        self._span = span
+
+    def _is_decisive(self, node: int, code: int) -> bool:
+        span = self._look_at(node)
+        place = node - span.first
+        if len(span.leads):
+            return span.leads[place] > self.tie_margin
+        assert span.noise is not None or self.sampling.greedy, "a node of a tree is chosen at when it was guessed last"
+        noise = None if span.noise is None else span.noise[place]
+        return is_decisive(span.logits[place], noise, code, self.sampling, self.tie_margin)
+
+    def _look_at(self, node: int) -> Span:
+        """The span that a node is in; a tree's nodes are looked at one after the other."""
+        span = self._span
+        if span is None or not span.first <= node < span.first + len(span.logits):
+            first, nodes = (0, len(self.structure.depths)) if self.structure.chain else (node, 1)
+            span = self._span = Span(first, guide(self._read(slice(first, first + nodes)), self.sampling))
+        return span
 
     def _gumbel(self, first: int, logits: Floats) -> Floats | None:
         """Noise for `logits [nodes, vocab_size]` after a chain from node `first`; none when greedy."""
@@ -117,46 +136,39 @@ class TargetOutput:
     def _read(self, nodes: slice | Sequence[int]) -> Floats:
         return self.logits(nodes if self.last is None else self.last[nodes].tolist())
 
-    def _guided(self, nodes: slice) -> Floats:
-        if not self.structure.chain:
-            return guide(self._read(nodes), self.sampling)
-        if self._chain is None:
-            everything = slice(0, len(self.structure.depths))
-            self._chain = guide(self._read(everything), self.sampling)
-        return self._chain[nodes]
 
-
-def choose_together(logits: Rows, asked: Iterable[tuple[TargetOutput, slice]]) -> None:
+def choose_together(logits: Rows, targets: Iterable[tuple[TargetOutput, slice]]) -> None:
     """Make the choices of neighbours who draft chains of one length with one sampling: at once, which costs less.
 
-    logits: of a pass. asked: requests' answers, and their rows in it.
+    Args:
+        logits: of a pass, `[rows, nodes, vocab_size]`.
+        targets: outputs of several requests, each with its rows in the pass.
     """
-
-    def alike(one: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
-        answers, rows = one
-        nodes = len(answers.structure.depths) if answers.structure.chain and answers.last is None else 0
-        return nodes, rows.stop - rows.start, answers.sampling
-
-    for (nodes, sides, sampling), group in groupby(asked, alike):
+    for (nodes, sides, sampling), group in groupby(targets, _shape):
         neighbours = list(islice(group, MOST_TOGETHER // max(1, nodes)))  # the others choose alone: memory is bounded
         count = len(neighbours)
-        if nodes == 0 or count < 2:
-            continue
         first, last = neighbours[0][1].start, neighbours[-1][1].stop
-        if last - first != count * sides:  # others are between them
+        if nodes == 0 or count < 2 or last - first != count * sides:  # the last: others are between them
             continue
-        own = logits[first:last, :nodes]
-        guided = guide(own.reshape(count, sides, *own.shape[1:]).swapaxes(0, 1), sampling)
-        guided = guided.reshape(count * nodes, -1)
+        own = logits[first:last, :nodes].reshape(count, sides, nodes, -1).swapaxes(0, 1)
+        guided = guide(own, sampling).reshape(count * nodes, -1)
         noise = None  # [requests * nodes, vocab_size], as guided
         if not sampling.greedy:
-            each = [one.noise.gumbel(one.cells[0], nodes, guided.shape[1]) for one, _ in neighbours]
-            noise = np.concatenate(each)
+            noise = np.concatenate([one.noise.gumbel(one.cells[0], nodes, guided.shape[1]) for one, _ in neighbours])
         leads: list[float] = []  # where filters may turn a choice, each finds out alone
         if sampling.filtered:
-            codes = choose(guided, noise, sampling).tolist()
+            codes = choose(guided, noise, sampling)
         else:
-            codes, leads = choose_and_lead(guided, noise, sampling)
+            chosen, leads = choose_and_lead(guided, noise, sampling)
+            codes = np.array(chosen, np.int64)
         for i, (one, _) in enumerate(neighbours):
-            of = slice(i * nodes, (i + 1) * nodes)
-            one.take(guided[of], None if noise is None else noise[of], codes[of], leads[of])
+            part = slice(i * nodes, (i + 1) * nodes)
+            span = Span(0, guided[part], None if noise is None else noise[part], leads[part])
+            one.know(range(nodes), codes[part], span)
+
+
+def _shape(target: tuple[TargetOutput, slice]) -> tuple[int, int, Sampling]:
+    """Nodes of a chain (0: it is none), rows, and sampling: those of one shape may choose together."""
+    output, rows = target
+    chain = output.structure.chain and output.last is None
+    return len(output.structure.depths) if chain else 0, rows.stop - rows.start, output.sampling

@@ -15,7 +15,7 @@ from ..errors import TreeError
 from .engine import Bools, Floats, Ints
 from .sampling import Probabilities
 
-MOST_NODES, MOST_LEVELS = 128, 32  # drafting takes a pass per level
+MAX_NODES, MAX_LEVELS = 128, 32  # drafting takes a pass per level
 
 
 def _check_size(what: str, found: int, most: int) -> None:
@@ -36,8 +36,8 @@ class StaticTree:
     def __post_init__(self) -> None:
         if not self.paths:
             raise TreeError("the tree has no paths; give at least one, such as [[0]]")
-        _check_size("nodes", len(self.paths) + 1, MOST_NODES)
-        _check_size("levels", max(map(len, self.paths)), MOST_LEVELS)
+        _check_size("nodes", len(self.paths) + 1, MAX_NODES)
+        _check_size("levels", max(map(len, self.paths)), MAX_LEVELS)
         known = set(self.paths)
         if len(known) != len(self.paths):
             raise TreeError("the tree lists a path twice; list every node once")
@@ -95,9 +95,9 @@ class DynamicTree:
         made = self.branch + (self.depth - 1) * self.branch**2
         if min(self.nodes - 1, self.depth, self.branch) < 1:
             raise TreeError(f"a dynamic tree needs nodes >= 2, depth >= 1, branch >= 1; found {self}")
-        _check_size("nodes", self.nodes, MOST_NODES)
-        _check_size("levels", self.depth, MOST_LEVELS)
-        _check_size("children a node", self.branch, MOST_LEVELS)
+        _check_size("nodes", self.nodes, MAX_NODES)
+        _check_size("levels", self.depth, MAX_LEVELS)
+        _check_size("children a node", self.branch, MAX_LEVELS)
         if self.nodes - 1 > made:
             raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
 

@@ -46,6 +46,6 @@ def open_drafts(
 def next_draft(drafts: OpenDrafts, tokens: NDArray[np.int64], hidden: list[NDArray[np.float32]]) -> DraftTree:
     """The tree after `tokens` were committed, given the rows' hidden states at their positions."""
     nothing: Any = None
-    drafts.commit([Commit(drafts.only, nothing, tokens, [], lambda: hidden, nothing)])
+    drafts.commit([Commit(drafts.only, tokens, [], lambda: hidden, nothing)])
     (tree,) = drafts.draft([drafts.only])
     return tree

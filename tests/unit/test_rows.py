@@ -21,7 +21,7 @@ from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, S
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass
-from lantern_rt.runtime.grid import Grid, row_batch_sizes
+from lantern_rt.runtime.grid import Grid, Raster, row_batch_sizes
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Model, Prompt
 from lantern_rt.service import Service
@@ -147,29 +147,49 @@ def test_pictures_are_distributed_as_the_definition_says() -> None:
 def test_every_cell_is_drawn_once_after_those_that_it_sees(
     rows: int, codes: int, window: int, ahead: int, most: int, seed: int, ends: bool
 ) -> None:
-    columns, window = codes + ends, window + (ends and window >= codes)
-    cells = [*[-1] * codes, *[9] * ends] * rows
-    grid = Grid([0, *cells[1:]], columns, window, ahead, most, ends)
+    grid = Grid(Raster(rows * codes, codes, 9 if ends else None), 0, window, max_nodes=most)
+    columns, window = grid.columns, grid.window
     passes, rng = 0, np.random.default_rng(seed)
     while -1 in grid.cells:
         known = {cell for cell, code in enumerate(grid.cells) if code >= 0}
-        front, passes = grid.front(), passes + 1
-        assert 0 < front.nodes <= most
-        for cells in (front.cells[front.counts > 0], front.cells[front.drawn] + 1):
+        grid.drafts = int(rng.integers(0, ahead + 1))
+        batch, passes = grid.next_batch(), passes + 1
+        assert 0 < batch.nodes <= most
+        for cells in (batch.cells[batch.counts > 0], batch.cells[batch.sampled] + 1, batch.cached):
             assert len({*cells.tolist()}) == len(cells)
-        assert not {*front.cells[front.counts > 0].tolist()} & {*front.order.tolist()}
-        kept, drawn = grid.take(front, rng.integers(0, 2, len(front.drawn)))  # drafts are right now and then
+        assert not {*batch.cells[batch.counts > 0].tolist()} & {*batch.cached.tolist()}
+        kept, drawn = grid.take(batch, rng.integers(0, 2, len(batch.sampled)))  # drafts are right now and then
         assert len(drawn) + len(kept) > 0  # or nothing would ever happen
         assert not known & {*drawn.tolist()}
         for cell in drawn.tolist():
             assert {c for c in sight(*divmod(cell, columns), columns, window) if c < cell} <= known | {*drawn.tolist()}
         counts = [sum(grid.cells[row * columns + c] >= 0 for c in range(codes)) for row in range(rows)]
-        assert grid.drawn == [columns if count == codes else count for count in counts]
-        assert {*front.cells[kept].tolist()} <= {cell for cell, code in enumerate(grid.cells) if code >= 0}
-    assert len(grid.order) == len({*grid.order})
+        assert grid.lengths == [columns if count == codes else count for count in counts]
+        assert {*batch.cells[kept].tolist()} <= {cell for cell, code in enumerate(grid.cells) if code >= 0}
     if most == 64:
         assert passes <= min(window, codes) * (rows - 1) + codes - 1
         assert ahead or passes == min(window, codes) * (rows - 1) + codes - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1), st.integers(1, 5), st.booleans())
+def test_a_picture_is_the_same_whatever_number_of_drafts_each_pass_takes(
+    drafts: list[int], window: int, ends: bool
+) -> None:
+    model, prompts, seeds = toy(4, 4, ends=ends), [make_prompt(i) for i in range(3)], [5, 6, 7]
+    methods = [RowParallel(window=window, drafts=count) for count in range(4)]
+    expected = drawn(model, prompts, window, seeds, GUIDED)
+    found: list[list[int]] = [[] for _ in prompts]
+    stepping = decode(model, prompts, seeds, GUIDED, methods[0], methods[1:], together=2)
+    turns = itertools.cycle(drafts)
+    step = next(stepping)
+    while step.statistics is None:
+        for part in step.parts:
+            found[part.request] += part.codes[: part.committed].tolist()
+        step = stepping.send(methods[next(turns)])
+    for part in step.parts:
+        found[part.request] += part.codes[: part.committed].tolist()
+    assert found == expected
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
