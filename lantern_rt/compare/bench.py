@@ -1,105 +1,96 @@
-"""Methods against plain decoding: speed, where the time goes, and what they give away.
-
-A method's speed is the median over turns, of whole calls, text and images included.
-"""
+"""Methods against plain decoding: how fast they are, where the time goes, and what they give away."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..bundle.manifest import Manifest
-from ..engines.host import read_bandwidth
-from ..engines.memory import weight_bytes
 from ..pipeline import Pipeline
-from .turns import Contender, Run, Subjects, take_turns
+from .turns import MethodRun, Prompts, Run, Show, take_turns
 
-Show = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
-
-FEWEST_TURNS = 3
-_DYNAMIC, _STATIC = "dynamic-8-4-2", "chain-3"  # trees where the bundle has none of the kind
+MIN_TURNS = 3
+DYNAMIC_TREE, STATIC_TREE = "dynamic-8-4-2", "chain-3"  # where the bundle has none of the kind
 
 
-def figures(runs: Sequence[Run], plain: Sequence[Run], memory_bound: float | None) -> dict[str, Any]:
-    """What a method's runs say beside those of plain decoding, ready for JSON; times and shares are of whole calls.
+def default_methods(manifest: Manifest) -> list[str]:
+    """Method strings of all that a bundle can run, its presets last."""
+    methods = ["ar", "sjd", "rows"]
+    if manifest.drafter is not None:
+        defaults = {one.method: one.parameters() for one in manifest.decoding.methods}
+        tree = defaults.get("eagle", {}).get("tree", STATIC_TREE)
+        trees = (tree, STATIC_TREE) if tree.startswith("dynamic") else (DYNAMIC_TREE, tree)
+        methods += [f"eagle:tree={tree}" for tree in trees]
+        methods += ["lantern", "lantern++"] if manifest.neighbors else []
+    return [*methods, *(f"auto:quality={quality}" for quality in ("strict", *manifest.presets))]
 
-    memory_bound: seconds that reading the target's weights once takes, or None.
+
+def bench(
+    pipeline: Pipeline, methods: Sequence[MethodRun], prompts: Prompts, batch: int, count: int, show: Show
+) -> list[list[Run]]:
+    """Run all methods in turns, after one call of each that is not counted.
+
+    Args:
+        pipeline: that runs them.
+        methods: plain decoding first.
+        prompts: to draw.
+        batch: images decoded together.
+        count: images of every method, at least; there are three turns in any case.
+        show: takes progress.
+
+    Returns:
+        Runs by method and turn.
+    """
+    turns = max(MIN_TURNS, -(-count // batch))
+    for number, method in enumerate(methods):
+        show("warming up", number, len(methods))
+        pipeline(**prompts.request(0, batch), **method.options)
+    show("warming up", len(methods), len(methods))
+    show("turns", 0, turns)
+    by_turn = []
+    for runs in take_turns(pipeline, methods, (prompts.request(turn, batch) for turn in range(turns))):
+        by_turn.append([replace(one, images=[]) for one in runs])  # pictures were painted for the time it takes
+        show("turns", len(by_turn), turns)
+    return [list(runs) for runs in zip(*by_turn, strict=True)]
+
+
+def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """A method's runs beside those of plain decoding, ready for JSON; times and shares are of whole calls.
+
+    The speed-up is the median of the ratios of turns, as both runs of a turn met the same moment of the host.
     """
     stats = [one.statistics for one in runs]
     total = sum(one.seconds for one in runs)
-    passes = sum(one.target_passes for one in stats)
+    method = runs[0].settings.method
     images_per_second = len(runs[0].codes) / statistics.median(one.seconds for one in runs)
     speed_ups = [ar.seconds / one.seconds for one, ar in zip(runs, plain, strict=True)]
     nats = [score.nats for one in runs for score in one.likelihoods]
-    ratio, error = paired_ratio(nats, [score.nats for one in plain for score in one.likelihoods])
-    tvd = statistics.fmean(one.tvd_per_token for one in runs)  # runs are of equally many images
+    plain_nats = [score.nats for one in plain for score in one.likelihoods]
+    ratio, error = paired_ratio(nats, plain_nats)
     share = {
-        name: sum(getattr(one, f"{name}_seconds") for one in stats) / total for name in ("target", "drafter", "host")
+        "target": sum(one.target_seconds for one in stats) / total,
+        "drafter": sum(one.drafter_seconds for one in stats) / total,
+        "host": sum(one.host_seconds for one in stats) / total,
     }
     return {
-        "label": runs[0].contender.label,
+        "method": runs[0].method.label,
         "settings": runs[0].settings.as_dict(),
-        "choice": runs[0].settings.choice,
+        "choice": runs[-1].settings.choice,
+        "exact": method.exact,
         "images_per_second": images_per_second,
         "tokens_per_second": images_per_second * len(runs[0].codes[0]),
         "speed_up": statistics.median(speed_ups),
         "speed_ups": speed_ups,
         "tokens_per_forward_pass": statistics.mean(one.tokens_per_forward_pass for one in stats),
-        "drafter_passes_per_target_pass": sum(one.drafter_passes for one in stats) / passes,
+        "drafter_passes_per_target_pass": sum(s.drafter_passes for s in stats) / sum(s.target_passes for s in stats),
         "share": share | {"text_and_images": 1 - sum(share.values())},
-        "share_of_memory_bound": None if memory_bound is None else passes * memory_bound / total,
-        "tvd_per_token": tvd if runs[0].settings.method.measured else None,
+        "tvd_per_token": statistics.mean(one.tvd_per_token for one in runs) if method.measured else None,
         "nll_per_token": statistics.mean(nats),
         "nll_ratio": ratio,
         "nll_error": error,
     }
-
-
-def usual_methods(manifest: Manifest, qualities: Sequence[str], sweep: bool) -> str:
-    """Methods that the bundle can run, as method strings joined by commas; sweep: several bounds of each."""
-    methods = ["ar", "sjd", "rows"]
-    table = manifest.neighbors > 0
-    if sweep:
-        methods += ["rows:window=4", "rows:window=3"]
-        methods += ["sjd:lambda=1.5", "sjd:lambda=2", "sjd:lambda=3"] if table else []
-    if manifest.drafter is not None:
-        own = next((one.parameters()["tree"] for one in manifest.decoding.methods if one.method == "eagle"), _STATIC)
-        dynamic = own if own.startswith("dynamic") else _DYNAMIC
-        static = _STATIC if own.startswith("dynamic") else own
-        methods += [f"eagle:tree={dynamic}", f"eagle:tree={static}"]
-        methods += ["lantern", "lantern++"] if table else []
-        if sweep and table:
-            methods += [f"lantern:delta={bound}:tree={dynamic}" for bound in (0.01, 0.05, 0.2)]
-            methods += [f"lantern++:lambda={bound}:tree={static}" for bound in (1.5, 2, 4)]
-    return ",".join([*methods, *(f"auto:quality={quality}" for quality in qualities)])
-
-
-def bench(
-    pipeline: Pipeline, contenders: Sequence[Contender], subjects: Subjects, batch: int, images: int, show: Show
-) -> list[list[Run]]:
-    """Runs by method and turn: all methods on at least `images` images each, `batch` at a time."""
-    turns = max(FEWEST_TURNS, -(-images // batch))
-    for number, contender in enumerate(contenders):
-        show("warming up", number, len(contenders))
-        pipeline(**subjects.request(0, batch), **contender.options)
-    show("warming up", len(contenders), len(contenders))
-    show("turns", 0, turns)
-    found = []
-    for runs in take_turns(pipeline, contenders, (subjects.request(turn, batch) for turn in range(turns))):
-        found.append([replace(one, images=[]) for one in runs])  # images were painted for the time it takes
-        show("turns", len(found), turns)
-    return [list(runs) for runs in zip(*found, strict=True)]
-
-
-def memory_bound(pipeline: Pipeline) -> float | None:
-    """Seconds that reading the target's weights once takes; None where they do not lie in this host's memory."""
-    situation = pipeline.situation(1, None, "")
-    if situation.backend != "onnxruntime-cpu":
-        return None
-    size = weight_bytes(pipeline.bundle, "target")
-    return size / read_bandwidth(size, situation.threads)
 
 
 def paired_ratio(scores: Sequence[float], plain: Sequence[float]) -> tuple[float, float]:

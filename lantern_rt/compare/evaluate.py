@@ -3,13 +3,13 @@
 A second plain set, with other seeds, is the reference of all that compares sets of images; plain decoding itself is
 compared with it too, and what comes out is the floor: no method can be told from plain decoding below it.
 
-A seed has one exact image, which every exact method draws, but for rounding. How near others come to it is
-compared image by image.
+A seed has one exact image, which every exact method draws, but for rounding: where its tokens are the same, there is
+nothing to measure but the passes. How near others come to it is compared image by image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -37,124 +37,160 @@ from .statistics import (
     median_distance,
     precision_recall,
 )
-from .turns import Contender, Run, Subjects, take_turns
+from .turns import MethodRun, Prompts, Run, Show, scored, take_turns
 
-FEWEST_PROMPTS = 2
+MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
 IMAGES_PER_FEATURE = 10
 REFERENCE = "ar, other seeds"
 _WIDE, _RESAMPLES_WIDE = 256, 200  # features, or images if fewer, from which on a Frechet distance takes a while
-Show = Callable[[str, int, int], None]  # what is being done, how many images are done, of how many
 
 
 @dataclass(frozen=True)
-class Images:
-    """Which images are drawn: every subject with `seeds` seeds, `batch` at a time; image n has seed first_seed + n."""
+class ImageSet:
+    """Which images are drawn: every prompt with `seeds` seeds, `batch` at a time; image n has seed first_seed + n."""
 
-    subjects: Subjects
+    prompts: Prompts
     seeds: int
-    first_seed: int
     batch: int
+    first_seed: int = 0
 
     @property
     def count(self) -> int:
         """How many images a method draws."""
-        return len(self.subjects.items) * self.seeds
+        return len(self.prompts.items) * self.seeds
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Arguments of pipeline calls that draw them, subject by subject."""
-        return self.subjects.requests(self.batch, self.seeds, self.first_seed)
+        """Arguments of pipeline calls that draw them, prompt by prompt."""
+        return self.prompts.requests(self.batch, self.seeds, self.first_seed)
 
 
 def evaluate(
     pipeline: Pipeline,
-    images: Images,
-    contenders: Sequence[Contender],
+    images: ImageSet,
+    methods: Sequence[MethodRun],
     show: Show,
     features: Features | None = None,
-    bandwidth: float | None = None,
     agreement: Agreement | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
-    """Draw by all methods (the first is plain decoding), and compare: what was found, ready for JSON, and the images of
-    every method, those of the reference last.
+    """Draw by all methods, and compare.
 
-    features, agreement: None leaves their figures out. bandwidth: of the kernel distance, None for the median distance
-    of two images of the reference.
-    Raises: RequestError: too few subjects, or a graph fails.
+    Args:
+        pipeline: that draws.
+        images: which.
+        methods: plain decoding first.
+        show: takes progress.
+        features: None leaves figures of sets of images out.
+        agreement: None leaves the figure of prompts out.
+
+    Returns:
+        The report, ready for JSON, and the images of every method that draws others than plain decoding, those of the
+        reference last.
+
+    Raises:
+        RequestError: too few prompts, or a graph fails.
     """
-    labels, manifest = images.subjects.labels, pipeline.bundle.manifest
-    if len(labels) < FEWEST_PROMPTS:
-        raise RequestError(f"prompts: found {len(labels)}, expected at least {FEWEST_PROMPTS} to compare")
+    labels = images.prompts.labels
+    manifest = pipeline.bundle.manifest
+    if len(labels) < MIN_PROMPTS:
+        raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
     nothing = blank(manifest.image_width, manifest.image_height)
     if features is not None:  # let it fail before the work
         features([nothing])
     if agreement is not None:
         agreement([nothing], [max(labels, key=len)])
-    runs = {one.label: draw(pipeline, one, images, show, score=True) for one in contenders}
+    runs = {method.label: draw(pipeline, method, images, show) for method in methods}
     others = replace(images, first_seed=images.first_seed + images.count)
-    reference = draw(pipeline, replace(contenders[0], label=REFERENCE), others, show)
+    reference = draw(pipeline, replace(methods[0], label=REFERENCE), others, show)
+    plain, *_ = runs.values()
+    compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
+    for number, (label, own) in enumerate(compared.items()):
+        show("likelihoods", number, len(compared))
+        compared[label] = [scored(pipeline, one, request) for one, request in zip(own, images.requests(), strict=True)]
     drawn = {
-        label: [image for run in each for image in run.images] for label, each in {**runs, REFERENCE: reference}.items()
+        label: [image for one in own for image in one.images] for label, own in {**compared, REFERENCE: reference}.items()
     }
-    figures = _single_figures(list(runs.values()), images.seeds)
+    figures = _single_figures(list(compared.values()), images.seeds)
     if agreement is not None:
-        prompts = [prompt for prompt in labels for _ in range(images.seeds)]
-        agreed: list[Floats] = []
-        for label in runs:
-            agreed.append(agreement(drawn[label], prompts))
-            show("prompt agreement", len(agreed), len(runs))
-        figures["agreement"] = estimate_mean(agreed, images.seeds)
+        figures["agreement"] = _agreement_figure(agreement, images, drawn, show)
     source = None
     if features is not None:
         sets: list[Floats] = []
-        for some in drawn.values():
-            sets.append(features(some))
+        for own_images in drawn.values():
+            sets.append(features(own_images))
             show("features", len(sets), len(drawn))
-        bandwidth = bandwidth or median_distance(sets[-1])
+        bandwidth = median_distance(sets[-1])
         source = {**features.facts, "num_features": sets[-1].shape[1], "bandwidth": bandwidth}
         figures |= feature_figures(sets[:-1], sets[-1], images.seeds, bandwidth, show)
-    far = [label for label, each in runs.items() if not each[-1].settings.method.measured]
-    found = {
+    columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
+    report = {
         "prompts": labels,
         "seeds_per_prompt": images.seeds,
         "first_seed": images.first_seed,
         "images_per_method": images.count,
         "features": source,
         "agreement": None if agreement is None else agreement.facts,
-        "notes": [
-            *_notes(images, source, runs[contenders[0].label], reference),
-            *(f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say." for label in far),
-        ],
+        "notes": _notes(images, source, compared, reference),
         "methods": [
             {
                 "method": label,
-                "settings": each[-1].settings.as_dict(),
-                "choice": each[-1].settings.choice,
-                "seconds": sum(run.seconds for run in each),
-                "figures": {name: figure[i] for name, figure in figures.items()},
+                "settings": own[-1].settings.as_dict(),
+                "choice": own[-1].settings.choice,
+                "seconds": sum(one.seconds for one in own),
+                "exact": own[-1].settings.method.exact,
+                "same_images": label not in compared or own is plain,
+                "tokens_per_forward_pass": float(np.mean(_tokens_per_pass(own))),
+                "figures": columns.get(label),
             }
-            for i, (label, each) in enumerate(runs.items())
+            for label, own in runs.items()
         ],
     }
-    return found, drawn
+    return report, drawn
 
 
-def draw(pipeline: Pipeline, contender: Contender, images: Images, show: Show, score: bool = False) -> list[Run]:
-    """Draw all images by one method, subject by subject. score: with likelihoods."""
+def draw(pipeline: Pipeline, method: MethodRun, images: ImageSet, show: Show) -> list[Run]:
+    """Draw all images by one method, prompt by prompt."""
     runs: list[Run] = []
-    show(contender.label, 0, images.count)
-    for turn in take_turns(pipeline, [contender], images.requests(), score=score):
+    show(method.label, 0, images.count)
+    for turn in take_turns(pipeline, [method], images.requests(), score=False):
         runs += turn
-        show(contender.label, sum(len(run.codes) for run in runs), images.count)
+        show(method.label, sum(len(one.codes) for one in runs), images.count)
     return runs
+
+
+def same_codes(runs: Sequence[Run], plain: Sequence[Run]) -> bool:
+    """Whether an exact method drew plain decoding's images, bit for bit."""
+    return runs[0].settings.method.exact and np.array_equal(_codes(runs), _codes(plain))
+
+
+def _codes(runs: Sequence[Run]) -> Ints:
+    """Codes `[images, cells]` of all images."""
+    return np.array([row for one in runs for row in one.codes])
+
+
+def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
+    """Of every image."""
+    length = len(runs[0].codes[0])
+    return [length / image.target_passes for one in runs for image in one.statistics.per_image]
+
+
+def _agreement_figure(
+    agreement: Agreement, images: ImageSet, drawn: Mapping[str, Sequence[Image]], show: Show
+) -> Figure:
+    """Agreement of every method's images with their prompts; drawn: images by label, the reference last."""
+    prompts = [prompt for prompt in images.prompts.labels for _ in range(images.seeds)]
+    values: list[Floats] = []
+    for own_images in list(drawn.values())[:-1]:
+        values.append(agreement(own_images, prompts))
+        show("prompt agreement", len(values), len(drawn) - 1)
+    return estimate_mean(values, images.seeds)
 
 
 def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, Figure]:
     """Figures of single images, by the runs of every method."""
-    scores = [[score for run in runs for score in run.likelihoods] for runs in methods]
-    counts = [[image for run in runs for image in run.statistics.per_image] for runs in methods]
-    codes = np.stack([_codes(runs) for runs in methods])
-    same, length = codes == codes[0], codes.shape[2]
+    scores = [[score for one in runs for score in one.likelihoods] for runs in methods]
+    codes = np.stack([_codes(runs) for runs in methods])  # [methods, images, cells]
+    same = codes == codes[0]
     likelihoods = [[score.nats for score in row] for row in scores]
     nats = by_prompt(likelihoods, seeds)
 
@@ -162,21 +198,18 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
         means = np.maximum(nats[:, chosen].mean(1), np.finfo(np.float32).eps)  # 0 where the target is certain
         return np.asarray(means / means[0])
 
-    passes = [[length / image.target_passes for image in row] for row in counts]
+    tvd = [
+        [image.realised_tvd / codes.shape[2] for one in runs for image in one.statistics.per_image] for runs in methods
+    ]
     return {
-        "tokens_per_forward_pass": estimate_mean(passes, seeds),
-        "tvd": estimate_mean([[image.realised_tvd / length for image in row] for row in counts], seeds),
+        "tokens_per_forward_pass": estimate_mean([_tokens_per_pass(runs) for runs in methods], seeds),
+        "tvd": estimate_mean(tvd, seeds),
         "same_tokens": estimate_mean(list(same.mean(2)), seeds),
         "same_start": estimate_mean(list(np.logical_and.accumulate(same, 2).mean(2)), seeds),
         "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], seeds),
         "nll": estimate_mean(likelihoods, seeds),
         "nll_ratio": estimate(ratio, nats.shape[1]),
     }
-
-
-def _codes(runs: Sequence[Run]) -> Ints:
-    """Codes `[images, cells]` of all images."""
-    return np.array([row for run in runs for row in run.codes])
 
 
 def feature_figures(
@@ -219,11 +252,19 @@ def feature_figures(
 
 
 def _notes(
-    images: Images, features: dict[str, Any] | None, plain: Sequence[Run], reference: Sequence[Run]
+    images: ImageSet, features: dict[str, Any] | None, compared: Mapping[str, Sequence[Run]], reference: Sequence[Run]
 ) -> list[str]:
-    """What limits the figures. plain: runs of plain decoding, reference: those with other seeds."""
+    """What limits the figures.
+
+    Args:
+        images: that were drawn.
+        features: facts about them, if there are any.
+        compared: runs by label, plain decoding first.
+        reference: runs of plain decoding with other seeds.
+    """
     notes = []
-    if (prompts := len(images.subjects.items)) < ENOUGH_PROMPTS:
+    prompts = len(images.prompts.items)
+    if prompts < ENOUGH_PROMPTS:
         notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
     if features is None:
         notes.append(
@@ -231,7 +272,8 @@ def _notes(
             "precision, recall and diversity are missing."
         )
     else:
-        if images.count < (needed := IMAGES_PER_FEATURE * features["num_features"]):
+        needed = IMAGES_PER_FEATURE * features["num_features"]
+        if images.count < needed:
             notes.append(
                 f"{images.count} images for {features['num_features']} features, expected at least {needed}: ar's own "
                 "Frechet distance is mostly an effect of so few, and small differences drown in it."
@@ -239,6 +281,7 @@ def _notes(
         notes.append(f"Distances between {features['name']} say nothing about those of another feature extractor.")
         if images.count <= NEAREST:
             notes.append(f"Precision and recall need more than {NEAREST} images.")
+    plain = next(iter(compared.values()))
     if reference[0].settings.sampling.greedy:
         notes.append(
             "Temperature 0: plain images do not depend on the seed, so ar is at distance 0 from itself, and distances "
@@ -247,4 +290,6 @@ def _notes(
     else:
         shared = (_codes(plain) == _codes(reference)).mean()
         notes.append(f"Images of ar with other seeds share {shared:.0%} of the tokens: only what shares more is near.")
+    unmeasured = [label for label, own in compared.items() if not own[-1].settings.method.measured]
+    notes += [f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say." for label in unmeasured]
     return notes

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image, Resampling
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tokenizers import Tokenizer
 
 from ..bundle.files import Bundle
@@ -22,31 +23,74 @@ from ..user_files import open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
 BATCH = 8  # images in one run, where the graph leaves it open
+PREPROCESSING_FILE = "preprocessor_config.json"
+TOKENIZER_FILE = "tokenizer.json"
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-_OPTION = "agreement-tokenizer"
 _FILE_LIMIT = 1 << 26  # bytes
-Triple = tuple[float, float, float]
+Offset = Annotated[float, Field(ge=-1e6, le=1e6)]
+Scale = Annotated[float, Field(gt=0, le=1e6)]
+Side = Annotated[int, Field(ge=8, le=4096)]
 Tokenize = Callable[[str], tuple[Ints, Ints]]  # a prompt's ids and attention mask, [length] each
 
 
-class Preprocessing(NamedTuple):
-    """Images are resized to size x size (bicubic) if given; then (value - mean) / std by channel, of RGB 0 .. 1."""
+class Preprocessing(BaseModel):
+    """How images are prepared for a graph: what is read of the `preprocessor_config.json` beside it.
 
-    size: int | None = None
-    mean: Triple = (0.0, 0.0, 0.0)
-    std: Triple = (1.0, 1.0, 1.0)
+    Images are resized to size x size (bicubic) if there is a size, whatever their shape; then every channel of RGB
+    values 0 .. 1 becomes (value - mean) / std. Further fields, which such files have many of, are left alone.
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    size: Side | None = None
+    do_normalize: bool = True
+    image_mean: tuple[Offset, Offset, Offset] = (0.0, 0.0, 0.0)
+    image_std: tuple[Scale, Scale, Scale] = (1.0, 1.0, 1.0)
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _one_side(cls, size: Any) -> Any:
+        """`224`, `{"shortest_edge": 224}`, or `{"height": 224, "width": 224}`, as transformers writes it."""
+        if not isinstance(size, Mapping):
+            return size
+        sides = list(size.values()) if size.keys() in ({"shortest_edge"}, {"height", "width"}) else []
+        if not sides or sides[0] != sides[-1]:
+            raise ValueError("expected a number, a shortest_edge, or the same height and width")
+        return sides[0]
+
+
+def read_preprocessing(graph: Path) -> Preprocessing:
+    """Read the `preprocessor_config.json` in the folder of a graph; without one, images are taken as they are, 0 .. 1.
+
+    Raises:
+        RequestError: the file is no such file.
+    """
+    path = graph.parent / PREPROCESSING_FILE
+    with reading(path, f"a {PREPROCESSING_FILE}", RequestError, "mend it, or move it away from the graph"):
+        try:
+            text = read_plain_file(path, _FILE_LIMIT)
+        except (FileNotFoundError, NotADirectoryError):
+            return Preprocessing()
+        return Preprocessing.model_validate_json(text)
 
 
 class ImageGraph(ABC):
-    """An ONNX graph with one float input `[n, 3, height, width]`; `others` are its further inputs.
+    """An ONNX graph with one float input `[n, 3, height, width]`.
 
-    role: `features` or `agreement`, in messages. batch: how many images it takes at a time. facts: its name, file and
-    hash, and what else a reader of figures should know.
-    Raises: RequestError: the file is no such graph.
+    Args:
+        path: of the graph.
+        role: `features` or `agreement`, the option that gives it.
+        prepare: how images are prepared.
+        threads: to run it with, by default one per core.
+
+    Raises:
+        RequestError: the file is no such graph.
     """
 
-    def __init__(self, path: Path, prepare: Preprocessing, role: str, threads: int | None = None) -> None:
-        self.path, self.prepare, self.role = path, prepare, role
+    def __init__(self, path: Path, role: str, prepare: Preprocessing, threads: int | None = None) -> None:
+        self.path = path
+        self.role = role
+        self.prepare = prepare
         runtime = import_onnxruntime()
         options = runtime.SessionOptions()
         options.intra_op_num_threads = threads or usable_cores()
@@ -57,87 +101,98 @@ class ImageGraph(ABC):
                 sha256 = file_sha256(path)
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             inputs = self.session.get_inputs()
-            taking = [one for one in inputs if one.type in _TYPES and len(one.shape) == 4]
+            images = [one for one in inputs if one.type in _TYPES and len(one.shape) == 4]
         except Exception as error:
-            raise RequestError(f"{role} {path}: no ONNX graph that can be loaded ({brief(error)})") from error
+            raise self._refusal(f"no ONNX graph that can be loaded ({brief(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
-        taking = [one for one in taking if one.shape[1] == 3 or not isinstance(one.shape[1], int)]
-        if len(taking) != 1:
-            self._refuse_inputs("one float [n, 3, h, w]")
-        self.others = [tensor for tensor in inputs if tensor is not taking[0]]
-        shape = taking[0].shape
-        self.input, self.dtype = taking[0].name, _TYPES[taking[0].type]
-        self.fixed = shape[0] if isinstance(shape[0], int) else None
-        self.batch = self.fixed or BATCH
-        self.height, self.width = (size if isinstance(size, int) else prepare.size for size in shape[2:])
-        self.size_option = f"{role.removesuffix('s')}-size"
+        images = [one for one in images if one.shape[1] == 3 or not isinstance(one.shape[1], int)]
+        if len(images) != 1:
+            raise self._wrong_inputs("one float [n, 3, h, w]")
+        (image,) = images
+        self.others = [tensor for tensor in inputs if tensor is not image]  # the graph's further inputs
+        self.input = image.name
+        self.dtype = _TYPES[image.type]
+        self.fixed = image.shape[0] if isinstance(image.shape[0], int) else None
+        self.batch = self.fixed or BATCH  # images at a time
+        self.height, self.width = (side if isinstance(side, int) else prepare.size for side in image.shape[2:])
         if prepare.size is not None and (self.height, self.width) != (prepare.size, prepare.size):
-            raise RequestError(
-                f"{self.size_option}: found {prepare.size}, but {path} takes {self.height} x {self.width}; leave it out"
-            )
+            expected = f"{self.height} x {self.width}, as the graph takes them"
+            raise self._refusal(found=f"images of size {prepare.size} in {PREPROCESSING_FILE}", expected=expected)
 
-    def _refuse_inputs(self, expected: str) -> NoReturn:
-        found = ", ".join(f"{tensor.name} {tensor.type} {tensor.shape}" for tensor in self.session.get_inputs())
-        raise RequestError(f"{self.role} {self.path}: found inputs {found or 'none'}, expected {expected}")
+    def _refusal(self, problem: str = "", found: str = "", expected: str = "", remedy: str = "") -> RequestError:
+        field = f"{self.role} {self.path}"
+        return RequestError(problem, field=field, found=found, expected=expected, remedy=remedy)
+
+    def _wrong_inputs(self, expected: str) -> RequestError:
+        inputs = ", ".join(f"{tensor.name} {tensor.type} {tensor.shape}" for tensor in self.session.get_inputs())
+        return self._refusal(found=f"inputs {inputs or 'none'}", expected=expected)
 
     def _run(
         self, images: Sequence[Image], texts: Mapping[str, Ints] | None = None, output: str | None = None
     ) -> Floats:
-        """The first output, or the named one, float64, of images of one size, in batches, as `_rows` takes it.
+        """Run the graph on images of one size, in batches.
 
-        texts: the further inputs, one row an image. A graph that takes a fixed number of images is given the last one
-        again.
+        Args:
+            images: a graph that takes a fixed number of them is given the last one again.
+            texts: the further inputs, one row an image.
+            output: the name of the output to take, by default the first.
+
+        Returns:
+            float64, what `_rows` makes of the output.
         """
-        found = []
+        parts = []
         for start in range(0, len(images), self.batch):
             some = slice(start, start + self.batch)
             inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[some]])}
             inputs |= {name: values[some] for name, values in (texts or {}).items()}
-            given = len(inputs[self.input])
-            rows = np.minimum(np.arange(self.fixed or given), given - 1)
+            count = len(inputs[self.input])
+            rows = np.minimum(np.arange(self.fixed or count), count - 1)
             inputs = {name: values[rows] for name, values in inputs.items()}
             try:
                 values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
             except Exception as error:
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
-                longest = ", truncation in the tokenizer's file the most tokens" if texts else ""
-                raise RequestError(
-                    f"{self.role} {self.path.name}: failed on {shapes} ({brief(error)}); "
-                    f"--{self.size_option} sets another size{longest}"
-                ) from error
+                remedy = f"{PREPROCESSING_FILE} beside it sets another size"
+                remedy += f", truncation in {TOKENIZER_FILE} the most tokens" if texts else ""
+                raise self._refusal(f"failed on {shapes} ({brief(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
-                raise RequestError(f"{self.role} {self.path.name}: gave NaN or infinity")
-            found.append(self._rows(values, len(rows))[:given])
-        return np.concatenate(found)
+                raise self._refusal("gave NaN or infinity")
+            parts.append(self._rows(values, len(rows))[:count])
+        return np.concatenate(parts)
 
     @abstractmethod
     def _rows(self, values: Floats, count: int) -> Floats:
         """What is wanted of an output of `count` images, a row an image. Raises: RequestError: it has no such rows."""
 
     def _pixels(self, image: Image) -> NDArray[Any]:
+        """float `[3, height, width]`."""
         size = (self.width or image.width, self.height or image.height)
         resized = image if image.size == size else image.resize(size, Resampling.BICUBIC)
         values = np.asarray(resized.convert("RGB"), np.float64) / 255
-        scaled = (values - self.prepare.mean) / self.prepare.std  # [height, width, 3]
-        return np.ascontiguousarray(scaled.transpose(2, 0, 1)).astype(self.dtype)
+        if self.prepare.do_normalize:
+            values = (values - self.prepare.image_mean) / self.prepare.image_std
+        return np.ascontiguousarray(values.transpose(2, 0, 1)).astype(self.dtype)
 
 
 # ---------------------------------------------------------------- features
 
 
 class Features(ImageGraph):
-    """Features of images by a graph's first output: `[n, features]` as it is, `[n, tokens, features]` and
-    `[n, features, h, w]` averaged over tokens or places.
+    """Features of images by a graph's first output.
 
-    Raises: RequestError: the graph has further inputs, or another output.
+    `[n, features]` is taken as it is, `[n, tokens, features]` and `[n, features, h, w]` are averaged over tokens or
+    places.
+
+    Raises:
+        RequestError: the graph has further inputs, or another output.
     """
 
     output: str | None = None
 
     def __init__(self, path: Path, prepare: Preprocessing, threads: int | None = None) -> None:
-        super().__init__(path, prepare, "features", threads)
+        super().__init__(path, "features", prepare, threads)
         if self.others:
-            self._refuse_inputs("one float [n, 3, h, w]")
+            raise self._wrong_inputs("one float [n, 3, h, w]")
 
     def __call__(self, images: Sequence[Image]) -> Floats:
         """Features float64 `[images, features]` of images of one size."""
@@ -145,10 +200,8 @@ class Features(ImageGraph):
 
     def _rows(self, values: Floats, count: int) -> Floats:
         if values.ndim not in (2, 3, 4) or len(values) != count:
-            raise RequestError(
-                f"features {self.path.name}: found an output {list(values.shape)}, "
-                "expected [n, features], [n, tokens, features] or [n, features, h, w]"
-            )
+            expected = "[n, features], [n, tokens, features] or [n, features, h, w]"
+            raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected=expected)
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
 
 
@@ -163,12 +216,13 @@ class EncoderFeatures(Features):
 
     def __init__(self, bundle: Bundle, threads: int | None = None) -> None:
         half = (0.5, 0.5, 0.5)
-        super().__init__(bundle.path("vq_encoder"), Preprocessing(None, half, half), threads)
+        super().__init__(bundle.path("vq_encoder"), Preprocessing(image_mean=half, image_std=half), threads)
         self.facts["name"] = "VQ encoder features"
 
     def _rows(self, values: Floats, count: int) -> Floats:
         super()._rows(values, count)  # checks them
-        height, width = values.shape[2] // 2, values.shape[3] // 2
+        height = values.shape[2] // 2
+        width = values.shape[3] // 2
         quarters = [quarter for half in np.split(values, [height], 2) for quarter in np.split(half, [width], 3)]
         return np.concatenate([*(quarter.mean((2, 3)) for quarter in quarters), values.std((2, 3))], 1)
 
@@ -177,63 +231,71 @@ class EncoderFeatures(Features):
 
 
 class Agreement(ImageGraph):
-    """How well images show their prompts, by a graph with an int64 input `[n, length]` of token ids, and maybe another
-    of an attention mask.
+    """How well images show their prompts, by a graph with an int64 input `[n, length]` of token ids.
 
-    Its first output is taken: `[n]` or `[n, 1]`, or `[n, n]` of every image with every prompt, whose diagonal is meant.
-    Tokens are those of a `tokenizer.json`, or of a bundle's words. Where the graph leaves `length` open, prompts of
-    different length are not run together, so that none is padded.
-    Raises: RequestError: the graph is no such graph, or the tokenizer does not fit.
+    It may have another of an attention mask. Its first output is taken: `[n]` or `[n, 1]`, or `[n, n]` of every image
+    with every prompt, whose diagonal is meant. Tokens are those of the `tokenizer.json` beside the graph, or of the
+    bundle's words. Where the graph leaves `length` open, prompts of different length are not run together, so that none
+    is padded.
+
+    Raises:
+        RequestError: the graph is no such graph, or the tokenizer does not fit.
     """
 
-    def __init__(self, path: Path, prepare: Preprocessing, tokens: Path | Bundle, threads: int | None = None) -> None:
-        super().__init__(path, prepare, "agreement", threads)
+    def __init__(self, path: Path, prepare: Preprocessing, bundle: Bundle, threads: int | None = None) -> None:
+        super().__init__(path, "agreement", prepare, threads)
         texts = self.others
         if len(texts) not in (1, 2) or any(one.type != "tensor(int64)" or len(one.shape) != 2 for one in texts):
-            self._refuse_inputs("one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask")
+            raise self._wrong_inputs("one float [n, 3, h, w] and one int64 [n, length], or two with an attention mask")
         if "mask" in texts[0].name:
             texts = texts[::-1]
         self.names = [tensor.name for tensor in texts]  # ids, and maybe the mask
         length = texts[0].shape[1] if isinstance(texts[0].shape[1], int) else None
-        if isinstance(tokens, Path):
-            self.facts["tokenizer"], self.tokenize = tokens.name, file_tokens(tokens, length)
+        tokenizer = path.parent / TOKENIZER_FILE
+        if tokenizer.exists():
+            self.facts["tokenizer"] = tokenizer.name
+            self.tokenize = file_tokens(tokenizer, length)
         else:
-            self.facts["tokenizer"] = f"the tokenizer of {tokens.manifest.name}"
-            self.tokenize = bundle_tokens(tokens, length)
+            self.facts["tokenizer"] = f"the tokenizer of {bundle.manifest.name}"
+            self.tokenize = bundle_tokens(bundle, length)
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
         """Agreement float64 `[images]` of each image with its prompt, more where they agree."""
-        found = np.zeros(len(images))
+        agreement = np.zeros(len(images))
         tokens = [self.tokenize(prompt) for prompt in prompts]
         lengths = np.array([len(ids) for ids, _ in tokens])
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length).tolist()
             texts = np.stack([tokens[i] for i in alike], 1)  # [ids and mask, images, length]
-            found[alike] = self._run([images[i] for i in alike], dict(zip(self.names, texts, strict=False)))
-        return found
+            agreement[alike] = self._run([images[i] for i in alike], dict(zip(self.names, texts, strict=False)))
+        return agreement
 
     def _rows(self, values: Floats, count: int) -> Floats:
         if values.shape not in ((count,), (count, 1), (count, count)):
-            raise RequestError(
-                f"agreement {self.path.name}: found an output {list(values.shape)} of {count} images, "
-                "expected [n], [n, 1] or [n, n]"
-            )
+            expected = "[n], [n, 1] or [n, n]"
+            raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected=expected)
         return values.diagonal() if values.shape == (count, count) else values.ravel()
 
 
 def file_tokens(path: Path, length: int | None) -> Tokenize:
     """Tokens by a `tokenizer.json` with its own special tokens, truncation and padding.
 
-    length: how many ids a prompt must have; None leaves that to the file.
-    Raises: RequestError: no such file, or it does not pad.
+    Args:
+        path: of the file.
+        length: how many ids a prompt must have; None leaves that to the file.
+
+    Raises:
+        RequestError: it is no such file, or it does not pad.
     """
-    with reading(path, "a tokenizer.json", RequestError, f"give another with {_OPTION}"):
+    with reading(path, f"a {TOKENIZER_FILE}", RequestError, "put the one beside the graph that belongs to it"):
         library = Tokenizer.from_str(read_plain_file(path, _FILE_LIMIT).decode())
     if length is not None:
         if library.padding is None:
             raise RequestError(
-                f"{_OPTION} {path}: found no padding in it, but the graph takes {length} tokens; export the graph with "
-                "an open length, or save the tokenizer after its enable_padding()"
+                field=str(path),
+                found="no padding in it",
+                expected=f"some, as the graph takes {length} tokens",
+                remedy="export the graph with an open length, or save the tokenizer after its enable_padding()",
             )
         library.enable_padding(**{**library.padding, "length": length, "pad_to_multiple_of": None})
         cut = library.truncation or {"max_length": length}
@@ -242,7 +304,7 @@ def file_tokens(path: Path, length: int | None) -> Tokenize:
     def tokenize(prompt: str) -> tuple[Ints, Ints]:
         encoding = library.encode(prompt)
         if not encoding.ids:
-            raise RequestError(f"{_OPTION} {path}: found no token in {prompt!r}")
+            raise RequestError(field=str(path), found=f"no token in {prompt!r}", expected="one or more")
         return np.array(encoding.ids, np.int64), np.array(encoding.attention_mask, np.int64)
 
     return tokenize
@@ -251,14 +313,16 @@ def file_tokens(path: Path, length: int | None) -> Tokenize:
 def bundle_tokens(bundle: Bundle, length: int | None) -> Tokenize:
     """Tokens by the word list of a bundle, padded with 0 to `length`, by default as long as the model reads them.
 
-    Raises: RequestError: the bundle's tokens are those of its own text encoder; no other graph is likely to know them.
+    Raises:
+        RequestError: the bundle's tokens are those of its own text encoder; no other graph is likely to know them.
     """
     condition = bundle.manifest.condition
     words = bundle_tokenizer(bundle) if condition.kind == "words" else None
     if words is None:
         raise RequestError(
-            f"{_OPTION}: bundle {bundle.manifest.name} has no word list of its own; give the tokenizer.json that "
-            "belongs to --agreement"
+            f"bundle {bundle.manifest.name} has no word list of its own",
+            field="agreement",
+            remedy=f"put the {TOKENIZER_FILE} that belongs to the graph beside it",
         )
 
     def tokenize(prompt: str) -> tuple[Ints, Ints]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
-from ..output.charts import Chart, Line, chart_svg
+from ..output.charts import Point, chart_svg
 from ..output.tables import html_page, html_table, text_table
 
 GRID_IMAGES = 24  # rows of images
@@ -45,64 +45,94 @@ COLUMNS = {
 AGAINST_AR = ("same_tokens", "same_start", "nll_ratio", "distance_to_exact")  # need no difference beside them
 
 
-def text_report(found: Mapping[str, Any]) -> str:
+def text_report(report: Mapping[str, Any]) -> str:
     """Figures as lines of text: value and interval of every method, and its difference to ar."""
     lines = []
-    for name, column in _columns(found).items():
-        rows = [(one["method"], *_shown(one, name)) for one in found["methods"]]
+    for name, column in _columns(report).items():
+        rows = [(method["method"], *_cells(method, name)) for method in _compared(report)]
         lines += [f"{column.heading} ({column.better})", text_table(rows)]
-    return "\n".join([*lines, *(f"note: {note}" for note in found["notes"])])
+    same = [(method["method"], _same(method)) for method in report["methods"] if not method["figures"]]
+    if same:
+        lines += ["exact", text_table(same)]
+    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
 
 
-def _columns(found: Mapping[str, Any]) -> dict[str, Column]:
-    return {name: column for name, column in COLUMNS.items() if name in found["methods"][0]["figures"]}
+def _compared(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Plain decoding, and methods that draw other images."""
+    return [method for method in report["methods"] if method["figures"]]
 
 
-def _shown(method: Mapping[str, Any], name: str) -> tuple[str, str]:
+def _same(method: Mapping[str, Any]) -> str:
+    """What there is to say of a method that draws plain decoding's images."""
+    return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per forward pass"
+
+
+def _columns(report: Mapping[str, Any]) -> dict[str, Column]:
+    return {name: column for name, column in COLUMNS.items() if name in report["methods"][0]["figures"]}
+
+
+def _cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
     """Value and difference to ar, the latter where it says something, with intervals."""
-    figure, decimals = method["figures"][name], COLUMNS[name].decimals
-    value, difference = (
-        "{} ({} .. {})".format(*(f"{one[key]:{sign}.{decimals}f}" for key in ("value", "low", "high")))
-        for one, sign in ((figure, ""), (figure["difference_to_ar"], "+"))
-    )
+    figure = method["figures"][name]
+    decimals = COLUMNS[name].decimals
+    value = _interval(figure, f".{decimals}f")
+    difference = _interval(figure["difference_to_ar"], f"+.{decimals}f")
     return value, "" if method["method"] == "ar" or name in AGAINST_AR else f"against ar {difference}"
 
 
+def _interval(figure: Mapping[str, float], kind: str) -> str:
+    return f"{figure['value']:{kind}} ({figure['low']:{kind}} .. {figure['high']:{kind}})"
+
+
 def html_report(
-    found: Mapping[str, Any], images: Mapping[str, list[Image]], facts: Mapping[str, str], title: str
+    report: Mapping[str, Any], images: Mapping[str, list[Image]], facts: Mapping[str, str], title: str
 ) -> str:
-    """The page. images: as `evaluate` gives them. facts: lines about bundle and host, by name."""
-    columns, methods = _columns(found), found["methods"]
-    settings, figures = [], []
-    for one in methods:
-        chosen = "" if one["choice"] is None else f"{one['choice']}: "
-        values = ", ".join(f"{name} {value}" for name, value in one["settings"].items())
-        settings.append((escape(one["method"]), escape(chosen + values)))
-        cells = ["{}<small>{}</small>".format(*_shown(one, name)) for name in columns]
+    """The page.
+
+    Args:
+        report: as `evaluate` gives it.
+        images: as `evaluate` gives them.
+        facts: lines about bundle and host, by name.
+        title: its heading.
+    """
+    columns = _columns(report)
+    settings = []
+    figures = []
+    for method in report["methods"]:
+        choice = "" if method["choice"] is None else f"{method['choice']}: "
+        values = ", ".join(f"{name} {value}" for name, value in method["settings"].items())
+        settings.append((escape(method["method"]), escape(choice + values)))
+        if not method["figures"]:
+            figures.append((escape(method["method"]), escape(_same(method))))
+            continue
+        cells = ["{}<small>{}</small>".format(*_cells(method, name)) for name in columns]
         for i, (name, column) in enumerate(columns.items()):
-            if column.better == DISTANCE and one["figures"][name]["above_ar_interval"]:
+            if column.better == DISTANCE and method["figures"][name]["above_ar_interval"]:
                 cells[i] = f'<span class="far">{cells[i]}</span>'
-        figures.append((escape(one["method"]), *cells))
+        figures.append((escape(method["method"]), *cells))
     headings = [f"{column.heading}<small>{column.better}</small>" for column in columns.values()]
+    notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     parts = [
         html_table([(escape(name), escape(text)) for name, text in facts.items()]),
-        "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in found["notes"]) + "</ul>" if found["notes"] else "",
-        f"<h2>Figures</h2><p>{escape(_meaning(found))}</p>{html_table(figures, ['method', *headings])}",
-        f"<h2>Quality against tokens per forward pass</h2>{_chart(methods)}",
-        f"<h2>Settings</h2>{html_table(settings)}<h2>Images</h2>{_grid(found, images)}",
+        f"<ul>{notes}</ul>" if notes else "",
+        f"<h2>Figures</h2><p>{escape(_meaning(report))}</p>{html_table(figures, ['method', *headings])}",
+        f"<h2>Quality against tokens per forward pass</h2>{_chart(_compared(report))}",
+        f"<h2>Settings</h2>{html_table(settings)}<h2>Images</h2>{_grid(report, images)}",
     ]
     return html_page(title, "".join(parts))
 
 
-def _meaning(found: Mapping[str, Any]) -> str:
+def _meaning(report: Mapping[str, Any]) -> str:
     words = (
-        f"{len(found['prompts'])} prompts, {found['seeds_per_prompt']} seeds each, {found['images_per_method']} images "
-        "a method. Beside every figure stands its 95 % bootstrap interval, under it the difference to ar: paired, the "
-        "same prompts resampled together. Exact methods draw ar's images, but for rounding. "
+        f"{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each, {report['images_per_method']} "
+        "images a method. Beside every figure stands its 95 % bootstrap interval, under it the difference to ar: "
+        "paired, the same prompts resampled together. Exact methods draw ar's images, but for rounding. "
     )
-    if agreement := found["agreement"]:
+    agreement = report["agreement"]
+    if agreement:
         words += f"Prompt agreement is what {agreement['name']} says of an image and its prompt. "
-    if features := found["features"]:
+    features = report["features"]
+    if features:
         words += (
             f"Sets of images are compared by {features['name']} ({features['num_features']} numbers) with "
             "images of ar that have other seeds, so ar's own distance is the floor. Red: above ar's interval."
@@ -110,26 +140,24 @@ def _meaning(found: Mapping[str, Any]) -> str:
     return words
 
 
-def _chart(methods: list[dict[str, Any]]) -> str:
+def _chart(methods: list[Mapping[str, Any]]) -> str:
     """NLL difference to ar against tokens per forward pass, one point per method, with intervals, as SVG."""
-    lines = []
-    for one in methods:
-        label, x, y = (
-            one["method"],
-            one["figures"]["tokens_per_forward_pass"],
-            one["figures"]["nll"]["difference_to_ar"],
-        )
-        lines.append(Line(label, [(x["value"], y["value"])], [label], [(x["low"], x["high"], y["low"], y["high"])]))
-    return chart_svg([Chart("", "tokens per forward pass", "NLL difference to ar, nats per token (0: as ar)", lines)])
+    points = []
+    for method in methods:
+        x = method["figures"]["tokens_per_forward_pass"]
+        y = method["figures"]["nll"]["difference_to_ar"]
+        points.append(Point(method["method"], x["value"], y["value"], (x["low"], x["high"]), (y["low"], y["high"])))
+    return chart_svg(points, "tokens per forward pass", "NLL difference to ar, nats per token (0: as ar)")
 
 
-def _grid(found: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
+def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
     """Prompts down, methods across, the same seed in a row; the reference last."""
-    count, rows = found["images_per_method"], []
+    count = report["images_per_method"]
+    rows = []
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:
-        prompt = found["prompts"][i // found["seeds_per_prompt"]]
-        embedded = (_embedded(drawn[i]) for drawn in images.values())
-        rows.append((f"{escape(prompt)}<br>seed {found['first_seed'] + i}", *embedded))
+        prompt = report["prompts"][i // report["seeds_per_prompt"]]
+        embedded = (_embedded(own[i]) for own in images.values())
+        rows.append((f"{escape(prompt)}<br>seed {report['first_seed'] + i}", *embedded))
     return html_table(rows, [escape(label) for label in ("prompt", *images)])
 
 

@@ -1,4 +1,4 @@
-"""These prompts, these methods, these seeds, in turns: the one loop behind bench, tune, eval and the recipes.
+"""Methods in turns on the same prompts and seeds: the one loop behind bench, eval and the recipes.
 
 Every turn runs all methods on the same request, one after another, each turn beginning with another one, so that a slow
 moment of the host hits all of them alike. Likelihoods are computed outside the timed part.
@@ -6,12 +6,11 @@ moment of the host hits all of them alike. Likelihoods are computed outside the 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from PIL.Image import Image
@@ -19,7 +18,6 @@ from PIL.Image import Image
 from ..bundle.files import Bundle
 from ..checks import whole
 from ..errors import RequestError
-from ..methods import parse_method
 from ..pipeline import Pipeline
 from ..requests import SAMPLING, Settings, check_request, resolve_settings
 from ..results import Ints
@@ -29,74 +27,92 @@ from ..text.embeddings import read_embeddings
 from ..user_files import read_plain_file, reading
 
 PLAIN = "ar"
+CLASSES = 64  # class ids where no count is given, spread over all
 _PROMPTS_LIMIT = 1 << 24  # bytes of a file
-CLASSES = 64  # class ids drawn where nothing is said, spread over all
+
+
+class Show(Protocol):
+    """Takes what is being done, and how much of it is done, of how much."""
+
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
-class Subjects:
-    """What is drawn: `items` of `kind` `prompts`, `class_ids` or `embeddings`, these each with its mask."""
+class Prompts:
+    """What images are drawn of.
+
+    Args:
+        kind: `prompts`, `class_ids` or `embeddings`, as a pipeline call names them.
+        items: texts, ids, or pairs of embeddings `[tokens, dim]` and mask `[tokens]`.
+    """
 
     kind: str
     items: Sequence[Any]
 
     @property
     def labels(self) -> list[str]:
-        """Every subject as text."""
+        """Each as text."""
         if self.kind == "embeddings":
             return [f"embedding {i}" for i in range(len(self.items))]
-        return [one if isinstance(one, str) else f"class {one}" for one in self.items]
+        return [item if isinstance(item, str) else f"class {item}" for item in self.items]
 
     def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
-        """Arguments of a pipeline call for batch `index` of an endless row: the subjects over and over, new seeds."""
+        """Arguments of a pipeline call for batch `index` of an endless row: the prompts over and over, new seeds."""
         numbers = range(index * images, (index + 1) * images)
         chosen = [self.items[n % len(self.items)] for n in numbers]
-        return {self.kind: self._given(chosen), "seed": [first_seed + n for n in numbers]}
+        return {self.kind: self._argument(chosen), "seed": [first_seed + n for n in numbers]}
 
     def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
-        """Arguments of pipeline calls for all subjects with `seeds` images each, about `images` at a time."""
-        together, several = max(1, images // seeds), min(seeds, images)
+        """Arguments of pipeline calls for all prompts with `seeds` images each, about `images` at a time."""
+        together = max(1, images // seeds)
+        several = min(seeds, images)
         for start in range(0, len(self.items), together):
             chosen = self.items[start : start + together]
             for seed in range(0, seeds, several):
                 firsts = [first_seed + (start + i) * seeds + seed for i in range(len(chosen))]
-                yield {self.kind: self._given(chosen), "seed": firsts, "num_images": min(several, seeds - seed)}
+                yield {self.kind: self._argument(chosen), "seed": firsts, "num_images": min(several, seeds - seed)}
 
-    def _given(self, chosen: Sequence[Any]) -> Any:
-        """As a call takes it."""
+    def _argument(self, chosen: Sequence[Any]) -> Any:
+        """Embeddings are stacked: `[prompts, tokens, dim]` and `[prompts, tokens]`."""
         return tuple(map(np.stack, zip(*chosen, strict=True))) if self.kind == "embeddings" else chosen
 
 
-def subjects_of(
-    bundle: Bundle, prompts: Path | None, count: int | None = None, embeddings: Path | None = None
-) -> Subjects:
-    """Prompts of a file or of the bundle, embeddings of a file, or class ids; `count`: only so many, of classes spread.
+def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
+    """Read prompts that a bundle can draw.
 
-    Raises: RequestError: the bundle takes nothing of the kind, or there are fewer.
+    Args:
+        bundle: what it takes decides what is read.
+        path: a text file, one prompt a line, by default the bundle's own; for text embeddings an .npz of them.
+        count: only the first so many; class ids are spread over all classes. By default all, of classes 64.
+
+    Raises:
+        RequestError: the bundle takes nothing of the kind, or there are fewer.
     """
-    manifest, condition = bundle.manifest, bundle.manifest.condition
-    if condition.kind == "embeddings":
-        if prompts is not None or embeddings is None:
-            cure = "give --embeddings FILE.npz, or export it with --text-encoder to give prompts"
-            raise RequestError(f"bundle {manifest.name} takes text embeddings; {cure}")
-        rows, masks = read_embeddings(embeddings)
-        check_request(manifest, None, embeddings=(rows, masks))
-        number = whole("count", count, len(rows), 1, len(rows))
-        return Subjects("embeddings", list(zip(rows, masks, strict=True))[:number])
-    if embeddings is not None:
-        takes = "class ids" if condition.kind == "class" else "prompts"
-        raise RequestError(f"embeddings: bundle {manifest.name} takes {takes}; leave --embeddings out")
-    if condition.kind == "class":
-        if prompts is not None:
-            raise RequestError(f"prompts: bundle {manifest.name} takes class ids; leave --prompts out")
-        classes = condition.classes or 1
+    manifest = bundle.manifest
+    kind = manifest.condition.kind
+    if kind == "class":
+        if path is not None:
+            raise RequestError(
+                f"bundle {manifest.name} takes class ids", field="prompts", remedy="leave --prompts out"
+            )
+        classes = manifest.condition.classes or 1
         number = whole("count", count, min(CLASSES, classes), 1, classes)
-        return Subjects("class_ids", [i * classes // number for i in range(number)])
-    path = prompts or (bundle.path("prompts") if "prompts" in manifest.files else None)
+        return Prompts("class_ids", [i * classes // number for i in range(number)])
+    if path is None and "prompts" in manifest.files:
+        path = bundle.path("prompts")
     if path is None:
-        raise RequestError(f"bundle {manifest.name} has no prompts to draw; give --prompts FILE")
-    listed = read_prompts(path)
-    return Subjects("prompts", listed[: whole("count", count, len(listed), 1, len(listed))])
+        remedy = "give --prompts FILE"
+        if kind == "embeddings":
+            remedy += " with an .npz of text embeddings, or export it with --text-encoder"
+        raise RequestError(f"bundle {manifest.name} has no prompts of its own", field="prompts", remedy=remedy)
+    if kind == "embeddings":
+        rows, masks = read_embeddings(path)
+        check_request(manifest, None, embeddings=(rows, masks))
+        items: list[Any] = list(zip(rows, masks, strict=True))
+    else:
+        items = list(read_prompts(path))
+    name = "embeddings" if kind == "embeddings" else "prompts"
+    return Prompts(name, items[: whole("count", count, len(items), 1, len(items))])
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -105,41 +121,54 @@ def read_prompts(path: Path) -> list[str]:
         text = read_plain_file(path, _PROMPTS_LIMIT).decode()
     prompts = [line.strip() for line in text.splitlines() if line.strip()]
     if not prompts:
-        raise RequestError(f"prompts {path}: found no prompt, expected one a line")
+        raise RequestError(field=f"prompts {path}", found="no prompt", expected="one a line")
     return prompts
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A method to run: its label, and the request options that carry it out, sampling included."""
+class MethodRun:
+    """A method to run: its label, and the options of a request that carry it out, sampling included."""
 
     label: str
     options: Mapping[str, Any]
 
 
-def parse_contenders(text: str, sampling: Mapping[str, Any], bundle: Bundle) -> list[Contender]:
-    """Contenders from `ar,sjd,lantern++:lambda=3:tree=chain-4`, plain decoding first, asked for or not.
+def parse_methods(labels: Sequence[str], sampling: Mapping[str, Any], bundle: Bundle) -> list[MethodRun]:
+    """Methods from strings such as `lantern++:lambda=3:tree=chain-4`; `ar` is always the first.
 
-    sampling: guidance, temperature and filters of all.
+    Args:
+        labels: method strings.
+        sampling: guidance, temperature and filters of all.
+        bundle: that runs them.
 
-    Raises: RequestError: a method string is wrong, or is there twice.
+    Raises:
+        RequestError: a method string is wrong, or is there twice.
     """
-    labels = [label.strip() for label in text.split(",")]
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        raise RequestError(f"methods: found {twice[0]!r} twice, expected different ones")
-    contenders = []
-    for label in (PLAIN, *(label for label in labels if label != PLAIN)):
-        method, given = parse_method(label)
-        contenders.append(Contender(label, {**sampling, "method": method, **given}))
-        resolve_settings(bundle.manifest, contenders[-1].options)
-    return contenders
+    names = [label.strip() for label in labels]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RequestError(field="method", found=f"{twice!r} twice", expected="different ones")
+    methods = [MethodRun(name, {**sampling, "method": name}) for name in (PLAIN, *(n for n in names if n != PLAIN))]
+    for method in methods:
+        resolve_settings(bundle.manifest, method.options)
+    return methods
 
 
 @dataclass(frozen=True)
 class Run:
-    """One call: seconds of the whole of it, images included if painted, and what it gave, image by image."""
+    """One call of one method.
 
-    contender: Contender
+    Args:
+        method: that ran.
+        settings: that it had.
+        codes: `[cells]` of each image.
+        images: the pictures; none where they were not painted.
+        statistics: of the decode.
+        seconds: of the whole call, pictures included if they were painted.
+        likelihoods: of each image's codes, once they are computed.
+    """
+
+    method: MethodRun
     settings: Settings
     codes: list[Ints]
     images: list[Image]
@@ -153,51 +182,44 @@ class Run:
         return self.statistics.realised_tvd / len(self.codes[0])
 
 
-def run(
-    pipeline: Pipeline,
-    contender: Contender,
-    request: Mapping[str, Any],
-    paint: bool = True,
-    deadline: float = math.inf,
-) -> Run:
-    """Run one method on one request.
-
-    Raises: TimeoutError: it was not done by `deadline`, of `time.monotonic`.
-    """
+def run(pipeline: Pipeline, method: MethodRun, request: Mapping[str, Any], paint: bool = True) -> Run:
+    """Run one method on one request."""
     began = time.perf_counter()
-    for step in pipeline.stream(**request, **contender.options):
-        if step.stats is None and time.monotonic() > deadline:
-            raise TimeoutError
+    for step in pipeline.stream(**request, **method.options):
+        pass
     images = [step.image(i) for i in range(len(step.codes))] if paint else []
     seconds = time.perf_counter() - began
     assert step.stats is not None
-    return Run(contender, step.settings, step.codes, images, step.stats, seconds)
+    return Run(method, step.settings, step.codes, images, step.stats, seconds)
 
 
 def scored(pipeline: Pipeline, one: Run, request: Mapping[str, Any]) -> Run:
-    """The run with the likelihoods of its codes in the target's eyes."""
+    """The run with the likelihoods that the target gives its codes."""
     sampling = {name: getattr(one.settings.sampling, name) for name in SAMPLING}
     return replace(one, likelihoods=pipeline.likelihoods(one.codes, **request, **sampling, method=PLAIN))
 
 
 def take_turns(
     pipeline: Pipeline,
-    contenders: Sequence[Contender],
+    methods: Sequence[MethodRun],
     requests: Iterable[Mapping[str, Any]],
     paint: bool = True,
     score: bool = True,
-    deadline: float = math.inf,
 ) -> Iterator[list[Run]]:
-    """A turn per request: the runs of all methods, in the contenders' order, whichever went first.
+    """A turn per request: the runs of all methods, in the order of `methods`, whichever went first.
 
-    The turn that is not done by `deadline`, of `time.monotonic`, is dropped, and is the last.
+    Args:
+        pipeline: that runs them.
+        methods: to run.
+        requests: arguments of pipeline calls.
+        paint: whether to make the pictures.
+        score: whether to compute likelihoods, after the turn.
     """
-    count = len(contenders)
+    count = len(methods)
     for turn, request in enumerate(requests):
-        order = [(turn + i) % count for i in range(count)]
-        try:
-            found = {i: run(pipeline, contenders[i], request, paint, deadline) for i in order}
-        except TimeoutError:
-            return
-        runs = [found[i] for i in range(count)]
+        by_method: dict[int, Run] = {}
+        for i in range(count):
+            number = (turn + i) % count
+            by_method[number] = run(pipeline, methods[number], request, paint)
+        runs = [by_method[number] for number in range(count)]
         yield [scored(pipeline, one, request) for one in runs] if score else runs

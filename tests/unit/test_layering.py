@@ -28,7 +28,6 @@ LAYERS = (
     ("service", "asynchronous"),
     ("serve",),
     ("compare", "export"),
-    ("tuning",),
     ("train",),
     ("cli",),
 )

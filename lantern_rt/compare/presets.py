@@ -1,0 +1,80 @@
+"""Which methods stand for the qualities `balanced` and `fast` of a bundle, by what an evaluation found.
+
+The bundle decides: forward passes are counted, which no host changes, and nothing is timed.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..bundle.manifest import Manifest, Preset, PresetFigures
+from ..methods import MethodConfig, Quality
+from ..requests import resolve_settings
+
+ROW_WINDOWS = (8, 6, 4, 3)  # sixteenths of the grid's columns
+LAMBDAS = (1.5, 2, 3)
+
+
+class Limit(NamedTuple):
+    """What a quality may give away; whole 95 % intervals of the differences to plain decoding have to keep to it.
+
+    excess_nll: nats per token to either side: tokens more likely than the target's own are a departure, too.
+    agreement: of 1, downwards.
+    """
+
+    excess_nll: float
+    agreement: float
+
+
+LIMITS: dict[Quality, Limit] = {"balanced": Limit(0.04, 0.02), "fast": Limit(0.12, 0.03)}
+
+
+def candidate_methods(manifest: Manifest) -> list[str]:
+    """Method strings of relaxed methods that any host can run fast: windows and rows, without a drafter's cost."""
+    windows = dict.fromkeys(max(1, manifest.grid_columns * share // 16) for share in ROW_WINDOWS)
+    relaxed = [f"sjd:window=7:lambda={bound}" for bound in LAMBDAS] if manifest.neighbors else []
+    return [*relaxed, *(f"rows:window={window}:drafts=1" for window in windows)]
+
+
+def choose_presets(report: Mapping[str, Any], manifest: Manifest) -> dict[Quality, Preset]:
+    """For each quality the method with the most tokens per forward pass of those that keep to its limit.
+
+    Args:
+        report: of `evaluate`, drawn with the bundle's own sampling.
+        manifest: of the bundle.
+
+    Returns:
+        Presets by quality; none where no method keeps to the limit.
+    """
+    relaxed = [entry for entry in report["methods"] if not entry["exact"]]
+    presets: dict[Quality, Preset] = {}
+    for quality, limit in LIMITS.items():
+        allowed = [entry for entry in relaxed if within(entry["figures"], limit)]
+        if allowed:
+            best = max(allowed, key=lambda entry: entry["tokens_per_forward_pass"])
+            method = resolve_settings(manifest, {"method": best["method"]}).method
+            presets[quality] = _preset(method, best, report["images_per_method"])
+    return presets
+
+
+def within(figures: Mapping[str, Any], limit: Limit) -> bool:
+    """Whether a method's figures keep to a limit."""
+    excess = figures["excess_nll"]["difference_to_ar"]
+    if max(-excess["low"], excess["high"]) > limit.excess_nll:
+        return False
+    return "agreement" not in figures or figures["agreement"]["difference_to_ar"]["low"] >= -limit.agreement
+
+
+def _preset(method: MethodConfig, entry: Mapping[str, Any], images: int) -> Preset:
+    figures = entry["figures"]
+    agreement = figures.get("agreement")
+    measured = PresetFigures(
+        tokens_per_pass=entry["tokens_per_forward_pass"],
+        excess_nll=figures["excess_nll"]["difference_to_ar"]["value"],
+        agreement=None if agreement is None else 100 * agreement["difference_to_ar"]["value"],
+        images=images,
+        date=datetime.date.today().isoformat(),
+    )
+    return Preset.model_validate({"method": method, "figures": measured})

@@ -1,1 +1,0 @@
-"""Measuring methods on this host: what they give, what they cost, and which is fastest."""
