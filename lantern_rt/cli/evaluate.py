@@ -1,200 +1,179 @@
-"""The `eval` command: what to draw and measure with, and a folder with the report."""
+"""The `eval` command: what to draw and measure with, a folder with the report, and presets by it."""
 
 from __future__ import annotations
 
 import datetime
-from contextlib import suppress
-from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .. import __version__
 from ..bundle.files import Bundle
-from ..checks import require_library, short, whole
-from ..compare.evaluate import Images
-from ..compare.evaluate import evaluate as measure
-from ..compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing, Triple
+from ..bundle.manifest import Preset
+from ..bundle.presets import write_presets as write_into_bundle
+from ..checks import require_library, whole
+from ..compare.evaluate import ImageSet
+from ..compare.evaluate import evaluate as run_evaluation
+from ..compare.image_graph import Agreement, EncoderFeatures, Features, read_preprocessing
+from ..compare.presets import candidate_methods, choose_presets
 from ..compare.report import html_report, text_report
-from ..compare.turns import parse_contenders, subjects_of
-from ..engines.doctor import host_report
-from ..engines.host import processor, usable_cores
+from ..compare.turns import Prompts, parse_methods, read_bundle_prompts
+from ..engines.host import host_report
 from ..errors import RequestError
+from ..methods import Quality
 from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline
-from ..requests import SEED_LIMIT, bundle_tokenizer, check_request
-from .console import print_json, print_text, progress
-from .options import BundleName, Embeddings, Force, Json, Prompts, Running, Shaping
+from ..requests import bundle_tokenizer, check_request
+from .bench import pipeline_facts
+from .console import print_text, progress
+from .options import (
+    BundleArgument,
+    EngineOptions,
+    EnginesOption,
+    MethodsOption,
+    PromptsOption,
+    ProviderOption,
+    TemperatureOption,
+    ThreadsOption,
+)
 
 EXAMPLES = """
-lantern-rt eval scenes --methods ar,sjd,eagle,lantern++
-lantern-rt eval scenes --methods sjd,sjd:lambda=2,lantern++:lambda=3:tree=chain-4 --count 32 --seeds 4
-lantern-rt eval bundles/t2i --methods auto --prompts captions.txt --features inception.onnx --feature-size 299
-lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip.onnx --agreement-tokenizer tokenizer.json
+lantern-rt eval scenes --method sjd:lambda=2 --method lantern++:lambda=3:tree=chain-4 --count 64
+lantern-rt eval bundles/t2i --prompts captions.txt --features inception/model.onnx --agreement clip/model.onnx
+lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip/model.onnx --write-presets
 """
 _RESULT, _KIND = "eval.json", "folder of an evaluation"
 
 
-@dataclass(frozen=True)
-class Graphs:
-    """What images are measured with, and how they are prepared for it; None where the user said nothing."""
-
+def evaluate(
+    bundle: BundleArgument,
+    method: MethodsOption = None,
+    prompts: PromptsOption = None,
+    count: Annotated[
+        int | None,
+        typer.Option(help="Images of every method; more than there are prompts: several of each. [default: one each]"),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images decoded together; changes none of them.")] = 8,
+    temperature: TemperatureOption = None,
     features: Annotated[
         Path | None,
         typer.Option(help="ONNX graph from images to features, such as Inception. [default: the bundle's VQ encoder]"),
-    ] = None
-    feature_size: Annotated[
-        int | None, typer.Option(help="Width and height of images for --features. [default: its own]")
-    ] = None
-    feature_mean: Annotated[
-        str | None, typer.Option(help="Taken off RGB values 0 .. 1: a number, or three, by commas. [default: 0]")
-    ] = None
-    feature_std: Annotated[str | None, typer.Option(help="What they are then divided by. [default: 1]")] = None
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(help="Bandwidth of the kernel distance; 10 for CMMD. [default: median distance of features]"),
-    ] = None
+    ] = None,
     agreement: Annotated[
         Path | None,
-        typer.Option(help="ONNX graph from images and token ids to their agreement, such as CLIP. [default: none]"),
-    ] = None
-    agreement_tokenizer: Annotated[
-        Path | None, typer.Option(help="Its tokenizer.json. [default: the bundle's list of words]")
-    ] = None
-    agreement_size: Annotated[int | None, typer.Option(help="As --feature-size, for --agreement.")] = None
-    agreement_mean: Annotated[str | None, typer.Option(help="As --feature-mean, for --agreement.")] = None
-    agreement_std: Annotated[str | None, typer.Option(help="As --feature-std, for --agreement.")] = None
-
-
-def evaluate(
-    bundle: BundleName,
-    methods: Annotated[
-        str,
         typer.Option(
-            help="Methods to compare with ar, each with parameters if need be, NAME:PARAMETER=VALUE:..., "
-            "joined by commas; parameters are those of run."
+            help="ONNX graph from images and token ids to their agreement, such as CLIP; its tokenizer.json lies "
+            "beside it. [default: none]"
         ),
-    ] = "ar,sjd,eagle,lantern++",
-    prompts: Prompts = None,
-    embeddings: Embeddings = None,
-    count: Annotated[
-        int | None, typer.Option(help="Use the first so many prompts, or so many classes. [default: all; 64 classes]")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Images per prompt.")] = 1,
-    seed: Annotated[int, typer.Option(help="Image i is drawn with seed + i, alike in all methods.")] = 0,
-    *,
-    graphs: Graphs,
     output: Annotated[
-        Path | None, typer.Option(help="Folder for report.html and eval.json. [default: eval-NAME, here]")
+        Path | None, typer.Option(help="New folder for report.html and eval.json. [default: eval-NAME, here]")
     ] = None,
-    sampling: Shaping,
-    images: Annotated[int, typer.Option(help="Images decoded together; changes none of them.")] = 8,
-    running: Running,
-    json: Json = False,
-    force: Force = False,
+    write_presets: Annotated[
+        bool,
+        typer.Option(
+            "--write-presets",
+            help="Write the methods of the qualities balanced and fast into the bundle, by what is found.",
+        ),
+    ] = False,
+    threads: ThreadsOption = None,
+    engines: EnginesOption = None,
+    provider: ProviderOption = None,
 ) -> None:
-    """Compare methods with plain decoding, on the same prompts and seeds. Needs lantern-rt[cpu,eval]."""
+    """Compare the images of methods with plain decoding's, on the same prompts and seeds.
+
+    By default several degrees of relaxation that the bundle can run. How images are prepared for a graph stands in the
+    preprocessor_config.json beside it. Needs lantern-rt[cpu,eval].
+    """
     for library in ("scipy", "matplotlib"):
         require_library(library, "eval", "eval")
-    opened = running.open_bundle(bundle)
-    manifest = opened.manifest
-    output = output or Path(f"eval-{slug(manifest.name)}")
-    check_new_folder(output, force, _RESULT, _KIND)
-    contenders = parse_contenders(methods, sampling, opened)
-    drawn = Images(
-        subjects_of(opened, prompts, count, embeddings),
-        whole("seeds", seeds, 1, 1, 1000),
-        whole("seed", seed, 0, 0, SEED_LIMIT // 2),
-        whole("images", images, 1, 1, 64),
-    )
-    tokenizer = bundle_tokenizer(opened)
-    for request in drawn.requests():  # a prompt that cannot be drawn shows before the work
-        check_request(manifest, tokenizer, **{**request, "num_images": 1}, **contenders[0].options)
-    features, agreement = _features(opened, graphs, running.threads), _agreement(opened, graphs, running.threads)
-    pipeline = running.load(opened)
-    with progress() as show:
-        found, pictures = measure(pipeline, drawn, contenders, show, features, graphs.bandwidth, agreement)
-    facts = _facts(opened, pipeline)
-    result = {**facts, **found}
-    with folder_or_nothing(output, force, _RESULT, _KIND) as folder:
-        (folder / _RESULT).write_text(dumps(result, indent=1, allow_nan=False) + "\n", "utf-8")
-        page = html_report(found, pictures, facts, f"{manifest.name}: decoding methods compared")
-        (folder / "report.html").write_text(page, "utf-8")
-    if json:
-        print_json({**result, "output": str(output)})
-    else:
-        print_text(text_report(found), output / "report.html")
-
-
-def _features(bundle: Bundle, given: Graphs, threads: int | None) -> Features | None:
-    """The user's graph, or the bundle's."""
-    prepare = _preprocessing(given, "feature", "features")
-    features = None
-    if given.features is not None:
-        features = Features(given.features, prepare, threads)
-    elif "vq_encoder" in bundle.manifest.files:
-        features = EncoderFeatures(bundle, threads)
-    if given.bandwidth is not None:
-        if not 1e-9 <= given.bandwidth <= 1e9:
-            raise RequestError(f"bandwidth: found {given.bandwidth:g}, expected 1e-09 .. 1e+09")
-        if features is None:
-            name = bundle.manifest.name
-            raise RequestError(f"bandwidth: bundle {name} has no features of its own; give --features too")
-    return features
-
-
-def _agreement(bundle: Bundle, given: Graphs, threads: int | None) -> Agreement | None:
-    """The user's graph."""
-    prepare = _preprocessing(given, "agreement", "agreement")
-    if given.agreement is None:
-        if given.agreement_tokenizer is not None:
-            raise RequestError("agreement-tokenizer: makes tokens for --agreement, which is not given")
-        return None
-    if (kind := bundle.manifest.condition.kind) in ("class", "embeddings"):
-        takes = "class ids" if kind == "class" else kind
+    if write_presets and temperature is not None:
         raise RequestError(
-            f"agreement: bundle {bundle.manifest.name} takes {takes}, not prompts; leave --agreement out"
+            "presets are of the bundle's own sampling", field="temperature", remedy="leave it or --write-presets out"
         )
-    return Agreement(given.agreement, prepare, given.agreement_tokenizer or bundle, threads)
+    options = EngineOptions(threads, engines, provider)
+    opened = options.open_bundle(bundle)
+    manifest = opened.manifest
+    output = output or _free_folder(Path(f"eval-{slug(manifest.name)}"))
+    check_new_folder(output, False, _RESULT, _KIND)
+    methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)
+    images = _image_set(read_bundle_prompts(opened, prompts), count, whole("batch", batch, 8, 1, 64))
+    tokenizer = bundle_tokenizer(opened)
+    for request in images.requests():  # a prompt that cannot be drawn shows before the work
+        check_request(manifest, tokenizer, **{**request, "num_images": 1}, **methods[0].options)
+    feature_graph = _features(opened, features, threads)
+    agreement_graph = _agreement(opened, agreement, threads)
+    pipeline = options.load(opened)
+    with progress() as show:
+        report, pictures = run_evaluation(pipeline, images, methods, show, feature_graph, agreement_graph)
+    facts = _facts(pipeline)
+    with folder_or_nothing(output, False, _RESULT, _KIND) as folder:
+        (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
+        page = html_report(report, pictures, facts, f"{manifest.name}: decoding methods compared")
+        (folder / "report.html").write_text(page, "utf-8")
+    print_text(text_report(report), output / _RESULT, output / "report.html")
+    if write_presets:
+        _write_presets(opened, choose_presets(report, manifest))
 
 
-def _preprocessing(given: Graphs, prefix: str, graph: str) -> Preprocessing:
-    """How images are prepared for a graph, by the options of this prefix.
-
-    Raises: RequestError: a value is out of range, or given without the graph.
-    """
-    size, mean, std = (getattr(given, f"{prefix}_{name}") for name in ("size", "mean", "std"))
-    for name, value in (("size", size), ("mean", mean), ("std", std)):
-        if value is not None and getattr(given, graph) is None:
-            raise RequestError(f"{prefix}-{name}: says how images are prepared for --{graph}, which is not given")
-    size = None if size is None else whole(f"{prefix}-size", size, 0, 8, 4096)
-    scale = _triple(f"{prefix}-std", "1" if std is None else std)
-    if min(scale) <= 0:
-        raise RequestError(f"{prefix}-std: found {short(std)}, expected numbers above 0")
-    return Preprocessing(size, _triple(f"{prefix}-mean", "0" if mean is None else mean), scale)
+def _free_folder(folder: Path) -> Path:
+    """The folder, or one of the same name with the first number behind it that is free."""
+    number = 1
+    free = folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
 
 
-def _triple(name: str, text: str) -> Triple:
-    """One number for all channels, or three."""
-    with suppress(ValueError):
-        numbers = [float(part) for part in text.split(",")]
-        if len(numbers) in (1, 3) and all(abs(one) < 1e6 for one in numbers):
-            return numbers[0], numbers[len(numbers) // 2], numbers[-1]
-    raise RequestError(f"{name}: found {short(text)}, expected a number, or three as in 0.48,0.46,0.41")
+def _image_set(prompts: Prompts, count: int | None, batch: int) -> ImageSet:
+    """The first `count` prompts, or all of them with as many seeds each as it takes."""
+    number = whole("count", count, len(prompts.items), 1, 100_000)
+    chosen = Prompts(prompts.kind, prompts.items[:number])
+    return ImageSet(chosen, -(-number // len(chosen.items)), batch)
 
 
-def _facts(bundle: Bundle, pipeline: Pipeline) -> dict[str, str]:
+def _features(bundle: Bundle, graph: Path | None, threads: int | None) -> Features | None:
+    """The user's graph, or the bundle's."""
+    if graph is not None:
+        return Features(graph, read_preprocessing(graph), threads)
+    return EncoderFeatures(bundle, threads) if "vq_encoder" in bundle.manifest.files else None
+
+
+def _agreement(bundle: Bundle, graph: Path | None, threads: int | None) -> Agreement | None:
+    """The user's graph."""
+    if graph is None:
+        return None
+    kind = bundle.manifest.condition.kind
+    if kind in ("class", "embeddings"):
+        takes = "class ids" if kind == "class" else "text embeddings"
+        problem = f"bundle {bundle.manifest.name} takes {takes}, not prompts"
+        raise RequestError(problem, field="agreement", remedy="leave it out")
+    return Agreement(graph, read_preprocessing(graph), bundle, threads)
+
+
+def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
+    changed = write_into_bundle(bundle, presets)
+    for quality, preset in presets.items():
+        figures = preset.figures
+        agreement = "" if figures.agreement is None else f", {figures.agreement:+.1f} points of agreement"
+        gain = f"{figures.tokens_per_pass:.2f} tokens per pass, {figures.excess_nll:+.3f} nats per token{agreement}"
+        print_text(f"{quality}: {preset.method} ({gain})")
+    if not presets:
+        print_text("no method keeps to what balanced or fast may give away: the bundle has no presets")
+    print_text(
+        f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: "
+        "build engine folders and tune again"
+    )
+
+
+def _facts(pipeline: Pipeline) -> dict[str, str]:
     """What was measured, on what."""
-    host, situation = host_report().facts, pipeline.situation(1, None, "balanced")
+    host = host_report()
     return {
-        "bundle": bundle.manifest.name,
-        "bundle_digest": bundle.digest,
-        "backend": f"{situation.backend}, {situation.threads} threads",
-        "image_decoder": pipeline.engines.picture_backend,
-        "host": f"{host['system']}, {processor()}, {usable_cores()} cores",
-        "onnxruntime": host["onnxruntime"],
-        "lantern_rt": __version__,
+        **{name: str(value) for name, value in pipeline_facts(pipeline).items()},
+        "host": f"{host.system}, {host.usable_cores} cores",
+        "onnxruntime": ", ".join(host.distributions.values()),
         "date": datetime.date.today().isoformat(),
     }

@@ -46,13 +46,13 @@ def data(
 ) -> None:
     """Have the target draw pictures to train on."""
     require_library("safetensors", "train-drafter data", "cpu,train")
-    from ..compare.turns import subjects_of
+    from ..compare.turns import read_bundle_prompts
     from ..train.drafter.data import estimate_bytes, write_shards
 
     whole("images", images, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
     opened = engine.open_bundle(bundle)
-    subjects = subjects_of(opened, prompts, opened.manifest.condition.classes, embeddings)
+    subjects = read_bundle_prompts(opened, embeddings or prompts, opened.manifest.condition.classes)
     say(f"{images:,} pictures, up to {estimate_bytes(opened.manifest, images) / 1e9:.2f} GB")
     pipeline = engine.load(opened)
     with progress(lines=False) as show:

@@ -108,7 +108,8 @@ def evaluate(
         show("likelihoods", number, len(compared))
         compared[label] = [scored(pipeline, one, request) for one, request in zip(own, images.requests(), strict=True)]
     drawn = {
-        label: [image for one in own for image in one.images] for label, own in {**compared, REFERENCE: reference}.items()
+        label: [image for one in own for image in one.images]
+        for label, own in {**compared, REFERENCE: reference}.items()
     }
     figures = _single_figures(list(compared.values()), images.seeds)
     if agreement is not None:
@@ -291,5 +292,7 @@ def _notes(
         shared = (_codes(plain) == _codes(reference)).mean()
         notes.append(f"Images of ar with other seeds share {shared:.0%} of the tokens: only what shares more is near.")
     unmeasured = [label for label, own in compared.items() if not own[-1].settings.method.measured]
-    notes += [f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say." for label in unmeasured]
+    notes += [
+        f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say." for label in unmeasured
+    ]
     return notes

@@ -92,9 +92,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     kind = manifest.condition.kind
     if kind == "class":
         if path is not None:
-            raise RequestError(
-                f"bundle {manifest.name} takes class ids", field="prompts", remedy="leave --prompts out"
-            )
+            raise RequestError(f"bundle {manifest.name} takes class ids", field="prompts", remedy="leave --prompts out")
         classes = manifest.condition.classes or 1
         number = whole("count", count, min(CLASSES, classes), 1, classes)
         return Prompts("class_ids", [i * classes // number for i in range(number)])
