@@ -29,7 +29,7 @@ import torch
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline
-from lantern_rt.compare.turns import subjects_of
+from lantern_rt.compare.turns import read_bundle_prompts
 from lantern_rt.engines.host import processor
 
 METHODS = "ar,sjd:window=3,sjd:window=7,rows:window=8,rows:window=6,rows:window=5,rows:window=4"
@@ -70,7 +70,7 @@ def official(clone: Path, shape: str, grid: int) -> Callable[[], Image]:
 
 def ours(pipeline: Pipeline, method: str, replayed: float | None) -> Callable[[], Image]:
     """Draws an image with this bundle; replayed: tokens a forward pass that it is given, None: those that it has."""
-    request = subjects_of(pipeline.bundle, None, 1).request(0, 1)
+    request = read_bundle_prompts(pipeline.bundle, None, 1).request(0, 1)
 
     def draw() -> Image:
         begun = time.perf_counter()
@@ -86,7 +86,7 @@ def tokens_a_pass(project: str, method: str) -> float | None:
     if method.startswith(("ar", "rows")):
         return None
     with Pipeline.from_bundle(project) as pipeline:
-        request = subjects_of(pipeline.bundle, None).request(0, PROJECTED)
+        request = read_bundle_prompts(pipeline.bundle, None).request(0, PROJECTED)
         return pipeline(**request, method=method).stats.tokens_per_forward_pass
 
 

@@ -30,7 +30,7 @@ from decode import print_table
 from random_bundle import SHAPES, Shape, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError, Pipeline, __version__
-from lantern_rt.compare.turns import Contender, Subjects, run, subjects_of
+from lantern_rt.compare.turns import MethodRun, Prompts, run, read_bundle_prompts
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.planning.costs import measure_costs
@@ -95,9 +95,9 @@ def passes(pipelines: dict[str, Pipeline], rows: int, seconds: float) -> None:
     print_table(table, {"precision": "", **{str(n): ".2f" for n in NODES}})
 
 
-def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], subjects: Subjects, turns: int) -> None:
+def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], subjects: Prompts, turns: int) -> None:
     """Print how fast every method is at every precision, over plain decoding in float32 of the same turn."""
-    contenders = [Contender(method, {"method": method}) for method in methods]
+    contenders = [MethodRun(method, {"method": method}) for method in methods]
     for pipeline in pipelines.values():
         for contender in contenders:  # shapes of passes are met once before they are timed
             pipeline(**subjects.request(0, 1), **contender.options)
@@ -202,7 +202,7 @@ def main() -> None:
         for rows in given.rows.split(","):
             passes(pipelines, int(rows), given.seconds)
     if given.shape is None:
-        subjects = subjects_of(pipelines["fp32"].bundle, None)
+        subjects = read_bundle_prompts(pipelines["fp32"].bundle, None)
         if "speed" in parts:
             speed(pipelines, methods, subjects, given.turns)
         if "quality" in parts:

@@ -18,7 +18,7 @@ from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
 from ..compare.report import html_report, text_report
-from ..compare.turns import Prompts, parse_methods, read_bundle_prompts
+from ..compare.turns import parse_methods, read_bundle_prompts
 from ..engines.host import host_report
 from ..errors import RequestError
 from ..methods import Quality
@@ -98,7 +98,9 @@ def evaluate(
     output = output or _free_folder(Path(f"eval-{slug(manifest.name)}"))
     check_new_folder(output, False, _RESULT, _KIND)
     methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)
-    images = _image_set(read_bundle_prompts(opened, prompts), count, whole("batch", batch, 8, 1, 64))
+    drawn = read_bundle_prompts(opened, prompts, count)
+    seeds = -(-(count or 1) // len(drawn.items))
+    images = ImageSet(drawn, seeds, whole("batch", batch, 8, 1, 64))
     tokenizer = bundle_tokenizer(opened)
     for request in images.requests():  # a prompt that cannot be drawn shows before the work
         check_request(manifest, tokenizer, **{**request, "num_images": 1}, **methods[0].options)
@@ -125,13 +127,6 @@ def _free_folder(folder: Path) -> Path:
         number += 1
         free = folder.with_name(f"{folder.name}-{number}")
     return free
-
-
-def _image_set(prompts: Prompts, count: int | None, batch: int) -> ImageSet:
-    """The first `count` prompts, or all of them with as many seeds each as it takes."""
-    number = whole("count", count, len(prompts.items), 1, 100_000)
-    chosen = Prompts(prompts.kind, prompts.items[:number])
-    return ImageSet(chosen, -(-number // len(chosen.items)), batch)
 
 
 def _features(bundle: Bundle, graph: Path | None, threads: int | None) -> Features | None:

@@ -7,6 +7,7 @@ moment of the host hits all of them alike. Likelihoods are computed outside the 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from ..text.embeddings import read_embeddings
 from ..user_files import read_plain_file, reading
 
 PLAIN = "ar"
+MAX_PROMPTS = 100_000
 CLASSES = 64  # class ids where no count is given, spread over all
 _PROMPTS_LIMIT = 1 << 24  # bytes of a file
 
@@ -83,18 +85,19 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     Args:
         bundle: what it takes decides what is read.
         path: a text file, one prompt a line, by default the bundle's own; for text embeddings an .npz of them.
-        count: only the first so many; class ids are spread over all classes. By default all, of classes 64.
+        count: the first so many at most; class ids are spread over all classes. By default all, of classes 64.
 
     Raises:
-        RequestError: the bundle takes nothing of the kind, or there are fewer.
+        RequestError: the bundle takes nothing of the kind, or there are none.
     """
     manifest = bundle.manifest
     kind = manifest.condition.kind
+    most = whole("count", count, CLASSES if kind == "class" else MAX_PROMPTS, 1, MAX_PROMPTS)
     if kind == "class":
         if path is not None:
             raise RequestError(f"bundle {manifest.name} takes class ids", field="prompts", remedy="leave --prompts out")
         classes = manifest.condition.classes or 1
-        number = whole("count", count, min(CLASSES, classes), 1, classes)
+        number = min(most, classes)
         return Prompts("class_ids", [i * classes // number for i in range(number)])
     if path is None and "prompts" in manifest.files:
         path = bundle.path("prompts")
@@ -110,7 +113,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     else:
         items = list(read_prompts(path))
     name = "embeddings" if kind == "embeddings" else "prompts"
-    return Prompts(name, items[: whole("count", count, len(items), 1, len(items))])
+    return Prompts(name, items[:most])
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -183,8 +186,7 @@ class Run:
 def run(pipeline: Pipeline, method: MethodRun, request: Mapping[str, Any], paint: bool = True) -> Run:
     """Run one method on one request."""
     began = time.perf_counter()
-    for step in pipeline.stream(**request, **method.options):
-        pass
+    (step,) = deque(pipeline.stream(**request, **method.options), maxlen=1)
     images = [step.image(i) for i in range(len(step.codes))] if paint else []
     seconds = time.perf_counter() - began
     assert step.stats is not None

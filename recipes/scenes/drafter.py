@@ -8,7 +8,7 @@ import numpy as np
 
 from lantern_rt.bundle.files import Bundle, open_bundle
 from lantern_rt.bundle.manifest import file_sha256
-from lantern_rt.compare.turns import Subjects
+from lantern_rt.compare.turns import Prompts
 from lantern_rt.pipeline import Pipeline
 from lantern_rt.train.drafter.data import SHARD, write_shards
 from lantern_rt.train.drafter.fit import Fit, Options, describe_figures
@@ -40,7 +40,7 @@ def write_samples(
     rng = np.random.default_rng(SAMPLES_SEED)
     captions = [describe(scene, rng) for scene in draw_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(target_bundle(work), threads, provider=provider) as pipeline:
-        subjects = Subjects("prompts", captions)
+        subjects = Prompts("prompts", captions)
         for done in write_shards(pipeline, subjects, count, work / "samples", lambda what, done, total: None, shard):
             print(f"samples: {min(done, count)} of {count}", flush=True)
 

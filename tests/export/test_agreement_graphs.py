@@ -181,7 +181,9 @@ def test_clip_exported_as_documented_gives_the_cosine_of_both_encoders(tmp_path:
     )
     library.save(str(tmp_path / "tokenizer.json"))
     half = (0.5, 0.5, 0.5)
-    agreement = Agreement(tmp_path / "clip.onnx", Preprocessing(None, half, half), tmp_path / "tokenizer.json", 1)
+    agreement = Agreement(
+        tmp_path / "clip.onnx", Preprocessing(image_mean=half, image_std=half), open_bundle("scenes"), 1
+    )
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
     prompts = ["a red cube", "cube", "red cube"]

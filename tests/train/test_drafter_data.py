@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from lantern_rt import CheckpointError, OutputError, Pipeline
-from lantern_rt.compare.turns import Subjects
+from lantern_rt.compare.turns import Prompts
 
 pytest.importorskip("safetensors")
 
 from lantern_rt.train.drafter.data import hidden_states, write_shards
 from lantern_rt.train.drafter.shards import Shard, ShardFolder, shard_path, target_hash, write_shard
 
-CLASSES = Subjects("class_ids", [3, 1, 4])
+CLASSES = Prompts("class_ids", [3, 1, 4])
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def pipeline(c2i_bundle: Path) -> Pipeline:
     return Pipeline.from_bundle(c2i_bundle, threads=1)
 
 
-def write(pipeline: Pipeline, output: Path, count: int = 4, subjects: Subjects = CLASSES) -> None:
+def write(pipeline: Pipeline, output: Path, count: int = 4, subjects: Prompts = CLASSES) -> None:
     for _ in write_shards(pipeline, subjects, count, output, lambda *_: None, shard=2):
         pass
 
@@ -111,7 +111,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_drawn(
 def test_a_folder_of_other_prompts_is_refused(pipeline: Pipeline, tmp_path: Path) -> None:
     write(pipeline, tmp_path)
     with pytest.raises(OutputError) as refusal:
-        write(pipeline, tmp_path, subjects=Subjects("class_ids", [3, 2]))
+        write(pipeline, tmp_path, subjects=Prompts("class_ids", [3, 2]))
     assert refusal.value.field == str(shard_path(tmp_path, 0))
 
 

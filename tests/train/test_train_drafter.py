@@ -11,7 +11,7 @@ import pytest
 
 from lantern_rt import CheckpointError, OutputError, Pipeline, RequestError, open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.turns import Subjects
+from lantern_rt.compare.turns import Prompts
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnx")
@@ -72,7 +72,7 @@ def test_a_trained_drafter_is_exported_and_drafts_the_pictures_of_plain_decoding
     export += ["--config", str(DATA / "llamagen-c2i/config.json"), "--drafter", str(tmp_path / "drafter")]
     assert run_program(["export", *export, "--output", str(tmp_path / "bundle")]) == 0
     with Pipeline.from_bundle(tmp_path / "bundle", threads=1) as pipeline:
-        request = Subjects("class_ids", list(range(10))).request(0, 10)
+        request = Prompts("class_ids", list(range(10))).request(0, 10)
         plain, drafted = (pipeline(**request, method=method) for method in ("ar", "eagle:tree=balanced-25"))
         np.testing.assert_array_equal(drafted.codes, plain.codes)
         assert drafted.stats.tokens_per_forward_pass > 1.25
@@ -142,12 +142,12 @@ def test_a_full_disk_leaves_the_old_state_and_no_half_folder(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter.training.pt"]
 
 
-def embeddings(bundle: Path) -> Subjects:
+def embeddings(bundle: Path) -> Prompts:
     condition = open_bundle(bundle).manifest.condition
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((2, condition.prefix, condition.caption_dim or 0)).astype(np.float32)
     masks = np.arange(condition.prefix) < np.array([[3], [condition.prefix]])
-    return Subjects("embeddings", list(zip(rows, masks, strict=True)))
+    return Prompts("embeddings", list(zip(rows, masks, strict=True)))
 
 
 @pytest.mark.parametrize("name", ["t2i_bundle", "anole_bundle"])
@@ -157,7 +157,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     """What a batch says of the last prefix slot and the codes, against the pipeline's own passes."""
     bundle = request.getfixturevalue(name)
     pipeline = Pipeline.from_bundle(bundle, threads=1)
-    subjects = embeddings(bundle) if name == "t2i_bundle" else Subjects("prompts", ["a dog", "some long cat on a mat"])
+    subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
     list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, shard=2))
     target = read_target(pipeline.bundle)
     data = ShardFolder(tmp_path / "data", target.weights)

@@ -14,7 +14,7 @@ from tiny_bundle import CELL
 SIDE = 6 * CELL
 
 
-def quiet(what: str, done: int, total: int) -> None:
+def quiet(what: str, done: int = 0, total: int = 0) -> None:
     pass
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import numpy as np
 import pytest
 from evaluation_graphs import quiet
 
-from lantern_rt import EngineError
-from lantern_rt.checks import require_library
 from lantern_rt.compare.evaluate import feature_figures
 from lantern_rt.compare.statistics import (
     Floats,
@@ -199,9 +195,3 @@ def test_prompts_whose_images_are_all_alike_have_a_distance_to_exact_images_as_l
     (_, near) = feature_figures([exact, nudged], reference, 1, 1.0, quiet)["distance_to_exact"]
     assert (near["value"], near["low"], near["high"]) == (0.5, 0, 0.5)  # a resample may be the first prompt alone
     assert "distance_to_exact" not in feature_figures([exact, nudged], exact, 1, 1.0, quiet)
-
-
-def test_without_scipy_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[eval\]'"):
-        require_library("scipy", "eval", "eval")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...bundle.manifest import Manifest
-from ...compare.turns import Subjects
+from ...compare.turns import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
 from ...output.files import existing_parent
@@ -39,7 +39,7 @@ def estimate_bytes(manifest: Manifest, pictures: int) -> int:
 
 
 def write_shards(
-    pipeline: Pipeline, subjects: Subjects, images: int, output: Path, progress: Progress, shard: int = SHARD
+    pipeline: Pipeline, subjects: Prompts, images: int, output: Path, progress: Progress, shard: int = SHARD
 ) -> Iterator[int]:
     """Draw pictures and write them as shards, but for those that are there.
 

@@ -1,0 +1,184 @@
+"""Graphs that look at pictures: what they are given of them and of prompts, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from evaluation_graphs import make_agreement, make_features
+from PIL import Image
+from tiny_bundle import PREFIX, make_tiny_bundle
+
+from lantern_rt import RequestError, open_bundle
+from lantern_rt.compare.image_graph import (
+    Agreement,
+    Features,
+    Preprocessing,
+    bundle_tokens,
+    file_tokens,
+    read_preprocessing,
+)
+
+WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
+PAD, START = 0, 1
+PROMPTS = ("red cube", "a red cube on sand", "cube", "a cube", "sand on sand on sand")
+SUMS = (START + 7, START + 20, START + 4, START + 6, START + 28)
+PICTURES = [Image.new("RGB", (8, 8), (51 * i, 51 * i, 51 * i)) for i in range(5)]
+
+
+def write_tokenizer(path: Path, padding: dict[str, Any] | None = None, truncation: int | None = None) -> Path:
+    """One token a word, after a start token."""
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    library.post_processor = tokenizers.processors.TemplateProcessing("<start> $A", None, [("<start>", START)])
+    if padding is not None:
+        library.enable_padding(**padding)
+    if truncation is not None:
+        library.enable_truncation(truncation)
+    library.save(str(path))
+    return path
+
+
+def agreement_of(graph: Path) -> Agreement:
+    """A graph with the tokenizer beside it."""
+    return Agreement(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
+
+
+# ---------------------------------------------------------------- features
+
+
+@pytest.mark.parametrize("batch", ["n", 1, 3])
+def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path, batch: int | str) -> None:
+    images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in (0, 51, 102, 153)]
+    extract = Features(make_features(tmp_path / "f.onnx", pictures=batch), Preprocessing(), 1)
+    assert extract(images) == pytest.approx(np.array([[i / 5, 0, 1] for i in range(4)]), abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [9, {"shortest_edge": 9}, {"height": 9, "width": 9}])
+def test_pictures_are_prepared_as_the_file_beside_the_graph_says(tmp_path: Path, size: Any) -> None:
+    path = make_features(tmp_path / "f.onnx", pooled=False, size=9)
+    image = Image.new("RGB", (9, 7), (255, 51, 0))
+    assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
+    config = {"size": size, "image_mean": [0.5, 0, 0], "image_std": [0.5, 1, 2], "resample": 3, "crop_size": None}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[1, 0.2, 0]]), abs=1e-6)
+    config |= {"image_mean": [0, 0, 0.5]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    assert Features(path, read_preprocessing(path), 1)([image]) == pytest.approx(np.array([[2, 0.2, -0.25]]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "{", '"a"', '{"size": 4}', '{"size": 9.5}', '{"size": {"height": 9, "width": 8}}', '{"size": {}}',
+        '{"image_mean": 0.5}', '{"image_mean": [NaN, 0, 0]}', '{"image_std": [0, 1, 1]}', '{"image_std": [1, 1]}',
+        "[" * 100_000,
+    ],
+)  # fmt: skip
+def test_a_file_that_prepares_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(RequestError):
+        read_preprocessing(tmp_path / "graph.onnx")
+
+
+def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no graph")
+    decoder = make_tiny_bundle(tmp_path / "tiny") / "vq_decoder.onnx"
+    os.mkfifo(tmp_path / "pipe.onnx")
+    for path in (tmp_path / "bad.onnx", tmp_path / "pipe.onnx", tmp_path / "none.onnx", tmp_path, decoder):
+        with pytest.raises(RequestError) as error:
+            Features(path, Preprocessing(), 1)
+        assert error.value.field == f"features {path}"
+    with pytest.raises(RequestError) as error:
+        Features(make_features(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
+    assert error.value.expected.startswith("9 x 9")
+
+
+# ---------------------------------------------------------------- agreement with prompts
+
+
+@pytest.mark.parametrize("pictures", ["n", 1, 3])
+@pytest.mark.parametrize("every_pair", [False, True])
+def test_every_picture_meets_its_own_prompt_unpadded(tmp_path: Path, pictures: int | str, every_pair: bool) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json")
+    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", pictures, every_pair=every_pair))
+    assert agreement(PICTURES, PROMPTS) == pytest.approx([10 * SUMS[i] + i / 5 for i in range(5)], abs=1e-3)
+    again = agreement(PICTURES * 3, ["cube", "a cube", "cube"] * 5)
+    assert again == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
+
+
+@pytest.mark.parametrize(("mask", "padded"), [(True, 0), (False, 2)])
+def test_prompts_are_padded_and_cut_to_the_graphs_length(tmp_path: Path, mask: bool, padded: int) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", {"pad_id": 2, "pad_token": "a"}, truncation=77)
+    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=4, mask=mask))
+    found = agreement(PICTURES[:1] * 3, ["cube", "a red cube", "a red cube on sand"])
+    assert found == pytest.approx(10 * np.array([START + 4 + 2 * padded, START + 9, START + 9]))
+
+
+def test_a_shorter_limit_in_the_file_counts(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", {"pad_id": PAD}, truncation=3)
+    for length in (6, "length"):
+        agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=length))
+        assert agreement(PICTURES[:1], ["red cube on sand"]) == pytest.approx([10 * (START + 7)])
+
+
+@pytest.mark.parametrize(("length", "slots"), [(None, PREFIX), (9, 9)])
+def test_a_bundles_words_are_padded_as_the_model_reads_them_or_as_the_graph_does(
+    tmp_path: Path, length: int | None, slots: int
+) -> None:
+    bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
+    ids, mask = bundle_tokens(bundle, length)("Red cube!")
+    assert ids.tolist() == [3, 6] + [0] * (slots - 2)
+    assert mask.tolist() == [1, 1] + [0] * (slots - 2)
+
+
+class BrokenSession:
+    def __init__(self, output: np.ndarray) -> None:
+        self.output = output
+
+    def run(self, *_: object) -> list[np.ndarray]:
+        return [self.output]
+
+
+def test_a_graph_that_compares_no_pictures_with_prompts_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(RequestError) as error:
+        agreement_of(make_features(tmp_path / "features.onnx"))
+    assert error.value.found.startswith("inputs pixels")
+    agreement = agreement_of(make_agreement(tmp_path / "g.onnx"))
+    agreement.session = BrokenSession(np.zeros((1, 5)))
+    with pytest.raises(RequestError) as error:
+        agreement(PICTURES[:1], ["cube"])
+    assert error.value.found == "an output [1, 5] of 1 images"
+    agreement.session = BrokenSession(np.array([np.nan]))
+    with pytest.raises(RequestError) as error:
+        agreement(PICTURES[:1], ["cube"])
+    assert error.value.problem == "gave NaN or infinity"
+
+
+def test_a_graph_that_takes_no_such_length_names_the_cure(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"pad_id": PAD})
+    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=4))
+    agreement.tokenize = file_tokens(tokenizer, 6)
+    with pytest.raises(RequestError) as error:
+        agreement(PICTURES[:1], ["cube"])
+    assert "ids [1, 6]" in error.value.problem
+    assert "truncation in tokenizer.json" in error.value.remedy
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(RequestError) as error:
+        file_tokens(tokenizer, 6)
+    assert error.value.found == "no padding in it"
+    (tmp_path / "bad.json").write_text(json.dumps({"version": "1.0"}))
+    with pytest.raises(RequestError, match=r"bad\.json: expected a tokenizer\.json"):
+        file_tokens(tmp_path / "bad.json", None)
+    with pytest.raises(RequestError) as error:  # tokens of a model's own text encoder, which no other graph knows
+        bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), None)
+    assert error.value.field == "agreement"

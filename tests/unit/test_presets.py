@@ -1,0 +1,93 @@
+"""Presets: which methods stand for the qualities of a bundle, and how they get into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_bundle import make_tiny_bundle
+
+from lantern_rt import BundleError, Pipeline, open_bundle
+from lantern_rt.bundle.presets import write_presets
+from lantern_rt.cli.main import run_program
+from lantern_rt.compare.presets import candidate_methods, choose_presets
+
+
+def figure(low: float, high: float) -> dict[str, Any]:
+    return {"difference_to_ar": {"value": (low + high) / 2, "low": low, "high": high}}
+
+
+def entry(method: str, tokens: float, excess: tuple[float, float], agreement: tuple[float, float] | None = None) -> Any:
+    figures = {"excess_nll": figure(*excess)}
+    if agreement is not None:
+        figures["agreement"] = figure(*agreement)
+    return {"method": method, "exact": False, "tokens_per_forward_pass": tokens, "figures": figures}
+
+
+def chosen(folder: Path, *entries: Any) -> dict[str, str]:
+    exact = {"method": "sjd", "exact": True, "tokens_per_forward_pass": 9.0, "figures": None}
+    report = {"methods": [exact, *entries], "images_per_method": 50}
+    presets = choose_presets(report, open_bundle(folder).manifest)
+    return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_bundle(tmp_path_factory.mktemp("presets") / "tiny")
+
+
+def test_whole_intervals_have_to_keep_to_the_limits_and_most_tokens_per_pass_win(folder: Path) -> None:
+    careful = entry("sjd:lambda=2", 2.0, (0.0, 0.03))
+    bold = entry("rows", 4.0, (0.05, 0.11))
+    wild = entry("lantern++", 5.0, (0.05, 0.13))
+    likely = entry("lantern", 6.0, (-0.2, -0.1))  # tokens likelier than the target's own are a departure, too
+    assert chosen(folder, careful, bold, wild, likely) == {"balanced": "sjd", "fast": "rows"}
+    assert chosen(folder, careful, entry("rows", 4.0, (0.03, 0.041))) == {"balanced": "sjd", "fast": "rows"}
+    assert chosen(folder, careful, entry("rows", 1.5, (0.0, 0.01))) == {"balanced": "sjd", "fast": "sjd"}
+    assert chosen(folder, bold) == {"fast": "rows"}
+    assert chosen(folder, wild) == {}
+    disagreeing = entry("rows", 4.0, (0.0, 0.01), (-0.025, 0.01))
+    assert chosen(folder, disagreeing) == {"fast": "rows"}
+    assert chosen(folder, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
+
+
+def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(folder: Path, tmp_path: Path) -> None:
+    pipeline = Pipeline.from_bundle(folder, threads=1)
+    candidates = candidate_methods(pipeline.bundle.manifest)
+    assert {name.split(":")[0] for name in candidates} == {"sjd", "rows"}
+    for name in candidates:
+        method = pipeline("red cube", method=name).settings.method
+        assert not method.exact
+        assert not method.needs_drafter
+    bare = open_bundle(make_tiny_bundle(tmp_path / "bare", drafter=False, method="ar")).manifest
+    assert {name.split(":")[0] for name in candidate_methods(bare)} == {"rows"}
+
+
+def test_presets_are_written_and_drawn_by_and_the_digest_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_tiny_bundle(tmp_path / "tiny")
+    before = open_bundle(folder)
+    (tmp_path / "prompts.txt").write_text("red cube\ngreen cube on sand\nred sphere\n")
+    limits = "lantern_rt.compare.presets.LIMITS"
+    monkeypatch.setattr(
+        limits, {name: type("", (), {"excess_nll": 9, "agreement": 9}) for name in ("balanced", "fast")}
+    )
+    options = ["--threads", "1", "--prompts", "prompts.txt", "--method", "rows:window=2", "--write-presets"]
+    assert run_program(["eval", str(folder), *options]) == 0
+    text = capsys.readouterr().out
+    after = open_bundle(folder)
+    assert f"was {before.digest[:12]}, is {after.digest[:12]}" in text
+    assert str(after.manifest.presets["fast"].method) == "rows:window=2:drafts=0"
+    assert after.manifest.presets["fast"].figures.images == 3
+    assert after.manifest.model_copy(update={"presets": {}}) == before.manifest
+    drawn = Pipeline.from_bundle(folder, threads=1)("red cube", method="auto", quality="balanced")
+    named = Pipeline.from_bundle(folder, threads=1)("red cube", method="rows:window=2")
+    assert drawn.codes[0].tolist() == named.codes[0].tolist()
+    with pytest.raises(BundleError) as error:
+        write_presets(before, {})
+    assert error.value.field == str(folder / "bundle.json")
+    assert write_presets(after, {}).manifest == before.manifest
+    assert open_bundle(folder) == before

@@ -1,0 +1,121 @@
+"""Running methods in turns: what is drawn, in which order, and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import CAPTION, make_tiny_bundle
+
+from lantern_rt import Pipeline, RequestError, open_bundle
+from lantern_rt.compare.turns import (
+    MethodRun,
+    Prompts,
+    parse_methods,
+    read_bundle_prompts,
+    run,
+    scored,
+    take_turns,
+)
+
+PROMPTS = ("red cube", "green cube on sand", "red sphere on snow")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("turns") / "tiny"), threads=1)
+
+
+def test_requests_go_through_all_prompts_and_begin_anew_with_new_seeds() -> None:
+    prompts = Prompts("prompts", PROMPTS)
+    red, green, snow = PROMPTS
+    assert prompts.request(0, 2) == {"prompts": [red, green], "seed": [10_000, 10_001]}
+    assert prompts.request(1, 2, 7) == {"prompts": [snow, red], "seed": [9, 10]}
+    assert Prompts("class_ids", [3, 5]).request(0, 1, 0) == {"class_ids": [3], "seed": [0]}
+    assert Prompts("class_ids", [3, 5]).labels == ["class 3", "class 5"]
+
+
+@pytest.mark.parametrize("images", [1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_every_prompt_is_drawn_with_every_seed_once(images: int, seeds: int) -> None:
+    pairs = []
+    for request in Prompts("prompts", PROMPTS).requests(images, seeds, 100):
+        assert len(request["prompts"]) * request["num_images"] <= max(images, 1)
+        for prompt, first in zip(request["prompts"], request["seed"], strict=True):
+            pairs += [(prompt, first + i) for i in range(request["num_images"])]
+    assert pairs == [(prompt, 100 + seeds * i + k) for i, prompt in enumerate(PROMPTS) for k in range(seeds)]
+
+
+def test_prompts_are_those_of_a_file_or_of_the_bundle_or_classes_or_embeddings(tmp_path: Path) -> None:
+    text = tmp_path / "prompts.txt"
+    text.write_text("\n".join(PROMPTS) + "\n\n")
+    words = open_bundle(make_tiny_bundle(tmp_path / "words"))
+    assert read_bundle_prompts(words, text, 2) == Prompts("prompts", list(PROMPTS[:2]))
+    classes = open_bundle(make_tiny_bundle(tmp_path / "classes", "class"))
+    assert read_bundle_prompts(classes, None, 3) == Prompts("class_ids", [0, 3, 6])
+    assert read_bundle_prompts(classes) == Prompts("class_ids", list(range(10)))
+    scenes = open_bundle("scenes")
+    assert read_bundle_prompts(scenes).items == scenes.path("prompts").read_text().splitlines()
+    taking_embeddings = open_bundle(make_tiny_bundle(tmp_path / "embeddings", "embeddings"))
+    np.savez(tmp_path / "texts.npz", embeddings=np.ones((2, 3, CAPTION), np.float32))
+    request = read_bundle_prompts(taking_embeddings, tmp_path / "texts.npz").request(0, 2)
+    assert [part.shape for part in request["embeddings"]] == [(2, 3, CAPTION), (2, 3)]
+    for bundle, path, count, field in (
+        (classes, text, None, "prompts"),
+        (words, None, None, "prompts"),
+        (words, text, 0, "count"),
+        (taking_embeddings, None, None, "prompts"),
+    ):
+        with pytest.raises(RequestError) as error:
+            read_bundle_prompts(bundle, path, count)
+        assert field in (error.value.field, str(error.value).partition(":")[0])
+
+
+def test_every_turn_begins_with_another_method_and_likelihoods_wait_for_its_end(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def recorded(name: str, real: Any) -> Any:
+        def record(*arguments: Any, **options: Any) -> Any:
+            calls.append(f"{name} {options['method']}")
+            return real(*arguments, **options)
+
+        return record
+
+    for name in ("stream", "likelihoods"):
+        monkeypatch.setattr(pipeline, name, recorded(name, getattr(pipeline, name)))
+    methods = parse_methods(["sjd", "eagle"], {}, pipeline.bundle)
+    requests = [Prompts("prompts", PROMPTS).request(i, 1) for i in range(3)]
+    turns = list(take_turns(pipeline, methods, requests))
+    assert [[one.method.label for one in turn] for turn in turns] == [["ar", "sjd", "eagle"]] * 3
+    order = ["ar", "sjd", "eagle", "sjd", "eagle", "ar", "eagle", "ar", "sjd"]
+    assert [call.split()[1] for call in calls if call.startswith("stream")] == order
+    assert [call.split()[0] for call in calls] == (["stream"] * 3 + ["likelihoods"] * 3) * 3
+
+
+def test_a_run_is_what_the_pipeline_gives_and_only_what_is_asked_for_is_done(pipeline: Pipeline) -> None:
+    request = {"prompts": PROMPTS[:2], "seed": [5, 6]}
+    method = MethodRun("relaxed", {"method": "lantern++", "temperature": 0.9})
+    one = run(pipeline, method, request)
+    result = pipeline(**request, method="lantern++", temperature=0.9)
+    assert [codes.tolist() for codes in one.codes] == [codes.tolist() for codes in result.codes]
+    assert [image.tobytes() for image in one.images] == [image.tobytes() for image in result.images]
+    assert one.settings == result.settings
+    assert one.tvd_per_token == pytest.approx(result.stats.realised_tvd / 36)
+    assert one.tvd_per_token > 0
+    assert one.seconds >= one.statistics.seconds
+    assert scored(pipeline, one, request).likelihoods == pipeline.likelihoods(result.codes, **request, temperature=0.9)
+    assert run(pipeline, method, request, paint=False).images == []
+    ((unscored,),) = take_turns(pipeline, [method], [request], score=False)
+    assert (len(unscored.images), unscored.likelihoods) == (2, [])
+
+
+def test_parameters_of_a_method_string_reach_its_settings_and_ar_comes_first(pipeline: Pipeline) -> None:
+    methods = parse_methods(["lantern++:lambda=3:tree=chain-3", " sjd"], {"temperature": 0.5}, pipeline.bundle)
+    assert [one.label for one in methods] == ["ar", "lantern++:lambda=3:tree=chain-3", "sjd"]
+    settings = pipeline(PROMPTS[0], **methods[1].options).settings.as_dict()
+    assert (settings["lambda"], settings["tree"], settings["temperature"]) == (3, "chain-3", 0.5)
+    assert [one.label for one in parse_methods(["sjd", "ar"], {}, pipeline.bundle)] == ["ar", "sjd"]
