@@ -24,7 +24,8 @@ from ..errors import RequestError
 from ..methods import Quality
 from ..output.files import check_new_folder, folder_or_nothing, slug
 from ..pipeline import Pipeline
-from ..requests import bundle_tokenizer, check_request
+from ..prompts import bundle_tokenizer
+from ..requests import check_request
 from .bench import pipeline_facts
 from .console import print_text, progress
 from .options import (

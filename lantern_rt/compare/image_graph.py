@@ -18,7 +18,7 @@ from ..bundle.manifest import file_sha256
 from ..checks import brief
 from ..engines.host import import_onnxruntime, usable_cores
 from ..errors import RequestError
-from ..requests import bundle_tokenizer
+from ..prompts import bundle_tokenizer
 from ..user_files import open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
