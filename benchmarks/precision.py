@@ -30,7 +30,7 @@ from decode import print_table
 from random_bundle import SHAPES, Shape, export_checkpoints, write_checkpoints
 
 from lantern_rt import LanternError, Pipeline, __version__
-from lantern_rt.compare.turns import MethodRun, Prompts, run, read_bundle_prompts
+from lantern_rt.compare.turns import MethodRun, Prompts, read_bundle_prompts, run
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
 from lantern_rt.planning.costs import measure_costs

@@ -19,7 +19,8 @@ from ..compare.image_graph import Agreement, EncoderFeatures, Features, read_pre
 from ..compare.presets import candidate_methods, choose_presets
 from ..compare.report import html_report, text_report
 from ..compare.turns import parse_methods, read_bundle_prompts
-from ..engines.host import host_report
+from ..engines.doctor import host_report
+from ..engines.host import usable_cores
 from ..errors import RequestError
 from ..methods import Quality
 from ..output.files import check_new_folder, folder_or_nothing, slug
@@ -166,10 +167,10 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
 
 def _facts(pipeline: Pipeline) -> dict[str, str]:
     """What was measured, on what."""
-    host = host_report()
+    host = host_report().facts
     return {
         **{name: str(value) for name, value in pipeline_facts(pipeline).items()},
-        "host": f"{host.system}, {host.usable_cores} cores",
-        "onnxruntime": ", ".join(host.distributions.values()),
+        "host": f"{host['system']}, {usable_cores()} cores",
+        "onnxruntime": host["onnxruntime"],
         "date": datetime.date.today().isoformat(),
     }
