@@ -22,7 +22,8 @@ from ..compare.turns import parse_contenders, subjects_of
 from ..engines.doctor import host_report
 from ..engines.host import processor, usable_cores
 from ..errors import RequestError
-from ..output.files import check_new_folder, folder_or_nothing, slug
+from ..output.files import check_new_folder, folder_or_nothing
+from ..output.names import slug
 from ..pipeline import Pipeline
 from ..requests import SEED_LIMIT, bundle_tokenizer, check_request
 from .console import print_json, print_text, progress
