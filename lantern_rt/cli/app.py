@@ -41,7 +41,8 @@ class _Command(TyperCommand):
         except LanternError as error:
             names = {one.name: one.opts[-1] for one in self.params if one.param_type_name == "option"}
             field = error.field.replace("-", "_").replace(" ", "_")
-            error.field = names.get(field) or names.get(_OPTIONS.get(field, "")) or error.field
+            alias = _OPTIONS.get(field, error.field)
+            error.field = names.get(field) or names.get(alias, alias)
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -66,7 +66,6 @@ def describe_bundle(bundle: Bundle) -> Facts:
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
     decoders = {"target": manifest.target, "drafter": manifest.drafter}
     sizes = ", ".join(size.name for size in manifest.sizes) or manifest.size().name
-    default = next((one for one in manifest.decoding.methods if one.method == manifest.decoding.method), None)
     presets = {
         name: f"{preset.method}: {preset.figures.tokens_per_pass:.2f} tokens per forward pass, "
         f"{preset.figures.excess_nll:+.3f} nats per token, {preset.figures.images} images, {preset.figures.date}"
@@ -90,7 +89,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             if spec is not None
         },
         "presets": {"strict": "any exact method", **presets},
-        "defaults": {"method": str(default or manifest.decoding.method), **sampling},
+        "sampling": sampling,
     }
 
 
