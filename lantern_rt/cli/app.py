@@ -20,7 +20,7 @@ COMMANDS = {
     "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target."),
-    "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
+    "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
     "tune": ("tune", "Measure what method and image decoder suit this host best, and keep that."),
     "bench": ("bench", "Measure methods against ar, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare methods with plain decoding, on the same prompts and seeds."),

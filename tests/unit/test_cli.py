@@ -251,7 +251,7 @@ def test_doctor_prints_what_will_be_used(program: Any) -> None:
     code, out, _ = program("doctor")
     assert "will use" in out
     report = json.loads(program("doctor", "--json")[1])
-    assert report["lantern_rt"] == lantern_rt.__version__
+    assert report["facts"]["lantern-rt"] == lantern_rt.__version__
     assert (code == 0) == (report["problems"] == [])
 
 

@@ -22,7 +22,7 @@ from lantern_rt.planning.race import Race
 from lantern_rt.planning.store import read_tuning
 
 SITUATION = "onnxruntime-cpu, 1 thread, 1 image at a time, sampling, {}"
-RUN = ["run", "--prompt", "red", "--threads", "1", "--seed", "3", "--force", "--bundle"]
+RUN = ["run", "--threads", "1", "--seed", "3", "--force"]
 COST = {"target": {"2": 0.001, "8": 0.002}, "drafter": {"2": 0.001, "8": 0.002}}
 
 
@@ -67,7 +67,7 @@ def test_run_ignores_them_with_one_line_that_names_the_file(
     folder: Path, content: dict[str, Any], quality: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = stored(folder, **content)
-    assert run_program([*RUN, str(folder), "--quality", quality]) == 0
+    assert run_program([*RUN, str(folder), "red", "--quality", quality]) == 0
     lines = capfd.readouterr().err.splitlines()
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert str(path) in warning
@@ -96,7 +96,7 @@ def test_equal_timings_are_as_good_as_any(folder: Path, capfd: pytest.CaptureFix
     equal = dict.fromkeys(("2", "4", "8"), 0.001)
     probes = {f"onnxruntime-cpu, 1 threads, {rows} rows": {"target": equal, "drafter": equal} for rows in (1, 2)}
     stored(folder, probes=probes)
-    assert run_program([*RUN, str(folder), "--quality", "balanced"]) == 0
+    assert run_program([*RUN, str(folder), "red", "--quality", "balanced"]) == 0
     assert "warning" not in capfd.readouterr().err
 
 
@@ -117,5 +117,5 @@ def test_a_user_without_a_home_folder_draws_all_the_same(
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(OutputError, match=r"no home folder.*set LANTERN_RT_CACHE"):
         cache_folder()
-    assert run_program([*RUN, str(folder)]) == 0
+    assert run_program([*RUN, str(folder), "red"]) == 0
     assert "Traceback" not in capfd.readouterr().err
