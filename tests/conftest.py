@@ -1,18 +1,25 @@
-"""Bundles exported once per test session from the small checkpoints in `tests/data`; no test reads what this user's
-host was tuned to, or changes it."""
+"""Bundles exported once a checkout from the small checkpoints in `tests/data`; no test reads what this user's host was
+tuned to, or changes it."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data"
+CACHE = ROOT / "build" / "test-bundles"  # ignored by git
+MADE_BY = ("export", "lantern_rt/bundle", "lantern_rt/methods.py", "tests/conftest.py", "tests/data")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,121 +37,154 @@ def even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(time, name, lambda: 5e-5 * next(ticks))
 
 
-@pytest.fixture(scope="session")
-def c2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class-conditional LlamaGen without a drafter: 10 classes, 4 x 4 codes."""
-    return _export(tmp_path_factory, "llamagen-c2i/c2i_tiny.pt", None)
+# ---------------------------------------------------------------- exporting once
 
 
-@pytest.fixture(scope="session")
-def t2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes."""
-    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", None)
+@cache
+def _cache_folder() -> Path:
+    """The folder of bundles that these sources export; those of other sources are removed."""
+    digest = hashlib.sha256()
+    for name in MADE_BY:
+        place = ROOT / name
+        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    folder = CACHE / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in CACHE.iterdir():
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
 
 
-@pytest.fixture(scope="session")
-def t2i_drafter_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with its EAGLE drafter."""
-    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen")
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time, also of several workers."""
+    try:
+        import fcntl
+    except ImportError:  # on Windows, run the tests with one worker
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-@pytest.fixture(scope="session")
-def lantern_c2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Class-conditional LlamaGen from a folder in LANTERN's layout."""
-    return _export(tmp_path_factory, "lantern-llamagen-hf/c2i", None)
-
-
-@pytest.fixture(scope="session")
-def lantern_t2i_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text-conditional LlamaGen from a folder in LANTERN's layout."""
-    return _export(tmp_path_factory, "lantern-llamagen-hf/t2i", None)
-
-
-@pytest.fixture(scope="session")
-def lantern_fullprefix_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LANTERN's layout with the published prefix (120) and grid (16 x 16), and a drafter."""
-    return _export(tmp_path_factory, "lantern-e2e-llamagen-fullprefix/target", "lantern-drafter-llamagen")
-
-
-@pytest.fixture(scope="session")
-def t2i_half_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text-conditional LlamaGen with its EAGLE drafter, computing in float16."""
-    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", "float16")
-
-
-@pytest.fixture(scope="session")
-def t2i_int8_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text-conditional LlamaGen with its EAGLE drafter, weights stored as int8."""
-    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", precision="int8-weights")
-
-
-@pytest.fixture(scope="session")
-def t2i_products_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text-conditional LlamaGen with its EAGLE drafter, multiplying int8."""
-    return _export(tmp_path_factory, "llamagen-t2i/t2i_tiny.pt", "lantern-drafter-llamagen", precision="int8")
-
-
-def _export(
-    factory: pytest.TempPathFactory,
-    target: str,
-    drafter: str | None,
-    compute: str = "float32",
-    precision: str | None = None,
+def _exported(
+    factory: pytest.TempPathFactory, name: str, export: Callable[[Path], Path], needed: tuple[str, ...] = ()
 ) -> Path:
-    for needed in ("torch", "onnx", "onnxruntime", "safetensors"):
-        pytest.importorskip(needed)
+    """A copy, which tests may change, of the bundle that `export` writes into a folder of the cache.
+
+    Args:
+        factory: makes the copy's folder.
+        name: of the fixture, a hyphen, and of the bundle.
+        export: writes the bundle's folder.
+        needed: libraries besides those of every export.
+    """
+    for library in ("torch", "onnx", "onnxruntime", "safetensors", *needed):
+        pytest.importorskip(library)
     import torch
 
-    from lantern_rt.export.families.llamagen import read_llamagen
-    from lantern_rt.export.graph.precision import read_precisions
-    from lantern_rt.export.writer import export_model
-
     torch.set_num_threads(1)
-    name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
-    official = (DATA / target).is_file()
-    model = read_llamagen(
-        DATA / target,
-        DATA / "llamagen-vq/vq_tiny.pt",
-        drafter=None if drafter is None else DATA / drafter,
-        config=(DATA / target).with_name("config.json") if official else None,
-    )
-    precisions = read_precisions(precision, compute=compute)
-    return export_model(model, factory.mktemp("bundles") / name, precisions=precisions)
+    fixture, bundle = name.split("/")
+    folder = _cache_folder()
+    with _lock(folder / f"{fixture}.lock"):
+        if not (folder / fixture / bundle).is_dir():
+            shutil.rmtree(folder / fixture, ignore_errors=True)
+            export(folder / fixture / bundle)
+    return shutil.copytree(folder / fixture / bundle, factory.mktemp("bundles") / bundle)
+
+
+# ---------------------------------------------------------------- LlamaGen
+
+
+def _llamagen(
+    fixture: str,
+    about: str,
+    target: str,
+    drafter: bool = False,
+    compute: str = "float32",
+    precision: str | None = None,
+) -> Callable[[pytest.TempPathFactory], Path]:
+    """A fixture of the session that exports LlamaGen."""
+
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families.llamagen import read_llamagen
+        from lantern_rt.export.graph.precision import read_precisions
+        from lantern_rt.export.writer import export_model
+
+        model = read_llamagen(
+            DATA / target,
+            DATA / "llamagen-vq/vq_tiny.pt",
+            drafter=DATA / "lantern-drafter-llamagen" if drafter else None,
+            config=(DATA / target).with_name("config.json") if (DATA / target).is_file() else None,
+        )
+        return export_model(model, output, precisions=read_precisions(precision, compute=compute))
+
+    def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        name = "tiny-t2i-drafter" if drafter else "tiny-t2i" if "t2i" in target else "tiny-c2i"
+        return _exported(tmp_path_factory, f"{fixture}/{name}", export)
+
+    bundle.__doc__ = about
+    return pytest.fixture(scope="session", name=fixture)(bundle)
+
+
+T2I = "llamagen-t2i/t2i_tiny.pt"
+c2i = _llamagen(
+    "c2i_bundle", "Class-conditional LlamaGen without a drafter: 10 classes, 4 x 4 codes.", "llamagen-c2i/c2i_tiny.pt"
+)
+t2i = _llamagen("t2i_bundle", "Text-conditional LlamaGen without a drafter: prefix 8, 6 x 6 codes.", T2I)
+t2i_drafter = _llamagen("t2i_drafter_bundle", "The same with its EAGLE drafter.", T2I, True)
+t2i_half = _llamagen("t2i_half_bundle", "That computing in float16.", T2I, True, "float16")
+t2i_int8 = _llamagen("t2i_int8_bundle", "That with weights stored as int8.", T2I, True, precision="int8-weights")
+t2i_products = _llamagen("t2i_products_bundle", "That multiplying int8.", T2I, True, precision="int8")
+lantern_c2i = _llamagen(
+    "lantern_c2i_bundle", "Class-conditional LlamaGen in LANTERN's layout.", "lantern-llamagen-hf/c2i"
+)
+lantern_t2i = _llamagen(
+    "lantern_t2i_bundle", "Text-conditional LlamaGen in LANTERN's layout.", "lantern-llamagen-hf/t2i"
+)
+lantern_fullprefix = _llamagen(
+    "lantern_fullprefix_bundle",
+    "LANTERN's layout with the published prefix (120) and grid (16 x 16), and a drafter.",
+    "lantern-e2e-llamagen-fullprefix/target",
+    True,
+)
+
+
+# ---------------------------------------------------------------- other families
 
 
 @pytest.fixture(scope="session")
 def anole_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Chameleon with its VQGAN and EAGLE drafter: 8 x 8 codes, prompts of tokens; the tokenizer knows ids by name."""
-    for needed in ("torch", "onnx", "onnxruntime", "safetensors", "tokenizers", "yaml"):
-        pytest.importorskip(needed)
-    import torch
 
-    from lantern_rt.export.families.anole import read_anole
-    from lantern_rt.export.writer import export_model
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families.anole import read_anole
+        from lantern_rt.export.writer import export_model
 
-    torch.set_num_threads(1)
-    output = tmp_path_factory.mktemp("bundles") / "tiny-anole"
-    model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
-    return export_model(model, output)
+        model = read_anole(DATA / "anole/target", DATA / "chameleon-vqgan", drafter=DATA / "anole/drafter")
+        return export_model(model, output)
+
+    return _exported(tmp_path_factory, "anole_bundle/tiny-anole", export, ("tokenizers", "yaml"))
 
 
 @pytest.fixture(scope="session")
 def lumina_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lumina-mGPT with Chameleon's VQGAN and a random drafter: 6 x 6 codes and sizes of about as many, and 4 x 4."""
-    for needed in ("torch", "onnx", "onnxruntime", "safetensors", "tokenizers", "yaml"):
-        pytest.importorskip(needed)
-    import torch
 
-    from lantern_rt.export.families.lumina import lumina_size, read_lumina
-    from lantern_rt.export.writer import export_model
+    def export(output: Path) -> Path:
+        from lantern_rt.export.families.lumina import lumina_size, read_lumina
+        from lantern_rt.export.writer import export_model
 
-    torch.set_num_threads(1)
-    target, folder = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("bundles")
-    _random_drafter(folder / "drafter")
-    model = read_lumina(target, DATA / "chameleon-vqgan", drafter=folder / "drafter", grid=6)
-    names = json.loads((target / "config.json").read_text())["vocabulary_map"]
-    sizes = (*model.fields["sizes"], lumina_size(2, 2, names))
-    return export_model(replace(model, fields={**model.fields, "sizes": sizes}), folder / "tiny-lumina")
+        target, drafter = DATA / "lumina-mgpt/model", tmp_path_factory.mktemp("drafter") / "drafter"
+        _random_drafter(drafter)
+        model = read_lumina(target, DATA / "chameleon-vqgan", drafter=drafter, grid=6)
+        names = json.loads((target / "config.json").read_text())["vocabulary_map"]
+        sizes = (*model.fields["sizes"], lumina_size(2, 2, names))
+        return export_model(replace(model, fields={**model.fields, "sizes": sizes}), output)
+
+    return _exported(tmp_path_factory, "lumina_bundle/tiny-lumina", export, ("tokenizers", "yaml"))
 
 
 def _random_drafter(folder: Path) -> None:
@@ -171,19 +211,18 @@ def _random_drafter(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def emu3_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Emu3-Gen without a drafter: 4 x 4 codes, and the sizes and the negative text that runs were recorded with."""
-    for needed in ("torch", "onnx", "onnxruntime", "safetensors", "tokenizers"):
-        pytest.importorskip(needed)
-    import torch
-    from tokenizers import Tokenizer
 
-    from lantern_rt.export.families.emu3 import picture_size, prompt_layout, read_emu3
-    from lantern_rt.export.writer import export_model
+    def export(output: Path) -> Path:
+        from tokenizers import Tokenizer
 
-    torch.set_num_threads(1)
-    target = DATA / "emu3/model"
-    model, library = read_emu3(target, grid=4), Tokenizer.from_file(str(target / "tokenizer.json"))
-    sizes = [picture_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
-    layout = prompt_layout(library, "low quality, blurry.")
-    condition = model.fields["condition"].model_copy(update={"layout": layout})
-    output = tmp_path_factory.mktemp("bundles") / "tiny-emu3"
-    return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
+        from lantern_rt.export.families.emu3 import picture_size, prompt_layout, read_emu3
+        from lantern_rt.export.writer import export_model
+
+        target = DATA / "emu3/model"
+        model, library = read_emu3(target, grid=4), Tokenizer.from_file(str(target / "tokenizer.json"))
+        sizes = [picture_size(library, rows, columns, 2) for rows, columns in ((4, 4), (4, 5), (5, 3), (2, 12))]
+        layout = prompt_layout(library, "low quality, blurry.")
+        condition = model.fields["condition"].model_copy(update={"layout": layout})
+        return export_model(replace(model, fields={**model.fields, "sizes": sizes, "condition": condition}), output)
+
+    return _exported(tmp_path_factory, "emu3_bundle/tiny-emu3", export, ("tokenizers",))

@@ -1,71 +1,99 @@
-"""`run --from PICTURE`: what the picture records becomes the request, or a refusal that names the picture."""
+"""`run --from PICTURE`, and pictures that are there already: the request that drew a picture, by what it records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from ..bundle.files import Bundle, embedded_names
 from ..checks import short
-from ..errors import BundleError, RequestError
-from ..methods import PARAMETERS
+from ..errors import BundleError, LanternError, RequestError
+from ..methods import PARAMETERS, Auto, MethodConfig
 from ..output.recipe import CURE, Recipe, read_recipe
 from ..prompts import bundle_tokenizer
 from ..requests import SAMPLING, Request, check_request
 
+if TYPE_CHECKING:
+    from .options import EngineOptions
 
-@dataclass(frozen=True)
-class Again:
-    """A picture to draw again, and its recipe."""
 
-    picture: Path
-    recipe: Recipe
+def read_again(
+    picture: Path, options: Mapping[str, Any], engine: EngineOptions, name: str | None
+) -> tuple[Bundle, Request]:
+    """The bundle and the request that draw a picture again.
 
-    @classmethod
-    def read(cls, picture: Path, asked: Iterable[str]) -> Again:
-        """The picture's recipe. asked: names of what else was asked for, which must be nothing.
+    Args:
+        picture: a PNG.
+        options: what else the user wants to decide, which must be nothing.
+        engine: opens the bundle.
+        name: of the bundle; None: the embedded one that the picture names.
 
-        Raises: RequestError: there is something, or the picture has no recipe.
-        """
-        options = {"prompts": "prompt", "class_ids": "class-id"}
-        if (name := next(iter(asked), None)) is not None:
-            option = f"--{options.get(name, name.rstrip('_').replace('_', '-'))}"
-            raise RequestError(f"{option}: found together with --from, and {picture} says that itself; leave one out")
-        return cls(picture, read_recipe(picture))
+    Raises:
+        RequestError: the picture has no recipe, or the bundle refuses it. BundleError: it is another bundle.
+    """
+    if (option := next(iter(options), None)) is not None:
+        found = f"it together with --from, and {picture} records that itself"
+        raise RequestError(field=option, found=found, remedy="leave one out")
+    recipe = read_recipe(picture)
+    if name is None and recipe.bundle not in embedded_names():  # a name in a file is never a path
+        problem = f"was drawn by bundle {short(recipe.bundle)}"
+        raise RequestError(problem, field=str(picture), remedy="give the folder of that before --from")
+    bundle = engine.open_bundle(recipe.bundle if name is None else name)
+    return bundle, recorded_request(picture, recipe, bundle)
 
-    def embedded_bundle(self) -> str:
-        """The name of its bundle. Raises: RequestError: that bundle is not embedded."""
-        if (name := self.recipe.bundle) in embedded_names():
-            return name
-        raise RequestError(f"{self.picture}: was drawn by bundle {short(name)}; give the folder of that with --bundle")
 
-    def asked(self) -> dict[str, Any]:
-        """What a call of a pipeline takes, without settings that are unknown or always the bundle's."""
-        settings, known = self.recipe.settings, ("method", "size", *SAMPLING, *PARAMETERS)
-        own = {name: settings[name] for name in known if name in settings}
-        return {"prompts": self.recipe.prompt, "class_ids": self.recipe.class_id, "seed": self.recipe.seed, **own}
+def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
+    """The request that draws exactly this picture with its bundle.
 
-    def check(self, bundle: Bundle) -> Request:
-        """The request that draws exactly this picture with its bundle.
+    Raises:
+        BundleError: it is another bundle. RequestError: the bundle refuses the recipe, or understands it differently.
+    """
+    if bundle.digest != recipe.bundle_digest:
+        raise BundleError(
+            field=str(picture),
+            found=f"bundle {bundle.folder} of digest {bundle.digest[:12]}...",
+            expected=f"the one that drew it, {short(recipe.bundle)} of {recipe.bundle_digest[:12]}...",
+            remedy="give that one before --from",
+        )
+    names = ("method", "size", *SAMPLING, *PARAMETERS)  # without settings that are unknown or always the bundle's
+    options = {name: recipe.settings[name] for name in names if name in recipe.settings}
+    subjects = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    try:
+        request = check_request(bundle.manifest, bundle_tokenizer(bundle), **subjects, seed=recipe.seed, **options)
+    except RequestError as error:
+        raise RequestError(str(error), field=str(picture)) from error
+    recorded = recipe.settings
+    own = request.settings.as_dict()
+    for name in sorted(recorded.keys() | own.keys()):
+        if name not in recorded or name not in own or recorded[name] != own[name]:
+            found, expected = (short(side[name]) if name in side else "nothing" for side in (recorded, own))
+            field = f"{picture}: settings: {short(name)}"
+            raise RequestError(field=field, found=found, expected=expected, remedy=CURE)
+    return request
 
-        Raises: BundleError: it is another bundle. RequestError: the bundle refuses the recipe, or understands it
-        differently.
-        """
-        digest, recipe = bundle.digest, self.recipe
-        if digest != recipe.bundle_digest:
-            raise BundleError(
-                f"{self.picture}: found bundle {bundle.folder} of digest {digest[:12]}..., expected the one that drew "
-                f"it, {short(recipe.bundle)} of {recipe.bundle_digest[:12]}...; give that one with --bundle"
-            )
-        try:
-            request = check_request(bundle.manifest, bundle_tokenizer(bundle), **self.asked())
-        except RequestError as error:
-            raise RequestError(f"{self.picture}: {error}") from error
-        found, expected = recipe.settings, request.settings.as_dict()
-        for name in sorted(found.keys() | expected.keys()):
-            if name not in found or name not in expected or found[name] != expected[name]:
-                one, other = (short(side[name]) if name in side else "nothing" for side in (found, expected))
-                raise RequestError(f"{self.picture}: settings: {short(name)}: found {one}, expected {other}; {CURE}")
-        return request
+
+def same_picture(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
+    """Whether a file already holds the picture, enlarged so many times, of this request of one image."""
+    try:
+        recorded = recorded_request(path, read_recipe(path), bundle)
+        with Image.open(path) as image:
+            size = image.size
+    except (LanternError, OSError):
+        return False
+    width, height = bundle.manifest.pixels(bundle.manifest.size(request.settings.size))
+    (old,), (new,) = recorded.images, request.images
+    return (
+        size == (scale * width, scale * height)
+        and (old.label, old.seed) == (new.label, new.seed)
+        and (recorded.settings.sampling, recorded.settings.size) == (request.settings.sampling, request.settings.size)
+        and _same_method(recorded.settings.method, request.settings.method, bundle)
+    )
+
+
+def _same_method(old: MethodConfig, new: MethodConfig, bundle: Bundle) -> bool:
+    if not isinstance(new, Auto):
+        return old == new
+    return old.exact if new.quality == "strict" else old == bundle.manifest.presets[new.quality].method

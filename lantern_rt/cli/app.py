@@ -20,7 +20,7 @@ COMMANDS = {
     "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target."),
-    "build-engine": ("build_engine", "Turn a bundle into what this host (or a GPU) runs fastest."),
+    "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
     "tune": ("tune", "Measure what method and image decoder suit this host best, and keep that."),
     "bench": ("bench", "Measure methods against ar, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare methods with plain decoding, on the same prompts and seeds."),
@@ -41,7 +41,8 @@ class _Command(TyperCommand):
         except LanternError as error:
             names = {one.name: one.opts[-1] for one in self.params if one.param_type_name == "option"}
             field = error.field.replace("-", "_").replace(" ", "_")
-            error.field = names.get(field) or names.get(_OPTIONS.get(field, "")) or error.field
+            alias = _OPTIONS.get(field, error.field)
+            error.field = names.get(field) or names.get(alias, alias)
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -16,7 +16,7 @@ EXAMPLES = r"""
 lantern-rt build-engine bundles/llamagen-xl --output engines/llamagen-xl
 lantern-rt build-engine bundles/llamagen-xl --backend tensorrt-rtx --compute-capability SM89 \
     --compute-capability SM120 --max-rows 8 --max-nodes 64 --output engines/llamagen-xl-rtx
-lantern-rt run --bundle bundles/llamagen-xl --engines engines/llamagen-xl "a red sphere on sand"
+lantern-rt run bundles/llamagen-xl "a red sphere on sand" --engines engines/llamagen-xl
 """
 
 

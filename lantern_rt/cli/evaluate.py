@@ -23,7 +23,8 @@ from ..engines.doctor import host_report
 from ..engines.host import usable_cores
 from ..errors import RequestError
 from ..methods import Quality
-from ..output.files import check_new_folder, folder_or_nothing, slug
+from ..output.files import check_new_folder, folder_or_nothing
+from ..output.names import slug
 from ..pipeline import Pipeline
 from ..prompts import bundle_tokenizer
 from ..requests import check_request

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ..bundle.files import embedded_names
-from ..engines.engine_folder import is_engine_folder, open_engine_folder
-from .console import Facts, print_facts, print_json, progress
-from .options import Json, open_whole
+from ..bundle.files import Bundle, embedded_names
+from ..engines.engine_folder import EngineFolder, is_engine_folder, open_engine_folder
+from ..errors import RequestError
+from .console import Facts, print_facts, print_json, print_text, progress
+from .options import JsonOption, open_bundle
 
 EXAMPLES = """
 lantern-rt inspect scenes
+lantern-rt inspect scenes --words
 lantern-rt inspect bundles/llamagen-b --json
 lantern-rt inspect engines/llamagen-xl
 """
@@ -21,54 +23,81 @@ lantern-rt inspect engines/llamagen-xl
 def inspect(
     bundle: Annotated[
         str, typer.Argument(help="Bundle folder, or the name of an embedded bundle, or an engine folder.")
-    ],
-    json: Json = False,
+    ] = "scenes",
+    words: Annotated[
+        bool, typer.Option("--words", help="Print the words that prompts may have instead, one a line.")
+    ] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Check a bundle or an engine folder, hashes included, and print what it says about itself."""
-    head: dict[str, Any]
+    """Check a bundle or an engine folder, hashes included, and print what it says about itself; all of it in JSON."""
     if bundle not in embedded_names() and is_engine_folder(bundle):
         engines = open_engine_folder(bundle)
         with progress(lines=False) as show:
             show("checking the engines' files")
             engines.check_files()
-        head, manifest = {"folder": str(engines.folder)}, engines.manifest.model_dump(mode="json")
-        shown = {key: value for key, value in manifest.items() if key != "command"}
-        facts = describe("engines", {**head, **shown, "rebuild": engines.rebuild})
-    else:
-        opened = open_whole(bundle)
+        if json:
+            print_json({"folder": str(engines.folder), "manifest": engines.manifest.model_dump(mode="json")})
+        else:
+            print_facts({"engines": describe_engines(engines)})
+        return
+    opened = open_bundle(bundle)
+    if words:
+        _print_words(opened)
+    elif json:
         size = sum(entry.bytes for entry in opened.manifest.files.values())
         head = {"folder": str(opened.folder), "digest": opened.digest, "bytes": size}
-        manifest = opened.manifest.model_dump(mode="json")
-        sizes = {"sizes": [one.name for one in opened.manifest.sizes]} if opened.manifest.sizes else {}
-        facts = describe("bundle", {**head, "bytes": f"{size:,}", **manifest, **sizes})
-    if json:
-        print_json({**head, "manifest": manifest})
+        print_json({**head, "manifest": opened.manifest.model_dump(mode="json")})
     else:
-        print_facts(facts)
+        print_facts(describe_bundle(opened))
 
 
-def describe(kind: str, parts: dict[str, Any]) -> Facts:
-    """All values as text: those that stand alone in a section called `kind`, then a section for each part."""
-    own = {key: _text(value) for key, value in parts.items() if not isinstance(value, dict)}
-    nested = {key: _leaves(value) for key, value in parts.items() if isinstance(value, dict)}
-    return {kind: own, **{section: values for section, values in nested.items() if values}}
+def _print_words(bundle: Bundle) -> None:
+    from ..text.words import read_tokenizer
+
+    kind = bundle.manifest.condition.kind
+    if kind != "words":
+        raise RequestError(field="words", found=f"a bundle of kind {kind}", expected="one of known words")
+    print_text(*read_tokenizer(bundle.path("tokenizer")).words)
 
 
-def _leaves(part: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """The set values of nested parts by their dotted names; a file is one value."""
-    lines: dict[str, str] = {}
-    for key, value in part.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            value = {str(i): item for i, item in enumerate(value)}
-        if isinstance(value, dict) and "path" not in value:
-            lines |= _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            lines[f"{prefix}{key}"] = _text(value)
-    return lines
+def describe_bundle(bundle: Bundle) -> Facts:
+    """What users of a bundle need to know, by section and name."""
+    manifest = bundle.manifest
+    sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
+    decoders = {"target": manifest.target, "drafter": manifest.drafter}
+    sizes = ", ".join(size.name for size in manifest.sizes) or manifest.size().name
+    presets = {
+        name: f"{preset.method}: {preset.figures.tokens_per_pass:.2f} tokens per forward pass, "
+        f"{preset.figures.excess_nll:+.3f} nats per token, {preset.figures.images} images, {preset.figures.date}"
+        for name, preset in manifest.presets.items()
+    }
+    return {
+        manifest.name: {
+            "family": manifest.family,
+            "takes": manifest.condition.kind,
+            "images": sizes,
+            "tokens per image": f"{manifest.codes_per_image:,} of {manifest.codebook_size:,}",
+            "size": f"{sum(entry.bytes for entry in manifest.files.values()) / 1e6:,.1f} MB",
+            "licence": manifest.provenance.licence,
+            "exporter": manifest.provenance.exporter,
+            "folder": str(bundle.folder),
+            "digest": bundle.digest,
+        },
+        "decoders": {
+            name: f"{spec.num_layers} layers of width {spec.hidden_size:,}, {spec.precision}"
+            for name, spec in decoders.items()
+            if spec is not None
+        },
+        "presets": {"strict": "any exact method", **presets},
+        "sampling": sampling,
+    }
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        sums = "  ".join(f"{name} {value[name]}" for name in ("sha256", "blake2b") if name in value)
-        return f"{value['path']}  {value['bytes']:,} bytes  {sums}"
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else "none" if value is None else str(value)
+def describe_engines(engines: EngineFolder) -> dict[str, str]:
+    """What users of an engine folder need to know, by name."""
+    manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
+    plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
+    graphs = {
+        role: f"{sum(file.bytes for file in graph.files):,} bytes" for role, graph in engines.manifest.graphs.items()
+    }
+    return {"folder": str(engines.folder), **plain, **graphs, "rebuild": engines.rebuild}

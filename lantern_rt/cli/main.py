@@ -1,7 +1,7 @@
 """The `lantern-rt` program: runs a command and turns its outcome into an exit code.
 
-0: done, as far as a closed pipe let it. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C. 143: SIGTERM.
-Nothing half-written stays then. Anything else is a bug and shows its traceback.
+0: done, as far as a closed pipe let it. 2: the user can cure it, one line on stderr says how. 130: Ctrl-C. 143:
+SIGTERM. Nothing half-written stays then. Anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations

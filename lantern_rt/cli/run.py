@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,24 +13,40 @@ import typer
 from ..checks import short, whole
 from ..errors import OutputError, RequestError
 from ..methods import METHODS
-from ..output.files import check_output, plan_outputs, slug, write_output
-from .console import Show, print_json, print_text, progress, say
-from .options import METHOD, OUTPUT, SUBJECTS, Embeddings, Force, Json, Running, Shaping
+from ..output.files import check_output
+from ..output.names import plan_outputs, slug
+from .console import print_json, print_text, progress, say
+from .options import (
+    METHOD,
+    OUTPUT,
+    SUBJECTS,
+    CfgScaleOption,
+    EmbeddingsOption,
+    EngineOptions,
+    EnginesOption,
+    ForceOption,
+    JsonOption,
+    ProviderOption,
+    TemperatureOption,
+    ThreadsOption,
+    TopKOption,
+    TopPOption,
+)
 
 if TYPE_CHECKING:
+    from ..bundle.files import Bundle
     from ..output.trace import Trace
+    from ..pipeline import Pipeline
     from ..prompts import ImageRequest
     from ..requests import Request
     from ..results import StreamStep
 
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
-lantern-rt run scenes "a green cone on snow" --num-images 4 --output cones/ --scale 4
-lantern-rt run --prompt "a blue torus at night" --method lantern --delta 0.3 --neighbors 100
-lantern-rt run --prompt "a pink cube on sand" --method lantern++ --lambda 2 --trace cube.npz
-lantern-rt run --prompt "a red cone in the snow" --method sjd --window 8
+lantern-rt run scenes "a green cone on snow" "a red cube" --num-images 4 --output cones/ --scale 4
+lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
 lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
-lantern-rt run bundles/llamagen-b --class-id 207 --method lantern --delta 0.2 --json
+lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 """
 
 
@@ -38,13 +54,10 @@ def run(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[BUNDLE] [PROMPT]",
-            help="What to draw, in quotes; before it, if need be, a bundle: its folder, or an embedded one's name.",
+            metavar="[BUNDLE] [PROMPT]...",
+            help="What to draw, each prompt in quotes; before them, if need be, a bundle: its folder, or an embedded "
+            "one's name. [default: scenes, or that of --from]",
         ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="What to draw; may be given several times.", rich_help_panel=SUBJECTS),
     ] = None,
     class_id: Annotated[
         list[int] | None,
@@ -54,7 +67,7 @@ def run(
             rich_help_panel=SUBJECTS,
         ),
     ] = None,
-    embeddings: Embeddings = None,
+    embeddings: EmbeddingsOption = None,
     source: Annotated[
         Path | None,
         typer.Option(
@@ -62,21 +75,6 @@ def run(
             metavar="PNG",
             help="A PNG of lantern-rt to draw again, as recorded in it: prompt, seed, settings.",
             rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
-    bundle: Annotated[
-        str | None,
-        typer.Option(
-            help="Bundle folder, or the name of an embedded bundle. [default: scenes, or the picture's]",
-            rich_help_panel=SUBJECTS,
-        ),
-    ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
-            "[default: a name made of prompt and seed, or PNG-again, in the current folder]",
-            rich_help_panel=OUTPUT,
         ),
     ] = None,
     seed: Annotated[
@@ -91,16 +89,32 @@ def run(
         str | None,
         typer.Option(help="WIDTHxHEIGHT in pixels. [default: the bundle's]", rich_help_panel=SUBJECTS),
     ] = None,
+    quality: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset of the bundle: strict (exact), balanced or fast. [default: strict]", rich_help_panel=METHOD
+        ),
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(METHODS)}. [default: auto if it knows enough, or the bundle's]", rich_help_panel=METHOD
+            metavar="NAME[:PARAMETER=VALUE]...",
+            help=f"{', '.join(METHODS)}, such as sjd:window=5. [default: auto, which takes the quality's]",
+            rich_help_panel=METHOD,
         ),
     ] = None,
-    *,
-    parameters: Annotated[dict[str, Any], METHOD, *METHODS.values()],
-    sampling: Shaping,
-    running: Running,
+    cfg_scale: CfgScaleOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            help="A .png file, or a folder (one that exists, or a new one in a folder that exists). "
+            "[default: a name made of prompt and seed, or PNG-again, in the current folder]",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -110,95 +124,89 @@ def run(
     scale: Annotated[
         int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
     ] = 1,
-    json: Json = False,
-    force: Force = False,
+    threads: ThreadsOption = None,
+    engines: EnginesOption = None,
+    provider: ProviderOption = None,
+    json: JsonOption = False,
+    force: ForceOption = False,
 ) -> None:
     """Turn prompts (or class ids, or embeddings of texts) into PNG files.
 
-    Paths of the files go to stdout, progress and a line of statistics to stderr.
+    Each file is written as soon as its image is complete; an image that a file already holds is not drawn again. Paths
+    of the files go to stdout, progress and a line of statistics to stderr.
     """
-    from ..auto.chooser import with_default_method
-    from ..output.images import enlarge, png_bytes
     from ..output.trace import Trace
-    from ..prompts import bundle_tokenizer
-    from ..requests import check_request
-    from ..text.embeddings import read_embeddings
-    from .again import Again
+    from .again import read_again, same_picture
 
     whole("scale", scale, 1, 1, 16)
-    options = {"seed": seed, "num_images": num_images, "size": size, "method": method, **parameters, **sampling}
-    bundle, prompts = _bundle_and_prompts(words or [], bundle, prompt or [])
-    given = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings, **options}
-    asked = {name: value for name, value in given.items() if value is not None}
+    name, prompts = _bundle_and_prompts(words or [])
+    subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
+    settings = {"seed": seed, "num_images": num_images, "size": size, "method": method, "quality": quality}
+    sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
+    engine = EngineOptions(threads, engines, provider)
     if source is None:
-        if not (prompts or class_id or embeddings):
-            found = f"bundle {bundle} and nothing to draw" if words else "nothing to draw"
-            raise RequestError(
-                f"found {found}; give a prompt, or --class-id or --embeddings where a bundle takes those"
-            )
-        if embeddings is not None:
-            asked["embeddings"] = read_embeddings(embeddings)
-        opened = running.open_bundle("scenes" if bundle is None else bundle)
-        asked = with_default_method(asked)
-        request = check_request(opened.manifest, bundle_tokenizer(opened), **asked)
-        labels = _labels(request, num_images or 1)
-        stems = [_stem(image, label, embeddings) for image, (_, label) in zip(request.images, labels, strict=True)]
+        bundle, request = _check(engine, name, options)
+        stems = [_stem(image, i // (num_images or 1), embeddings) for i, image in enumerate(request.images)]
     else:
-        again = Again.read(source, asked)
-        opened = running.open_bundle(again.embedded_bundle() if bundle is None else bundle)
-        asked, request = again.asked(), again.check(opened)
-        labels, stems = _labels(request, 1), [f"{source.stem}-again"]
-    outputs = plan_outputs(output, stems, force)
-    picture = None if trace is None else _check_trace(trace, outputs, force)
+        bundle, request = read_again(source, options, engine, name)
+        stems = [f"{source.stem}-again"]
+
+    def there(i: int, path: Path) -> bool:
+        drawn_anyway = json or trace or force
+        return not drawn_anyway and same_picture(path, bundle, replace(request, images=[request.images[i]]), scale)
+
+    outputs = plan_outputs(output, stems, force, there)
+    missing = [i for i, (_, drawn) in enumerate(outputs) if not drawn]
+    paths = [path for path, _ in outputs]
+    picture = None if trace is None else _check_trace(trace, paths, force)
+    if len(missing) < len(paths):
+        say(f"{len(paths) - len(missing)} of {len(paths)} images are there already; --force draws them again")
+    if not missing:
+        print_text(*paths)
+        return
 
     prefix = max(len(real) for image in request.images for real in image.real)
-    pipeline = running.load(opened, request.settings, prefix=prefix)
+    pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
-    grid = opened.manifest.size(request.settings.size)
-    traced = None if trace is None else Trace(grid.rows, grid.columns)
-    with progress(lines=False) as show:
-        show("preparing")
-        last = _decode(pipeline.stream(**asked), traced, show)
-        assert last.stats is not None
-        for i, path in enumerate(outputs):
-            show("images", i, len(outputs))
-            image = enlarge(last.image(i), scale)
-            write_output(path, png_bytes(image, image.info), force)
-        show("images", len(outputs), len(outputs))
-    if trace and picture and traced:
-        write_output(trace, traced.npz_bytes(), force)
-        write_output(picture, png_bytes(traced.picture(), {}), force)
+    grid = bundle.manifest.size(request.settings.size)
+    record = None if trace is None else Trace(grid.rows, grid.columns)
+    request = replace(request, images=[request.images[i] for i in missing])
+    last = _draw(pipeline, request, [paths[i] for i in missing], scale, record, force)
+    assert last.stats is not None
+    if trace and picture and record:
+        _write_trace(trace, picture, record, force)
     if last.settings.choice is not None:
-        say(str(last.settings.choice))
-    count = f"{last.stats.images} image{'s' * (last.stats.images > 1)}"
+        say(last.settings.choice)
     say(
-        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per forward pass, {count} in "
-        f"{time.perf_counter() - began:.1f} s ({last.stats.seconds:.1f} s decoding codes)"
+        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per forward pass, "
+        f"{len(missing)} image{'s' * (len(missing) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     if json:
         images = [
-            {"codes": codes.tolist(), "seed": image.seed, kind: label, "output": str(path)}
-            for image, (kind, label), codes, path in zip(request.images, labels, last.codes, outputs, strict=True)
+            {"codes": codes.tolist(), "seed": image.seed, **_label(image, i // (num_images or 1)), "output": str(path)}
+            for i, (image, codes, path) in enumerate(zip(request.images, last.codes, paths, strict=True))
         ]
         stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}
         print_json({"images": images, "stats": stats})
     else:
-        print_text(*outputs)
+        print_text(*paths)
 
 
-def _bundle_and_prompts(words: list[str], bundle: str | None, prompts: list[str]) -> tuple[str | None, list[str]]:
-    """The words without an option: first a bundle, if they name one and no option does, then at most one prompt.
+def _bundle_and_prompts(words: list[str]) -> tuple[str | None, list[str]]:
+    """The words without an option: a bundle, if the first one names one, then prompts.
 
-    Raises: RequestError: there are more.
+    Raises: RequestError: a prompt was not put in quotes, or a bundle misspelt.
     """
-    if words and bundle is None and _is_bundle(words[0]):
+    bundle = None
+    if words and _is_bundle(words[0]):
         bundle, *words = words
-    if len(words) > 1:
-        found = f"found {short(words[0])} and {short(words[1])}"
-        raise RequestError(
-            f"prompt: {found}, expected a bundle's folder or name and one prompt in quotes; several take --prompt each"
-        )
-    return bundle, [*words, *prompts]
+    single = [word for word in words if " " not in word.strip()]
+    if len(words) > 1 and single:
+        found = f"the single word {short(single[0])} among {len(words)}"
+        expected = "a bundle's folder or name, then each prompt in quotes"
+        raise RequestError(field="prompt", found=found, expected=expected)
+    return bundle, words
 
 
 def _is_bundle(word: str) -> bool:
@@ -209,38 +217,78 @@ def _is_bundle(word: str) -> bool:
     return False
 
 
-def _labels(request: Request, num_images: int) -> list[tuple[str, str | int]]:
-    """What each image is drawn from: kind, and prompt, class id, or number in the file of embeddings."""
-    return [
-        ("embedding", i // num_images)
-        if image.label is None
-        else ("prompt" if isinstance(image.label, str) else "class_id", image.label)
-        for i, image in enumerate(request.images)
-    ]
+def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> tuple[Bundle, Request]:
+    """The bundle, and the request that these options make of it.
+
+    Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
+    """
+    from ..auto.chooser import with_default_method
+    from ..prompts import bundle_tokenizer
+    from ..requests import check_request
+    from ..text.embeddings import read_embeddings
+
+    if not {"prompts", "class_ids", "embeddings"} & options.keys():
+        found = "nothing to draw" if name is None else f"bundle {name} and nothing to draw"
+        raise RequestError(
+            found=found, remedy="give a prompt, or --class-id or --embeddings where a bundle takes those"
+        )
+    if "embeddings" in options:
+        options = options | {"embeddings": read_embeddings(options["embeddings"])}
+    bundle = engine.open_bundle(name or "scenes")
+    return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
 
 
-def _stem(image: ImageRequest, label: str | int, embeddings: Path | None) -> str:
-    if isinstance(label, str):
-        return f"{slug(label)}-seed{image.seed}"
-    return f"{slug(embeddings.stem) if embeddings else 'class'}-{label}-seed{image.seed}"
+def _label(image: ImageRequest, number: int) -> dict[str, str | int]:
+    """What an image is drawn from: its prompt, class id, or number in the file of embeddings."""
+    if image.label is None:
+        return {"embedding": number}
+    return {"prompt" if isinstance(image.label, str) else "class_id": image.label}
+
+
+def _stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
+    if isinstance(image.label, str):
+        return f"{slug(image.label)}-seed{image.seed}"
+    if embeddings is None:
+        return f"class-{image.label}-seed{image.seed}"
+    return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
+
+
+def _draw(
+    pipeline: Pipeline, request: Request, paths: list[Path], scale: int, trace: Trace | None, force: bool
+) -> StreamStep:
+    """Draw all images, each into its file as soon as it is complete; the last step."""
+    from ..output.files import write_output
+    from ..output.images import enlarge, png_bytes
+
+    pending = dict(enumerate(paths))
+    with progress(lines=False) as show:
+        for step in pipeline.decode(request):
+            if trace is not None:
+                trace.add(step.step)
+            show("tokens", step.done, step.total)
+            for i in [i for i in pending if len(step.codes[i]) * len(paths) == step.total]:
+                image = enlarge(step.image(i), scale)
+                write_output(pending.pop(i), png_bytes(image, image.info), force)
+    return step
 
 
 def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
     """The picture's path beside the trace; both checked."""
     if trace.suffix != ".npz":
-        raise OutputError(f"trace {trace}: found the ending {trace.suffix or 'none'}, expected .npz")
+        raise OutputError(field=f"trace {trace}", found=f"the ending {trace.suffix or 'none'}", expected=".npz")
     picture = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")
     for path in (trace, picture):
         check_output(path, force)
         if path.absolute() in [output.absolute() for output in outputs]:
-            raise OutputError(f"{path}: would hold an image and a trace; give one of them another name")
+            problem = "would hold an image and a trace"
+            raise OutputError(problem, field=str(path), remedy="give one of them another name")
     return picture
 
 
-def _decode(steps: Generator[StreamStep, None, None], trace: Trace | None, show: Show) -> StreamStep:
-    """Run all steps, showing progress; the last one."""
-    for step in steps:
-        if trace is not None:
-            trace.add(step.step)
-        show("codes", step.done, step.total)
-    return step
+def _write_trace(trace: Path, picture: Path, record: Trace, force: bool) -> None:
+    from ..output.files import write_output
+    from ..output.images import png_bytes
+
+    write_output(trace, record.npz_bytes(), force)
+    write_output(picture, png_bytes(record.picture(), {}), force)
+    say(f"trace: {trace} and {picture}")

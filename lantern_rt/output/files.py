@@ -1,4 +1,4 @@
-"""Where files and folders go: names, checks before the work, and writing all or nothing.
+"""Writing files and folders: checks before the work, then all or nothing.
 
 What is written grows in a hidden folder beside its goal and is then moved into place, so that no reader ever sees half
 of it. A folder of a kind is known by one file in it (`bundle.json`, `engine.json`); no other folder is ever replaced.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 from ..checks import brief
@@ -26,7 +24,7 @@ try:
 except ImportError:  # on Windows, what a killed program left stays
     fcntl = None  # type: ignore[assignment]
 
-_SLUG_LIMIT = 60  # characters
+_OTHER_NAME = "give another name, or --force to replace it"
 
 
 def cache_folder() -> Path:
@@ -44,7 +42,8 @@ def cache_folder() -> Path:
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     if not base.is_absolute():
-        raise OutputError(f"{base}: found no home folder to keep measurements in; set LANTERN_RT_CACHE to a folder")
+        remedy = "set LANTERN_RT_CACHE to a folder"
+        raise OutputError(field=str(base), found="no home folder to keep measurements in", remedy=remedy)
     return base / "lantern-rt"
 
 
@@ -61,79 +60,43 @@ def replace_file(path: Path, data: bytes) -> None:
         raise
 
 
-def slug(text: str) -> str:
-    """Lower-case words joined by hyphens, at most 60 characters, cut between words where possible."""
-    name = "-".join(re.findall(r"[a-z0-9]+", text.lower()))[: _SLUG_LIMIT + 1]
-    if len(name) > _SLUG_LIMIT:
-        name = name.rpartition("-")[0] or name[:_SLUG_LIMIT]
-    return name or "image"
-
-
-def plan_outputs(output: str | None, stems: Sequence[str], force: bool) -> list[Path]:
-    """One PNG path per image, all checked: writable, and not there yet unless `force`. Raises: OutputError.
-
-    `output` is a .png file (for one image), or a folder: one that exists, or a new one in a folder that
-    exists. Without it, files go to the current folder. Files in a folder are called after `stems`, with
-    -2, -3, ... where two would be the same.
-    """
-    folder = Path(output or ".")
-    with _refused(folder):
-        if output is not None and not folder.is_dir() and not output.endswith(("/", os.sep)):
-            if folder.suffix.lower() == ".png":
-                if len(stems) > 1:
-                    raise OutputError(f"{output}: found one file name for {len(stems)} images, expected a folder")
-                check_output(folder, force)
-                return [folder]
-            if folder.suffix:
-                raise OutputError(f"{output}: found the ending {folder.suffix}, expected a .png file or a folder")
-        paths: list[Path] = []
-        for stem in stems:
-            names = (folder / f"{stem}{f'-{number}' if number > 1 else ''}.png" for number in count(1))
-            paths.append(next(path for path in names if path not in paths))
-        if not folder.exists():
-            _check_parent(folder)
-            return paths
-    for path in paths:
-        check_output(path, force)
-    return paths
-
-
 def check_output(path: Path, force: bool) -> None:
     """Raise OutputError now if `path` could not be written later."""
-    with _refused(path):
+    with refusing(path):
         if path.is_dir():
-            raise OutputError(f"{path}: found a folder, expected a file name")
+            raise OutputError(field=str(path), found="a folder", expected="a file name")
         if path.exists() and not force:
-            raise OutputError(f"{path}: found a file, expected none; give another name, or --force to replace it")
-        _check_parent(path)
+            raise OutputError(field=str(path), found="a file", expected="none", remedy=_OTHER_NAME)
+        check_parent(path)
 
 
 def check_png(path: Path, force: bool) -> None:
     """`check_output` for a picture, whose name has to say so."""
     if path.suffix.lower() != ".png":
-        raise OutputError(f"{path}: found the ending {path.suffix or 'none'}, expected .png")
+        raise OutputError(field=str(path), found=f"the ending {path.suffix or 'none'}", expected=".png")
     check_output(path, force)
 
 
 def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
     """Refuse a goal that is there already, or that `force` would replace without being of this kind."""
     if not os.path.lexists(output):
-        with _refused(output), tempfile.TemporaryFile(dir=existing_parent(output)):
+        with refusing(output), tempfile.TemporaryFile(dir=existing_parent(output)):
             return
     if not force:
-        raise OutputError(f"{output}: is there already; choose another name, or --force to replace it")
+        raise OutputError("is there already", field=str(output), remedy=_OTHER_NAME)
     replaceable = output.is_dir() and not output.is_symlink()
     if not replaceable or (any(output.iterdir()) and not (output / marker).is_file()):
-        raise OutputError(f"{output}: is no {kind}, so --force does not replace it; choose another name")
+        problem = f"is no {kind}, so --force does not replace it"
+        raise OutputError(problem, field=str(output), remedy="give another name")
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
     """Write a whole file or nothing; creates the file's folder."""
-    with _refused(path), _with_parents(path), _hidden_folder(path) as work:
+    with refusing(path), _with_parents(path), _hidden_folder(path) as work:
         new = work / "new"
         new.write_bytes(data)
         if not force and path.exists():
-            raise OutputError(f"{path}: a file appeared meanwhile; give another name, or --force to replace it")
+            raise OutputError("a file appeared meanwhile", field=str(path), remedy=_OTHER_NAME)
         os.replace(new, path)
 
 
@@ -141,7 +104,7 @@ def write_output(path: Path, data: bytes, force: bool) -> None:
 def folder_or_nothing(output: Path, force: bool, marker: str, kind: str) -> Iterator[Path]:
     """A new folder that becomes `output` when the block ends well, and vanishes otherwise; so do folders around it."""
     output = output.resolve()
-    with _refused(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
+    with refusing(output, (OSError,)), _with_parents(output), _hidden_folder(output) as work:
         folder, old = work / "new", work / "old"
         folder.mkdir()
         yield folder
@@ -210,18 +173,20 @@ def _lock(handle: int) -> bool:
     return True
 
 
-def _check_parent(path: Path) -> None:
+def check_parent(path: Path) -> None:
     """Try to make a file in the folder of `path`: permissions alone do not tell."""
     if not path.parent.is_dir():
-        raise OutputError(f"{path}: found no folder {path.parent}, expected it to exist; create it first")
+        found = f"no folder {path.parent}"
+        raise OutputError(field=str(path), found=found, expected="it to exist", remedy="create it first")
     with tempfile.TemporaryFile(dir=path.parent):
         pass
 
 
 @contextmanager
-def _refused(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+def refusing(path: Path, errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
     """Turn what the system says, such as that a name is too long, into the refusal to write `path`."""
     try:
         yield
     except errors as error:
-        raise OutputError(f"{path}: cannot be written ({brief(error)}); give another path") from error
+        problem = f"cannot be written ({brief(error)})"
+        raise OutputError(problem, field=str(path), remedy="give another path") from error

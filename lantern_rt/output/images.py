@@ -35,7 +35,8 @@ def recorded(image: Image.Image, texts: Mapping[Any, str]) -> Picture:
 def to_image(pixels: NDArray[np.float32]) -> Image.Image:
     """A picture of `pixels [3, height, width]`; -1 is black, 1 is full, what lies outside is clamped."""
     if not np.isfinite(pixels).all():
-        raise BundleError("the image decoder gave NaN or infinity; its weights are damaged, export the bundle again")
+        remedy = "its weights are damaged, export the bundle again"
+        raise BundleError(field="image decoder", found="NaN or infinity", remedy=remedy)
     levels = np.rint((np.clip(pixels, -1, 1) + 1) * 127.5).astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(levels.transpose(1, 2, 0)))
 

@@ -52,14 +52,17 @@ class Recipe(Config):
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a PNG. Raises: RequestError: it is no PNG, is too large, or records no recipe."""
     texts = {name: text for name, text in _read_texts(path).items() if name in Recipe.model_fields}
-    if long := next((name for name, text in texts.items() if len(text) > TEXT_LIMIT), None):
-        found = f"found {len(texts[long]):,} characters, expected at most {TEXT_LIMIT:,}"
-        raise RequestError(f"{path}: text chunk {long}: {found}; {CURE}")
+    for name, text in texts.items():
+        if len(text) > TEXT_LIMIT:
+            field = f"{path}: text chunk {name}"
+            found = f"{len(text):,} characters"
+            raise RequestError(field=field, found=found, expected=f"at most {TEXT_LIMIT:,}", remedy=CURE)
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
         field, problem = explain(error)
-        raise RequestError(f"{path}: {f'text chunk {field}: ' if field else ''}{problem}; {CURE}") from error
+        place = f"{path}: text chunk {field}" if field else str(path)
+        raise RequestError(problem, field=place, remedy=CURE) from error
 
 
 def _read_texts(path: Path) -> dict[str, str]:
@@ -70,9 +73,9 @@ def _read_texts(path: Path) -> dict[str, str]:
         with warnings.catch_warnings(action="ignore"):  # of animations
             image = PngImageFile(BytesIO(head))
     except Exception as error:  # of whatever kind: Pillow parses the file
-        wanted = f"a PNG with at most {HEAD_LIMIT:,} bytes before its pixels"
-        raise RequestError(f"{path}: cannot be read as {wanted} ({brief(error)}); {CURE}") from error
+        problem = f"cannot be read as a PNG with at most {HEAD_LIMIT:,} bytes before its pixels ({brief(error)})"
+        raise RequestError(problem, field=str(path), remedy=CURE) from error
     if image.width * image.height > PIXELS_LIMIT:
-        found = f"found {image.width:,} x {image.height:,} pixels, expected at most {PIXELS_LIMIT:,}"
-        raise RequestError(f"{path}: {found}; {CURE}")
+        found = f"{image.width:,} x {image.height:,} pixels"
+        raise RequestError(field=str(path), found=found, expected=f"at most {PIXELS_LIMIT:,}", remedy=CURE)
     return {name: text for name, text in image.info.items() if isinstance(name, str) and isinstance(text, str)}

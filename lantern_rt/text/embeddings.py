@@ -30,14 +30,16 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
         arrays = dict(np.load(file, allow_pickle=False))
     if "embeddings" not in arrays or arrays.keys() - {"embeddings", "mask"}:
         names = ", ".join(sorted(arrays)) or "nothing"
-        raise RequestError(f"{path}: found arrays {names}, expected embeddings, and mask if need be; {_CURE}")
+        expected = "embeddings, and mask if need be"
+        raise RequestError(field=str(path), found=f"arrays {names}", expected=expected, remedy=_CURE)
     values = arrays["embeddings"]
     mask = arrays.get("mask", np.ones(values.shape[:-1], np.bool_))
     _check(path, "embeddings", values, values.dtype in (np.float16, np.float32, np.float64), "floats", 3)
     _check(path, "mask", mask, mask.dtype.kind in "biu" and not (mask > 1).any() and not (mask < 0).any(), "0 and 1", 2)
     if mask.shape != values.shape[:2]:
         found = f"mask {list(mask.shape)} for embeddings {list(values.shape)}"
-        raise RequestError(f"{path}: found {found}, expected mask {list(values.shape[:2])}; {_CURE}")
+        expected = f"mask {list(values.shape[:2])}"
+        raise RequestError(field=str(path), found=found, expected=expected, remedy=_CURE)
     with np.errstate(over="ignore"):  # infinity is refused with the request
         return values.astype(np.float32), mask.astype(np.bool_)
 
@@ -45,5 +47,5 @@ def read_embeddings(path: Path) -> tuple[NDArray[np.float32], NDArray[np.bool_]]
 def _check(path: Path, name: str, array: NDArray[Any], right: bool, kind: str, axes: int) -> None:
     if not right or array.ndim != axes or not array.size:
         shape = ["prompts", "tokens", "dim"][:axes]
-        found = f"found {name} {array.dtype} {list(array.shape)}, expected {kind} [{', '.join(shape)}]"
-        raise RequestError(f"{path}: {found}; {_CURE}")
+        found = f"{name} {array.dtype} {list(array.shape)}"
+        raise RequestError(field=str(path), found=found, expected=f"{kind} [{', '.join(shape)}]", remedy=_CURE)

@@ -33,16 +33,14 @@ class CaptionTokenizer:
         """Token ids `[n]`, 1 <= n <= `slots`, special tokens included; what does not fit is left out."""
         text = prompt if self.cleaning is None else clean_caption(prompt)
         if not text.strip():
-            raise RequestError(
-                "prompt: found nothing in it that this model was trained on (links, symbols and Chinese characters are "
-                "left out), expected a description in English"
-            )
+            found = "nothing in it that this model was trained on (links, symbols and Chinese characters are left out)"
+            raise RequestError(field="prompt", found=found, expected="a description in English")
         with _working():
             encoding = self.library.encode(text, add_special_tokens=False)
             encoding.truncate(slots - self.library.num_special_tokens_to_add(False))
             ids = np.array(self.library.post_process(encoding).ids, np.int64)
         if not 1 <= len(ids) <= slots:
-            raise BundleError(f"tokenizer.json: made {len(ids)} tokens of a prompt, expected 1 .. {slots}")
+            raise BundleError(field="tokenizer.json", found=f"{len(ids)} tokens of a prompt", expected=f"1 .. {slots}")
         return ids
 
 
@@ -65,9 +63,10 @@ class TemplateTokenizer:
         with _working():
             ids = self.library.encode(self.template.replace("{prompt}", prompt), add_special_tokens=False).ids
         if not ids:
-            raise RequestError("prompt: found no token in it, expected a few words")
+            raise RequestError(field="prompt", found="no token in it", expected="a few words")
         if len(ids) > slots:
-            raise RequestError(f"prompt: found {len(ids):,} tokens, expected at most {slots:,}; shorten it")
+            found = f"{len(ids):,} tokens"
+            raise RequestError(field="prompt", found=found, expected=f"at most {slots:,}", remedy="shorten it")
         return np.array(ids, np.int64)
 
 

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, StrictInt, field_validator
 
+from ..checks import short
 from ..errors import BundleError, RequestError
 from ..user_files import read_plain_file, reading
 
 PAD, UNKNOWN = "<pad>", "<unk>"
 _WORD = re.compile(r"[^\W_]+")
 _FILE_LIMIT = 1 << 24  # bytes
-_LISTED = 100  # known words an error message may list
-_NAMED = 3  # unknown words it names
+_NAMED = 3  # unknown words that an error message names
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,28 @@ class WordTokenizer:
         """
         words = _WORD.findall(prompt.lower())
         if not words:
-            examples = ", ".join(self.words[:3])
-            raise RequestError(f"prompt: found no word in it, expected 1 to {slots} words such as {examples}")
-        if (extra := len(words) - slots) > 0:
-            raise RequestError(f"prompt: found {len(words)} words, expected at most {slots}; leave out {extra}")
-        if unknown := [word for word in dict.fromkeys(words) if word not in self.ids]:
-            raise RequestError(self._explain(unknown))
+            expected = f"1 to {slots} words such as {', '.join(self.words[:3])}"
+            raise RequestError(field="prompt", found="no word in it", expected=expected)
+        extra = len(words) - slots
+        if extra > 0:
+            found = f"{len(words)} words"
+            raise RequestError(field="prompt", found=found, expected=f"at most {slots}", remedy=f"leave out {extra}")
+        unknown = [word for word in dict.fromkeys(words) if word not in self.ids]
+        if unknown:
+            raise self._refusal(unknown)
         return np.array([self.ids[word] for word in words] + [0] * -extra, np.int64)
 
-    def _explain(self, unknown: list[str]) -> str:
+    def _refusal(self, unknown: list[str]) -> RequestError:
         named = []
         for word in unknown[:_NAMED]:
-            close = difflib.get_close_matches(word[:40], self.words, n=1)
-            shown = word if len(word) <= 40 else f"{word[:37]}..."
-            named.append(repr(shown) + (f" (did you mean {close[0]!r}?)" if close else ""))
-        more, rest = (f" and {n} more" if n > 0 else "" for n in (len(unknown) - _NAMED, len(self.words) - _LISTED))
-        plural, known = "words" if len(unknown) > 1 else "word", " ".join(self.words[:_LISTED])
-        return f"prompt: found unknown {plural} {', '.join(named)}{more}; this model knows: {known}{rest}"
+            close = " or ".join(difflib.get_close_matches(word[:40], self.words, n=3))
+            named.append(short(word) + (f" (did you mean {close}?)" if close else ""))
+        more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
+        found = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
+        expected = f"some of the {len(self.words)} words that this model knows, such as {', '.join(self.words[-3:])}"
+        return RequestError(
+            field="prompt", found=found, expected=expected, remedy="`lantern-rt inspect BUNDLE --words` lists them"
+        )
 
 
 class _Normalizer(BaseModel):

@@ -132,12 +132,12 @@ def test_export_and_run_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert "its .yaml tells of a grid of 8, but 4 was asked for; leave --grid out" in capsys.readouterr().err
     assert run_program([*command, "--output", str(bundle)]) == 0
     assert capsys.readouterr().out == f"{bundle}\n"
-    run = ["run", "--bundle", str(bundle), "--prompt", "tok145 tok146", "--method", "lantern++", "--output"]
+    run = ["run", str(bundle), "tok145 tok146", "--method", "lantern++", "--output"]
     assert run_program([*run, str(picture), "--json"]) == 0
     (image,) = json.loads(capsys.readouterr().out)["images"]
     assert len(image["codes"]) == 64
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert run_program(["run", "--bundle", str(bundle), "--class-id", "3"]) == 2
+    assert run_program(["run", str(bundle), "--class-id", "3"]) == 2
     assert "found class ids, expected a prompt: that is what bundle anole takes" in capsys.readouterr().err
 
 

@@ -112,7 +112,7 @@ def test_the_command_line_draws_a_prompt(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_program(["run", "--bundle", str(bundle), "--prompt", PROMPTS[0], "--seed", "3", "--json"]) == 0
+    assert run_program(["run", str(bundle), PROMPTS[0], "--seed", "3", "--json"]) == 0
     (image,) = json.loads(capsys.readouterr().out)["images"]
     assert image["prompt"] == PROMPTS[0]
     assert (tmp_path / image["output"]).is_file()

@@ -87,9 +87,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def run(bundle: Path, out: Path, *more: object) -> list[str]:
-    what = ["--prompt", "red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
-    common = ["--threads", "1", "--output", out / "picture.png", "--bundle", bundle]
-    return [str(word) for word in ("run", *what, *common, *more)]
+    what = ["red cube"] if (bundle / "prompts.txt").exists() else ["--class-id", "3"]
+    common = ["--threads", "1", "--output", out / "picture.png"]
+    return [str(word) for word in ("run", bundle, *what, *common, *more)]
 
 
 def manifests(originals: Originals, folder: Path, rng: random.Random) -> list[str]:

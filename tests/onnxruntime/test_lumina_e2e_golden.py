@@ -128,8 +128,8 @@ def test_inexact_methods_draw_pictures_of_any_shape_the_same_in_any_batch(pipe: 
 
 def test_a_picture_records_its_size_and_is_drawn_again(lumina_bundle: Path, tmp_path: Path) -> None:
     first, again = tmp_path / "fox.png", tmp_path / "again.png"
-    common = ["run", "--bundle", str(lumina_bundle)]
-    asked = ["--prompt", "a red fox", "--size", "96x64", "--method", "ar", "--trace", str(tmp_path / "fox.trace.npz")]
+    common = ["run", str(lumina_bundle)]
+    asked = ["a red fox", "--size", "96x64", "--method", "ar", "--trace", str(tmp_path / "fox.trace.npz")]
     assert run_program([*common, *asked, "--output", str(first)]) == 0
     assert run_program([*common, "--from", str(first), "--output", str(again)]) == 0
     with Image.open(first) as one, Image.open(again) as other:
@@ -143,7 +143,7 @@ def test_a_picture_records_its_size_and_is_drawn_again(lumina_bundle: Path, tmp_
 def test_a_size_that_the_bundle_does_not_draw_is_refused_with_those_that_it_does(
     lumina_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_program(["run", "--bundle", str(lumina_bundle), "--prompt", "a fox", "--size", "512x512"]) == 2
+    assert run_program(["run", str(lumina_bundle), "a fox", "--size", "512x512"]) == 2
     listed = "128x32, 128x64, 96x64, 96x96, 64x96, 64x128, 32x128, 64x64"
     assert f"--size: found '512x512', expected {listed}" in capsys.readouterr().err
     assert run_program(["inspect", str(lumina_bundle)]) == 0

@@ -1,8 +1,51 @@
-"""Property tests have no time limit per example: test machines are shared. Most enumerate much for each example."""
+"""Small bundles and the program in an empty folder. Property tests have no time limit per example: test machines are
+shared, and most enumerate much for each example."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("patient", deadline=None, max_examples=60)
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def words_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of known words, 6 x 6 codes; not to be changed."""
+    return _tiny(tmp_path_factory, "words")
+
+
+@pytest.fixture(scope="session")
+def class_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of 10 classes."""
+    return _tiny(tmp_path_factory, "class")
+
+
+@pytest.fixture(scope="session")
+def embeddings_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of text embeddings."""
+    return _tiny(tmp_path_factory, "embeddings")
+
+
+def _tiny(factory: pytest.TempPathFactory, kind: str) -> Path:
+    pytest.importorskip("onnx")
+    from tiny_bundle import make_tiny_bundle
+
+    return make_tiny_bundle(factory.mktemp(kind) / "tiny", kind)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `lantern-rt` in an empty folder; exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    from lantern_rt.cli.main import run_program
+
+    def program(*arguments: object) -> tuple[int, str, str]:
+        code = run_program([str(one) for one in arguments])
+        return code, *capsys.readouterr()
+
+    return program

@@ -44,7 +44,7 @@ def test_an_image_saved_by_the_user_is_drawn_again_from_its_file(
     recipe = read_recipe(Path("saved.png"))
     assert (recipe.prompt, recipe.seed, recipe.method) == ("green sphere", 4, "lantern++")
     assert recipe.settings == result.settings.as_dict()
-    assert run_program(["run", "--threads", "1", "--bundle", str(folder), "--from", "saved.png"]) == 0
+    assert run_program(["run", "--threads", "1", str(folder), "--from", "saved.png"]) == 0
     assert Path("saved-again.png").read_bytes() == Path("saved.png").read_bytes()
 
 

@@ -23,7 +23,7 @@ def test_engine_options_are_refused_by_their_names(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
     bundle = make_tiny_bundle(tmp_path / "tiny")
-    assert run_program(["run", "--bundle", str(bundle), "--prompt", "red cube", *arguments]) == 2
+    assert run_program(["run", str(bundle), "red cube", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1].startswith(f"lantern-rt: {expected}")

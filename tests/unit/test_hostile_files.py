@@ -111,7 +111,7 @@ def test_no_command_prints_but_through_the_console() -> None:
         assert "print" not in names or file.name in ("console.py", "main.py"), file.name
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["run", "--prompt", "red", "--bundle"]])
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["run"]])
 def test_a_bundle_cannot_reach_the_terminal(
     folder: Path,
     tmp_path: Path,
@@ -121,17 +121,18 @@ def test_a_bundle_cannot_reach_the_terminal(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     change(folder, name=HOSTILE, family=HOSTILE, provenance__licence=HOSTILE, provenance__exporter=HOSTILE)
-    assert run_program([*command, str(folder)]) == 0
+    prompt = ["red"] if command == ["run"] else []
+    assert run_program([*command, str(folder), *prompt]) == 0
     captured = capsys.readouterr()
     assert safe(captured.out + captured.err)
     change(folder, **{f"files__{HOSTILE}": 3, HOSTILE: HOSTILE})
-    assert run_program([*command, str(folder)]) == 2
+    assert run_program([*command, str(folder), *prompt]) == 2
     captured = capsys.readouterr()
     assert safe(captured.out + captured.err)
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["run", "--prompt", "red", "--bundle", "BUNDLE", "--engines"]])
+@pytest.mark.parametrize("command", [["inspect"], ["run", "BUNDLE", "red", "--engines"]])
 @pytest.mark.parametrize(
     "field", ["backend", "builder", "builder_version", "processor", "bundle", "precision", "built"]
 )
@@ -155,7 +156,7 @@ def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.Capt
         [HOSTILE],
         ["run", f"--{HOSTILE}"],
         ["inspect", HOSTILE],
-        ["run", "--prompt", "x", "--tree", HOSTILE],
+        ["run", "x y", "--method", f"eagle:tree={HOSTILE}"],
     ):
         assert run_program(words) == 2
         captured = capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,6 @@ from lantern_rt.cli.main import run_program
 from lantern_rt.output.files import cache_folder
 
 PROGRAM = f"{sys.executable} -m lantern_rt"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny")
 
 
 def shell(line: str, folder: Path, cwd: Path | None = None) -> tuple[int, str, str]:
@@ -52,11 +48,32 @@ def full_disk(bytes_left: int) -> Iterator[None]:
         ("inspect nowhere 2> /dev/full", 2, False, False),
     ],
 )
-def test_full_and_closed_streams_are_no_tracebacks(folder: Path, streams: str, code: int, out: bool, err: bool) -> None:
-    done = shell(f"lantern-rt {streams}", folder)
+def test_full_and_closed_streams_are_no_tracebacks(
+    words_bundle: Path, streams: str, code: int, out: bool, err: bool
+) -> None:
+    done = shell(f"lantern-rt {streams}", words_bundle)
     assert (done[0], bool(done[1])) == (code, out)
     assert done[2].count("\n") == err
     assert "Traceback" not in done[2]
+
+
+def test_ctrl_c_exits_with_130_and_keeps_finished_images(tmp_path: Path) -> None:
+    bundle = make_tiny_bundle(tmp_path / "slow", grid=16)
+    command = ["run", str(bundle), "red", "--threads", "1", "--method", "ar", "--num-images", "1000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lantern_rt", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while not [*tmp_path.glob("*.png")]:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert err.splitlines()[-1].startswith("lantern-rt: interrupted")
+    finished = [*tmp_path.glob("*.png")]
+    assert len(finished) < 1000
+    assert all(path.read_bytes().endswith(b"IEND\xaeB`\x82") for path in finished)
+    assert [*tmp_path.glob(".*/*")] == []
 
 
 def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
@@ -77,10 +94,10 @@ def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
 
 
 def test_a_full_disk_leaves_no_part_of_the_cache(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path))
-    pipe = Pipeline.from_bundle(folder, threads=1)
+    pipe = Pipeline.from_bundle(words_bundle, threads=1)
     with full_disk(100), caplog.at_level(logging.WARNING):
         for seed in range(3):
             assert len(pipe("red", seed=seed).images) == 1
@@ -89,18 +106,18 @@ def test_a_full_disk_leaves_no_part_of_the_cache(
 
 
 def test_a_user_without_a_home_folder_gets_the_image_and_a_warning(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("LANTERN_RT_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(tmp_path)
-    assert run_program(["run", "--bundle", str(folder), "--prompt", "red", "--threads", "1"]) == 0
+    assert run_program(["run", str(words_bundle), "red"]) == 0
     assert "warning: " in capsys.readouterr().err
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "lantern-rt"
 
 
-def test_bytes_that_are_no_text_are_refused_as_a_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_program(["run", str(folder), "--prompt", "red \udcff cube"]) == 2
+def test_bytes_that_are_no_text_are_refused_as_a_prompt(words_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(["run", str(words_bundle), "red \udcff cube"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

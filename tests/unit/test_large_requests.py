@@ -152,7 +152,7 @@ def test_run_refuses_with_the_numbers_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(memory, "available_memory", lambda: 100_000)
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded"))
-    for command in (["run", "--bundle", str(folder), "--prompt", "red"], ["eval", str(folder)], ["bench", str(folder)],
+    for command in (["run", str(folder), "red"], ["eval", str(folder)], ["bench", str(folder)],
                     ["tune", str(folder)]):  # fmt: skip
         more = [] if command[0] == "run" else ["--prompts", str(tmp_path / "prompts.txt")]
         (tmp_path / "prompts.txt").write_text("red\ngreen\n")

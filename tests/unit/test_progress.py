@@ -74,4 +74,4 @@ def test_run_off_a_terminal_prints_lines_of_progress(
     monkeypatch.setattr(console, "INTERVAL", 0.0)
     bundle = make_tiny_bundle(tmp_path / "tiny")
     assert run_program(["run", str(bundle), "red", "--output", str(tmp_path / "red.png"), "--threads", "1"]) == 0
-    assert re.search(r"^codes \[\d+/36\]", capsys.readouterr().err, re.MULTILINE)
+    assert re.search(r"^tokens \[\d+/36\]", capsys.readouterr().err, re.MULTILINE)
