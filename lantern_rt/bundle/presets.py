@@ -14,14 +14,14 @@ from .manifest import Manifest, Preset
 
 
 def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
-    """Replace a bundle's presets by others, at once or not at all.
+    """Write presets beside those that a bundle has, in place of those of the same quality; at once or not at all.
 
     Its digest changes with them: what was stored for this host, engine folders and pictures' records name the one
     before.
 
     Args:
         bundle: as it was opened.
-        presets: all that it is to have.
+        presets: by quality.
 
     Returns:
         The bundle as it is now.
@@ -31,7 +31,7 @@ def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
         OutputError: it cannot be written.
     """
     path = bundle.folder / MANIFEST_FILE
-    changed = bundle.manifest.model_copy(update={"presets": dict(presets)})
+    changed = bundle.manifest.model_copy(update={"presets": {**bundle.manifest.presets, **presets}})
     text = (changed.model_dump_json(indent=2) + "\n").encode()
     manifest = Manifest.model_validate_json(text, strict=True)
     try:

@@ -44,7 +44,7 @@ def tune(
     provider: ProviderOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find the fastest way to draw each quality's pictures on this host, now instead of on the first requests.
+    """Find what draws each quality's pictures fastest on this host, before the first request.
 
     Methods that draw the very same pictures race on prompts, and winners are kept. Best with nothing else running.
     """
