@@ -192,13 +192,6 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
     scores = [[score for one in runs for score in one.likelihoods] for runs in methods]
     codes = np.stack([_codes(runs) for runs in methods])  # [methods, images, cells]
     same = codes == codes[0]
-    likelihoods = [[score.nats for score in row] for row in scores]
-    nats = by_prompt(likelihoods, seeds)
-
-    def ratio(chosen: Ints) -> Floats:
-        means = np.maximum(nats[:, chosen].mean(1), np.finfo(np.float32).eps)  # 0 where the target is certain
-        return np.asarray(means / means[0])
-
     tvd = [
         [image.realised_tvd / codes.shape[2] for one in runs for image in one.statistics.per_image] for runs in methods
     ]
@@ -208,8 +201,7 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
         "same_tokens": estimate_mean(list(same.mean(2)), seeds),
         "same_start": estimate_mean(list(np.logical_and.accumulate(same, 2).mean(2)), seeds),
         "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], seeds),
-        "nll": estimate_mean(likelihoods, seeds),
-        "nll_ratio": estimate(ratio, nats.shape[1]),
+        "nll": estimate_mean([[score.nats for score in row] for row in scores], seeds),
     }
 
 
@@ -255,14 +247,7 @@ def feature_figures(
 def _notes(
     images: ImageSet, features: dict[str, Any] | None, compared: Mapping[str, Sequence[Run]], reference: Sequence[Run]
 ) -> list[str]:
-    """What limits the figures.
-
-    Args:
-        images: that were drawn.
-        features: facts about them, if there are any.
-        compared: runs by label, plain decoding first.
-        reference: runs of plain decoding with other seeds.
-    """
+    """What limits the figures. compared: runs by label, plain decoding first; reference: those with other seeds."""
     notes = []
     prompts = len(images.prompts.items)
     if prompts < ENOUGH_PROMPTS:

@@ -33,7 +33,6 @@ COLUMNS = {
     "same_start": Column("share of the image before another token", 3, "1: the same image"),
     "excess_nll": Column("excess NLL, nats per token", 4, "as ar's"),
     "nll": Column("NLL, nats per token", 3, "as ar's"),
-    "nll_ratio": Column("NLL against ar", 4, "as ar's"),
     "agreement": Column("prompt agreement", 4, "more is better"),
     "distance_to_exact": Column("distance to ar's image of the seed", 3, "0: the same image, 1: another seed's"),
     "frechet": Column("Frechet distance", 4, DISTANCE),
@@ -42,7 +41,7 @@ COLUMNS = {
     "recall": Column("recall", 3, "as ar's"),
     "diversity": Column("diversity", 3, "as ar's"),
 }
-AGAINST_AR = ("same_tokens", "same_start", "nll_ratio", "distance_to_exact")  # need no difference beside them
+AGAINST_AR = ("same_tokens", "same_start", "distance_to_exact")  # need no difference beside them
 
 
 def text_report(report: Mapping[str, Any]) -> str:
@@ -97,7 +96,7 @@ def html_report(
     """
     columns = _columns(report)
     settings = []
-    figures = []
+    figures: list[tuple[str, ...]] = []
     for method in report["methods"]:
         choice = "" if method["choice"] is None else f"{method['choice']}: "
         values = ", ".join(f"{name} {value}" for name, value in method["settings"].items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..auto.memory import images_together
 from ..auto.race import ENOUGH_PASSES, ENOUGH_TURNS, TURN_PASSES, Race
@@ -52,7 +52,7 @@ def finish_race(
     pipeline: Pipeline, prompts: Prompts, batch: int, quality: Quality, temperature: float | None, show: Show
 ) -> RaceResult:
     """Draw prompts until the race of one quality is decided; arguments as those of `tune`."""
-    options = {"method": "auto", "quality": quality, "temperature": temperature}
+    options: dict[str, Any] = {"method": "auto", "quality": quality, "temperature": temperature}
     manifest = pipeline.bundle.manifest
     settings = resolve_settings(manifest, options)
     images = min(batch, images_together(manifest, settings, pipeline.engines.most_rows))
