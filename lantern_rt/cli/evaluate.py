@@ -89,8 +89,7 @@ def evaluate(
     By default several degrees of relaxation that the bundle can run. How images are prepared for a graph stands in the
     preprocessor_config.json beside it. Needs lantern-rt[cpu,eval].
     """
-    for library in ("scipy", "matplotlib"):
-        require_library(library, "eval", "eval")
+    require_library("scipy", "eval", "eval")
     if write_presets and temperature is not None:
         raise RequestError(
             "presets are of the bundle's own sampling", field="temperature", remedy="leave it or --write-presets out"
@@ -106,7 +105,7 @@ def evaluate(
     images = ImageSet(drawn, seeds, whole("batch", batch, 8, 1, 64))
     tokenizer = bundle_tokenizer(opened)
     for request in images.requests():  # a prompt that cannot be drawn shows before the work
-        check_request(manifest, tokenizer, **{**request, "num_images": 1}, **methods[0].options)
+        check_request(manifest, tokenizer, **request, **methods[0].options)
     feature_graph = _features(opened, features, threads)
     agreement_graph = _agreement(opened, agreement, threads)
     pipeline = options.load(opened)

@@ -1,4 +1,4 @@
-"""An evaluation as lines of text, and as one HTML page that needs nothing else: tables, a chart, paired images."""
+"""An evaluation as lines of text, and as one HTML page that needs nothing else: tables, paired images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
-from ..output.charts import Point, chart_svg
 from ..output.tables import html_page, html_table, text_table
 
 GRID_IMAGES = 24  # rows of images
@@ -115,38 +114,25 @@ def html_report(
         html_table([(escape(name), escape(text)) for name, text in facts.items()]),
         f"<ul>{notes}</ul>" if notes else "",
         f"<h2>Figures</h2><p>{escape(_meaning(report))}</p>{html_table(figures, ['method', *headings])}",
-        f"<h2>Quality against tokens per forward pass</h2>{_chart(_compared(report))}",
         f"<h2>Settings</h2>{html_table(settings)}<h2>Images</h2>{_grid(report, images)}",
     ]
     return html_page(title, "".join(parts))
 
 
 def _meaning(report: Mapping[str, Any]) -> str:
+    """What the figures are of."""
     words = (
-        f"{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each, {report['images_per_method']} "
-        "images a method. Beside every figure stands its 95 % bootstrap interval, under it the difference to ar: "
-        "paired, the same prompts resampled together. Exact methods draw ar's images, but for rounding. "
+        f"{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each. Beside every figure stands its "
+        "95 % bootstrap interval, under it the difference to ar, paired by prompt. "
     )
-    agreement = report["agreement"]
-    if agreement:
-        words += f"Prompt agreement is what {agreement['name']} says of an image and its prompt. "
-    features = report["features"]
-    if features:
+    if report["agreement"]:
+        words += f"Prompt agreement is what {report['agreement']['name']} says of an image and its prompt. "
+    if report["features"]:
         words += (
-            f"Sets of images are compared by {features['name']} ({features['num_features']} numbers) with "
-            "images of ar that have other seeds, so ar's own distance is the floor. Red: above ar's interval."
+            f"Sets of images are compared by {report['features']['name']} with images of ar that have other seeds, so "
+            "ar's own distance is the floor. Red: above ar's interval."
         )
     return words
-
-
-def _chart(methods: list[Mapping[str, Any]]) -> str:
-    """NLL difference to ar against tokens per forward pass, one point per method, with intervals, as SVG."""
-    points = []
-    for method in methods:
-        x = method["figures"]["tokens_per_forward_pass"]
-        y = method["figures"]["nll"]["difference_to_ar"]
-        points.append(Point(method["method"], x["value"], y["value"], (x["low"], x["high"]), (y["low"], y["high"])))
-    return chart_svg(points, "tokens per forward pass", "NLL difference to ar, nats per token (0: as ar)")
 
 
 def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:

@@ -60,23 +60,20 @@ class Prompts:
 
     def request(self, index: int, images: int, first_seed: int = 10_000) -> dict[str, Any]:
         """Arguments of a pipeline call for batch `index` of an endless row: the prompts over and over, new seeds."""
-        numbers = range(index * images, (index + 1) * images)
-        chosen = [self.items[n % len(self.items)] for n in numbers]
-        return {self.kind: self._argument(chosen), "seed": [first_seed + n for n in numbers]}
+        return self._arguments(range(index * images, (index + 1) * images), 1, first_seed)
 
     def requests(self, images: int, seeds: int, first_seed: int) -> Iterator[dict[str, Any]]:
-        """Arguments of pipeline calls for all prompts with `seeds` images each, about `images` at a time."""
-        together = max(1, images // seeds)
-        several = min(seeds, images)
-        for start in range(0, len(self.items), together):
-            chosen = self.items[start : start + together]
-            for seed in range(0, seeds, several):
-                firsts = [first_seed + (start + i) * seeds + seed for i in range(len(chosen))]
-                yield {self.kind: self._argument(chosen), "seed": firsts, "num_images": min(several, seeds - seed)}
+        """Arguments of pipeline calls for all prompts with `seeds` images each, `images` at a time."""
+        count = len(self.items) * seeds
+        for start in range(0, count, images):
+            yield self._arguments(range(start, min(start + images, count)), seeds, first_seed)
 
-    def _argument(self, chosen: Sequence[Any]) -> Any:
-        """Embeddings are stacked: `[prompts, tokens, dim]` and `[prompts, tokens]`."""
-        return tuple(map(np.stack, zip(*chosen, strict=True))) if self.kind == "embeddings" else chosen
+    def _arguments(self, numbers: range, seeds: int, first_seed: int) -> dict[str, Any]:
+        """For images of these numbers; embeddings are stacked: `[images, tokens, dim]` and `[images, tokens]`."""
+        chosen: Any = [self.items[number // seeds % len(self.items)] for number in numbers]
+        if self.kind == "embeddings":
+            chosen = tuple(map(np.stack, zip(*chosen, strict=True)))
+        return {self.kind: chosen, "seed": [first_seed + number for number in numbers]}
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:

@@ -34,7 +34,7 @@ def test_the_page_goes_the_whole_way() -> None:
 
 @pytest.mark.slow
 def test_every_block_runs_in_turn(tmp_path: Path) -> None:
-    for needed in ("torch", "onnx", "onnxruntime", "scipy", "matplotlib"):
+    for needed in ("torch", "onnx", "onnxruntime", "scipy"):
         pytest.importorskip(needed)
     programs, place = tmp_path / "programs", tmp_path / "place"
     programs.mkdir()
@@ -46,7 +46,6 @@ def test_every_block_runs_in_turn(tmp_path: Path) -> None:
     surroundings = os.environ | {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "LANTERN_RT_CACHE": str(tmp_path / "cache"),
-        "MPLBACKEND": "agg",
     }
     outputs = []
     for kind, block in BLOCKS[1:]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from tiny_bundle import make_tiny_bundle
@@ -13,7 +12,6 @@ from lantern_rt import open_bundle
 from lantern_rt.cli.console import print_table
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.bench import default_methods
-from lantern_rt.output.charts import Point, chart_svg
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +92,3 @@ def test_wrong_use_of_bench_is_one_line(
 ) -> None:
     assert run_program(["bench", str(plain), *extra]) == 2
     assert capsys.readouterr().err.removeprefix("lantern-rt: ").lstrip("-").startswith(field)
-
-
-def test_a_chart_names_its_axes_and_its_points() -> None:
-    points = [Point("sjd <&> $x$", 2, 1, (1, 3), (-2, 4)), Point("rows", 8, 2, (7, 9), (2, 2))]
-    root = ElementTree.fromstring(chart_svg(points, "passes", "nats"))
-    texts = {"".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text")}
-    assert {"passes", "nats", "sjd <&> $x$", "rows", "\N{MINUS SIGN}2"} <= texts
