@@ -151,14 +151,16 @@ def _agreement(bundle: Bundle, graph: Path | None, threads: int | None) -> Agree
 
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
+    """Write presets into the bundle, and print what they are."""
+    if not presets:
+        print_text("no method keeps to what balanced or fast may give away: the bundle stays as it is")
+        return
     changed = write_into_bundle(bundle, presets)
     for quality, preset in presets.items():
         figures = preset.figures
         agreement = "" if figures.agreement is None else f", {figures.agreement:+.1f} points of agreement"
         gain = f"{figures.tokens_per_pass:.2f} tokens per pass, {figures.excess_nll:+.3f} nats per token{agreement}"
         print_text(f"{quality}: {preset.method} ({gain})")
-    if not presets:
-        print_text("no method keeps to what balanced or fast may give away: the bundle has no presets")
     print_text(
         f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: "
         "build engine folders and tune again"

@@ -12,6 +12,7 @@ from lantern_rt import BundleError, Pipeline, open_bundle
 from lantern_rt.bundle.presets import write_presets
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.presets import candidate_methods, choose_presets
+from lantern_rt.methods import RowParallel
 
 
 def figure(low: float, high: float) -> dict[str, Any]:
@@ -89,5 +90,7 @@ def test_presets_are_written_and_drawn_by_and_the_digest_changes(
     with pytest.raises(BundleError) as error:
         write_presets(before, {})
     assert error.value.field == str(folder / "bundle.json")
-    assert write_presets(after, {}).manifest == before.manifest
-    assert open_bundle(folder).manifest == before.manifest
+    (balanced, fast) = after.manifest.presets.values()
+    other = balanced.model_copy(update={"method": RowParallel(window=3)})
+    assert write_presets(after, {"balanced": other}).manifest.presets == {"balanced": other, "fast": fast}
+    assert open_bundle(folder).manifest.presets["balanced"] == other
