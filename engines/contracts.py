@@ -17,20 +17,23 @@ Function = Callable[[Mapping[str, Array]], list[Array]]  # inputs by name to the
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a graph's input or output must be. `None` is a size that differs from pass to pass."""
+    """What a graph's input or output must be; where a graph is written, it has the first of the `dtypes`.
+
+    shape: sizes; a name or `None` for one that differs from pass to pass.
+    """
 
     name: str
     dtypes: tuple[str, ...]
-    shape: tuple[int | None, ...]
+    shape: tuple[int | str | None, ...]
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether an array of this shape is one."""
         return len(shape) == len(self.shape) and all(
-            want in (None, have) for have, want in zip(shape, self.shape, strict=True)
+            want == have or not isinstance(want, int) for have, want in zip(shape, self.shape, strict=True)
         )
 
     def __str__(self) -> str:
-        return f"{' or '.join(self.dtypes)} [{', '.join('any' if n is None else str(n) for n in self.shape)}]"
+        return f"{' or '.join(self.dtypes)} [{', '.join(str(n) if isinstance(n, int) else 'any' for n in self.shape)}]"
 
 
 class Executable(Protocol):

@@ -22,10 +22,11 @@ from ..errors import BundleError
 from ..user_files import reading
 from .contracts import Tensor
 from .decoder_tensors import device_tensors
-from .graph_bytes import GraphWriter, Value
+from .graph_writer import DecoderWriter, GraphWriter
 from .kv_cache import round_up
 
 WORD = 16  # columns of a mask per number
+_AGAIN = "export the bundle again"
 _HEAD_EPSILON = 1e-5  # of norms of single heads
 MASKED = {"float32": -1e9, "float16": -6e4}  # added to scores of columns that are not seen; finite
 
@@ -59,21 +60,21 @@ def device_graph(
     plain: without the op Attention, and without float16 tables in graphs that compute in float32.
     Raises: BundleError if the file is not one that this version exports.
     """
-    with reading(path, "an ONNX graph", BundleError, "export the bundle again"):
+    with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
         try:
             made = (writer := _Writer(path.parent, weights, spec, plain, capacity)).write(drafts)
         except KeyError as error:
-            raise BundleError(f"{path}: has no weight {error}; for accelerators export the bundle again") from error
+            raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
         named = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
         if unread := next((name for name in named if name not in writer.graph.weights), None):
-            found = f"found the weight {unread}, which the decoder in bundle.json does not have"
-            raise BundleError(f"{path}: {found}; export the bundle again")
+            found = f"the weight {unread}, which the decoder in bundle.json does not have"
+            raise BundleError(field=str(path), found=found, remedy=_AGAIN)
         return made
 
 
-class _Writer:
-    """Writes one decoder; `x` are names of values `[rows, nodes, width]`."""
+class _Writer(DecoderWriter):
+    """Writes one decoder for devices."""
 
     def __init__(
         self,
@@ -83,11 +84,11 @@ class _Writer:
         plain: bool,
         capacity: int | None,
     ) -> None:
-        self.weights, self.spec, self.plain, self.capacity = weights, spec, plain, capacity
-        self.graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
         out = weights.get("layers.0.attention.out.weight")
-        self.half = out is not None and out.dtype == "float16"
+        graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
+        super().__init__(graph, out is not None and out.dtype == "float16")
+        self.weights, self.spec, self.plain, self.capacity = weights, spec, plain, capacity
+        self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
         self.dtype = "float16" if self.half else "float32"
         self.products = plain or (capacity is not None and not self.half)  # TensorRT's Attention takes float16 only
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
@@ -104,25 +105,14 @@ class _Writer:
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = graph.op("Gather", "embeddings", "token_ids")
-        mask, turn, added = self.mask(), self.rotation(), None
-        for i in range(spec.num_layers):
-            x, normed = self.normed(x, added, f"layers.{i}.attention_norm.weight")
-            x, normed = self.normed(x, self.attention(normed, i, mask, turn), f"layers.{i}.ffn_norm.weight")
-            added = self.feed_forward(normed, f"layers.{i}.ffn")
-        self.head(self.normed(x, added, "norm.weight", "hidden_states")[1])
+        self.seen, self.turn = self.mask(), self.rotation()
+        self.head(self.layers(x, spec.num_layers), deep="head.first.bias" in self.weights)
         inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
-        return DeviceGraph(graph.model(map(_value, inputs), map(_value, outputs)), inputs, outputs, self.dtype)
+        return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
-    def feed_forward(self, x: str, at: str) -> str:
-        """What a layer adds after attention."""
-        graph = self.graph
-        gate, up = (self.linear(x, f"{at}.{part}") for part in ("gate", "up"))
-        active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
-        return self.linear(active, f"{at}.down")
-
-    def attention(self, x: str, index: int, mask: str, turn: list[str]) -> str:
+    def attention(self, x: str, at: str) -> str:
         """Attention over the cache, with the new nodes written into it."""
-        graph, shared, at = self.graph, self.spec.num_kv_heads, f"layers.{index}"
+        graph, shared = self.graph, self.spec.num_kv_heads
         each, parts = shared * self.spec.head_dim, self.heads // shared + 2
         joint = self.linear(x, f"{at}.attention.qkv")
         if f"{at}.attention.head_norm.weight" in self.weights:
@@ -130,22 +120,22 @@ class _Writer:
             own, value = graph.many("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
             own = self.head_norms(own, f"{at}.attention.head_norm", self.heads + shared)
             joint = graph.op("Concat", own, value, axis=-1)
-        apart = graph.op("Reshape", joint, graph.ints(0, -1, each))  # every part in turn, values by no angle
-        turned = graph.op("RotaryEmbedding", apart, *turn, interleaved=self.interleaved, num_heads=shared)
-        turned = graph.op("Reshape", turned, graph.ints(0, -1, parts * each))
+        apart = graph.reshape(joint, 0, -1, each)  # every part in turn, values by no angle
+        turned = graph.op("RotaryEmbedding", apart, *self.turn, interleaved=self.interleaved, num_heads=shared)
+        turned = graph.reshape(turned, 0, -1, parts * each)
         sizes = graph.ints((parts - 2) * each, each, each)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
         query, key, value = graph.many("Split", [turned, sizes], names, axis=-1)
-        mixed = self.attend(f"key_values.{index}.", query, key, value, mask)
+        mixed = self.attend(at.replace("layers", "key_values"), query, key, value)
         return self.linear(mixed, f"{at}.attention.out")
 
-    def attend(self, cache: str, query: str, key: str, value: str, mask: str) -> str:
+    def attend(self, cache: str, query: str, key: str, value: str) -> str:
         """Attention over a cache with the new nodes written into it; side by side in what TensorRT has kernels for.
 
         Its Attention copies the cache where it has a `scale`; without, it divides by the root of the heads' width.
         """
         graph, spec, width, kept = self.graph, self.spec, self.spec.head_dim, list[str]()
-        for name, new in ((f"{cache}key", key), (f"{cache}value", value)):
+        for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
                 kept.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
             else:
@@ -154,16 +144,17 @@ class _Writer:
                 kept.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
         if self.products:
-            return self.mixed(query, kept[0], kept[1], mask, scale)
+            return self.mixed(query, kept[0], kept[1], scale)
         if self.capacity is None:
-            given, (heads, kv_heads) = [query, *kept, mask], (self.heads, spec.num_kv_heads)
-            return graph.op("Attention", *given, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
+            heads, kv_heads = self.heads, spec.num_kv_heads
+            inputs = [query, *kept, self.seen]
+            return graph.op("Attention", *inputs, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
         query = self.by_head(query, self.heads)
         if scale == 1.0:
             query = graph.op("Mul", query, graph.constant(np.array(width**0.5, self.dtype)))
-        return self.side_by_side(graph.op("Attention", query, *kept, mask))
+        return self.side_by_side(graph.op("Attention", query, *kept, self.seen))
 
-    def mixed(self, query: str, keys: str, values: str, mask: str, scale: float) -> str:
+    def mixed(self, query: str, keys: str, values: str, scale: float) -> str:
         """What the op Attention gives, in products: queries that share a head of keys stand one after the other."""
         graph, shared = self.graph, self.spec.num_kv_heads
         query = self.by_head(query, self.heads)
@@ -171,36 +162,31 @@ class _Writer:
             query = graph.op("Mul", query, graph.constant(np.array(scale, self.dtype)))
         if self.capacity is None:
             keys, values = self.by_head(keys, shared), self.by_head(values, shared)
-        query = graph.op("Reshape", query, graph.ints(0, shared, -1, self.spec.head_dim))
-        scores = graph.op("MatMul", query, graph.op("Transpose", keys, perm=(0, 1, 3, 2)))
-        mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, mask), axis=-1), values)
-        return self.side_by_side(graph.op("Reshape", mixed, graph.ints(0, self.heads, -1, self.spec.head_dim)))
+        query = graph.reshape(query, 0, shared, -1, self.spec.head_dim)
+        scores = graph.op("MatMul", query, graph.transpose(keys, 0, 1, 3, 2))
+        mixed = graph.op("MatMul", graph.op("Softmax", graph.op("Add", scores, self.seen), axis=-1), values)
+        return self.side_by_side(graph.reshape(mixed, 0, self.heads, -1, self.spec.head_dim))
 
     def by_head(self, x: str, heads: int) -> str:
         """`x` as `[rows, heads, nodes, head_dim]`."""
-        apart = self.graph.op("Reshape", x, self.graph.ints(0, 0, heads, self.spec.head_dim))
-        return self.graph.op("Transpose", apart, perm=(0, 2, 1, 3))
+        return self.graph.transpose(self.graph.reshape(x, 0, 0, heads, self.spec.head_dim), 0, 2, 1, 3)
 
     def side_by_side(self, x: str) -> str:
         """All heads `[rows, heads, nodes, head_dim]` of queries as `[rows, nodes, hidden_size]`."""
-        together = self.graph.op("Transpose", x, perm=(0, 2, 1, 3))
-        return self.graph.op("Reshape", together, self.graph.ints(0, 0, self.heads * self.spec.head_dim))
+        return self.graph.reshape(self.graph.transpose(x, 0, 2, 1, 3), 0, 0, self.heads * self.spec.head_dim)
 
     def head_norms(self, x: str, prefix: str, heads: int) -> str:
         """Every head of queries and keys normed by itself, in float32."""
         graph, spec = self.graph, self.spec
-        x = self.wide(graph.op("Reshape", x, graph.ints(0, 0, heads, spec.head_dim)))
+        x = self.wide(graph.reshape(x, 0, 0, heads, spec.head_dim))
         ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
         normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=_HEAD_EPSILON)
         scaled = graph.op("Mul", normed, self.weight(f"{prefix}.weight"))
         scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
-        return self.narrow(graph.op("Reshape", scaled, graph.ints(0, 0, heads * spec.head_dim)))
+        return self.narrow(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
 
     def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        """`x` with what is added to it, and that over its root mean square, scaled; not where there is no such weight.
-
-        name: of the latter. No Identity makes an output of it: a copy, which WebGPU does not record.
-        """
+        # No Identity makes an output of a sum: a copy, which WebGPU does not record.
         graph = self.graph
         if weight not in self.weights:
             total = x if added is None else graph.op("Add", x, added, name=name)
@@ -215,18 +201,8 @@ class _Writer:
             normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
         return total, normed
 
-    def head(self, hidden: str) -> None:
-        """Hidden states to float32 logits."""
-        graph, own = self.graph, "narrow_logits" if self.half else "logits"
-        if "head.first.bias" in self.weights:
-            second = graph.op(
-                "MatMul", graph.op("Gelu", self.linear(hidden, "head.first")), self.weight("head.second.weight")
-            )
-            graph.op("Add", second, self.weight("head.second.bias"), name=own)
-        else:
-            graph.op("MatMul", hidden, self.weight("head.weight"), name=own)
-        if self.half:
-            graph.op("Cast", own, name="logits", to=1)
+    def gelu(self, x: str) -> str:
+        return self.graph.op("Gelu", x)
 
     def look_up(self) -> str:
         """Rows of the drafter's embedding table, in the type it computes in."""
@@ -237,10 +213,10 @@ class _Writer:
         rows = self.graph.op("Gather", stored, "token_ids")
         return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
-    def linear(self, x: str, name: str) -> str:
-        """A product with a weight `[in, out]`, and its bias if it has one."""
-        y = self.graph.op("MatMul", x, self.weight(f"{name}.weight"))
-        return self.graph.op("Add", y, self.weight(f"{name}.bias")) if f"{name}.bias" in self.weights else y
+    def linear(self, x: str, name: str, output: str | None = None) -> str:
+        bias = f"{name}.bias" in self.weights
+        y = self.graph.op("MatMul", x, self.weight(f"{name}.weight"), name=None if bias else output)
+        return self.graph.op("Add", y, self.weight(f"{name}.bias"), name=output) if bias else y
 
     def weight(self, name: str) -> str:
         """A weight in what the graph computes with, whatever it is stored as."""
@@ -265,14 +241,6 @@ class _Writer:
         self.graph.weights[name] = self.weights[name].message
         return name
 
-    def wide(self, x: str) -> str:
-        """`x` in float32."""
-        return self.graph.cast(x, "float32") if self.half else x
-
-    def narrow(self, x: str) -> str:
-        """`x` in what the graph computes in."""
-        return self.graph.cast(x, "float16") if self.half else x
-
     def rotation(self) -> list[str]:
         """Cosines and sines `[angles, head_dim / 2]`, and which of them parts of nodes take, `[rows, parts * nodes]`.
 
@@ -291,7 +259,7 @@ class _Writer:
             tables.append(self.narrow(graph.op("Pad", table, pads, graph.constant(np.array(rest, np.float32)))))
         values, still = graph.constant(np.arange(parts) == parts - 1), graph.ints(positions)
         angles = graph.op("Where", values, still, graph.op("Unsqueeze", "position_ids", graph.ints(-1)))
-        return [*tables, graph.op("Reshape", angles, graph.ints(0, -1))]
+        return [*tables, graph.reshape(angles, 0, -1)]
 
     def mask(self) -> str:
         """What is added to scores, `[rows, 1, nodes, columns]`; for products, once for all queries that share keys."""
@@ -319,8 +287,3 @@ class _Writer:
         even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
         kept = (0, 0, -1) if words == "seen" else (0, -1)
         return graph.op("Reshape", graph.op("Sub", shifted, even), graph.ints(*kept))
-
-
-def _value(tensor: Tensor) -> Value:
-    axes = [axis or f"{tensor.name}.{i}" for i, axis in enumerate(tensor.shape)]
-    return Value(tensor.name, tensor.dtypes[0], axes)

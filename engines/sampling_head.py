@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..methods import Sampling
-from .graph_bytes import GraphWriter, Value
+from .contracts import Tensor
+from .graph_writer import GraphWriter
 
 LEFT_OUT = -1e30  # for codes that filters leave out; finite, as not every provider's TopK takes infinity
 
@@ -60,20 +61,17 @@ class Head(NamedTuple):
         weights = graph.op("Exp", graph.op("Sub", values, highest))
         sums = graph.op("Log", graph.op("ReduceSum", weights, graph.ints(-1), keepdims=1))
         graph.op("Sub", graph.op("Sub", best, highest), sums, name="scores")
+        nodes, scalar = ("images", "nodes"), ("images", 1, 1)
         inputs = [
-            Value("logits", "float32", ("rows", "all", self.vocab_size)),
-            Value("conditional", "int32", ("images", "nodes")),
-            Value("unconditional", "int32", ("images", "nodes")),
-            Value("cfg_scale", "float32", ("images", 1, 1)),
-            Value("temperature", "float32", ("images", 1, 1)),
+            Tensor("logits", ("float32",), ("rows", "all", self.vocab_size)),
+            *(Tensor(name, ("int32",), nodes) for name in ("conditional", "unconditional")),
+            *(Tensor(name, ("float32",), scalar) for name in ("cfg_scale", "temperature", "top_p")[: 2 + self.top_p]),
         ]
-        if self.top_p:
-            inputs.append(Value("top_p", "float32", ("images", 1, 1)))
         if self.noisy:
-            inputs.append(Value("noise", "float32", ("groups", "positions", self.vocab_size)))
-            inputs.append(Value("noise_ids", "int32", ("images", "nodes")))
-        axes = ("images", "nodes", self.most)
-        return graph.model(inputs, [Value("codes", "int64", axes), Value("scores", "float32", axes)])
+            inputs.append(Tensor("noise", ("float32",), ("groups", "positions", self.vocab_size)))
+            inputs.append(Tensor("noise_ids", ("int32",), nodes))
+        best_of = (*nodes, self.most)
+        return graph.to_bytes(inputs, [Tensor("codes", ("int64",), best_of), Tensor("scores", ("float32",), best_of)])
 
     def _filtered(self, graph: GraphWriter, scaled: str) -> str:
         """Minus infinity for codes below the lowest that the filters keep."""

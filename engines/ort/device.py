@@ -13,8 +13,8 @@ from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP, Noise
 from ...runtime.sampling import damaged
 from ..columns import node_count
-from ..contracts import Array
-from ..graph_bytes import GraphWriter, Value
+from ..contracts import Array, Tensor
+from ..graph_writer import GraphWriter
 from ..host import import_onnxruntime
 from ..sampling_head import LEFT_OUT, Head
 from .providers import find_provider
@@ -81,8 +81,9 @@ class Device:
         def graph() -> bytes:
             writer = GraphWriter()
             writer.op("Expand", writer.constant(np.zeros(1, dtype)), "shape", name="out")
-            axes = [f"axis.{i}" for i in range(len(shape))]
-            return writer.model([Value("shape", "int64", [len(shape)])], [Value("out", dtype, axes)])
+            return writer.to_bytes(
+                [Tensor("shape", ("int64",), (len(shape),))], [Tensor("out", (dtype,), (None,) * len(shape))]
+            )
 
         return self.run(("zeros", len(shape), dtype), graph, {"shape": np.array(shape, np.int64)})[0]
 
@@ -94,8 +95,8 @@ class Device:
             writer = GraphWriter()
             flat = writer.op("Reshape", "data", writer.ints(-1, width))
             writer.op("Gather", flat, "places", name="out")
-            inputs = [Value("data", dtype, ["rows", "nodes", width]), Value("places", "int64", ["some"])]
-            return writer.model(inputs, [Value("out", dtype, ["some", width])])
+            inputs = [Tensor("data", (dtype,), (None, None, width)), Tensor("places", ("int64",), (None,))]
+            return writer.to_bytes(inputs, [Tensor("out", (dtype,), (None, width))])
 
         feeds = {"data": value, "places": places.ravel()}
         (found,) = self.run(("read", dtype, width), graph, feeds, {"out": None})
@@ -114,10 +115,10 @@ class Device:
             writer = GraphWriter()
             padded = writer.op("Pad", writer.op("Gather", "data", "rows"), "pads")
             writer.op("ScatterND", "goal", "places", padded, name="out")
-            inputs = [Value("data", dtype, ["all", "columns", width]), Value("rows", "int64", ["some"])]
-            inputs += [Value("places", "int64", ["some", 1]), Value("pads", "int64", [6])]
-            inputs.append(Value("goal", dtype, ["rows of goal", "columns of goal", width]))
-            return writer.model(inputs, [Value("out", dtype, ["rows of goal", "columns of goal", width])])
+            inputs = [Tensor(name, (dtype,), (None, None, width)) for name in ("data", "goal")]
+            for name, shape in (("rows", (None,)), ("places", (None, 1)), ("pads", (6,))):
+                inputs.append(Tensor(name, ("int64",), shape))
+            return writer.to_bytes(inputs, [Tensor("out", (dtype,), (None, None, width))])
 
         pads = np.array([0, 0, 0, 0, goal.shape()[1] - columns, 0], np.int64)
         feeds = {"data": value, "rows": rows, "places": places[:, None], "pads": pads, "goal": goal}
@@ -135,10 +136,9 @@ class Device:
             every = writer.constant(steps[:, None])  # [any, 1, 2]
             moved = writer.op("GatherND", "data", writer.op("Add", every, "sources"))
             writer.op("ScatterND", "data", writer.op("Add", every, "targets"), moved, name="out")
-            axes = ("rows", "columns", width)
-            inputs = [Value("data", dtype, axes)]
-            inputs += [Value(name, "int64", ["some", 2]) for name in ("sources", "targets")]
-            return writer.model(inputs, [Value("out", dtype, axes)])
+            cache, ids = (None, None, width), ("int64",)
+            inputs = [Tensor("data", (dtype,), cache), *(Tensor(n, ids, (None, 2)) for n in ("sources", "targets"))]
+            return writer.to_bytes(inputs, [Tensor("out", (dtype,), cache)])
 
         feeds = {"data": value, "sources": sources, "targets": targets}
         self.run(("move", dtype, width, steps.tobytes()), graph, feeds, {"out": value})

@@ -12,7 +12,7 @@ from ...checks import brief
 from ...errors import BundleError, EngineError
 from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
-from ..graph_bytes import convolution_graph
+from ..graph_writer import convolution_graph
 from ..host import import_onnxruntime, thread_count
 from .providers import DEFAULT_PROVIDER, PROVIDERS, attach, check_taken, find_provider, preload
 from .turns import turn

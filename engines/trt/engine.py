@@ -65,7 +65,7 @@ class TensorRTFunction:
                 for name, array in parts.items()
             }
             for tensor in self._outputs:
-                shape = [rows if size is None else size for size in tensor.shape]
+                shape = [size if isinstance(size, int) else rows for size in tensor.shape]
                 values[tensor.name] = self._device.empty(shape, np.dtype(self._plan.dtypes[tensor.name]).name)
             self._plan.bind(values, None)(False)
             found.append([values[tensor.name].numpy() for tensor in self._outputs])

@@ -20,8 +20,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ...engines.graph_writer import DecoderWriter
 from ..checkpoints.deferred import computed, deferred
-from ..models.decoder import Attention, Decoder, Head, Layer, LayerStack, RMSNorm
+from ..models.decoder import Attention, DeepHead, Layer, LayerStack, RMSNorm
 from .onnx_ops import Ops
 
 _EXACT = 24  # bits of integers that float32 holds, and sums of them must keep to
@@ -41,55 +42,55 @@ class _Shared(NamedTuple):
     columns: int  # past and nodes, at the most
 
 
-def write_target(ops: Ops, decoder: Decoder) -> None:
-    """The target: `input_embeds` and the values above to `logits`, `hidden_states` and new keys and values."""
-    hidden = write_layers(ops, decoder, "input_embeds")
-    hidden = write_norm(ops, hidden, "norm", decoder.norm, name="hidden_states")
-    write_head(ops, hidden, decoder.head)
+class PastFirstWriter(DecoderWriter):
+    """The layout of CPUs: embeddings, mask and past go in, new keys and values come out.
 
+    Args:
+        ops: what is written to.
+        stack: a target or drafter whose weights have the names of the graph's.
+    """
 
-def write_head(ops: Ops, hidden: str, head: Head) -> None:
-    """Hidden states to the output `logits`, always float32."""
-    own = "narrow_logits" if ops.half else "logits"
-    if isinstance(head, nn.Linear):
-        ops.linear(hidden, "head", head.weight, output=own)
-    else:
-        first = ops.linear(hidden, "head.first", head.first.weight, head.first.bias)
+    def __init__(self, ops: Ops, stack: LayerStack) -> None:
+        super().__init__(ops, ops.half)
+        self.ops, self.stack = ops, stack
+
+    def write(self, x: str) -> None:
+        """All outputs, of what goes into the first layer `[rows, nodes, hidden_size]`."""
+        config = self.stack.config
+        first = cast(Layer, self.stack.layers[0]).attention
+        self.shared = _write_shared(self.ops, self.stack.rope, first, config.positions + _MOST_NODES)
+        self.head(self.layers(x, config.num_layers), deep=isinstance(self.stack.head, DeepHead))
+
+    def linear(self, x: str, name: str, output: str | None = None) -> str:
+        linear = cast(nn.Linear, self.stack.get_submodule(name))
+        return self.ops.linear(x, name, linear.weight, linear.bias, output)
+
+    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+        x = x if added is None else self.ops.op("Add", x, added)
+        prefix = weight.removesuffix(".weight")
+        norm = dict(self.stack.named_modules()).get(prefix)
+        if isinstance(norm, RMSNorm):
+            return x, write_rms_norm(self.ops, x, prefix, norm.weight, norm.eps, name)
+        return x, x if name is None else self.ops.op("Identity", x, name=name)
+
+    def gelu(self, x: str) -> str:
+        ops = self.ops
         root, one, half = (ops.number(*n) for n in (("root_half", 0.5**0.5), ("one", 1.0), ("half", 0.5)))
-        erf = ops.op("Add", ops.op("Erf", ops.op("Mul", first, root)), one)
-        active = ops.op("Mul", ops.op("Mul", first, erf), half)  # GELU: x / 2 * (1 + erf(x / sqrt(2)))
-        second = ops.linear(active, "head.second", head.second.weight)
-        ops.op("Add", second, ops.weight("head.second.bias", head.second.bias), name=own)
-    ops.widen(own, name="logits")
+        erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), one)
+        return ops.op("Mul", ops.op("Mul", x, erf), half)  # x / 2 * (1 + erf(x / sqrt(2)))
 
-
-def write_layers(ops: Ops, stack: LayerStack, x: str) -> str:
-    """All layers over `x [rows, nodes, hidden_size]`; writes the new keys and values as outputs."""
-    layers = [cast(Layer, layer) for layer in stack.layers]
-    shared = _write_shared(ops, stack.rope, layers[0].attention, stack.config.positions + _MOST_NODES)
-    for i, layer in enumerate(layers):
-        normed = write_norm(ops, x, f"layers.{i}.attention_norm", layer.attention_norm)
-        x = ops.op("Add", x, _write_attention(ops, normed, i, layer, shared))
-        normed = write_norm(ops, x, f"layers.{i}.ffn_norm", layer.ffn_norm)
-        gate = ops.linear(normed, f"layers.{i}.ffn.gate", layer.ffn.gate.weight)
-        up = ops.linear(normed, f"layers.{i}.ffn.up", layer.ffn.up.weight)
-        active = ops.op("Mul", ops.op("Mul", gate, ops.op("Sigmoid", gate)), up)
-        x = ops.op("Add", x, ops.linear(active, f"layers.{i}.ffn.down", layer.ffn.down.weight))
-    return x
-
-
-def write_norm(ops: Ops, x: str, prefix: str, norm: nn.Module, name: str | None = None) -> str:
-    """A norm of a decoder, or `x` itself where the module is none."""
-    if isinstance(norm, RMSNorm):
-        return write_rms_norm(ops, x, prefix, norm.weight, norm.eps, name)
-    return x if name is None else ops.op("Identity", x, name=name)
+    def attention(self, x: str, at: str) -> str:
+        return _write_attention(self, x, at, cast(Layer, self.stack.get_submodule(at)))
 
 
 def write_rms_norm(ops: Ops, x: str, prefix: str, weight: Tensor, eps: float, name: str | None = None) -> str:
     """x / rms(x), scaled, in float32."""
-    x = ops.widen(x)
+    if ops.half:
+        x = ops.cast(x, "float32")
     normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.weight(prefix + ".weight", weight, wide=True)
-    return ops.narrow(ops.op("Mul", normed, scale, name=None if ops.half else name), name=name)
+    if ops.half:
+        return ops.cast(ops.op("Mul", normed, scale), "float16", name)
+    return ops.op("Mul", normed, scale, name=name)
 
 
 def _write_rms(ops: Ops, x: str, eps: float) -> str:
@@ -98,16 +99,16 @@ def _write_rms(ops: Ops, x: str, eps: float) -> str:
     return ops.op("Sqrt", ops.op("Add", mean, ops.number(f"eps_{eps}", eps, wide=True)))
 
 
-def _write_head_norms(ops: Ops, x: str, prefix: str, attention: Attention, scale: float) -> str:
+def _write_head_norms(writer: PastFirstWriter, x: str, prefix: str, attention: Attention, scale: float) -> str:
     """Each head of queries (then times `scale`) and keys `[rows, nodes, heads + num_kv_heads, width]`, in float32."""
-    query, key = attention.query_norm, attention.key_norm
-    x = ops.widen(x)
+    ops, query, key = writer.ops, attention.query_norm, attention.key_norm
+    x = writer.wide(x)
     centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
     normed = ops.op("Div", centred, _write_rms(ops, centred, key.eps))
     weight = torch.cat([query.weight.float() * scale, key.weight.float()])
     bias = torch.cat([query.bias.float() * scale, key.bias.float()])
     scaled = ops.op("Mul", normed, ops.weight(prefix + ".weight", weight, wide=True))
-    return ops.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
+    return writer.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
 
 
 def _write_shared(ops: Ops, rope: Tensor, attention: Attention, columns: int) -> _Shared:
@@ -129,30 +130,30 @@ def _write_shared(ops: Ops, rope: Tensor, attention: Attention, columns: int) ->
     return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0), columns)
 
 
-def _write_attention(ops: Ops, x: str, index: int, layer: Layer, shared: _Shared) -> str:
-    attention = layer.attention
+def _write_attention(writer: PastFirstWriter, x: str, at: str, layer: Layer) -> str:
+    ops, shared, attention = writer.ops, writer.shared, layer.attention
     heads, num_kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
     scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
     # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
     folds = not attention.normed and math.log2(scale).is_integer()
-    at, weight = f"layers.{index}", attention.qkv.weight
+    weight = attention.qkv.weight
     if folds:
         factors = torch.tensor([scale] * heads + [1.0] * 2 * num_kv_heads).repeat_interleave(width)[:, None]
         weight = deferred(lambda: computed(attention.qkv.weight).float() * factors, weight.shape, torch.float32)
     joint = ops.reshape(ops.linear(x, f"{at}.attention.qkv", weight), 0, 0, heads + 2 * num_kv_heads, width)
-    rotated, value = ops.many(
-        "Split", joint, ops.ints(heads + num_kv_heads, num_kv_heads), outputs=[f"{at}.query_key", f"{at}.value"], axis=2
-    )
+    sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
+    rotated, value = ops.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
     if exact := ops.integers and isinstance(layer.attention_norm, RMSNorm):  # drafters only propose: any sum will do
         value = _write_multiples(ops, value, f"{at}.value_units", layer, shared.columns)
     if attention.normed:  # the root goes into the norm
-        rotated = _write_head_norms(ops, rotated, f"{at}.attention.head_norm", attention, width**-0.5)
+        rotated = _write_head_norms(writer, rotated, f"{at}.attention.head_norm", attention, width**-0.5)
     swapped = ops.op("MatMul", rotated, shared.swap)
     rotated = ops.op("Add", ops.op("Mul", rotated, shared.cos), ops.op("Mul", swapped, shared.sin))
-    query, key = ops.many("Split", rotated, ops.ints(heads, num_kv_heads), outputs=[f"{at}.query", f"{at}.key"], axis=2)
-    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_key_values.{index}.key")  # [nodes, rows, num_kv_heads, width]
-    new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_key_values.{index}.value")
-    past_key, past_value = f"past_key_values.{index}.key", f"past_key_values.{index}.value"
+    query, key = ops.many("Split", [rotated, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
+    cache = at.replace("layers", "key_values")
+    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_{cache}.key")  # [nodes, rows, num_kv_heads, width]
+    new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_{cache}.value")
+    past_key, past_value = f"past_{cache}.key", f"past_{cache}.value"
 
     if not folds and not attention.normed:
         query = ops.op("Mul", query, ops.number("attention_scale", scale))
@@ -162,7 +163,7 @@ def _write_attention(ops: Ops, x: str, index: int, layer: Layer, shared: _Shared
     scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
     seen = ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask)
     weights = _write_shares(ops, seen, shared.columns) if exact else _write_softmax(ops, seen)
-    parts = ops.many("Split", weights, shared.sizes, outputs=[f"{at}.on_past", f"{at}.on_new"], axis=-1)
+    parts = ops.many("Split", [weights, shared.sizes], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
     values = zip(parts, (past_value, new_value), strict=True)
     mixed = [ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values]
     together = ops.op("Add", *mixed)  # [rows, num_kv_heads, group * nodes, width]
@@ -173,7 +174,7 @@ def _write_attention(ops: Ops, x: str, index: int, layer: Layer, shared: _Shared
         shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
         together = ops.op("Reshape", together, shape)
     joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
-    return ops.linear(joined, f"{at}.attention.out", attention.out.weight)
+    return writer.linear(joined, f"{at}.attention.out")
 
 
 def _write_multiples(ops: Ops, value: str, name: str, layer: Layer, columns: int) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoints.deferred import permuted
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
-from .decoder_graph import write_target
+from .decoder_graph import PastFirstWriter
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
 from .precision import GraphFile, Rule, Storage, plan_storage
 
@@ -109,7 +109,9 @@ def target_graph(decoder: Decoder, code_embeddings: Tensor, prefix: Tensor | Non
         return {"input_embeds": code_embeddings[torch.from_numpy(chosen)].float().numpy()}
 
     embeds = Value("input_embeds", ("rows", "nodes", decoder.config.hidden_size))
-    return decoder_graph("target", decoder, (embeds,), inputs, lambda ops: write_target(ops, decoder))
+    return decoder_graph(
+        "target", decoder, (embeds,), inputs, lambda ops: PastFirstWriter(ops, decoder).write("input_embeds")
+    )
 
 
 def decoder_graph(

@@ -1,30 +1,24 @@
-"""Describing an ONNX graph op by op: values are names, weights are tensors, often deferred or mapped."""
+"""Describing an ONNX graph op by op for export: weights are tensors, often deferred or mapped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
-from onnx import TensorProto, helper
+from numpy.typing import NDArray
+from onnx import helper
 from torch import Tensor
 
+from ...engines.graph_writer import TYPES, GraphWriter
 from ..checkpoints.deferred import transposed
 
 OPSET, IR_VERSION = 20, 10
 BLOCK_OPSET = 21  # the first with scales for blocks, and with 4-bit integers
 LARGEST_NODE, _ZERO = 127, 128  # of activations as integers: uint8, with the sign in an offset
-TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "int8": TensorProto.INT8,
-    "int4": TensorProto.INT4,
-    "int64": TensorProto.INT64,
-    "uint8": TensorProto.UINT8,
-    "bool": TensorProto.BOOL,
-}
 
 
 @dataclass(frozen=True)
@@ -40,21 +34,21 @@ class Value:
         return helper.make_tensor_value_info(self.name, TYPES[self.dtype], list(self.axes))
 
 
-@dataclass
-class Ops:
-    """A graph being written. Every method returns names of values.
+class Ops(GraphWriter):
+    """A graph being written for export.
 
-    half: it computes in float16, but for what lies between `widen` and `narrow`; weights there are `wide`, float32.
-    integers: `linear` multiplies integers of 8 bits: weights with a scale per output, activations with one per node.
+    Args:
+        half: it computes in float16, but for what is `wide`: weights of that name stay float32.
+        integers: `linear` multiplies integers of 8 bits: weights with a scale per output, activations with one per
+            node.
     """
 
-    half: bool = False
-    integers: bool = False
-    nodes: list[onnx.NodeProto] = field(default_factory=list)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    matrices: set[str] = field(default_factory=set)  # names of weights that `linear` multiplies with
-    wide: set[str] = field(default_factory=set)  # names of weights that stay float32 in a graph of float16
-    rounded: dict[str, tuple[str, str]] = field(default_factory=dict)  # values as integers, with their scales
+    def __init__(self, half: bool = False, integers: bool = False) -> None:
+        super().__init__({"": BLOCK_OPSET if integers else OPSET})
+        self.half, self.integers = half, integers
+        self.matrices: set[str] = set()  # names of weights that `linear` multiplies with
+        self.wide: set[str] = set()  # names of weights that stay float32 in a graph of float16
+        self.rounded: dict[str, tuple[str, str]] = {}  # values as integers, with their scales
 
     def weight(self, name: str, tensor: Tensor, wide: bool = False) -> str:
         """A constant of the graph; the same name may be given twice."""
@@ -67,26 +61,8 @@ class Ops:
         """A constant number."""
         return self.weight(name, torch.tensor(value), wide)
 
-    def widen(self, x: str, name: str | None = None) -> str:
-        """`x` in float32."""
-        return self.op("Cast", x, name=name, to=TensorProto.FLOAT) if self.half else x
-
-    def narrow(self, x: str, name: str | None = None) -> str:
-        """`x` in what the graph computes in."""
-        return self.op("Cast", x, name=name, to=TensorProto.FLOAT16) if self.half else x
-
-    def ints(self, *values: int) -> str:
-        """A constant int64 vector, for axes and shapes."""
-        return self.weight("ints_" + "_".join(map(str, values)).replace("-", "m"), torch.tensor(values))
-
-    def many(self, op: str, *inputs: str, outputs: Sequence[str], **attributes: Any) -> list[str]:
-        """An op with named outputs."""
-        self.nodes.append(helper.make_node(op, list(inputs), list(outputs), name=outputs[0], **attributes))
-        return list(outputs)
-
-    def op(self, op: str, *inputs: str, name: str | None = None, **attributes: Any) -> str:
-        """An op with one output, named after the op unless told otherwise."""
-        return self.many(op, *inputs, outputs=[name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
+    def constant(self, array: NDArray[Any], name: str | None = None) -> str:
+        return self.weight(name or f"constant_{len(self.weights)}", torch.from_numpy(array))
 
     def linear(self, x: str, name: str, weight: Tensor, bias: Tensor | None = None, output: str | None = None) -> str:
         """`x @ weight.T + bias` of a torch `weight [out, in]`, stored transposed; output: name of the result."""
@@ -109,25 +85,18 @@ class Ops:
             scale = self.op("Mul", largest, self.number("integer_step", 1 / LARGEST_NODE))  # [rows, nodes, 1]
             if not self.rounded:  # as many zero points as scales, the same for all
                 shape = self.op("Concat", self.op("Shape", x, end=2), self.ints(1), axis=0)
-                value = helper.make_tensor("", TensorProto.UINT8, [1], [_ZERO])
-                self.op("ConstantOfShape", shape, name="integer_zeros", value=value)
+                self.op("ConstantOfShape", shape, name="integer_zeros", value=np.array([_ZERO], np.uint8))
             integers = self.op("QuantizeLinear", x, scale, "integer_zeros", axis=-1, block_size=inputs)
             self.rounded[x] = integers, scale
         integers, scale = self.rounded[x]
         zero = self.weight("integer_zero", torch.tensor(_ZERO, dtype=torch.uint8))
-        sums = self.op("Cast", self.op("MatMulInteger", integers, f"{weight}.int8", zero), to=TensorProto.FLOAT)
+        sums = self.cast(self.op("MatMulInteger", integers, f"{weight}.int8", zero), "float32")
         return self.op("Mul", self.op("Mul", sums, f"{weight}.scales"), scale, name=output)
-
-    def reshape(self, x: str, *shape: int) -> str:
-        """`x` in another shape; 0 keeps the size of that axis, -1 takes what is left."""
-        return self.op("Reshape", x, self.ints(*shape))
-
-    def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
-        """`x` with its axes in another order."""
-        return self.op("Transpose", x, name=name, perm=axes)
 
     def model(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
         """The graph without its weights."""
-        graph = helper.make_graph(self.nodes, name, [v.proto() for v in inputs], [v.proto() for v in outputs])
-        opsets = [helper.make_opsetid("", BLOCK_OPSET if self.integers else OPSET)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="lantern-rt")
+        model = onnx.load_from_string(self.to_bytes((), (), name))
+        model.ir_version, model.producer_name = IR_VERSION, "lantern-rt"
+        model.graph.input.extend(value.proto() for value in inputs)
+        model.graph.output.extend(value.proto() for value in outputs)
+        return model

@@ -24,10 +24,11 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from ...bundle.manifest import Precision
+from ...engines.graph_writer import TYPES
 from ...engines.host import processor
 from ...errors import CheckpointError, RequestError
 from ..checkpoints.deferred import computed
-from .onnx_ops import BLOCK_OPSET, LARGEST_NODE, TYPES
+from .onnx_ops import BLOCK_OPSET, LARGEST_NODE
 
 _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape inference can read them
 _ALIGNMENT = 4096

@@ -1,14 +1,14 @@
 """The one decoder every family shares: a Llama-style transformer with tree masks and an explicit cache.
 
-`Decoder.forward` is the module behind the target graph: past-first keys and values, the past is read but never
-returned. `Decoder.full` is the same function without a cache, for training and checks.
+`Decoder.forward` is what the target graph computes: past-first keys and values, the past is read but never returned.
+`Decoder.full` is the same function without a cache, for training and checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -138,36 +138,28 @@ class Attention(nn.Module):
         return rotate(query, rope, self.rope_style), rotate(key, rope, self.rope_style), value
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+        self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend to the past and to the new nodes; the past is used where it lies, not copied.
+        """Attend to the past and to the new nodes.
 
-        `mask` is additive, `[rows, 1, nodes, past + nodes]`; past tensors are `[past, rows, num_kv_heads,
-        head_dim]`. Returns the output and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
+        Args:
+            x: `[rows, nodes, hidden_size]`.
+            rope: `[rows, nodes, head_dim / 2, 2]`.
+            mask: additive, `[rows, 1, nodes, past + nodes]`; None: a whole causal sequence.
+            past: keys and values, each `[past, rows, num_kv_heads, head_dim]`.
+
+        Returns:
+            The output, and the new keys and values `[nodes, rows, num_kv_heads, head_dim]`.
         """
-        rows, nodes, _ = x.shape
-        query, key, value = self.project(x, rope)
-        group = self.num_heads // self.num_kv_heads
-        query = query.transpose(1, 2) * self.head_dim**-0.5  # [rows, heads, nodes, head_dim]
-        if group > 1:  # queries of one group share a key head: stack them along the nodes
-            query = query.reshape(rows, self.num_kv_heads, group * nodes, self.head_dim)
-            mask = mask.repeat(1, 1, group, 1)
-        with_past = query @ past_key.permute(1, 2, 3, 0)  # [rows, num_kv_heads, group * nodes, past]
-        with_new = query @ key.permute(0, 2, 3, 1)  # [rows, num_kv_heads, group * nodes, nodes]
-        weights = torch.softmax(torch.cat([with_past, with_new], -1) + mask, -1)
-        past = past_key.shape[0]
-        mixed = weights[..., :past] @ past_value.permute(1, 2, 0, 3) + weights[..., past:] @ value.transpose(1, 2)
-        if group > 1:
-            mixed = mixed.reshape(rows, self.num_heads, nodes, self.head_dim)
-        return self.out(mixed.transpose(1, 2).flatten(2)), key.transpose(0, 1), value.transpose(0, 1)
-
-    def full(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Causal attention over a whole sequence, without a cache."""
-        query, key, value = (t.transpose(1, 2) for t in self.project(x, rope))
+        query, key, value = (heads.transpose(1, 2) for heads in self.project(x, rope))
+        new = [heads.permute(2, 0, 1, 3) for heads in (key, value)]
+        if past:
+            key, value = (torch.cat(pair).permute(1, 2, 0, 3) for pair in zip(past, new, strict=True))
         grouped = self.num_heads != self.num_kv_heads
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-        attended: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return attended
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2)), new[0], new[1]
 
 
 class FeedForward(nn.Module):
@@ -195,17 +187,12 @@ class Layer(nn.Module):
         self.ffn = FeedForward(config)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor, past_key: Tensor, past_value: Tensor
+        self, x: Tensor, rope: Tensor, mask: Tensor | None = None, past: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attended, key, value = self.attention(self.attention_norm(x), rope, mask, past_key, past_value)
+        """As `Attention.forward`."""
+        attended, key, value = self.attention(self.attention_norm(x), rope, mask, past)
         x = x + attended
         return x + self.ffn(self.ffn_norm(x)), key, value
-
-    def full(self, x: Tensor, rope: Tensor) -> Tensor:
-        """The layer over a whole causal sequence."""
-        x = x + self.attention.full(self.attention_norm(x), rope)
-        mixed: Tensor = x + self.ffn(self.ffn_norm(x))
-        return mixed
 
 
 class DeepHead(nn.Module):
@@ -240,8 +227,8 @@ class LayerStack(nn.Module):
         """One pass of `x [rows, nodes, hidden_size]` through all layers; the rest as in `Decoder.forward`."""
         rope = self.rope[position_ids]
         new_kv: list[Tensor] = []
-        for layer, past_key, past_value in zip(self.layers, past[::2], past[1::2], strict=True):
-            x, *new = layer(x, rope, mask, past_key, past_value)
+        for i, layer in enumerate(self.layers):
+            x, *new = layer(x, rope, mask, past[2 * i : 2 * i + 2])
             new_kv += new
         return x, new_kv
 
@@ -272,6 +259,6 @@ class Decoder(LayerStack):
         """Hidden states `[rows, length, hidden_size]` of whole causal sequences that start at position 0."""
         rope = self.rope[None, : embeds.shape[1]]
         for layer in self.layers:
-            embeds = cast(Layer, layer).full(embeds, rope)
+            embeds, *_ = layer(embeds, rope)
         hidden: Tensor = self.norm(embeds)
         return hidden

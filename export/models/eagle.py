@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import read_config, refusing
 from ..checkpoints.folders import read_checkpoint
-from ..graph.decoder_graph import write_head, write_layers
+from ..graph.decoder_graph import PastFirstWriter
 from ..graph.graphs import Arrays, Graph, decoder_graph
 from ..graph.onnx_ops import Ops, Value
 from .decoder import Decoder, DecoderConfig, Head, LayerStack
@@ -117,9 +117,8 @@ def drafter_graph(drafter: EagleDrafter) -> Graph:
     def write(ops: Ops) -> None:
         token = ops.op("Gather", ops.weight("embed.weight", drafter.embed.weight), "input_ids")
         joint = ops.op("Concat", token, "target_hidden", axis=-1)
-        x = ops.linear(joint, "fc", drafter.fc.weight, drafter.fc.bias)
-        hidden = ops.op("Identity", write_layers(ops, drafter, x), name="hidden_states")
-        write_head(ops, hidden, drafter.head)
+        writer = PastFirstWriter(ops, drafter)
+        writer.write(writer.linear(joint, "fc"))
 
     ids = Value("input_ids", ("rows", "nodes"), "int64")
     states = Value("target_hidden", ("rows", "nodes", hidden_size))

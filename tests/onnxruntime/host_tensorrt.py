@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import ctypes
 import json
-import weakref
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from lantern_rt.engines.device_graph import WORD
 from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.trt.backend import ranges
 
 Array = np.ndarray[Any, Any]
 _TYPES = {"float": "FLOAT", "float16": "HALF", "int32": "INT32", "int64": "INT64"}
@@ -67,21 +66,9 @@ class _Context:
         return 0 <= profile < self.engine.num_optimization_profiles
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        assert self.profile >= 0
-        assert name in self.engine.inputs
-        profile, fixed = self.engine.profiles[self.profile], self.engine.inputs[name].shape
-        rows, nodes, columns = ((one[0], one[2]) for one in (profile.rows, profile.nodes, profile.columns))
-        words, most = (columns[0] // WORD, columns[1] // WORD), max(one.nodes[2] for one in self.engine.profiles)
-        entries = (1, max(20_000, rows[1] * nodes[1]))
-        sizes = {"rows": rows, "nodes": nodes, "words": words, "entries": entries, "earlier": (1, most)}
-        sizes["earlier rows"] = (1, rows[1])
-        named = _AXES.get(name, ("rows",))
-        bounds = [
-            (size, size) if isinstance(size, int) else sizes[named[i] if i < len(named) else "rows"]
-            for i, size in enumerate(fixed)
-        ]
-        if len(shape) != len(bounds) or not all(low <= n <= high for n, (low, high) in zip(shape, bounds, strict=True)):
-            return self.engine.complain(f"{name}: {shape} does not satisfy {bounds}")
+        profile = self.engine.profiles[self.profile]
+        low, _, high = ranges(name, self.engine.get_tensor_shape(name), profile, max(20_000, profile.rows[2] * 64))
+        assert all(least <= size <= most for size, least, most in zip(shape, low, high, strict=True)), (name, shape)
         self.shapes[name] = shape
         return True
 
@@ -99,8 +86,6 @@ class _Context:
 
     def execute_v2(self, bindings: Sequence[int]) -> bool:
         engine = self.engine
-        if missing := sorted(engine.inputs.keys() - self.shapes.keys()):
-            return engine.complain(f"{missing[0]}: no shape")
         addresses = dict(zip([*engine.inputs, *engine.outputs], bindings, strict=True))
         views: dict[str, Array] = {}
         spans = []
@@ -172,7 +157,7 @@ class _Engine:
         self.num_optimization_profiles = len(self.profiles)
         self.num_io_tensors = len(self.inputs) + len(self.outputs)
         self.runs: list[tuple[int, dict[str, tuple[int, ...]]]] = []
-        self.contexts: weakref.WeakSet[_Context] = weakref.WeakSet()
+        self.contexts = 0
 
     def get_tensor_name(self, index: int) -> str:
         return [*self.inputs, *self.outputs][index]
@@ -189,20 +174,12 @@ class _Engine:
     def create_runtime_config(self) -> _Config:
         return _Config(self)
 
-    def create_execution_context(self, chosen: Enum | _Config) -> _Context:
-        if isinstance(chosen, _Config):
-            assert chosen.strategy is _Allocation.ON_PROFILE_CHANGE
-            assert chosen.cache is not None
-            chosen.cache.kernels.add(f"{len(self.inputs)} {len(self.contexts)}")
-        else:
-            assert chosen is _Allocation.ON_PROFILE_CHANGE
-        context = _Context(self)
-        self.contexts.add(context)
-        return context
-
-    def complain(self, text: str) -> bool:
-        self.logger.log(_Logger.ERROR, text)
-        return False
+    def create_execution_context(self, config: _Config) -> _Context:
+        assert config.strategy is _Allocation.ON_PROFILE_CHANGE
+        assert config.cache is not None
+        config.cache.kernels.add(f"{len(self.inputs)} {self.contexts}")
+        self.contexts += 1
+        return _Context(self)
 
 
 class HostLibrary:

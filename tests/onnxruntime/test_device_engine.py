@@ -13,9 +13,11 @@ import pytest
 import torch
 from engine_backends import ONE, SMALL, SmallModel
 from refusals import refused
-from tiny_graphs import TINY, DrafterGraph, TargetGraph, export_decoder
-from tiny_rig import drafter_spec_of, spec_of
+from tiny_bundle import make_tiny_bundle
+from tiny_graphs import TINY
+from tiny_rig import spec_of
 
+from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
@@ -221,12 +223,11 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, content: bytes) -> N
 
 
 def test_a_graph_that_another_exporter_wrote_is_refused(tmp_path: Path) -> None:
-    export_decoder(TargetGraph(Decoder(TINY)), tmp_path / "target.onnx")
-    export_decoder(DrafterGraph(Decoder(TINY)), tmp_path / "drafter.onnx")
-    with refused(BundleError, "target.onnx: has no weight", "export the bundle again"):
-        opened(tmp_path / "target.onnx", spec_of(TINY), TABLE)
-    with refused(BundleError, "drafter.onnx: has no weight", "export the bundle again"):
-        opened(tmp_path / "drafter.onnx", drafter_spec_of(TINY), None)
+    bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
+    for role, spec in (("target", bundle.manifest.target), ("drafter", bundle.manifest.drafter)):
+        assert spec is not None
+        with refused(BundleError, f"{role}.onnx: ", "export the bundle again"):
+            opened(bundle.path(role), spec, TABLE if role == "target" else None)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])

@@ -28,8 +28,6 @@ METHODS: list[dict[str, Any]] = [
     {"method": "eagle:tree=dynamic-16-6-4"},
     {"method": "eagle:tree=dynamic-16-6-4", "temperature": 0.0},
     {"method": "rows:window=3"},
-    {"method": "sjd:window=7", "cfg_interval": 40},
-    {"method": "eagle:tree=dynamic-16-6-4", "cfg_interval": 40},
     {"method": "lantern++"},
     {"method": "lantern:tree=dynamic-16-6-4", "cfg_scale": 1.0},
 ]

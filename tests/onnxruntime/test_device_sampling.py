@@ -84,14 +84,6 @@ def test_the_device_draws_what_the_host_draws(
     agree(found, on_host(logits, asked, most))
 
 
-@pytest.mark.parametrize("cfg_interval", [0, 14, 15, 40])
-def test_the_device_guides_the_first_tokens_only_as_the_host_does(device: Device, cfg_interval: int) -> None:
-    sampling, logits = Sampling(cfg_scale=4.0, cfg_interval=cfg_interval), logits_of()
-    asked = asking(sampling, Noise(7), first=1, start=GROUP - 2)  # tokens 14 .. 18
-    (found,) = on(device, logits).best([asked], 10)
-    agree(found, on_host(logits, asked, 10))
-
-
 def test_top_p_before_top_k_is_left_to_the_host(device: Device) -> None:
     both = {"top_k": 5, "top_p": 0.5, "filter_order": "top-p, top-k"}
     rows = on(device, logits_of())

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
-from tiny_graphs import TINY, DrafterGraph, export_decoder
+from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.errors import BundleError, EngineError
-from lantern_rt.export.models.decoder import Decoder
+from lantern_rt.export.graph.graphs import write_graph
+from lantern_rt.export.models.eagle import drafter_graph
 from lantern_rt.runtime.engine import Pass
 
 
@@ -208,9 +209,9 @@ def with_other_rows(cache: KVCache, rows: int, length: int) -> KVCache:
 
 def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
     torch.manual_seed(3)
-    config = replace(TINY, num_layers=1, input_norm=False, final_norm=False)
-    module = DrafterGraph(Decoder(config)).eval()
-    export_decoder(module, tmp_path / "drafter.onnx")
+    config = replace(TINY, num_layers=1, input_norm=False)
+    module = tiny_drafter(config)
+    write_graph(drafter_graph(module), tmp_path)
     engine = OrtEngine(tmp_path / "drafter.onnx", drafter_spec_of(config), threads=ONE)
     rng = np.random.default_rng(6)
     ids, hidden = rng.integers(0, 48, (2, 6)), rng.normal(size=(2, 6, 64)).astype(np.float32)
@@ -226,8 +227,10 @@ def test_a_drafter_reads_tokens_and_hidden_states(tmp_path: Path) -> None:
         cache.append(output.new_kv, [np.arange(3)] * 2)
         logits.append(output.logits)
     with torch.no_grad():
-        full = module.decoder.full(module.rows(torch.from_numpy(ids), torch.from_numpy(hidden)))
-        close(np.concatenate(logits, 1), module.decoder.head(full).numpy())
+        x = module.fc(torch.cat([module.embed(torch.from_numpy(ids)), torch.from_numpy(hidden)], -1))
+        causal = torch.full((6, 6), -1e9).triu(1)[None, None].expand(2, -1, -1, -1)
+        full, _ = module.run_layers(x, torch.arange(6).expand(2, -1), causal, ())
+        close(np.concatenate(logits, 1), module.head(full).numpy())
     with pytest.raises(ValueError, match="a drafter reads `tokens` and `hidden`"):
         engine.run(Pass(positions, attention_mask, tokens=ids[:, part]), cache)
 

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from refusals import refused
-from tiny_graphs import TINY, ClassTable, DrafterGraph, Painter, TargetGraph, export, export_decoder
+from tiny_graphs import TINY, ClassTable, Painter, export, tiny_drafter
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.errors import BundleError, EngineError
+from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder
+from lantern_rt.export.models.eagle import drafter_graph
 
 ONE = 1
 SIZES = {
@@ -35,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    export_decoder(TargetGraph(Decoder(TINY)), folder / "target.onnx")
-    export_decoder(DrafterGraph(Decoder(TINY)), folder / "drafter.onnx")
+    write_graph(target_graph(Decoder(TINY), torch.zeros(1, TINY.hidden_size)), folder)
+    write_graph(drafter_graph(tiny_drafter()), folder)
     ids = torch.zeros(2, dtype=torch.int64)
     outputs = ["prefix_embeds", "uncond_embeds"]
     free = {name: {0: "rows"} for name in ["class_ids", *outputs]}

@@ -11,8 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from host_tensorrt import HostKernels, HostLibrary, _Config, write_plan
-from refusals import refused
+from host_tensorrt import HostKernels, HostLibrary, write_plan
 from tiny_graphs import Painter, export
 
 from lantern_rt.bundle.files import Bundle, open_bundle
@@ -81,19 +80,6 @@ def plans(tmp_path: Path, library: HostLibrary, t2i_drafter_bundle: Path) -> tup
     return t2i_drafter_bundle, build_plans(t2i_drafter_bundle, tmp_path / "plans", max_nodes=64), library
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "kinds"), [("ar", [6]), ("lantern", [6, 16])])
-def test_passes_of_an_image_have_few_shapes(
-    tmp_path: Path, library: HostLibrary, method: str, kinds: list[int]
-) -> None:
-    folder = build_plans("scenes", tmp_path / "plans", max_nodes=64)
-    pipeline = Pipeline.from_bundle("scenes", threads=1, engines=folder)
-    for seed in range(2):
-        pipeline("a red sphere on sand", seed=seed, method=method)
-    decoders = [engine for engine in library.engines if "codes" not in engine.inputs]
-    assert [len({(profile, *shapes.items()) for profile, shapes in engine.runs}) for engine in decoders] == kinds
-
-
 METHODS: dict[str, dict[str, Any]] = {
     "ar": {"method": "ar"},
     "eagle": {"method": "eagle", "tree": "dynamic-12-4-4"},
@@ -126,18 +112,9 @@ def test_plans_need_the_memory_of_onnxruntimes_provider_and_say_so(
     monkeypatch.setattr(tensorrt_backend, "MEMORY", "cuda")
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("needs an onnxruntime without CUDA")
-    found = "provider cuda: onnxruntime", "has no CUDAExecutionProvider", "install onnxruntime-gpu[cuda,cudnn]"
-    with refused(EngineError, *found):
+    with pytest.raises(EngineError) as caught:
         Pipeline.from_bundle(bundle, engines=folder)
-
-
-def test_an_altered_plan_is_not_loaded(plans: tuple[Path, Path, HostLibrary]) -> None:
-    bundle, folder, library = plans
-    with (folder / "drafter.plan").open("a") as file:
-        file.write(" ")
-    with refused(EngineError, f"{folder / 'drafter.plan'}: found hash", "an altered one is not run; rebuild with"):
-        Pipeline.from_bundle(bundle, engines=open_engine_folder(folder))
-    assert library.engines == []
+    assert caught.value.field == "provider cuda"
 
 
 def test_a_bundle_of_float16_is_fed_float16_and_draws(
@@ -191,19 +168,16 @@ def test_compiled_kernels_are_shared_by_all_plans_and_kept_for_the_next_process(
     assert [path.name for path in (tmp_path / "cache/kernels").iterdir()] == [kept.name]
 
 
-@pytest.mark.parametrize("kept", ["a folder that cannot be written", "a damaged file", "no such interface"])
+@pytest.mark.parametrize("kept", ["a folder that cannot be written", "a damaged file"])
 def test_plans_run_without_kept_kernels(
     plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: str
 ) -> None:
-    bundle, folder, library = plans
+    bundle, folder, _ = plans
     monkeypatch.setenv("LANTERN_RT_CACHE", str(tmp_path / "cache"))
     if kept == "a folder that cannot be written":
         (tmp_path / "cache").write_text("a file")
-    elif kept == "a damaged file":
+    else:
         draw(bundle, folder)
         (file,) = (tmp_path / "cache/kernels").iterdir()
         file.write_bytes(b"")
-    else:
-        monkeypatch.delattr(_Config, "create_runtime_cache")
     draw(bundle, folder)
-    assert bool(library.caches) == (kept != "no such interface")

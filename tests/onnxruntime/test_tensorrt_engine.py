@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from host_rig import HostRig
-from host_tensorrt import _Context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_graphs import TINY
 from tiny_rig import WIDE, Rig, close
 
-from lantern_rt.engines.device_engine import DeviceBlock, DeviceRows
+from lantern_rt.engines.device_engine import DeviceBlock
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.slabs import Slabs
@@ -68,49 +66,6 @@ def test_a_tree_pass_gives_the_numbers_of_the_bundles_graph_without_the_nodes_ad
     assert wide.library.engines[-1].runs[-2][1]["position_ids"] == (3, 8)  # seven nodes ran as eight
     for plain, found in zip(*results, strict=True):
         close(found, plain)
-
-
-def test_truncated_entries_are_forgotten_and_overwritten(tiny: HostRig) -> None:
-    cache = tiny.prefilled(2)
-    tiny.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
-    cache.truncate(np.array([5, 7]))
-    tiny.extend(cache, [[10, 11], [12]])
-    found = tiny.last(cache, [9, 9])
-    close(found[0], tiny.rig.reference(0, [1, 10, 11, 9])[-1])
-    close(found[1], tiny.rig.reference(1, [5, 6, 7, 12, 9])[-1])
-
-
-def test_kept_rows_go_on_in_their_new_order(tiny: HostRig) -> None:
-    cache = tiny.prefilled(4)
-    codes = [[1], [2, 3], [4, 5, 6], []]
-    tiny.extend(cache, codes)
-    cache.keep_rows(np.array([2, 3, 0]))
-    assert cache.lengths.tolist() == [7, 4, 5]
-    found = tiny.last(cache, [9, 8, 7])
-    for place, (row, last) in enumerate([(2, 9), (3, 8), (0, 7)]):
-        close(found[place], tiny.rig.reference(row, [*codes[row], last])[-1])
-
-
-def test_threads_with_caches_of_their_own_do_not_meet(tiny: HostRig) -> None:
-    codes = [np.random.default_rng(i).integers(0, 48, 6).tolist() for i in range(4)]
-    found: list[Any] = [None] * 4
-    turn = threading.Lock()  # the stand-in's memory takes one caller at a time; passes still interleave
-
-    def work(i: int, cache: Any) -> None:
-        for start in range(0, 6, 2):
-            with turn:
-                tiny.extend(cache, [codes[i][start : start + 2]])
-        with turn:
-            found[i] = tiny.last(cache, [3])[0]
-
-    caches = [tiny.prefilled(1) for _ in range(4)]
-    threads = [threading.Thread(target=work, args=(i, cache)) for i, cache in enumerate(caches)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(4):
-        close(found[i], tiny.rig.reference(0, [*codes[i], 3])[-1])
 
 
 # ---------------------------------------------------------------- the cache and what comes back
@@ -214,17 +169,6 @@ def test_nodes_are_accepted_once() -> None:
         twin.cache.append(write, rows)
 
 
-def test_rows_come_back_as_numpy_would_index_them(tiny: HostRig) -> None:
-    values = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float16)
-    rows, whole = DeviceRows(tiny.device, tiny.device.put(values)), values.astype(np.float32)
-    keys: list[Any] = [0, (1, 2), slice(0, 2), (slice(0, 3, 2), 1), (slice(None), slice(0, 2)), (2, np.array([2, 0]))]
-    keys += [(np.arange(3), np.array([2, 0, 1])), (np.arange(3)[:, None], np.array([[1, 1], [0, 2], [2, 0]])), -1]
-    for key in keys:
-        found = rows[key]
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, whole[key])
-
-
 def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tiny: HostRig) -> None:
     cache, among = tiny.prefilled(2), np.eye(2, dtype=bool)
     positions = cache.lengths[:, None] + np.arange(2)
@@ -275,19 +219,3 @@ def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> No
     assert bits[1, 2, :6].all()
     assert encoded["write"].tolist() == [20, 3]
     assert encoded["position_ids"].tolist() == [[5, 5, 5, 0, 0, 0, 0, 0]] * 2
-
-
-def test_shapes_are_set_again_only_where_they_changed(tiny: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tiny.prefilled(1)
-    tiny.extend(cache, [[1, 2]])
-    calls: list[str] = []
-    set_it = _Context.set_input_shape
-    monkeypatch.setattr(
-        _Context, "set_input_shape", lambda self, name, shape: calls.append(name) or set_it(self, name, shape)
-    )
-    tiny.extend(cache, [[3, 4]])
-    assert calls == []
-    other = tiny.prefilled(2)
-    calls.clear()
-    tiny.extend(other, [[5, 6], [7, 8]])
-    assert "past_key_values.0.key" in calls

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.decoder import DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter
 
 TINY = DecoderConfig(
     hidden_size=64,
@@ -24,33 +26,10 @@ TINY = DecoderConfig(
 )
 
 
-class TargetGraph(nn.Module):
-    """A decoder with the flat inputs and outputs of `target.onnx`."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, embeds: Tensor, positions: Tensor, mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.decoder(embeds, positions, mask, *past)
-        return found
-
-
-class DrafterGraph(TargetGraph):
-    """A decoder over a map of token embedding and hidden state, as `drafter.onnx`."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__(decoder)
-        width = decoder.config.hidden_size
-        self.embedding = nn.Embedding(decoder.config.vocab_size, width)
-        self.join = nn.Linear(2 * width, width)
-
-    def rows(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        joined: Tensor = self.join(torch.cat([self.embedding(ids), hidden], -1))
-        return joined
-
-    def forward(self, ids: Tensor, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return super().forward(self.rows(ids, hidden), *rest)
+def tiny_drafter(config: DecoderConfig = TINY) -> EagleDrafter:
+    """A drafter with a head of its own."""
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return EagleDrafter(replace(config, final_norm=False), head, bias=True).eval()
 
 
 class ClassTable(nn.Module):
@@ -78,25 +57,6 @@ class Painter(nn.Module):
         cells = self.colors(codes).tanh().view(-1, self.grid, self.grid, 12).permute(0, 3, 1, 2)
         images: Tensor = nn.functional.pixel_shuffle(cells, 2)
         return images
-
-
-def export_decoder(module: TargetGraph, path: Path) -> None:
-    """Write a target or drafter graph."""
-    config = module.decoder.config
-    rows, nodes, past = 2, 3, 5
-    names = [f"key_values.{i}.{part}" for i in range(config.num_layers) for part in ("key", "value")]
-    ids, embeds = torch.zeros(rows, nodes, dtype=torch.int64), torch.zeros(rows, nodes, config.hidden_size)
-    first = (
-        {"input_ids": ids, "target_hidden": embeds} if isinstance(module, DrafterGraph) else {"input_embeds": embeds}
-    )
-    inputs = first | {"position_ids": ids, "attention_mask": torch.zeros(rows, 1, nodes, past + nodes)}
-    inputs |= {f"past_{name}": torch.zeros(past, rows, config.num_kv_heads, config.head_dim) for name in names}
-    outputs = ["logits", "hidden_states", *(f"new_{name}" for name in names)]
-    free = {name: {0: "rows", 1: "nodes"} for name in [*first, "position_ids", *outputs[:2]]}
-    free["attention_mask"] = {0: "rows", 2: "nodes", 3: "columns"}
-    free |= {f"past_{name}": {0: "past", 1: "rows"} for name in names}
-    free |= {f"new_{name}": {0: "nodes", 1: "rows"} for name in names}
-    export(module, inputs, outputs, free, path)
 
 
 def export(

@@ -1,0 +1,188 @@
+"""ONNX graphs written as bytes, without the onnx package, and the part of a decoder that is the same in all layouts.
+
+Bundles are exported with it, and graphs that are made when a bundle is loaded. Values are names.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .contracts import Tensor
+
+_IR_VERSION = 11
+TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "int4": 22}
+_FLOAT, _INT, _STRING, _TENSOR, _INTS = 1, 2, 3, 4, 7  # AttributeProto.AttributeType
+Attribute = int | float | str | Sequence[int] | NDArray[Any]
+
+
+@dataclass
+class GraphWriter:
+    """A graph in the making; nodes come in an order in which they can be run.
+
+    Args:
+        domains: versions of sets of ops, by domain.
+        nodes: as protobuf messages.
+        weights: initialisers by name, as messages or what a subclass makes of constants.
+    """
+
+    domains: dict[str, int] = field(default_factory=lambda: {"": 23})
+    nodes: list[bytes] = field(default_factory=list)
+    weights: dict[str, Any] = field(default_factory=dict)
+
+    def many(self, op: str, inputs: Iterable[str], outputs: Sequence[str], **attributes: Attribute) -> Sequence[str]:
+        """A node with named outputs; empty names leave optional ones out. Ops of another domain come with its name."""
+        domain, _, op = op.rpartition(".")
+        parts = [_field(1, name) for name in inputs] + [_field(2, name) for name in outputs]
+        parts += [_field(3, outputs[0]), _field(4, op), _field(7, domain)]
+        parts += [_field(5, _attribute(name, value)) for name, value in attributes.items()]
+        self.nodes.append(b"".join(parts))
+        return outputs
+
+    def op(self, op: str, *inputs: str, name: str | None = None, **attributes: Attribute) -> str:
+        """A node with one output, named after the op unless told otherwise."""
+        return self.many(op, inputs, [name or f"{op.lower()}_{len(self.nodes)}"], **attributes)[0]
+
+    def constant(self, array: NDArray[Any], name: str | None = None) -> str:
+        """A constant of the graph."""
+        own = name or f"constant_{len(self.weights)}"
+        self.weights[own] = _tensor(array, own)
+        return own
+
+    def ints(self, *values: int) -> str:
+        """A constant int64 vector, for axes and shapes; the same one for the same values."""
+        name = "ints_" + "_".join(map(str, values)).replace("-", "m")
+        return name if name in self.weights else self.constant(np.array(values, np.int64), name)
+
+    def cast(self, x: str, dtype: str, name: str | None = None) -> str:
+        """`x` in another type."""
+        return self.op("Cast", x, name=name, to=TYPES[dtype])
+
+    def reshape(self, x: str, *shape: int) -> str:
+        """`x` in another shape; 0 keeps the size of that axis, -1 takes what is left."""
+        return self.op("Reshape", x, self.ints(*shape))
+
+    def transpose(self, x: str, *axes: int, name: str | None = None) -> str:
+        """`x` with its axes in another order."""
+        return self.op("Transpose", x, name=name, perm=axes)
+
+    def to_bytes(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], name: str = "graph") -> bytes:
+        """The model, as a file would have it."""
+        parts = [_field(1, node) for node in self.nodes] + [_field(2, name)]
+        parts += [_field(5, weight) for weight in self.weights.values() if isinstance(weight, bytes)]
+        parts += [_field(number, _value(one)) for number, values in ((11, inputs), (12, outputs)) for one in values]
+        opsets = [_field(8, _field(1, domain) + _field(2, number)) for domain, number in self.domains.items()]
+        return _field(1, _IR_VERSION) + _field(7, b"".join(parts)) + b"".join(opsets)
+
+
+class DecoderWriter(ABC):
+    """What a decoder computes, but for what a layout does in its own way; `x` are values `[rows, nodes, width]`.
+
+    Args:
+        graph: what is written to.
+        half: it computes in float16, but for norms and logits.
+    """
+
+    def __init__(self, graph: GraphWriter, half: bool) -> None:
+        self.graph, self.half = graph, half
+
+    def layers(self, x: str, count: int) -> str:
+        """All layers and the norm after them, whose result is the output `hidden_states`."""
+        graph, added = self.graph, None
+        for at in (f"layers.{i}" for i in range(count)):
+            x, normed = self.normed(x, added, f"{at}.attention_norm.weight")
+            x, normed = self.normed(x, self.attention(normed, at), f"{at}.ffn_norm.weight")
+            gate = self.linear(normed, f"{at}.ffn.gate")
+            up = self.linear(normed, f"{at}.ffn.up")
+            active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
+            added = self.linear(active, f"{at}.ffn.down")
+        return self.normed(x, added, "norm.weight", "hidden_states")[1]
+
+    def head(self, hidden: str, deep: bool) -> None:
+        """Hidden states to the output `logits`, always float32; deep: with a hidden layer."""
+        own = "narrow_logits" if self.half else "logits"
+        if deep:
+            self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", own)
+        else:
+            self.linear(hidden, "head", own)
+        if self.half:
+            self.graph.cast(own, "float32", "logits")
+
+    @abstractmethod
+    def attention(self, x: str, at: str) -> str:
+        """What attention of the layer `at` adds; keys and values go where the layout keeps them."""
+
+    @abstractmethod
+    def linear(self, x: str, name: str, output: str | None = None) -> str:
+        """A product with a weight `[in, out]`, and its bias if it has one; output: name of the result."""
+
+    @abstractmethod
+    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+        """`x` with what is added to it, and that over its root mean square, scaled; not where there is no weight.
+
+        name: of the latter.
+        """
+
+    @abstractmethod
+    def gelu(self, x: str) -> str:
+        """GELU, exact."""
+
+    def wide(self, x: str) -> str:
+        """`x` in float32."""
+        return self.graph.cast(x, "float32") if self.half else x
+
+    def narrow(self, x: str, name: str | None = None) -> str:
+        """`x` in what the graph computes in."""
+        return self.graph.cast(x, "float16", name) if self.half else x
+
+
+def convolution_graph() -> bytes:
+    """`result`: one pixel's kernel over an image of four."""
+    graph = GraphWriter()
+    graph.op("Conv", "image", "kernel", name="result")
+    image, kernel = (Tensor(name, ("float32",), (1, 1, n, n)) for name, n in (("image", 2), ("kernel", 1)))
+    return graph.to_bytes([image, kernel], [Tensor("result", image.dtypes, image.shape)])
+
+
+def _attribute(name: str, value: Attribute) -> bytes:
+    if isinstance(value, float):
+        return _field(1, name) + _varint(2 << 3 | 5) + struct.pack("<f", value) + _field(20, _FLOAT)
+    if isinstance(value, int):
+        return _field(1, name) + _field(3, value) + _field(20, _INT)
+    if isinstance(value, str):
+        return _field(1, name) + _field(4, value) + _field(20, _STRING)
+    if isinstance(value, np.ndarray):
+        return _field(1, name) + _field(5, _tensor(value, "")) + _field(20, _TENSOR)
+    return _field(1, name) + b"".join(_field(8, each) for each in value) + _field(20, _INTS)
+
+
+def _tensor(array: NDArray[Any], name: str) -> bytes:
+    dims = b"".join(_field(1, size) for size in array.shape)
+    return (
+        dims + _field(2, TYPES[array.dtype.name]) + _field(8, name) + _field(9, np.ascontiguousarray(array).tobytes())
+    )
+
+
+def _value(tensor: Tensor) -> bytes:
+    axes = [axis or f"{tensor.name}.{i}" for i, axis in enumerate(tensor.shape)]
+    shape = b"".join(_field(1, _field(1 if isinstance(axis, int) else 2, axis)) for axis in axes)
+    kind = _field(1, TYPES[tensor.dtypes[0]])
+    return _field(1, tensor.name) + _field(2, _field(1, kind + _field(2, shape)))
+
+
+def _field(number: int, content: int | str | bytes) -> bytes:
+    """One field of a protobuf message: a whole number, or text or another message by its length."""
+    if isinstance(content, int):
+        return _varint(number << 3) + _varint(content % (1 << 64))  # negative numbers as two's complement
+    data = content.encode() if isinstance(content, str) else content
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _varint(value >> 7)
