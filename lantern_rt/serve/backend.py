@@ -16,7 +16,7 @@ from ..output.images import png_bytes
 from ..results import StreamStep
 from ..runtime.scheduler import RequestStep
 from ..service import Ticket
-from .protocol import Completion, Event, ImagesRequest, picture_event
+from .protocol import Completion, Event, Figures, ImagesRequest, picture_event
 
 ACCEPTED: Event = {"type": "accepted"}  # a request has its place; clients are not sent this
 
@@ -63,7 +63,9 @@ class LocalBackend:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
         drafted = ["eagle", "lantern", "lantern++"] if manifest.drafter else []
-        prompts = self.pipeline.pipeline.bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
+        prompts = (
+            self.pipeline.pipeline.bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
+        )
         size = manifest.size().name
         return {
             "size": size,
@@ -92,10 +94,10 @@ class LocalBackend:
         count = request.partial_images or 0
         watched = bool(request.steps or count)
         async with aclosing(self.pipeline.updates(**request.options(), steps=watched)) as updates:
-            async for ticket, step in updates:
-                if step is None:
-                    yield ACCEPTED
-                    continue
+            ticket, _ = await anext(updates)
+            yield ACCEPTED
+            async for _, step in updates:
+                assert step is not None
                 size = self.manifest.size(step.settings.size)
                 if request.steps:
                     yield step_event(step, size.rows, size.columns)
@@ -108,33 +110,29 @@ class LocalBackend:
             before = time.perf_counter()
             pictures = [await self._file(request, step, i) for i in range(len(step.codes))]
             now = time.perf_counter()
-            yield self._completion(ticket, step, pictures, now - began, painting + now - before)
+            figures = self._figures(ticket, step, now - began, painting + now - before)
+            images = ticket.request.images
+            tokens = sum(int(image.real[0].sum()) for image in images)
+            yield Completion(pictures, size.name, tokens, step.total, figures)
 
     async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
         """Image i of a step, as the request wants it."""
         image = await self.pipeline.image(step, i)
         return await asyncio.to_thread(encode, image, request.format, request.output_compression)
 
-    def _completion(
-        self, ticket: Ticket, last: StreamStep, pictures: list[bytes], seconds: float, painting: float
-    ) -> Completion:
-        images = ticket.request.images
+    def _figures(self, ticket: Ticket, last: StreamStep, seconds: float, painting: float) -> Figures:
         stats = last.stats
         assert stats is not None
-        return Completion(
-            pictures=pictures,
-            size=self.manifest.size(last.settings.size).name,
+        return Figures(
             model=self.name,
             method=str(last.settings.method),
             choice=last.settings.choice,
-            seeds=[image.seed for image in images],
-            input_tokens=sum(int(image.real[0].sum()) for image in images),
-            output_tokens=last.total,
-            target_passes=sum(one.target_passes for one in stats.per_image),
+            seeds=[image.seed for image in ticket.request.images],
             tokens_per_forward_pass=stats.tokens_per_forward_pass,
-            realised_tvd=stats.realised_tvd,
+            target_passes=sum(one.target_passes for one in stats.per_image),
+            realised_tvd_per_token=stats.realised_tvd * len(last.codes) / last.total,
             seconds=seconds,
-            waited=ticket.waited or 0.0,
+            queue_seconds=ticket.waited or 0.0,
             picture_seconds=painting,
         )
 

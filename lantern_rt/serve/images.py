@@ -62,11 +62,12 @@ class _Call:
             completion = await self._answer()
             status = 200
             self._state.metrics.finished(completion)
+            figures = completion.figures
             facts = {
-                "method": completion.method,
-                "images": len(completion.seeds),
-                "queue_seconds": round(completion.waited, 4),
-                "tokens_per_forward_pass": round(completion.tokens_per_forward_pass, 3),
+                "method": figures.method,
+                "images": len(figures.seeds),
+                "queue_seconds": round(figures.queue_seconds, 4),
+                "tokens_per_forward_pass": round(figures.tokens_per_forward_pass, 3),
             }
         except (ClientDisconnect, ConnectionError, SendTimeoutError):
             pass
@@ -108,7 +109,9 @@ class _Call:
                 async for part in self._request.stream():
                     body += part
                     if len(body) > limits.body:
-                        raise HttpError(413, field="body", expected=f"at most {limits.body:,} bytes", remedy="shorten it")
+                        raise HttpError(
+                            413, field="body", expected=f"at most {limits.body:,} bytes", remedy="shorten it"
+                        )
         except TimeoutError as error:
             problem = f"not all of it was there after {limits.body_seconds:g} s"
             raise HttpError(408, problem, field="body", remedy="send it faster") from error

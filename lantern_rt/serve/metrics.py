@@ -40,14 +40,15 @@ class Metrics:
 
     def finished(self, completion: Completion) -> None:
         """Count a request that was drawn; methods by name only, as clients may make up any number of parameters."""
-        model, method = completion.model, completion.method.partition(":")[0]
-        self.images.labels(model, method).inc(len(completion.seeds))
+        figures = completion.figures
+        model = figures.model
+        self.images.labels(model, figures.method.partition(":")[0]).inc(len(figures.seeds))
         self.tokens.labels(model).inc(completion.output_tokens)
-        self.passes.labels(model).inc(completion.target_passes)
-        self.tvd.labels(model).inc(completion.realised_tvd * len(completion.seeds))
-        self.queue.labels(model).observe(completion.waited)
-        self.request.labels(model).observe(completion.seconds)
-        self.picture.labels(model).observe(completion.picture_seconds)
+        self.passes.labels(model).inc(figures.target_passes)
+        self.tvd.labels(model).inc(figures.realised_tvd_per_token * completion.output_tokens)
+        self.queue.labels(model).observe(figures.queue_seconds)
+        self.request.labels(model).observe(figures.seconds)
+        self.picture.labels(model).observe(figures.picture_seconds)
 
     def text(self, backends: Iterable[ImageBackend]) -> bytes:
         """All of it in Prometheus' text format."""

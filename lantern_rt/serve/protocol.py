@@ -1,12 +1,11 @@
-"""What goes over the wire: bodies of requests, answers, events and errors, as OpenAI's Images API has them, and ours."""
+"""What goes over the wire: requests, answers, events and errors of OpenAI's Images API, and ours."""
 
 from __future__ import annotations
 
 import base64
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -101,91 +100,85 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
         request = ImagesRequest.model_validate_json(body)
     except ValidationError as error:
         field, problem = explain(error)
-        raise HttpError(400, problem, field=field or "body", code="invalid_value") from error
+        raise HttpError(400, problem, field=field or "body") from error
     if request.stream and (request.n or 1) > 1:
-        problem = "events do not say which image they are of"
-        raise _refusal("n", found=f"{request.n} with stream", expected="1", remedy=problem)
+        why = "events do not say which image they are of"
+        raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=why)
     for name in ("partial_images", "steps"):
         if getattr(request, name) and not request.stream:
-            raise _refusal(name, "goes with stream", remedy="leave it out, or give stream true")
+            raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
     if request.output_compression is not None and request.format == "png":
-        raise _refusal("output_compression", "goes with jpeg and webp", found="png", remedy="leave it out")
+        why = "png has none"
+        raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
     if ".json" in (request.method or ""):  # files are the server's
-        raise _refusal("method", found=short(request.method), expected="a tree by its name")
+        raise HttpError(400, field="method", found=short(request.method), expected="a tree by its name")
     if request.deadline is not None and request.deadline > max_deadline:
         most = f"at most {max_deadline:g} s, the server's"
-        raise _refusal("deadline", found=f"{request.deadline:g} s", expected=most)
+        raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=most)
     seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
     return request.model_copy(update={"seed": seed, "deadline": request.deadline or max_deadline})
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A request's pictures, and what it took.
+class Figures:
+    """What drawing a request took; `lantern` of an answer.
 
     Args:
-        pictures: files, image by image.
-        size: WIDTHxHEIGHT.
         model: name of the bundle.
         method: that drew, with its parameters.
         choice: how `auto` came to it, in words.
         seeds: of each image.
-        input_tokens: of all images together, as are output_tokens and target_passes.
-        output_tokens: codes.
-        target_passes: a pass counts for every image in it.
-        tokens_per_forward_pass: of an image.
-        realised_tvd: given away by relaxed acceptance, the mean over images.
+        tokens_per_forward_pass: of an image, the mean over images.
+        target_passes: of all images; a pass counts for every image in it.
+        realised_tvd_per_token: given away by relaxed acceptance.
         seconds: all of it.
-        waited: seconds before the first pass.
+        queue_seconds: before the first pass.
         picture_seconds: decoding and encoding pictures, also those on the way.
     """
 
-    pictures: list[bytes]
-    size: str
     model: str
     method: str
     choice: str | None
     seeds: list[int]
+    tokens_per_forward_pass: float
+    target_passes: int
+    realised_tvd_per_token: float
+    seconds: float
+    queue_seconds: float
+    picture_seconds: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request's pictures, all of one size (WIDTHxHEIGHT), as files; tokens of all of them together, and figures."""
+
+    pictures: list[bytes]
+    size: str
     input_tokens: int
     output_tokens: int
-    target_passes: int
-    tokens_per_forward_pass: float
-    realised_tvd: float
-    seconds: float
-    waited: float
-    picture_seconds: float
+    figures: Figures
 
     def answer(self, request: ImagesRequest) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
-        return {
-            "created": int(time.time()),
-            "data": list(self._data(request)),
-            **_appearance(request, self.size),
-            **self._figures(),
-        }
+        if request.response_format == "url":
+            media = MEDIA_TYPES[request.format]
+            data = [{"url": f"data:{media};base64,{_base64(picture)}"} for picture in self.pictures]
+        else:
+            data = [{"b64_json": _base64(picture)} for picture in self.pictures]
+        return {"created": int(time.time()), "data": data, **_appearance(request, self.size), **self._cost()}
 
     def event(self, request: ImagesRequest) -> Event:
         """The last event of a stream."""
-        return picture_event("completed", request, self.size, self.pictures[0]) | self._figures()
+        return picture_event("completed", request, self.size, self.pictures[0]) | self._cost()
 
-    def _data(self, request: ImagesRequest) -> Iterator[dict[str, str]]:
-        for picture in self.pictures:
-            if request.response_format == "url":
-                yield {"url": f"data:{MEDIA_TYPES[request.format]};base64,{_base64(picture)}"}
-            else:
-                yield {"b64_json": _base64(picture)}
-
-    def _figures(self) -> dict[str, Any]:
-        names = ("model", "method", "choice", "seeds", "tokens_per_forward_pass", "target_passes", "seconds")
-        per_token = self.realised_tvd * len(self.seeds) / self.output_tokens
+    def _cost(self) -> dict[str, Any]:
         usage = {
             "input_tokens": self.input_tokens,
             "output_tokens": self.output_tokens,
             "total_tokens": self.input_tokens + self.output_tokens,
             "input_tokens_details": {"image_tokens": 0, "text_tokens": self.input_tokens},
         }
-        own = {name: getattr(self, name) for name in names}
-        return {"usage": usage, "lantern": {**own, "realised_tvd_per_token": per_token}}
+        return {"usage": usage, "lantern": asdict(self.figures)}
 
 
 def picture_event(kind: str, request: ImagesRequest, size: str, picture: bytes) -> Event:
@@ -218,60 +211,44 @@ class HttpError(LanternError):
 
     Args:
         status: of HTTP.
-        problem, field, found, expected, remedy: as for `LanternError`; field is one of `ImagesRequest`, or says what
-            else of the request is at fault.
-        code: a word for programs.
+        problem, fields: as for `LanternError`; `field` is one of `ImagesRequest`, or another part of what came.
+        code: a word for programs; that of status 400 is `invalid_value`.
         seconds: when to try again, if that helps.
     """
 
     def __init__(
-        self,
-        status: int,
-        problem: str = "",
-        *,
-        field: str = "",
-        found: str = "",
-        expected: str = "",
-        remedy: str = "",
-        code: str | None = None,
-        seconds: int | None = None,
+        self, status: int, problem: str = "", code: str | None = None, seconds: int | None = None, **fields: str
     ) -> None:
-        super().__init__(problem, field=field, found=found, expected=expected, remedy=remedy)
+        super().__init__(problem, **fields)
         self.status = status
-        self.code = code
+        self.code = "invalid_value" if status == 400 else code
         self.seconds = seconds
 
     @classmethod
-    def of(cls, error: BaseException) -> HttpError:
+    def of(cls, error: Exception) -> HttpError:
         """What an error is over HTTP. The user's own are told; of bugs only that there was one."""
         if isinstance(error, HttpError):
             return error
         if isinstance(error, BusyError):
-            return cls(429, error.problem, remedy=error.remedy, code="busy", seconds=error.seconds)
+            return cls(429, error.problem, "busy", error.seconds, remedy=error.remedy)
         if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # it was closed
-            problem = "the model does not run any more"
-            return cls(503, problem, remedy="ask another server", code="stopped", seconds=5)
+            return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
             field = _FIELDS.get(error.field, error.field)
-            return _refusal(field, error.problem, found=error.found, expected=error.expected, remedy=error.remedy)
+            return cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy)
         if isinstance(error, LanternError):  # its words may name files of the server
-            return cls(500, "the server's engines failed", remedy="its log says more", code="engine_failed")
+            return cls(500, "the server's engines failed", "engine_failed", remedy="its log says more")
         return cls(500, "an error in the server", remedy="its log says more")
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        param = self.field if self.field in ImagesRequest.model_fields else None
+        of_body = self.field.isidentifier() and self.field not in ("authorization", "body")
+        param = self.field if of_body else None
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers that go with it."""
         return {} if self.seconds is None else {"retry-after": str(self.seconds)}
-
-
-def _refusal(field: str, problem: str = "", *, found: str = "", expected: str = "", remedy: str = "") -> HttpError:
-    return HttpError(
-        400, problem, field=field, found=found, expected=expected, remedy=remedy, code="invalid_value"
-    )

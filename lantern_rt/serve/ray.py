@@ -201,7 +201,9 @@ class RayBackend:
                             assert waited is not None
                             seconds = time.perf_counter() - began
                             self._seconds = seconds - waited
-                            yield replace(update, waited=update.waited + waited, seconds=seconds)
+                            queued = update.figures.queue_seconds + waited
+                            figures = replace(update.figures, seconds=seconds, queue_seconds=queued)
+                            yield replace(update, figures=figures)
                             return
                         if update != ACCEPTED:
                             yield update

@@ -53,6 +53,7 @@ class Server:
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
         self._stopping: asyncio.Task[None] | None = None
+        self._hurrying = False
         config = uvicorn.Config(
             make_app(self.state, self._lifespan, origins),
             http="h11",
@@ -108,25 +109,24 @@ class Server:
         _LOG.info("ready: %s", ", ".join(self.state.backends))
 
     def _handle_signal(self, number: int) -> None:
-        """Stop; a second Ctrl-C ends at once."""
+        """Stop; a second Ctrl-C does not wait for requests."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         elif number == signal.SIGINT:
-            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            self._hurrying = True
 
     async def _stop(self) -> None:
-        """Take no more requests, finish those that are there, as far as there is time, then end."""
+        """Take no more requests, finish those that are there, as far as there is time, and tell the others."""
         self.state.draining = True
         _LOG.info("draining: %d requests", self.state.active)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.state.limits.deadline
-        while self.state.active and loop.time() < deadline:
+        while self.state.active and not self._hurrying and loop.time() < deadline:
             await asyncio.sleep(0.05)
         await self._close()
         self._uvicorn.should_exit = True
 
     async def _close(self) -> None:
-        """Close all pipelines; requests that are still there are told that the server stopped."""
         for backend in self._backends:
             await backend.pipeline.close(drain=False)
 

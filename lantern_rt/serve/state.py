@@ -56,7 +56,10 @@ def read_keys(path: Path) -> list[bytes]:
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         raise RequestError(
-            field="api_key_file", found=f"no key in {path}", expected="one a line", remedy="leave the file out, or add one"
+            field="api_key_file",
+            found=f"no key in {path}",
+            expected="one a line",
+            remedy="leave the file out, or add one",
         )
     if not all(key.isascii() for key in keys):
         problem = f"a key in {path} has other characters than ASCII, which no header carries"
@@ -90,11 +93,10 @@ class ServerState:
 
     def check_open(self) -> None:
         """Raises: HttpError: requests are not taken yet, or not any more."""
-        if self.status == "loading":
-            problem = "the models are being loaded"
-            raise HttpError(503, problem, remedy="try again in a few seconds", code="loading", seconds=2)
         if self.draining:
-            raise HttpError(503, "the server is about to stop", remedy="ask another one", code="draining", seconds=5)
+            raise HttpError(503, "the server is about to stop", "draining", 5, remedy="ask another one")
+        if not self.backends:
+            raise HttpError(503, "the models are being loaded", "loading", 2, remedy="try again in a few seconds")
 
     def check_key(self, request: Request) -> None:
         """Raises: HttpError: keys are needed, and the request has none of them."""
@@ -104,9 +106,7 @@ class ServerState:
         digest = _hash(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self.limits.keys]  # all of them, at the same pace
         if scheme.lower() != "bearer" or not any(matches):
-            raise HttpError(
-                401, field="authorization", found="no known key", expected="`Bearer KEY`", code="invalid_api_key"
-            )
+            raise HttpError(401, "no known key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
 
     def backend(self, name: str | None) -> ImageBackend:
         """A model by its name; the first one without. Raises: HttpError: there is none of that name."""
@@ -114,7 +114,7 @@ class ServerState:
             return next(iter(self.backends.values()))
         if name not in self.backends:
             known = ", ".join(self.backends)
-            raise HttpError(404, field="model", found=short(name), expected=known, code="model_not_found")
+            raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=known)
         return self.backends[name]
 
     def log(self, request: Request, facts: dict[str, Any]) -> None:

@@ -143,8 +143,8 @@ def test_the_command_of_a_container_starts_a_server(start: Callable[..., Running
 
 def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
     server = SERVICES["lantern-rt"]
-    drain = server["command"][server["command"].index("--drain-seconds") + 1]
-    assert float(server["stop_grace_period"].removesuffix("s")) >= float(drain) + 10
+    deadline = server["command"][server["command"].index("--deadline") + 1]
+    assert float(server["stop_grace_period"].removesuffix("s")) >= float(deadline) + 10
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
 
 
