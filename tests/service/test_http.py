@@ -278,4 +278,3 @@ def test_connections_are_used_again(tiny: RunningServer) -> None:
         assert answer.read()
         assert answer.status == (400 if asked["prompt"] == "wrong" else 200)
     connection.close()
-
