@@ -98,6 +98,7 @@ class LocalBackend:
             yield ACCEPTED
             async for _, step in updates:
                 assert step is not None
+                last = step
                 size = self.manifest.size(step.settings.size)
                 if request.steps:
                     yield step_event(step, size.rows, size.columns)
@@ -108,12 +109,12 @@ class LocalBackend:
                     painting += time.perf_counter() - before
                     yield event | {"partial_image_index": partial - 1}
             before = time.perf_counter()
-            pictures = [await self._file(request, step, i) for i in range(len(step.codes))]
+            pictures = [await self._file(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
-            figures = self._figures(ticket, step, now - began, painting + now - before)
+            figures = self._figures(ticket, last, now - began, painting + now - before)
             images = ticket.request.images
             tokens = sum(int(image.real[0].sum()) for image in images)
-            yield Completion(pictures, size.name, tokens, step.total, figures)
+            yield Completion(pictures, size.name, tokens, last.total, figures)
 
     async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
         """Image i of a step, as the request wants it."""
