@@ -105,17 +105,6 @@ def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
     assert url.startswith("data:image/png;base64,iVBOR")
 
 
-def test_tasks_share_the_server(tiny: RunningServer, tiny_pipe: Pipeline) -> None:
-    async def main() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="any") as one:
-            asked = (one.images.generate(prompt="red cube", extra_body={"seed": seed}) for seed in range(12))
-            return list(await asyncio.gather(*asked))
-
-    for seed, answer in enumerate(asyncio.run(main())):
-        expected = np.asarray(tiny_pipe("red cube", seed=seed).images[0])
-        assert pixels(file_of(answer.data[0])).tobytes() == expected.tobytes()
-
-
 def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
     generate = tiny_client.images.generate
     wrong: list[tuple[dict[str, Any], str]] = [
