@@ -97,16 +97,16 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
     if options.engines is not None and len(names) > 1:
         expected = "one: a folder of engines is built of one bundle"
         raise RequestError(field="engines", found=f"{len(names)} bundles", expected=expected)
-    opened: dict[str, Bundle] = {}
+    by_name: dict[str, Bundle] = {}
     for name in names:
         bundle = options.open_bundle(name)
-        if bundle.manifest.name in opened:
+        if bundle.manifest.name in by_name:
             twice = f"two named {bundle.manifest.name}"
             raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
         if options.on_cpu:
             check_memory(bundle, resolve_settings(bundle.manifest, {"method": "auto"}))
-        opened[bundle.manifest.name] = bundle
-    return list(opened.values())
+        by_name[bundle.manifest.name] = bundle
+    return list(by_name.values())
 
 
 def _loader(

@@ -62,7 +62,7 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
-        drafted = ["eagle", "lantern", "lantern++"] if manifest.drafter else []
+        drafter_methods = ["eagle", "lantern", "lantern++"] if manifest.drafter else []
         prompts = (
             self.pipeline.pipeline.bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
         )
@@ -74,7 +74,7 @@ class LocalBackend:
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
-            "methods": ["ar", "sjd", "rows", *drafted, "auto"],
+            "methods": ["ar", "sjd", "rows", *drafter_methods, "auto"],
             "qualities": ["strict", *manifest.presets],
             "sampling": manifest.sampling.model_dump(),
             "examples": prompts.splitlines()[:8],
@@ -92,8 +92,8 @@ class LocalBackend:
         painting = 0.0  # seconds
         partial = 0  # pictures on the way so far, spaced evenly by codes
         count = request.partial_images or 0
-        watched = bool(request.steps or count)
-        async with aclosing(self.pipeline.updates(**request.options(), steps=watched)) as updates:
+        every_step = bool(request.steps or count)
+        async with aclosing(self.pipeline.updates(**request.options(), steps=every_step)) as updates:
             ticket, _ = await anext(updates)
             yield ACCEPTED
             async for _, step in updates:

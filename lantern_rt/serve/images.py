@@ -45,9 +45,9 @@ class ImagesEndpoint:
 class _Call:
     """One request being answered."""
 
-    def __init__(self, state: ServerState, request: Request, send: Send) -> None:
+    def __init__(self, state: ServerState, http: Request, send: Send) -> None:
         self._state = state
-        self._request = request
+        self._http = http
         self._send = send
         self._began = time.perf_counter()
         self._model = ""
@@ -76,8 +76,8 @@ class _Call:
             status = refusal.status
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            quotes_prompt = refusal.field in ("prompt", "body")
-            facts = {"error": f"{refusal.field}: refused" if quotes_prompt else str(refusal)}
+            may_quote_prompt = status == 400 and refusal.field in ("prompt", "body", "")
+            facts = {"error": f"{refusal.field or 'request'}: refused" if may_quote_prompt else str(refusal)}
             if self._failure is None:
                 await self._respond(JSONResponse(refusal.body(), refusal.status, headers=refusal.headers))
         finally:  # also when it is cancelled: by a server that stops, or by Ray Serve because the client left
@@ -86,27 +86,27 @@ class _Call:
     async def _answer(self) -> Completion:
         state = self._state
         state.check_open()
-        state.check_key(self._request)
-        asked = read_request(await self._body(), state.limits.deadline)
-        backend = state.backend(asked.model)
+        state.check_key(self._http)
+        request = read_request(await self._body(), state.limits.deadline)
+        backend = state.backend(request.model)
         self._model = backend.name
-        async with aclosing(self._draw(backend, asked)) as updates:
+        async with aclosing(self._draw(backend, request)) as updates:
             await self._while_connected(anext(updates))  # accepted, or refused
-            if asked.stream:
-                return await self._stream(asked, updates)
+            if request.stream:
+                return await self._stream(request, updates)
             completion = await self._while_connected(_last(updates))
-        await self._respond(JSONResponse(completion.answer(asked)))
+        await self._respond(JSONResponse(completion.answer(request)))
         return completion
 
     async def _body(self) -> bytes:
         limits = self._state.limits
-        kind = self._request.headers.get("content-type", "")
+        kind = self._http.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise HttpError(415, field="content-type", found=repr(kind[:80]), expected="application/json")
         body = b""
         try:
             async with asyncio.timeout(limits.body_seconds):
-                async for part in self._request.stream():
+                async for part in self._http.stream():
                     body += part
                     if len(body) > limits.body:
                         raise HttpError(
@@ -117,11 +117,11 @@ class _Call:
             raise HttpError(408, problem, field="body", remedy="send it faster") from error
         return body
 
-    async def _draw(self, backend: ImageBackend, asked: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+    async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
         """What a backend gives, until the deadline."""
-        assert asked.deadline is not None
-        end = asyncio.get_running_loop().time() + asked.deadline - (time.perf_counter() - self._began)
-        async with aclosing(backend.draw(asked)) as updates:
+        assert request.deadline is not None
+        end = asyncio.get_running_loop().time() + request.deadline - (time.perf_counter() - self._began)
+        async with aclosing(backend.draw(request)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -131,18 +131,18 @@ class _Call:
                 except TimeoutError as error:
                     raise HttpError(
                         504,
-                        f"the image was not done after {asked.deadline:g} s",
+                        f"the image was not done after {request.deadline:g} s",
                         field="deadline",
                         remedy="give more time, or ask for fewer images",
                         code="deadline_exceeded",
                     ) from error
                 yield update
 
-    async def _stream(self, asked: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+    async def _stream(self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
         """Send events as they come."""
-        events = self._events(asked, updates)
+        events = self._events(request, updates)
         response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
-        await response(self._request.scope, self._request.receive, self._send)
+        await response(self._http.scope, self._http.receive, self._send)
         if self._failure is not None:
             raise self._failure
         if self._completion is None:
@@ -150,12 +150,12 @@ class _Call:
         return self._completion
 
     async def _events(
-        self, asked: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]
+        self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]
     ) -> AsyncGenerator[dict[str, str], None]:
         """Server-sent events; an error in the middle is the last one, without a name, as OpenAI's client wants it."""
         try:
             async for update in updates:
-                event = update.event(asked) if isinstance(update, Completion) else update
+                event = update.event(request) if isinstance(update, Completion) else update
                 yield {"event": event["type"], "data": json.dumps(event)}
                 if isinstance(update, Completion):
                     self._completion = update
@@ -166,7 +166,7 @@ class _Call:
     async def _while_connected(self, work: Awaitable[T]) -> T:
         """What the work gives, unless the client leaves first; then it is cancelled. Raises: ClientDisconnect."""
         working = asyncio.ensure_future(work)
-        leaving = asyncio.create_task(_disconnected(self._request.receive))
+        leaving = asyncio.create_task(_disconnected(self._http.receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -178,7 +178,7 @@ class _Call:
             await asyncio.gather(working, leaving, return_exceptions=True)
 
     async def _respond(self, response: JSONResponse) -> None:
-        await response(self._request.scope, self._request.receive, self._send)
+        await response(self._http.scope, self._http.receive, self._send)
 
     def _log(self, status: int, facts: dict[str, Any]) -> None:
         """Count the request, and log a line of JSON."""
@@ -187,7 +187,7 @@ class _Call:
         if status in (DISCONNECTED, 504):
             metrics.aborted.labels(self._model, "deadline" if status == 504 else "disconnected").inc()
         seconds = round(time.perf_counter() - self._began, 4)
-        self._state.log(self._request, {"status": status, "model": self._model, "seconds": seconds, **facts})
+        self._state.log(self._http, {"status": status, "model": self._model, "seconds": seconds, **facts})
 
 
 async def _last(updates: AsyncGenerator[Event | Completion, None]) -> Completion:

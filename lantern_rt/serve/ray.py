@@ -77,9 +77,9 @@ def app(settings: Settings) -> serve.Application:
     bundles = {settings.bundles: {}} if isinstance(settings.bundles, str) else settings.bundles
     names = [Path(bundle).name for bundle in bundles]
     if not names or len({*names, "ingress"}) <= len(names):
-        listed = ", ".join(names) or "none"
+        found = ", ".join(names) or "none"
         expected = "one or more, each of another name, none named ingress"
-        raise RequestError(field="bundles", found=listed, expected=expected)
+        raise RequestError(field="bundles", found=found, expected=expected)
     scaling = {"max_replicas": 4, "target_ongoing_requests": settings.together, **settings.autoscaling}
     replica = serve.deployment(
         max_ongoing_requests=settings.together + settings.waiting,
@@ -187,8 +187,8 @@ class RayBackend:
             BusyError: no replica has room.
         """
         began = time.perf_counter()
-        waited: float | None = None  # seconds until a replica accepted it
-        lost = 0
+        queue_seconds: float | None = None  # seconds until a replica accepted it
+        replicas_lost = 0
         self._waiting += 1
         try:
             while True:
@@ -198,34 +198,37 @@ class RayBackend:
                         if isinstance(update, LanternError):
                             raise update
                         if isinstance(update, Completion):
-                            assert waited is not None
+                            assert queue_seconds is not None
                             seconds = time.perf_counter() - began
-                            self._seconds = seconds - waited
-                            queued = update.figures.queue_seconds + waited
-                            figures = replace(update.figures, seconds=seconds, queue_seconds=queued)
+                            self._seconds = seconds - queue_seconds
+                            figures = replace(
+                                update.figures,
+                                seconds=seconds,
+                                queue_seconds=update.figures.queue_seconds + queue_seconds,
+                            )
                             yield replace(update, figures=figures)
                             return
                         if update != ACCEPTED:
                             yield update
-                        elif waited is None:
-                            waited = time.perf_counter() - began
+                        elif queue_seconds is None:
+                            queue_seconds = time.perf_counter() - began
                             self._waiting -= 1
                             self._running += 1
                             yield update
                 except (BackPressureError, BusyError) as error:
-                    if waited is None:
+                    if queue_seconds is None:
                         raise self._busy(error) from error
                     await asyncio.sleep(RETRY_SECONDS)  # it had a place, which died
                 except RayError as error:  # not an error of the replica, but its end
-                    lost += 1
-                    if isinstance(error, RayTaskError) or lost == MAX_REPLICAS_LOST:
+                    replicas_lost += 1
+                    if isinstance(error, RayTaskError) or replicas_lost == MAX_REPLICAS_LOST:
                         raise
                     _LOG.warning("%s: lost a replica (%s); another one begins anew", self.name, type(error).__name__)
                 except (GeneratorExit, asyncio.CancelledError):
                     response.cancel()
                     raise
         finally:
-            if waited is None:
+            if queue_seconds is None:
                 self._waiting -= 1
             else:
                 self._running -= 1

@@ -104,7 +104,7 @@ class ServerState:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = _hash(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self.limits.keys]  # all of them, at the same pace
+        matches = [hmac.compare_digest(digest, key) for key in self.limits.keys]  # all of them, at the same pace
         if scheme.lower() != "bearer" or not any(matches):
             raise HttpError(401, "no known key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
 
@@ -113,8 +113,8 @@ class ServerState:
         if name is None:
             return next(iter(self.backends.values()))
         if name not in self.backends:
-            known = ", ".join(self.backends)
-            raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=known)
+            names = ", ".join(self.backends)
+            raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=names)
         return self.backends[name]
 
     def log(self, request: Request, facts: dict[str, Any]) -> None:

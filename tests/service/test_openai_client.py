@@ -58,6 +58,16 @@ def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.Open
     assert answer.usage.input_tokens_details.text_tokens == scenes_pipe.bundle.manifest.condition.prefix
 
 
+def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
+    presets = scenes_pipe.bundle.manifest.presets
+    assert presets
+    for quality, preset in presets.items():
+        answer = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
+        expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
+        assert pixels(file_of(answer.data[0])).tobytes() == np.asarray(expected).tobytes()
+        assert answer.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
+
+
 def test_four_images_are_drawn_with_four_seeds(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
     answer = scenes_client.images.generate(prompt=PROMPT, n=4, model="scenes", extra_body={"seed": 7})
     expected = scenes_pipe(PROMPT, seed=7, num_images=4).images

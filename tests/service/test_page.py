@@ -101,7 +101,10 @@ def test_map_and_statistics_tell_how_the_codes_came_to_be(page: Page) -> None:
     assert float(table["Tokens per forward pass"][0]) == pytest.approx(CODES / int(table["Target passes"][0]), abs=0.01)
     assert page.locator(".map").get_attribute("aria-label").startswith(f"Map of {CODES} codes: ")
     expect(page.locator(".how")).to_contain_text("sjd:window=")
-    assert page.locator("#quality option").all_inner_texts() == ["strict: exact"]
+    assert page.locator("#quality option").all_inner_texts() == [
+        "strict: exact",
+        *open_bundle("scenes").manifest.presets,
+    ]
     expect(page.locator(".over")).to_be_hidden()
     page.check("#overlay")
     expect(page.locator(".over")).to_be_visible()
