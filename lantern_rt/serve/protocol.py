@@ -19,9 +19,9 @@ MAX_PARTIAL_IMAGES = 64
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
 _RANDOM_SEEDS = 2**32
 _FIELDS = {  # of a body, by the parameters of a pipeline
-    **dict.fromkeys((*PARAMETERS, "methods"), "method"),
     "num_images": "n",
     "quality": "quality_budget",
+    "methods": "method",
     "prompts": "prompt",
     "class_ids": "class_id",
 }
@@ -223,6 +223,7 @@ class HttpError(LanternError):
         self.status = status
         self.code = "invalid_value" if status == 400 else code
         self.seconds = seconds
+        self.param = self.field
 
     @classmethod
     def of(cls, error: Exception) -> HttpError:
@@ -230,12 +231,16 @@ class HttpError(LanternError):
         if isinstance(error, HttpError):
             return error
         if isinstance(error, BusyError):
-            return cls(429, error.problem, "busy", error.seconds, remedy=error.remedy)
+            return cls(429, str(error), "busy", error.seconds)
         if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # it was closed
             return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
             field = _FIELDS.get(error.field, error.field)
-            return cls(400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy)
+            refusal = cls(
+                400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy
+            )
+            refusal.param = "method" if field in PARAMETERS else field
+            return refusal
         if isinstance(error, LanternError):  # its words may name files of the server
             return cls(500, "the server's engines failed", "engine_failed", remedy="its log says more")
         return cls(500, "an error in the server", remedy="its log says more")
@@ -244,8 +249,8 @@ class HttpError(LanternError):
         """OpenAI's error object."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        of_body = self.field.isidentifier() and self.field not in ("authorization", "body")
-        param = self.field if of_body else None
+        of_body = self.param.isidentifier() and self.param not in ("authorization", "body")
+        param = self.param if of_body else None
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
     @property
