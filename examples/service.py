@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             seed = query.get("seed", "0")
             if not seed.isdecimal() or len(seed) > 18:
-                raise RequestError(f"seed: found {seed[:20]!r}, expected a number of at most 18 digits")
+                raise RequestError(field="seed", found=repr(seed[:20]), expected="a number of at most 18 digits")
             self.answer(200, "image/png", self.painter.png(query.get("prompt", ""), int(seed)))
         except RequestError as error:
             self.answer(400, "text/plain; charset=utf-8", f"{error}\n".encode())

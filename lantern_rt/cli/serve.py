@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..checks import require_library, whole
 from ..errors import RequestError
 from .console import say
-from .options import ENGINE, Running
+from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
+
+if TYPE_CHECKING:
+    from ..asynchronous import AsyncPipeline
+    from ..bundle.files import Bundle
 
 EXAMPLES = """
 lantern-rt serve
 lantern-rt serve bundles/llamagen-b scenes --port 9000
 lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --together 16 --waiting 64
-lantern-rt serve scenes --provider cpu --provider vq_decoder=openvino-bf16
 curl localhost:8000/v1/images/generations -H "content-type: application/json" -d '{"prompt": "a red cube on sand"}'
 """
+LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client")
 LIMITS, REACH = "Limits", "Who may ask"  # groups in help
 
 
@@ -52,58 +57,67 @@ def serve(
     waiting: Annotated[
         int, typer.Option(help="Images that may wait for them; more are told to come again.", rich_help_panel=LIMITS)
     ] = 64,
-    deadline: Annotated[float, typer.Option(help="Seconds that a request may take.", rich_help_panel=LIMITS)] = 600.0,
-    drain_seconds: Annotated[
+    deadline: Annotated[
         float,
-        typer.Option(help="Seconds that requests have to end once the server is stopped.", rich_help_panel=LIMITS),
-    ] = 300.0,
-    *,
-    running: Running,
-    picture_threads: Annotated[
-        int, typer.Option(help="Threads of each bundle's image decoder.", rich_help_panel=ENGINE)
-    ] = 1,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Have the log hold prompts.")] = False,
+        typer.Option(help="Seconds that a request may take, also once the server is stopped.", rich_help_panel=LIMITS),
+    ] = 600.0,
+    threads: ThreadsOption = None,
+    engines: EnginesOption = None,
+    provider: ProviderOption = None,
 ) -> None:
     """Serve bundles over HTTP: OpenAI's Images API, a web page, metrics.
 
     The log is a line of JSON for each request, on stderr. SIGTERM and Ctrl-C finish what is being drawn; a second
     Ctrl-C does not wait.
     """
-    require_library("uvicorn", "lantern-rt serve", "serve")
-    require_library("prometheus_client", "lantern-rt serve", "serve")
-    from ..asynchronous import AsyncPipeline
-    from ..auto.memory import check_memory
-    from ..bundle.files import Bundle
-    from ..requests import resolve_settings
-    from ..serve.front import Limits, read_keys
-    from ..serve.server import Load, Server
+    for library in LIBRARIES:
+        require_library(library, "lantern-rt serve", "serve")
+    from ..serve.server import Server
+    from ..serve.state import Limits, read_keys
 
-    for name, value in (("deadline", deadline), ("drain_seconds", drain_seconds)):
-        if not 0 < value < 1e9:
-            raise RequestError(f"{name}: found {value:g}, expected seconds above 0")
+    if not 0 < deadline < 1e9:
+        raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     whole("port", port, 8000, 0, 65535)
     keys = [] if api_key_file is None else read_keys(api_key_file)
-    opened = [running.open_bundle(name) for name in bundles or ["scenes"]]
-    names = [bundle.manifest.name for bundle in opened]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"bundles: found two of the name {twice}, expected one each: requests name a model by it")
-    if running.engines is not None and len(opened) > 1:
-        raise RequestError(f"engines: found {len(opened)} bundles, expected one: a folder is built of one bundle")
-    if running.on_cpu:
-        for bundle in opened:
-            settings = resolve_settings(bundle.manifest, {"method": "auto"})
-            check_memory(bundle, settings)
-
-    def loader(bundle: Bundle) -> Load:
-        options = {**vars(running), "picture_threads": picture_threads}
-        return lambda: AsyncPipeline.from_bundle(bundle, together=together, waiting=waiting, **options)
-
-    limits = Limits(deadline=deadline, keys=keys, log_prompts=log_prompts)
-    models = [loader(bundle) for bundle in opened]
-    server = Server(models, host, port, limits, cors or (), drain_seconds)
-    say(f"{', '.join(names)}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
+    options = EngineOptions(threads, engines, provider)
+    opened = _open(bundles or ["scenes"], options)
+    models = [_loader(bundle, options, together, waiting) for bundle in opened]
+    server = Server(models, host, port, Limits(deadline=deadline, keys=keys), cors or ())
+    names = ", ".join(bundle.manifest.name for bundle in opened)
+    say(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
     with _logged():
         server.run()
+
+
+def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
+    """Bundles of different names that this host has memory for, each by itself."""
+    from ..auto.memory import check_memory
+    from ..requests import resolve_settings
+
+    if options.engines is not None and len(names) > 1:
+        expected = "one: a folder of engines is built of one bundle"
+        raise RequestError(field="engines", found=f"{len(names)} bundles", expected=expected)
+    by_name: dict[str, Bundle] = {}
+    for name in names:
+        bundle = options.open_bundle(name)
+        if bundle.manifest.name in by_name:
+            twice = f"two named {bundle.manifest.name}"
+            raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
+        if options.on_cpu:
+            check_memory(bundle, resolve_settings(bundle.manifest, {"method": "auto"}))
+        by_name[bundle.manifest.name] = bundle
+    return list(by_name.values())
+
+
+def _loader(
+    bundle: Bundle, options: EngineOptions, together: int | None, waiting: int
+) -> Callable[[], Awaitable[AsyncPipeline]]:
+    from ..asynchronous import AsyncPipeline
+
+    engine_options = asdict(options)
+    return lambda: AsyncPipeline.from_bundle(
+        bundle, together=together, waiting=waiting, picture_threads=1, **engine_options
+    )
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .drawing import Drawer
-from .front import Front
-from .images import Images
+from .backend import ImageBackend
+from .images import ImagesEndpoint
 from .protocol import HttpError
+from .state import ServerState
 
 PAGE = Path(str(files(__package__) / "page"))
 _SAFE = {
@@ -36,11 +36,17 @@ _SAFE = {
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-def make_app(front: Front, lifespan: Lifespan | None = None, origins: Sequence[str] = ()) -> Starlette:
-    """The application. lifespan: fills `front.drawers`, and closes them. origins: of other sites' pages (CORS)."""
-    pages = _Pages(front)
+def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequence[str] = ()) -> Starlette:
+    """The application.
+
+    Args:
+        state: that requests share.
+        lifespan: fills `state.backends`, and closes them.
+        origins: sites whose pages may ask (CORS).
+    """
+    pages = _Pages(state)
     routes = [
-        Route("/v1/images/generations", Images(front), methods=["POST"]),
+        Route("/v1/images/generations", ImagesEndpoint(state), methods=["POST"]),
         Route("/v1/models", pages.models),
         Route("/v1/models/{name:path}", pages.model),
         Route("/livez", pages.live),
@@ -52,9 +58,15 @@ def make_app(front: Front, lifespan: Lifespan | None = None, origins: Sequence[s
     ]
     middleware = [Middleware(_Headers)]
     if origins:
-        allowed: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["authorization", "content-type"]}
-        shown: dict[str, Any] = {"allow_origins": [*origins], "expose_headers": ["retry-after", "x-request-id"]}
-        middleware.append(Middleware(CORSMiddleware, **allowed, **shown))
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=[*origins],
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type"],
+                expose_headers=["retry-after", "x-request-id"],
+            )
+        )
     handlers: dict[Any, Any] = {HTTPException: _no_route, HttpError: _refuse, Exception: _refuse}
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
 
@@ -62,31 +74,32 @@ def make_app(front: Front, lifespan: Lifespan | None = None, origins: Sequence[s
 class _Pages:
     """Everything but images."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def models(self, request: Request) -> Response:
-        self._front.check_key(request)
-        return JSONResponse({"object": "list", "data": [self._describe(one) for one in self._front.drawers.values()]})
+        self._state.check_key(request)
+        models = [self._describe(backend) for backend in self._state.backends.values()]
+        return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
-        self._front.check_key(request)
-        self._front.check_open()
-        return JSONResponse(self._describe(self._front.drawer(request.path_params["name"])))
+        self._state.check_key(request)
+        self._state.check_open()
+        return JSONResponse(self._describe(self._state.backend(request.path_params["name"])))
 
-    def _describe(self, drawer: Drawer) -> dict[str, Any]:
-        own = {"object": "model", "created": self._front.started, "owned_by": "lantern-rt"}
-        return {"id": drawer.name, **own, "lantern": drawer.describe()}
+    def _describe(self, backend: ImageBackend) -> dict[str, Any]:
+        own = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt"}
+        return {"id": backend.name, **own, "lantern": backend.describe()}
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        status = self._front.status
+        status = self._state.status
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._front.metrics.text(self._front.drawers.values()), media_type="text/plain; version=0.0.4")
+        return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE / "index.html")
@@ -102,8 +115,9 @@ class _Headers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Request(scope).headers.get("x-request-id", "")
-        identity = given if re.fullmatch(r"[\w.:-]{1,80}", given, re.ASCII) else secrets.token_hex(8)
+        identity = Request(scope).headers.get("x-request-id", "")
+        if not re.fullmatch(r"[\w.:-]{1,80}", identity, re.ASCII):
+            identity = secrets.token_hex(8)
         scope.setdefault("state", {})["request_id"] = identity
 
         async def send_with_headers(message: Message) -> None:
@@ -123,9 +137,10 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    found = f"{request.method} {request.url.path}"
-    what = (
-        "takes another method" if error.status_code == 405 else "there is nothing; images are at /v1/images/generations"
-    )
-    refusal = HttpError(error.status_code, f"{found}: {what}")
+    place = f"{request.method} {request.url.path}"
+    if error.status_code == 405:
+        refusal = HttpError(405, "another method is needed", field=place)
+    else:
+        problem = "there is nothing"
+        refusal = HttpError(error.status_code, problem, field=place, remedy="images are at /v1/images/generations")
     return JSONResponse(refusal.body(), error.status_code, headers=error.headers)

@@ -3,213 +3,201 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from .drawing import Order, Summary, Update
-from .front import Front
-from .protocol import Form, HttpError, error_event, read_request
+from .backend import ImageBackend
+from .protocol import Completion, Event, HttpError, ImagesRequest, read_request
+from .state import ServerState
 
-HEARTBEAT = 15.0  # seconds without news after which a comment keeps a stream open
-PATIENCE = 5.0  # seconds that a client has to take in a refusal
+PING_SECONDS = 15  # without news, after which a comment keeps a stream open
+SEND_SECONDS = 60.0  # that a client has to take an event, so that one that reads nothing ends, too
 DISCONNECTED = 499  # what logs say of a client that left
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 
 
-class ClientLeftError(Exception):
-    """The client is gone."""
-
-
-class Images:
+class ImagesEndpoint:
     """The endpoint, as an ASGI application."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = _Answering(self._front, Request(scope, receive), send)
-        self._front.active.add(answering)
+        self._state.active += 1
         try:
-            await answering.run()
+            await _Call(self._state, Request(scope, receive), send).run()
         finally:
-            self._front.active.discard(answering)
+            self._state.active -= 1
 
 
-class _Answering:
+class _Call:
     """One request being answered."""
 
-    def __init__(self, front: Front, request: Request, send: Send) -> None:
-        self._front, self._request, self._send = front, request, send
-        self._began, self._streaming, self._model = time.perf_counter(), False, ""
-        self._facts: dict[str, Any] = {}  # for the log
+    def __init__(self, state: ServerState, http: Request, send: Send) -> None:
+        self._state = state
+        self._http = http
+        self._send = send
+        self._began = time.perf_counter()
+        self._model = ""
+        self._completion: Completion | None = None
+        self._failure: Exception | None = None  # which a stream has told
 
     async def run(self) -> None:
-        status = 500
+        """Answer it, and log how it ended."""
+        status = DISCONNECTED
+        facts: dict[str, Any] = {}
         try:
-            summary = await self._draw()
+            completion = await self._answer()
             status = 200
-            self._front.metrics.finished(summary)
-            self._facts |= {"method": summary.method, "images": len(summary.seeds)}
-            self._facts["queue_seconds"] = round(summary.waited, 4)
-            self._facts["tokens_per_forward_pass"] = round(summary.tokens_per_forward_pass, 3)
-        except (ClientLeftError, ClientDisconnect, ConnectionError):
-            status = self._left()
-        except asyncio.CancelledError:  # by a server that stops, or by Ray Serve because the client left
-            status = 503 if self._front.draining else self._left()
-            if self._front.draining:
-                text = "the server stopped before the image was done"
-                await self._refuse(HttpError(503, text, None, "stopped", 5))
-            raise
+            self._state.metrics.finished(completion)
+            figures = completion.figures
+            facts = {
+                "method": figures.method,
+                "images": len(figures.seeds),
+                "queue_seconds": round(figures.queue_seconds, 4),
+                "tokens_per_forward_pass": round(figures.tokens_per_forward_pass, 3),
+            }
+        except (ClientDisconnect, ConnectionError, SendTimeoutError):
+            pass
         except Exception as error:
             refusal = HttpError.of(error)
             status = refusal.status
-            if status == 504:
-                self._front.metrics.aborted.labels(self._model, "deadline").inc()
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
-            part, _, _ = refusal.message.partition(":")
-            hidden = part in ("prompt", "body") and not self._front.limits.log_prompts  # it may quote the prompt
-            self._facts["error"] = f"{part}: refused" if hidden else refusal.message
-            with suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(PATIENCE):  # a client that reads nothing must not hold a place
-                    await self._refuse(refusal)
-        finally:
-            self._front.metrics.requests.labels(self._model, str(status)).inc()
-            self._log(status)
+            may_quote_prompt = status == 400 and refusal.field in ("prompt", "body", "")
+            facts = {"error": f"{refusal.field or 'request'}: refused" if may_quote_prompt else str(refusal)}
+            if self._failure is None:
+                await self._respond(JSONResponse(refusal.body(), refusal.status, headers=refusal.headers))
+        finally:  # also when it is cancelled: by a server that stops, or by Ray Serve because the client left
+            self._log(status, facts)
 
-    def _left(self) -> int:
-        self._front.metrics.aborted.labels(self._model, "disconnected").inc()
-        return DISCONNECTED
-
-    async def _draw(self) -> Summary:
-        front = self._front
-        front.check_open()
-        front.check_key(self._request)
-        asked = read_request(await self._body())
-        drawer = front.drawer(asked.model)
-        self._model, order = drawer.name, front.limited(asked.order())
-        form = Form(order.file, order.options.get("size", drawer.size), asked.response_format == "url")
-        if front.limits.log_prompts:
-            self._facts["prompt"] = asked.prompt
-        updates = drawer.draw(order)
-        work = self._stream(updates, form) if asked.stream else self._answer(updates, form)
-        return await self._within(work, order)
+    async def _answer(self) -> Completion:
+        state = self._state
+        state.check_open()
+        state.check_key(self._http)
+        request = read_request(await self._body(), state.limits.deadline)
+        backend = state.backend(request.model)
+        self._model = backend.name
+        async with aclosing(self._draw(backend, request)) as updates:
+            await self._while_connected(anext(updates))  # accepted, or refused
+            if request.stream:
+                return await self._stream(request, updates)
+            completion = await self._while_connected(_last(updates))
+        await self._respond(JSONResponse(completion.answer(request)))
+        return completion
 
     async def _body(self) -> bytes:
-        kind, limits, body = self._request.headers.get("content-type", ""), self._front.limits, b""
+        limits = self._state.limits
+        kind = self._http.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
-            raise HttpError(415, f"content-type: found {kind[:80]!r}, expected application/json")
+            raise HttpError(415, field="content-type", found=repr(kind[:80]), expected="application/json")
+        body = b""
         try:
             async with asyncio.timeout(limits.body_seconds):
-                async for part in self._request.stream():
+                async for part in self._http.stream():
                     body += part
                     if len(body) > limits.body:
-                        found = f"body: found more than {limits.body:,} bytes, expected at most that"
-                        raise HttpError(413, f"{found}; shorten it")
+                        raise HttpError(
+                            413, field="body", expected=f"at most {limits.body:,} bytes", remedy="shorten it"
+                        )
         except TimeoutError as error:
-            found = f"body: not all of it was there after {limits.body_seconds:g} s"
-            raise HttpError(408, f"{found}; send it faster") from error
+            problem = f"not all of it was there after {limits.body_seconds:g} s"
+            raise HttpError(408, problem, field="body", remedy="send it faster") from error
         return body
 
-    async def _answer(self, updates: AsyncGenerator[Update, None], form: Form) -> Summary:
-        async with aclosing(updates):
-            async for update in updates:
-                last = update
-        assert last.summary is not None
-        await self._respond(JSONResponse(form.answer(last)))
-        return last.summary
+    async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+        """What a backend gives, until the deadline."""
+        assert request.deadline is not None
+        end = asyncio.get_running_loop().time() + request.deadline - (time.perf_counter() - self._began)
+        async with aclosing(backend.draw(request)) as updates:
+            while True:
+                try:
+                    async with asyncio.timeout_at(end):
+                        update = await anext(updates)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError as error:
+                    raise HttpError(
+                        504,
+                        f"the image was not done after {request.deadline:g} s",
+                        field="deadline",
+                        remedy="give more time, or ask for fewer images",
+                        code="deadline_exceeded",
+                    ) from error
+                yield update
 
-    async def _stream(self, updates: AsyncGenerator[Update, None], form: Form) -> Summary:
-        """Send events as they come; the status is sent once the request was taken."""
-        summary = None
-        async with aclosing(with_pauses(updates, HEARTBEAT)) as news:
-            async for update in news:
-                if not self._streaming:
-                    if update is None:  # it may still be refused
-                        continue
-                    await self._begin_stream()
-                data = b": waiting\n\n" if update is None else form.events(update)
-                if data:
-                    await self._send({"type": "http.response.body", "body": data, "more_body": True})
-                summary = summary if update is None else update.summary
-        assert summary is not None
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        return summary
+    async def _stream(self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+        """Send events as they come."""
+        events = self._events(request, updates)
+        response = EventSourceResponse(events, ping=PING_SECONDS, sep="\n", send_timeout=SEND_SECONDS)
+        await response(self._http.scope, self._http.receive, self._send)
+        if self._failure is not None:
+            raise self._failure
+        if self._completion is None:
+            raise ClientDisconnect
+        return self._completion
 
-    async def _begin_stream(self) -> None:
-        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-        headers["x-accel-buffering"] = "no"
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        self._streaming = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-
-    async def _within(self, work: Coroutine[Any, Any, T], order: Order) -> T:
-        """What the work gives, unless the client leaves, or the deadline comes first; then it is cancelled."""
-        working, leaving = asyncio.create_task(work), asyncio.create_task(_gone(self._request.receive))
-        left = None if order.deadline is None else max(0.0, self._began + order.deadline - time.perf_counter())
+    async def _events(
+        self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]
+    ) -> AsyncGenerator[dict[str, str], None]:
+        """Server-sent events; an error in the middle is the last one, without a name, as OpenAI's client wants it."""
         try:
-            await asyncio.wait({working, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            if leaving.done():
-                raise ClientLeftError
-            text = (
-                f"deadline: the image was not done after {order.deadline:g} s; give more time, or ask for fewer images"
-            )
-            raise HttpError(504, text, "deadline", "deadline_exceeded")
+            async for update in updates:
+                event = update.event(request) if isinstance(update, Completion) else update
+                yield {"event": event["type"], "data": json.dumps(event)}
+                if isinstance(update, Completion):
+                    self._completion = update
+        except Exception as error:
+            self._failure = error
+            yield {"data": json.dumps(HttpError.of(error).body())}
+
+    async def _while_connected(self, work: Awaitable[T]) -> T:
+        """What the work gives, unless the client leaves first; then it is cancelled. Raises: ClientDisconnect."""
+        working = asyncio.ensure_future(work)
+        leaving = asyncio.create_task(_disconnected(self._http.receive))
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientDisconnect
+            return working.result()
         finally:
             for task in (working, leaving):
                 task.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
-    async def _refuse(self, refusal: HttpError) -> None:
-        if self._streaming:
-            await self._send({"type": "http.response.body", "body": error_event(refusal), "more_body": False})
-        else:
-            await self._respond(JSONResponse(refusal.body(), refusal.status, headers=refusal.headers))
-
     async def _respond(self, response: JSONResponse) -> None:
-        await response(self._request.scope, self._request.receive, self._send)
+        await response(self._http.scope, self._http.receive, self._send)
 
-    def _log(self, status: int) -> None:
-        """One line a request, as JSON."""
-        facts = {"status": status, "model": self._model, "seconds": round(time.perf_counter() - self._began, 4)}
-        self._front.log(self._request, facts | self._facts)
-
-
-async def with_pauses(updates: AsyncGenerator[T, None], seconds: float) -> AsyncGenerator[T | None, None]:
-    """The updates, and None whenever none came for so long. Closes them at the end."""
-    pending: asyncio.Future[T] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(anext(updates))
-            done, _ = await asyncio.wait({pending}, timeout=seconds)
-            if not done:
-                yield None
-                continue
-            try:
-                update = pending.result()
-            except StopAsyncIteration:
-                return
-            pending = None
-            yield update
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        await updates.aclose()
+    def _log(self, status: int, facts: dict[str, Any]) -> None:
+        """Count the request, and log a line of JSON."""
+        metrics = self._state.metrics
+        metrics.requests.labels(self._model, str(status)).inc()
+        if status in (DISCONNECTED, 504):
+            metrics.aborted.labels(self._model, "deadline" if status == 504 else "disconnected").inc()
+        seconds = round(time.perf_counter() - self._began, 4)
+        self._state.log(self._http, {"status": status, "model": self._model, "seconds": seconds, **facts})
 
 
-async def _gone(receive: Receive) -> None:
-    """Waits until the client disconnects; its body has been read."""
+async def _last(updates: AsyncGenerator[Event | Completion, None]) -> Completion:
+    async for update in updates:
+        last = update
+    assert isinstance(last, Completion)
+    return last
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Wait until the client leaves; its body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

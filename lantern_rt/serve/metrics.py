@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from .drawing import Drawer, Summary
+from .backend import ImageBackend
+from .protocol import Completion
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
@@ -37,20 +38,21 @@ class Metrics:
         self._waiting = Gauge("lantern_images_waiting", "Images that wait.", ("model",), registry=registry)
         self._nodes = Gauge("lantern_draft_nodes", "Nodes of a pass for each image.", ("model",), registry=registry)
 
-    def finished(self, summary: Summary) -> None:
-        """Count an order that was drawn; methods by name only, as clients may make up any number of parameters."""
-        model, method = summary.model, summary.method.partition(":")[0]
-        self.images.labels(model, method).inc(len(summary.seeds))
-        self.tokens.labels(model).inc(summary.output_tokens)
-        self.passes.labels(model).inc(summary.target_passes)
-        self.tvd.labels(model).inc(summary.realised_tvd * len(summary.seeds))
-        self.queue.labels(model).observe(summary.waited)
-        self.request.labels(model).observe(summary.seconds)
-        self.picture.labels(model).observe(summary.picture_seconds)
+    def finished(self, completion: Completion) -> None:
+        """Count a request that was drawn; methods by name only, as clients may make up any number of parameters."""
+        figures = completion.figures
+        model = figures.model
+        self.images.labels(model, figures.method.partition(":")[0]).inc(len(figures.seeds))
+        self.tokens.labels(model).inc(completion.output_tokens)
+        self.passes.labels(model).inc(figures.target_passes)
+        self.tvd.labels(model).inc(figures.realised_tvd_per_token * completion.output_tokens)
+        self.queue.labels(model).observe(figures.queue_seconds)
+        self.request.labels(model).observe(figures.seconds)
+        self.picture.labels(model).observe(figures.picture_seconds)
 
-    def text(self, drawers: Iterable[Drawer]) -> bytes:
+    def text(self, backends: Iterable[ImageBackend]) -> bytes:
         """All of it in Prometheus' text format."""
-        for drawer in drawers:
-            for gauge, value in zip((self._running, self._waiting, self._nodes), drawer.load(), strict=True):
-                gauge.labels(drawer.name).set(value)
+        for backend in backends:
+            for gauge, value in zip((self._running, self._waiting, self._nodes), backend.load(), strict=True):
+                gauge.labels(backend.name).set(value)
         return generate_latest(self.registry)

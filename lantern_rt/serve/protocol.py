@@ -1,27 +1,35 @@
-"""What goes over the wire: requests of OpenAI's Images API and ours beside them, answers, events, errors."""
+"""What goes over the wire: requests, answers, events and errors of OpenAI's Images API, and ours."""
 
 from __future__ import annotations
 
 import base64
-import json
-import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..checks import explain, short
 from ..errors import BusyError, LanternError, RequestError
-from ..methods import PARAMETERS
+from ..methods import PARAMETERS, Quality
 from ..requests import SAMPLING
-from .drawing import Order, Summary, Update
 
-Number = Annotated[int, Field(strict=True)]
-FORMATS = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-MOST_PARTIAL = 64  # pictures on the way
-RANDOM_SEEDS = 2**32
+MAX_PARTIAL_IMAGES = 64
+MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+_RANDOM_SEEDS = 2**32
+_FIELDS = {  # of a body, by the parameters of a pipeline
+    "num_images": "n",
+    "quality": "quality_budget",
+    "methods": "method",
+    "prompts": "prompt",
+    "class_ids": "class_id",
+}
+
+Event = dict[str, Any]  # of a stream; `type` is its kind
+Text = Annotated[str, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 class ImagesRequest(BaseModel):
@@ -29,180 +37,223 @@ class ImagesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    prompt: Annotated[str, Field(strict=True)] | None = None
-    model: Annotated[str, Field(strict=True)] | None = None
-    n: Annotated[Number, Field(ge=1, le=10)] | None = None
-    size: Annotated[str, Field(strict=True)] | None = None
+    prompt: Text | None = None
+    model: Text | None = None
+    n: Annotated[Whole, Field(ge=1, le=10)] | None = None
+    size: Text | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
-    output_compression: Annotated[Number, Field(ge=0, le=100)] | None = None
-    stream: Annotated[bool, Field(strict=True)] | None = None
-    partial_images: Annotated[Number, Field(ge=0, le=MOST_PARTIAL)] | None = None
+    output_compression: Annotated[Whole, Field(ge=0, le=100)] | None = None
+    stream: Flag | None = None
+    partial_images: Annotated[Whole, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
     # OpenAI's fields that leave us one thing to do
     quality: Literal["auto"] | None = None
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
-    user: Annotated[str, Field(strict=True)] | None = None
+    user: Text | None = None
     # ours
-    seed: Number | None = None
-    class_id: Number | None = None
-    method: Annotated[str, Field(strict=True)] | None = None
-    quality_budget: Annotated[str, Field(strict=True)] | None = None
+    seed: Whole | None = None
+    class_id: Whole | None = None
+    method: Text | None = None
+    quality_budget: Quality | None = None
     cfg_scale: float | None = None
-    cfg_interval: int | None = None
     temperature: float | None = None
-    top_k: Number | None = None
+    top_k: Whole | None = None
     top_p: float | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
-    steps: Annotated[bool, Field(strict=True)] | None = None
+    steps: Flag | None = None
+
+    @property
+    def format(self) -> str:
+        """Of the files: png, jpeg or webp."""
+        return self.output_format or "png"
 
     def options(self) -> dict[str, Any]:
-        """What a call of a pipeline takes; a seed is drawn where none is given. Raises: RequestError: a tree's file."""
-        if ".json" in (self.method or ""):
-            raise RequestError(
-                f"method: found {short(self.method)}, expected a tree by its name: files are the server's"
-            )
-        given = {
+        """What a call of a pipeline takes."""
+        values = {
             "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
             "class_ids": self.class_id,
-            "seed": secrets.randbelow(RANDOM_SEEDS) if self.seed is None else self.seed,
+            "seed": self.seed,
             "num_images": self.n,
             "method": self.method,
             "size": None if self.size == "auto" else self.size,
             "quality": self.quality_budget,
             **{name: getattr(self, name) for name in SAMPLING},
         }
-        return {name: value for name, value in given.items() if value is not None}
-
-    def order(self) -> Order:
-        """What is to be drawn. Raises: RequestError: parts do not fit each other."""
-        if self.stream and (self.n or 1) > 1:
-            raise RequestError(f"n: found {self.n} with stream, expected 1: events do not say which image they are of")
-        alone = {"partial_images": self.partial_images, "steps": self.steps}
-        if not self.stream and (idle := [name for name, value in alone.items() if value]):
-            raise RequestError(f"{idle[0]}: goes with stream; leave it out, or give stream true")
-        file = self.output_format or "png"
-        if self.output_compression is not None and file == "png":
-            raise RequestError("output_compression: goes with output_format jpeg or webp, found png; leave it out")
-        partial = self.partial_images or 0
-        return Order(self.options(), file, self.output_compression, partial, bool(self.steps), self.deadline)
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def read_request(body: bytes) -> ImagesRequest:
-    """A request's body. Raises: HttpError: names the field at fault."""
+def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
+    """Check a request's body as far as it can be without a bundle.
+
+    Args:
+        body: JSON.
+        max_deadline: seconds that a request may take, which is the deadline of one that has none.
+
+    Returns:
+        The request, with a seed and a deadline.
+
+    Raises:
+        HttpError: names the field at fault.
+    """
     try:
-        return ImagesRequest.model_validate_json(body)
+        request = ImagesRequest.model_validate_json(body)
     except ValidationError as error:
         field, problem = explain(error)
-        raise HttpError(400, f"{field or 'body'}: {problem}", field or None, "invalid_value") from error
+        raise HttpError(400, problem, field=field or "body") from error
+    if request.stream and (request.n or 1) > 1:
+        why = "events do not say which image they are of"
+        raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=why)
+    for name in ("partial_images", "steps"):
+        if getattr(request, name) and not request.stream:
+            raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
+    if request.output_compression is not None and request.format == "png":
+        why = "png has none"
+        raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
+    if ".json" in (request.method or ""):  # files are the server's
+        raise HttpError(400, field="method", found=short(request.method), expected="a tree by its name")
+    if request.deadline is not None and request.deadline > max_deadline:
+        most = f"at most {max_deadline:g} s, the server's"
+        raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=most)
+    seed = secrets.randbelow(_RANDOM_SEEDS) if request.seed is None else request.seed
+    return request.model_copy(update={"seed": seed, "deadline": request.deadline or max_deadline})
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a request wants its answer."""
+class Figures:
+    """What drawing a request took; `lantern` of an answer.
 
-    file: str
+    Args:
+        model: name of the bundle.
+        method: that drew, with its parameters.
+        choice: how `auto` came to it, in words.
+        seeds: of each image.
+        tokens_per_forward_pass: of an image, the mean over images.
+        target_passes: of all images; a pass counts for every image in it.
+        realised_tvd_per_token: given away by relaxed acceptance.
+        seconds: all of it.
+        queue_seconds: before the first pass.
+        picture_seconds: decoding and encoding pictures, also those on the way.
+    """
+
+    model: str
+    method: str
+    choice: str | None
+    seeds: list[int]
+    tokens_per_forward_pass: float
+    target_passes: int
+    realised_tvd_per_token: float
+    seconds: float
+    queue_seconds: float
+    picture_seconds: float
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request's pictures, all of one size (WIDTHxHEIGHT), as files; tokens of all of them together, and figures."""
+
+    pictures: list[bytes]
     size: str
-    url: bool = False
+    input_tokens: int
+    output_tokens: int
+    figures: Figures
 
-    def about(self) -> dict[str, Any]:
-        """What answers and events say of their pictures."""
-        return {"output_format": self.file, "quality": "auto", "background": "opaque", "size": self.size}
+    def answer(self, request: ImagesRequest) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        if request.response_format == "url":
+            media = MEDIA_TYPES[request.format]
+            data = [{"url": f"data:{media};base64,{_base64(picture)}"} for picture in self.pictures]
+        else:
+            data = [{"b64_json": _base64(picture)} for picture in self.pictures]
+        return {"created": int(time.time()), "data": data, **_appearance(request, self.size), **self._cost()}
 
-    def answer(self, update: Update) -> dict[str, Any]:
-        """The answer with all pictures. update: the last one."""
-        assert update.summary is not None
-        data = [
-            {"url": f"data:{FORMATS[self.file]};base64,{_text(one)}"} if self.url else {"b64_json": _text(one)}
-            for one in update.pictures
-        ]
-        return {"created": int(time.time()), "data": data, **self.about(), **_summary(update.summary)}
+    def event(self, request: ImagesRequest) -> Event:
+        """The last event of a stream."""
+        return picture_event("completed", request, self.size, self.pictures[0]) | self._cost()
 
-    def events(self, update: Update) -> bytes:
-        """The server-sent events of an update; none where it brings nothing new."""
-        common, found = {"created_at": int(time.time()), **self.about()}, b""
-        if update.kinds:
-            names = ("done", "total", "rows", "columns", "kinds", "drafted", "method")
-            found += _event("lantern.step", {name: getattr(update, name) for name in names})
-        if update.partial is not None:
-            picture = {"b64_json": _text(update.pictures[0]), "partial_image_index": update.partial}
-            found += _event("image_generation.partial_image", picture | common)
-        if update.summary is not None:
-            picture = {"b64_json": _text(update.pictures[0])}
-            found += _event("image_generation.completed", picture | common | _summary(update.summary))
-        return found
+    def _cost(self) -> dict[str, Any]:
+        usage = {
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "total_tokens": self.input_tokens + self.output_tokens,
+            "input_tokens_details": {"image_tokens": 0, "text_tokens": self.input_tokens},
+        }
+        return {"usage": usage, "lantern": asdict(self.figures)}
 
 
-def _summary(summary: Summary) -> dict[str, Any]:
-    tokens = {"input_tokens": summary.input_tokens, "output_tokens": summary.output_tokens}
-    usage = {
-        **tokens,
-        "total_tokens": sum(tokens.values()),
-        "input_tokens_details": {"image_tokens": 0, "text_tokens": summary.input_tokens},
+def picture_event(kind: str, request: ImagesRequest, size: str, picture: bytes) -> Event:
+    """An event with a picture.
+
+    Args:
+        kind: `completed` or `partial_image`.
+        request: that it answers.
+        size: of the picture, WIDTHxHEIGHT.
+        picture: a file.
+    """
+    return {
+        "type": f"image_generation.{kind}",
+        "b64_json": _base64(picture),
+        "created_at": int(time.time()),
+        **_appearance(request, size),
     }
-    return {"usage": usage, "lantern": summary.extension()}
 
 
-def _text(data: bytes) -> str:
+def _appearance(request: ImagesRequest, size: str) -> dict[str, str]:
+    return {"output_format": request.format, "quality": "auto", "background": "opaque", "size": size}
+
+
+def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _event(kind: str, data: dict[str, Any]) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **data})}\n\n".encode()
+class HttpError(LanternError):
+    """An error as OpenAI's clients know it.
 
+    Args:
+        status: of HTTP.
+        problem, fields: as for `LanternError`; `field` is one of `ImagesRequest`, or another part of what came.
+        code: a word for programs; that of status 400 is `invalid_value`.
+        seconds: when to try again, if that helps.
+    """
 
-def error_event(error: BaseException) -> bytes:
-    """The event of an error after a stream has begun: OpenAI's client looks for its key."""
-    return f"data: {json.dumps(HttpError.of(error).body())}\n\n".encode()
-
-
-@dataclass(eq=False)
-class HttpError(Exception):
-    """An error as OpenAI's clients know it. seconds: when to try again, if that helps."""
-
-    status: int
-    message: str
-    param: str | None = None
-    code: str | None = None
-    seconds: int | None = None
+    def __init__(
+        self, status: int, problem: str = "", code: str | None = None, seconds: int | None = None, **fields: str
+    ) -> None:
+        super().__init__(problem, **fields)
+        self.status = status
+        self.code = "invalid_value" if status == 400 else code
+        self.seconds = seconds
+        self.param = self.field
 
     @classmethod
-    def of(cls, error: BaseException) -> HttpError:
+    def of(cls, error: Exception) -> HttpError:
         """What an error is over HTTP. The user's own are told; of bugs only that there was one."""
         if isinstance(error, HttpError):
             return error
-        text = str(error)
         if isinstance(error, BusyError):
-            return cls(429, f"busy: {text}", None, "busy", error.seconds)
+            return cls(429, str(error), "busy", error.seconds)
+        if isinstance(error, RequestError) and error.field in ("service", "pipeline"):  # it was closed
+            return cls(503, "the model does not run any more", "stopped", 5, remedy="ask another server")
         if isinstance(error, RequestError):
-            if text.startswith(("service: ", "pipeline: ")):  # it ended
-                return cls(503, "the model does not run any more; ask another server", None, "stopped", 5)
-            return cls(400, text, _parameter(text), "invalid_value")
+            field = _FIELDS.get(error.field, error.field)
+            refusal = cls(
+                400, error.problem, field=field, found=error.found, expected=error.expected, remedy=error.remedy
+            )
+            refusal.param = "method" if field in PARAMETERS else field
+            return refusal
         if isinstance(error, LanternError):  # its words may name files of the server
-            return cls(500, "the server's engines failed; its log says more", None, "engine_failed")
-        return cls(500, "an error in the server; its log says more")
-
-    @property
-    def type(self) -> str:
-        """OpenAI's word for this kind of error."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+            return cls(500, "the server's engines failed", "engine_failed", remedy="its log says more")
+        return cls(500, "an error in the server", remedy="its log says more")
 
     def body(self) -> dict[str, Any]:
-        """The error object."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": error}
+        """OpenAI's error object."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        of_body = self.param.isidentifier() and self.param not in ("authorization", "body")
+        param = self.param if of_body else None
+        return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers that go with it."""
         return {} if self.seconds is None else {"retry-after": str(self.seconds)}
-
-
-def _parameter(message: str) -> str | None:
-    """The field that a message is about: it begins with its name."""
-    match = re.match(r"([a-z][a-z_ ]*?)(?: \d+ of \d+)?:", message)
-    own = {**dict.fromkeys((*PARAMETERS, "methods"), "method"), "num_images": "n", "quality": "quality_budget"}
-    name = match[1].replace(" ", "_") if match else ""
-    name = own.get(name, name)
-    return name if name in ImagesRequest.model_fields else None

@@ -6,10 +6,8 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,36 +16,46 @@ from ..asynchronous import AsyncPipeline
 from ..checks import brief, short
 from ..errors import RequestError
 from .app import make_app
-from .drawing import Drawer, LocalDrawer
-from .front import Front, Limits
+from .backend import LocalBackend
+from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
-Load = Callable[[], Coroutine[Any, Any, AsyncPipeline]]
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FLUSH_SECONDS = 1  # that connections have to take their last bytes
 
 
 class Server:
-    """One server process, in the main thread. models: load its pipelines, one after the other.
+    """One server process, in the main thread.
 
-    port: 0 takes a free one. drain: seconds that stopping may take.
-    Raises: RequestError: the port cannot be had.
+    Args:
+        models: each loads a pipeline; called one after the other.
+        host: address to listen at.
+        port: 0 takes a free one.
+        limits: of requests; their deadline is also what a server that is stopped waits for them.
+        origins: sites whose pages may ask.
+
+    Raises:
+        RequestError: the port cannot be had.
     """
 
     def __init__(
         self,
-        models: Sequence[Load],
+        models: Sequence[Callable[[], Awaitable[AsyncPipeline]]],
         host: str = "127.0.0.1",
         port: int = 8000,
         limits: Limits | None = None,
         origins: Sequence[str] = (),
-        drain: float = 300.0,
     ) -> None:
-        self.front = Front(limits or Limits())
+        self.state = ServerState(limits or Limits())
         self.failure: Exception | None = None
-        self._models, self._drain, self._pipelines = models, drain, list[LocalDrawer]()
+        self._models = models
+        self._backends: list[LocalBackend] = []
         self._socket = listen(host, port)
         self.address = self._socket.getsockname()[:2]
+        self._stopping: asyncio.Task[None] | None = None
+        self._hurrying = False
         config = uvicorn.Config(
-            make_app(self.front, self._lifespan, origins),
+            make_app(self.state, self._lifespan, origins),
             http="h11",
             ws="none",
             loop="asyncio",
@@ -56,9 +64,9 @@ class Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=FLUSH_SECONDS,
         )
-        self._uvicorn = _Uvicorn(config, self)
+        self._uvicorn = uvicorn.Server(config)
 
     @property
     def url(self) -> str:
@@ -74,40 +82,53 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # In place of uvicorn's handlers, which close the port at once: a balancer must see `/readyz` turn first.
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(self._handle_signal, number))
         loading = asyncio.create_task(self._load())
         try:
             yield
         finally:
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            self.front.drawers = {}
-            for drawer in self._pipelines:
-                await drawer.close(drain=False)
+            await self._close()
 
     async def _load(self) -> None:
-        drawers: dict[str, Drawer] = {}
+        loop = asyncio.get_running_loop()
         try:
             for load in self._models:
                 pipeline = await load()
-                drawer = LocalDrawer(pipeline)
-                self._pipelines.append(drawer)
-                await asyncio.get_running_loop().run_in_executor(None, pipeline.pipeline.warm_up)
-                drawers[drawer.name] = drawer
+                self._backends.append(LocalBackend(pipeline))
+                await loop.run_in_executor(None, pipeline.pipeline.warm_up)
         except Exception as error:  # also for want of memory: a server that loads for ever helps nobody
             self.failure = error
             self._uvicorn.should_exit = True
             return
-        self.front.drawers = drawers
-        _LOG.info("ready: %s", ", ".join(drawers))
+        self.state.backends = {backend.name: backend for backend in self._backends}
+        _LOG.info("ready: %s", ", ".join(self.state.backends))
 
-    async def stop(self) -> None:
-        """Take no more requests, finish those that are there, as far as there is time, then end."""
-        self.front.draining = True
-        _LOG.info("draining: %d requests", len(self.front.active))
-        deadline = asyncio.get_running_loop().time() + self._drain
-        while self.front.active and asyncio.get_running_loop().time() < deadline:
+    def _handle_signal(self, number: int) -> None:
+        """Stop; a second Ctrl-C does not wait for requests."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        elif number == signal.SIGINT:
+            self._hurrying = True
+
+    async def _stop(self) -> None:
+        """Take no more requests, finish those that are there, as far as there is time, and tell the others."""
+        self.state.draining = True
+        _LOG.info("draining: %d requests", self.state.active)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.state.limits.deadline
+        while self.state.active and not self._hurrying and loop.time() < deadline:
             await asyncio.sleep(0.05)
+        await self._close()
         self._uvicorn.should_exit = True
+
+    async def _close(self) -> None:
+        for backend in self._backends:
+            await backend.pipeline.close(drain=False)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -116,24 +137,5 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise RequestError(
-            f"port: cannot listen at {short(host)}, {port} ({brief(error)}); give another one"
-        ) from error
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn, but signals drain first; a second Ctrl-C ends at once."""
-
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
-        super().__init__(config)
-        self._server = server
-        self._stopping: asyncio.Task[None] | None = None
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._stopping is None:
-            asyncio.get_running_loop().call_soon_threadsafe(self._stop)
-        elif sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
-
-    def _stop(self) -> None:
-        self._stopping = self._stopping or asyncio.get_running_loop().create_task(self._server.stop())
+        problem = f"cannot listen at {short(host)}, {port} ({brief(error)})"
+        raise RequestError(problem, field="port", remedy="give another one") from error

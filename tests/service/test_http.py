@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import json
-import threading
-import time
+import socket
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +17,10 @@ from PIL import Image
 from running_server import GENERATIONS, RunningServer, events, until
 
 from lantern_rt import open_bundle
+from lantern_rt.serve import images
+from lantern_rt.serve.backend import ACCEPTED
+from lantern_rt.serve.images import ImagesEndpoint
+from lantern_rt.serve.state import Limits, ServerState
 
 JSON = {"content-type": "application/json"}
 
@@ -37,7 +41,6 @@ JSON = {"content-type": "application/json"}
         (b'{"prompt": "red cube", "temperature": 1e400}', JSON, 400),
         (b'{"prompt": "red cube", "seed": -1}', JSON, 400),
         (b'{"prompt": "red \\ud800 cube"}', JSON, 400),
-        (b'{"prompt": "red cube", "method": "eagle:tree=/etc/passwd.json"}', JSON, 400),
         (b'{"prompt": "red cube", "method": "sjd:window=1000000"}', JSON, 400),
     ],
 )
@@ -77,10 +80,8 @@ def test_paths_and_methods_that_do_not_exist_are_told_so(tiny: RunningServer) ->
 def test_a_request_that_takes_too_long_ends_at_its_deadline(scenes: RunningServer) -> None:
     before = scenes.metric("lantern_aborted_total", model="scenes", reason="deadline")
     asked = {"prompt": "a red sphere on sand", "method": "ar", "n": 4, "deadline": 0.2}
-    began = time.monotonic()
     status, answer = scenes.post(asked)
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (504, "deadline_exceeded", "deadline")
-    assert time.monotonic() - began < 5
     until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
     assert scenes.metric("lantern_aborted_total", model="scenes", reason="deadline") == before + 1
 
@@ -103,16 +104,14 @@ def test_a_client_that_leaves_frees_its_places(scenes: RunningServer, stream: bo
         until(lambda: scenes.metric("lantern_images_running", model="scenes") > 0)
         if stream:
             assert connection.getresponse().read(5)
-    began = time.monotonic()
     until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
-    assert time.monotonic() - began < 1
     until(lambda: scenes.metric("lantern_aborted_total", model="scenes", reason="disconnected") == before + 1)
     until(lambda: scenes.lines()[-1]["status"] == 499)
 
 
 def test_steps_tell_how_every_code_came_to_be(scenes: RunningServer) -> None:
     letters: dict[str, set[str]] = {}
-    for method in ("ar", "sjd:window=3", "eagle", "lantern++:lambda=8", "sjd:omega=4"):
+    for method in ("ar", "sjd:window=3", "eagle", "lantern++:lambda=8"):
         asked = {"prompt": "a red sphere on sand", "seed": 1, "method": method, "stream": True, "steps": True}
         _, _, body = scenes.request("POST", GENERATIONS, json.dumps(asked).encode(), JSON)
         *steps, (kind, last) = events(body)
@@ -123,12 +122,7 @@ def test_steps_tell_how_every_code_came_to_be(scenes: RunningServer) -> None:
         assert last["lantern"]["target_passes"] >= len(steps)
         letters[method] = set(kinds)
     assert letters["ar"] == {"n"}
-    for method, exact in (
-        ("sjd:window=3", True),
-        ("eagle", True),
-        ("lantern++:lambda=8", False),
-        ("sjd:omega=4", False),
-    ):
+    for method, exact in (("sjd:window=3", True), ("eagle", True), ("lantern++:lambda=8", False)):
         assert {"d", "x", "n"} <= letters[method]
         assert ("r" in letters[method]) != exact
 
@@ -154,12 +148,6 @@ def test_requests_are_counted_and_logged_without_their_prompts(tiny: RunningServ
     assert "dragon" not in tiny.log
     assert tiny.post({"prompt": "red cube"}, **{"x-request-id": "a b"})[0] == 200
     assert not any(line["request_id"] == "a b" for line in tiny.lines())
-
-
-def test_prompts_are_logged_where_that_is_asked_for(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    server = start(tiny_folder, "--threads", 1, "--log-prompts")
-    server.post({"prompt": "green cube on sand"})
-    until(lambda: [line.get("prompt") for line in server.lines()] == ["green cube on sand"])
 
 
 def test_answers_carry_safe_headers_and_other_sites_may_not_read_them(tiny: RunningServer) -> None:
@@ -222,26 +210,64 @@ def test_classes_are_asked_for_by_number(start: Callable[..., RunningServer], tm
         assert server.post(asked)[0] == 400
 
 
-def test_waiting_streams_are_kept_open(tiny: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
+def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        name = "slow"
 
-    from lantern_rt.serve.images import with_pauses
+        async def draw(self, request: Any) -> Any:
+            yield ACCEPTED
+            await asyncio.sleep(60)
 
-    async def main() -> list[Any]:
-        async def slow() -> Any:
-            for i in range(3):
-                await asyncio.sleep(0.05)
-                yield i
+    monkeypatch.setattr(images, "PING_SECONDS", 0.01)
+    sent = asyncio.run(answered(Slow(), {"prompt": "red cube", "stream": True, "deadline": 0.3}))
+    assert sum(message.get("body", b"").startswith(b": ping") for message in sent) > 1
+    *_, (kind, last) = events(b"".join(message.get("body", b"") for message in sent))
+    assert (kind, last["error"]["code"]) == ("", "deadline_exceeded")
 
-        found = [update async for update in with_pauses(slow(), 0.02)]
-        stopped = slow()
-        async for _ in with_pauses(stopped, 0.001):
-            break
-        return found
 
-    found = asyncio.run(main())
-    assert [one for one in found if one is not None] == [0, 1, 2]
-    assert found.count(None) >= 3
+def test_a_body_that_does_not_come_is_given_up() -> None:
+    start, answer = asyncio.run(answered(None, None))
+    assert start["status"] == 408
+    assert json.loads(answer["body"])["error"]["message"].startswith("body: not all of it was there after 0.05 s")
+
+
+async def answered(backend: Any, asked: Any) -> list[Any]:
+    """What the endpoint sends for a body, or for a client that never sends one."""
+    state = ServerState(Limits(body_seconds=0.05))
+    state.backends = {"slow": backend}
+    bodies = iter([json.dumps(asked).encode()] if asked else [])
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        for body in bodies:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": GENERATIONS, "headers": headers, "state": {"request_id": "1"}}
+    await ImagesEndpoint(state)(scope, receive, send)
+    assert not state.active
+    return sent
+
+
+def test_a_client_that_leaves_within_its_request_is_no_error_of_the_server(tiny: RunningServer) -> None:
+    host, _, port = tiny.address.rpartition(":")
+    before = len(tiny.lines())
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nhost: me\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b'{"prompt": ')
+    until(lambda: len(tiny.lines()) > before)
+    assert tiny.lines()[-1]["status"] == 499
+    assert "Traceback" not in tiny.log
+
+
+def test_metrics_tell_methods_apart_by_their_names_only(tiny: RunningServer) -> None:
+    assert tiny.post({"prompt": "red cube", "method": "sjd:window=5"})[0] == 200
+    until(lambda: tiny.metric("lantern_images_total", method="sjd", model="tiny") >= 1)
+    assert "window" not in tiny.get("/metrics")[1]
 
 
 def test_connections_are_used_again(tiny: RunningServer) -> None:
@@ -252,17 +278,3 @@ def test_connections_are_used_again(tiny: RunningServer) -> None:
         assert answer.read()
         assert answer.status == (400 if asked["prompt"] == "wrong" else 200)
     connection.close()
-
-
-def test_many_at_once_are_all_answered(tiny: RunningServer) -> None:
-    found: list[int] = []
-
-    def ask(seed: int) -> None:
-        found.append(tiny.post({"prompt": "red cube", "seed": seed, "n": 1 + seed % 3})[0])
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [200] * 24

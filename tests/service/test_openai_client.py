@@ -58,6 +58,16 @@ def test_an_image_is_the_file_that_the_pipeline_gives(scenes_client: openai.Open
     assert answer.usage.input_tokens_details.text_tokens == scenes_pipe.bundle.manifest.condition.prefix
 
 
+def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
+    presets = scenes_pipe.bundle.manifest.presets
+    assert presets
+    for quality, preset in presets.items():
+        answer = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
+        expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
+        assert pixels(file_of(answer.data[0])).tobytes() == np.asarray(expected).tobytes()
+        assert answer.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
+
+
 def test_four_images_are_drawn_with_four_seeds(scenes_client: openai.OpenAI, scenes_pipe: Pipeline) -> None:
     answer = scenes_client.images.generate(prompt=PROMPT, n=4, model="scenes", extra_body={"seed": 7})
     expected = scenes_pipe(PROMPT, seed=7, num_images=4).images
@@ -105,17 +115,6 @@ def test_other_file_formats_and_data_urls(tiny_client: openai.OpenAI) -> None:
     assert url.startswith("data:image/png;base64,iVBOR")
 
 
-def test_tasks_share_the_server(tiny: RunningServer, tiny_pipe: Pipeline) -> None:
-    async def main() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=f"{tiny.url}/v1", api_key="any") as one:
-            asked = (one.images.generate(prompt="red cube", extra_body={"seed": seed}) for seed in range(12))
-            return list(await asyncio.gather(*asked))
-
-    for seed, answer in enumerate(asyncio.run(main())):
-        expected = np.asarray(tiny_pipe("red cube", seed=seed).images[0])
-        assert pixels(file_of(answer.data[0])).tobytes() == expected.tobytes()
-
-
 def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
     generate = tiny_client.images.generate
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -134,7 +133,8 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "extra_body": {"temperature": -1}}, "temperature"),
         ({"prompt": "red cube", "extra_body": {"seed": 1.5}}, "seed"),
         ({"prompt": "red cube", "extra_body": {"seed": 2**70}}, "seed"),
-        ({"prompt": "red cube", "extra_body": {"quality_budget": "best"}}, "quality_budget"),
+        ({"prompt": "red cube", "extra_body": {"quality_budget": "TVD=0.1"}}, "quality_budget"),
+        ({"prompt": "red cube", "extra_body": {"quality_budget": "fast"}}, "quality_budget"),
         ({"prompt": "red cube", "extra_body": {"class_id": 3}}, None),
         ({"prompt": "red cube", "extra_body": {"deadline": 1e9}}, "deadline"),
         ({"prompt": "red cube", "n": 2, "stream": True}, "n"),

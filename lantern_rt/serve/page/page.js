@@ -37,7 +37,7 @@ const model = () => {
 };
 
 function useModel() {
-  const { id, size, sizes = [size], rows, columns, takes, classes, methods, sampling, examples } = model();
+  const { id, size, sizes = [size], rows, columns, takes, classes, methods, qualities, sampling, examples } = model();
   at("about").textContent = `${id}, ${size.replace("x", " x ")} pixels, ${rows} x ${columns} codes`;
   at("size").replaceChildren(...sizes.map((name) => option(name)));
   at("size").value = size;
@@ -57,6 +57,7 @@ function useModel() {
   const ordered = ["auto", ...methods.filter((name) => name !== "auto")];
   method.replaceChildren(...ordered.map((name) => option(name, explained[name])));
   other.replaceChildren(option("", "nothing"), ...ordered.map((name) => option(name, explained[name])));
+  at("quality").replaceChildren(...qualities.map((name) => option(name, name === "strict" ? "strict: exact" : name)));
   for (const [name, value] of Object.entries(sampling)) {
     if (form.elements[name]) form.elements[name].placeholder = value;
   }

@@ -31,7 +31,8 @@ export class Picture {
   }
 
   step({ kinds, done, total, rows, columns, method }) {
-    Object.assign(this, { rows, columns, total, kinds: this.kinds + kinds, passes: this.passes + 1 });
+    const before = this.kinds.slice(0, done - kinds.length);  // a picture whose replica died begins anew
+    Object.assign(this, { rows, columns, total, kinds: before + kinds, passes: before ? this.passes + 1 : 1 });
     const seconds = (performance.now() - this.began) / 1000;
     this.figures = { method, target_passes: this.passes, tokens_per_forward_pass: done / this.passes, seconds };
     this.changed();

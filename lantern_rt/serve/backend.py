@@ -1,0 +1,186 @@
+"""What draws the images of a server: a pipeline of this process; replicas in other ones are in `ray.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, NamedTuple, Protocol
+
+from PIL.Image import Image
+
+from ..asynchronous import AsyncPipeline
+from ..output.images import png_bytes
+from ..results import StreamStep
+from ..runtime.scheduler import RequestStep
+from ..service import Ticket
+from .protocol import Completion, Event, Figures, ImagesRequest, picture_event
+
+ACCEPTED: Event = {"type": "accepted"}  # a request has its place; clients are not sent this
+
+
+class Load(NamedTuple):
+    """Images that share passes now, those that wait, and nodes of a pass for each."""
+
+    running: int
+    waiting: int
+    nodes: int
+
+
+class ImageBackend(Protocol):
+    """Whatever draws images for a server: one model, of this name."""
+
+    name: str
+
+    def describe(self) -> dict[str, Any]:
+        """What `/v1/models` says of the model, ready for JSON."""
+
+    def load(self) -> Load:
+        """What there is to do now."""
+
+    def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+        """Draw a request; close the generator to cancel.
+
+        Yields:
+            `ACCEPTED`, then the events that the request wants, then a `Completion`.
+
+        Raises:
+            LanternError: as `AsyncPipeline.generate`.
+        """
+
+
+class LocalBackend:
+    """Draws with a pipeline of this process."""
+
+    def __init__(self, pipeline: AsyncPipeline) -> None:
+        self.pipeline = pipeline
+        self.manifest = pipeline.pipeline.bundle.manifest
+        self.name = self.manifest.name
+
+    def describe(self) -> dict[str, Any]:
+        """What `/v1/models` says of the model, ready for JSON."""
+        manifest = self.manifest
+        drafter_methods = ["eagle", "lantern", "lantern++"] if manifest.drafter else []
+        prompts = (
+            self.pipeline.pipeline.bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
+        )
+        size = manifest.size().name
+        return {
+            "size": size,
+            "sizes": [one.name for one in manifest.sizes] or [size],
+            "rows": manifest.grid_rows,
+            "columns": manifest.grid_columns,
+            "takes": manifest.condition.kind,
+            "classes": manifest.condition.classes,
+            "methods": ["ar", "sjd", "rows", *drafter_methods, "auto"],
+            "qualities": ["strict", *manifest.presets],
+            "sampling": manifest.sampling.model_dump(),
+            "examples": prompts.splitlines()[:8],
+        }
+
+    def load(self) -> Load:
+        """What there is to do now."""
+        service = self.pipeline.service
+        running, nodes = service.drawing
+        return Load(running, max(0, service.images - running), nodes)
+
+    async def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+        """Draw a request, as `ImageBackend` has it."""
+        began = time.perf_counter()
+        painting = 0.0  # seconds
+        partial = 0  # pictures on the way so far, spaced evenly by codes
+        count = request.partial_images or 0
+        every_step = bool(request.steps or count)
+        async with aclosing(self.pipeline.updates(**request.options(), steps=every_step)) as updates:
+            ticket, _ = await anext(updates)
+            yield ACCEPTED
+            async for _, step in updates:
+                assert step is not None
+                last = step
+                size = self.manifest.size(step.settings.size)
+                if request.steps:
+                    yield step_event(step, size.rows, size.columns)
+                due = min(count, step.done * (count + 1) // step.total)
+                if due > partial and step.stats is None:
+                    partial, before = due, time.perf_counter()
+                    event = picture_event("partial_image", request, size.name, await self._file(request, step, 0))
+                    painting += time.perf_counter() - before
+                    yield event | {"partial_image_index": partial - 1}
+            before = time.perf_counter()
+            pictures = [await self._file(request, last, i) for i in range(len(last.codes))]
+            now = time.perf_counter()
+            figures = self._figures(ticket, last, now - began, painting + now - before)
+            images = ticket.request.images
+            tokens = sum(int(image.real[0].sum()) for image in images)
+            yield Completion(pictures, size.name, tokens, last.total, figures)
+
+    async def _file(self, request: ImagesRequest, step: StreamStep, i: int) -> bytes:
+        """Image i of a step, as the request wants it."""
+        image = await self.pipeline.image(step, i)
+        return await asyncio.to_thread(encode, image, request.format, request.output_compression)
+
+    def _figures(self, ticket: Ticket, last: StreamStep, seconds: float, painting: float) -> Figures:
+        stats = last.stats
+        assert stats is not None
+        return Figures(
+            model=self.name,
+            method=str(last.settings.method),
+            choice=last.settings.choice,
+            seeds=[image.seed for image in ticket.request.images],
+            tokens_per_forward_pass=stats.tokens_per_forward_pass,
+            target_passes=sum(one.target_passes for one in stats.per_image),
+            realised_tvd_per_token=stats.realised_tvd * len(last.codes) / last.total,
+            seconds=seconds,
+            queue_seconds=ticket.waited or 0.0,
+            picture_seconds=painting,
+        )
+
+
+def step_event(step: StreamStep, rows: int, columns: int) -> Event:
+    """What a pass gave the first image, on a grid of so many rows and columns.
+
+    `kinds` has a letter for each new code, `done` counts codes with those of this pass: a client that places them by it
+    is right also where a picture begins anew.
+    """
+    part = step.step.parts[0]
+    return {
+        "type": "lantern.step",
+        "done": step.done,
+        "total": step.total,
+        "rows": rows,
+        "columns": columns,
+        "kinds": code_kinds(part),
+        "drafted": 0 if part.tree is None else part.tree.nodes - 1,
+        "method": str(step.settings.method),
+    }
+
+
+def code_kinds(part: RequestStep) -> str:
+    """How each code of a pass came to be, one letter a code.
+
+    `d`: drafted and accepted; `r`: drafted, and accepted by relaxation alone; `x`: redrawn by the target, which refused
+    what was drafted there; `n`: drawn by the target where nothing was drafted.
+    """
+    tree, acceptance = part.tree, part.acceptance
+    if tree is None or acceptance is None:
+        return "n" * part.committed
+    letters = ["r" if node in acceptance.relaxed else "d" for node in acceptance.path[1:]]
+    letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
+    return "".join(letters)[: part.committed]
+
+
+def encode(image: Image, file: str, compression: int | None) -> bytes:
+    """A picture as a file.
+
+    Args:
+        image: whose `info` a PNG file holds, to draw it again.
+        file: png, jpeg or webp.
+        compression: quality of jpeg and webp, 0 .. 100.
+    """
+    if file == "png":
+        return png_bytes(image, image.info)
+    buffer = io.BytesIO()
+    image.save(buffer, file.upper(), quality=90 if compression is None else compression)
+    return buffer.getvalue()

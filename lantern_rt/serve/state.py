@@ -1,0 +1,134 @@
+"""What all requests of a server share: models, limits, keys, whether it takes work, logs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from ..checks import short
+from ..errors import RequestError
+from ..user_files import read_plain_file, reading
+from .backend import ImageBackend
+from .metrics import Metrics
+from .protocol import HttpError
+
+_LOG = logging.getLogger(__name__)
+_TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+MAX_KEYS_FILE = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may take, and who may ask.
+
+    Args:
+        deadline: seconds of a request.
+        body: bytes of its body.
+        body_seconds: until all of them are there.
+        keys: hashes of those accepted, see `read_keys`; none: anybody's.
+    """
+
+    deadline: float = 600.0
+    body: int = 64 << 10
+    body_seconds: float = 20.0
+    keys: Sequence[bytes] = ()
+
+
+def read_keys(path: Path) -> list[bytes]:
+    """Hashes of the keys in a file, one a line; empty lines and those that begin with # do not count.
+
+    Raises:
+        RequestError: the file cannot be read, or has no key.
+    """
+    with reading(path, "a file of API keys, one a line", RequestError, "give another file"):
+        lines = [line.strip() for line in read_plain_file(path, MAX_KEYS_FILE).decode("utf-8-sig").splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise RequestError(
+            field="api_key_file",
+            found=f"no key in {path}",
+            expected="one a line",
+            remedy="leave the file out, or add one",
+        )
+    if not all(key.isascii() for key in keys):
+        problem = f"a key in {path} has other characters than ASCII, which no header carries"
+        raise RequestError(problem, field="api_key_file", remedy="change it")
+    return [_hash(key) for key in keys]
+
+
+class ServerState:
+    """One server.
+
+    Attributes:
+        backends: its models by name, when they are ready.
+        active: requests being answered.
+        draining: whether it is about to stop.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.metrics = Metrics()
+        self.backends: dict[str, ImageBackend] = {}
+        self.active = 0
+        self.draining = False
+        self.started = int(time.time())
+
+    @property
+    def status(self) -> str:
+        """`loading`, `ready` or `draining`."""
+        if self.draining:
+            return "draining"
+        return "ready" if self.backends else "loading"
+
+    def check_open(self) -> None:
+        """Raises: HttpError: requests are not taken yet, or not any more."""
+        if self.draining:
+            raise HttpError(503, "the server is about to stop", "draining", 5, remedy="ask another one")
+        if not self.backends:
+            raise HttpError(503, "the models are being loaded", "loading", 2, remedy="try again in a few seconds")
+
+    def check_key(self, request: Request) -> None:
+        """Raises: HttpError: keys are needed, and the request has none of them."""
+        if not self.limits.keys:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = _hash(key.strip())
+        matches = [hmac.compare_digest(digest, key) for key in self.limits.keys]  # all of them, at the same pace
+        if scheme.lower() != "bearer" or not any(matches):
+            raise HttpError(401, "no known key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
+
+    def backend(self, name: str | None) -> ImageBackend:
+        """A model by its name; the first one without. Raises: HttpError: there is none of that name."""
+        if name is None:
+            return next(iter(self.backends.values()))
+        if name not in self.backends:
+            names = ", ".join(self.backends)
+            raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=names)
+        return self.backends[name]
+
+    def log(self, request: Request, facts: dict[str, Any]) -> None:
+        """One line of JSON about a request; never its prompt."""
+        trace = _TRACE.fullmatch(request.headers.get("traceparent", ""))
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": request.state.request_id,
+            **({"trace_id": trace[1]} if trace else {}),
+            "path": request.url.path,
+            **facts,
+        }
+        _LOG.info("%s", json.dumps(line))
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

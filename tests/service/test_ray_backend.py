@@ -1,0 +1,176 @@
+"""Requests whose replicas die are drawn again by others, and give the same images; without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+pytest.importorskip("ray.serve", reason="needs the extra `ray`")
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from lantern_rt import Pipeline, RequestError
+from lantern_rt.errors import BusyError, EngineError
+from lantern_rt.serve import ray
+from lantern_rt.serve.backend import ACCEPTED, Load
+from lantern_rt.serve.protocol import Completion, ImagesRequest
+from lantern_rt.serve.ray import MAX_REPLICAS_LOST, RayBackend, Replica, Settings, app
+
+PROMPT = "red cube"
+
+
+class Response:
+    """What a replica gives, as from a handle; it dies before the update of this number."""
+
+    def __init__(self, updates: Any, dies: int | None, error: BaseException) -> None:
+        self._updates, self._left, self._error, self.cancelled = updates, dies, error, 0
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._left == 0:
+            raise self._error
+        self._left = None if self._left is None else self._left - 1
+        return pickle.loads(pickle.dumps(await anext(self._updates)))
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class Replicas:
+    """A handle; each request that comes goes to a replica which dies after so many updates, or fails at once."""
+
+    def __init__(self, replica: Any, *dies: int | Exception, error: Exception | None = None) -> None:
+        self._replica, self._dies = replica, iter(dies)
+        self._error = error or ActorUnavailableError("lost", b"1" * 16)
+        self.responses: list[Response] = []
+        self.draw = self
+
+    def options(self, stream: bool) -> Replicas:
+        assert stream
+        return self
+
+    def remote(self, request: ImagesRequest) -> Response:
+        dies = next(self._dies, None)
+        failure = (0, dies) if isinstance(dies, Exception) else (dies, self._error)
+        updates = self._replica.draw(pickle.loads(pickle.dumps(request)))
+        self.responses.append(Response(updates, *failure))
+        return self.responses[-1]
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_folder: Path) -> Replica:
+    return Replica(str(tiny_folder), 4, 8, {"threads": 1})
+
+
+def draw(replicas: Replicas, **options: Any) -> list[Any]:
+    """All that the endpoint hears of a request."""
+    request = ImagesRequest(prompt=PROMPT, seed=3, deadline=600, **options)
+
+    async def hear() -> list[Any]:
+        return [update async for update in RayBackend("tiny", {}, replicas).draw(request)]  # type: ignore[arg-type]
+
+    return asyncio.run(hear())
+
+
+def pixels(completion: Completion) -> list[bytes]:
+    return [Image.open(io.BytesIO(one)).tobytes() for one in completion.pictures]
+
+
+@pytest.mark.parametrize("method", ["ar", "auto", "lantern++:lambda=1.23456789"])
+def test_a_request_that_outlives_replicas_gives_the_images_of_the_pipeline(
+    method: str, replica: Replica, tiny_pipe: Pipeline
+) -> None:
+    replicas = Replicas(replica, 0, 1, 1)
+    accepted, completion = draw(replicas, method=method, n=2)
+    images = tiny_pipe(PROMPT, seed=3, method=method, num_images=2).images
+    assert accepted == ACCEPTED
+    assert pixels(completion) == [image.tobytes() for image in images]
+    assert len(replicas.responses) == 4
+
+
+def test_a_stream_begins_anew_and_its_steps_say_where(replica: Replica, tiny_pipe: Pipeline) -> None:
+    accepted, *events, completion = draw(Replicas(replica, 9), method="sjd:window=3", steps=True, partial_images=3)
+    kinds = ""
+    for event in events:
+        if event["type"] == "lantern.step":
+            kinds = kinds[: event["done"] - len(event["kinds"])] + event["kinds"]
+    assert accepted == ACCEPTED
+    assert len(kinds) == len(tiny_pipe(PROMPT, seed=3).codes[0])
+    assert sum(event.get("done") == events[0]["done"] for event in events) == 2
+    assert {event["partial_image_index"] for event in events if "b64_json" in event} == {0, 1, 2}
+    assert isinstance(completion, Completion)
+
+
+def test_errors_of_the_user_arrive_as_what_they_are(replica: Replica) -> None:
+    with pytest.raises(RequestError) as caught:
+        draw(Replicas(replica), top_k=-1)
+    assert caught.value.field == "top_k"
+    assert pickle.loads(pickle.dumps(BusyError("full", 7))).seconds == 7
+
+
+def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
+    replicas = Replicas(replica, BackPressureError(4, 4))
+    with pytest.raises(BusyError) as caught:
+        draw(replicas)
+    assert caught.value.seconds == 1
+    assert len(replicas.responses) == 1
+
+
+def test_a_request_that_had_a_place_waits_for_another(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "RETRY_SECONDS", 0.01)
+    full = [BackPressureError(4, 4), BusyError("full", 3)] * MAX_REPLICAS_LOST
+    replicas = Replicas(replica, 1, *full)
+    assert isinstance(draw(replicas)[-1], Completion)
+    assert len(replicas.responses) == 2 + len(full)
+
+
+@pytest.mark.parametrize(
+    ("error", "replicas_lost"), [(ActorDiedError(), MAX_REPLICAS_LOST), (RayTaskError("draw", "", KeyError()), 1)]
+)
+def test_a_request_that_kills_its_replicas_ends_and_so_does_one_that_finds_a_bug(
+    error: Exception, replicas_lost: int, replica: Replica
+) -> None:
+    replicas = Replicas(replica, *[1] * 9, error=error)
+    with pytest.raises(type(error)):
+        draw(replicas)
+    assert len(replicas.responses) == replicas_lost
+
+
+def test_closing_a_request_cancels_its_replica(replica: Replica) -> None:
+    replicas = Replicas(replica)
+
+    async def leave() -> None:
+        backend = RayBackend("tiny", {}, replicas)  # type: ignore[arg-type]
+        updates = backend.draw(ImagesRequest(prompt=PROMPT, deadline=600))
+        await anext(updates)
+        assert backend.load() == Load(1, 0, 0)
+        await updates.aclose()
+        assert replicas.responses[0].cancelled
+        assert backend.load() == Load(0, 0, 0)
+
+    asyncio.run(leave())
+
+
+def test_a_replica_is_healthy_until_its_service_ends(tiny_folder: Path) -> None:
+    own = Replica(str(tiny_folder), 1, 1, {"threads": 1})
+    own.check_health()
+    own._backend.pipeline.service.close()
+    with pytest.raises(EngineError):
+        own.check_health()
+
+
+@pytest.mark.parametrize("bundles", [[], ["a/tiny", "b/tiny"], ["ingress"]])
+def test_deployments_need_names_of_their_own(bundles: list[str]) -> None:
+    with pytest.raises(RequestError) as caught:
+        app(Settings(bundles=bundles))
+    assert caught.value.field == "bundles"
