@@ -97,7 +97,5 @@ def describe_engines(engines: EngineFolder) -> dict[str, str]:
     """What users of an engine folder need to know, by name."""
     manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
     plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
-    graphs = {
-        role: f"{sum(file.bytes for file in graph.files):,} bytes" for role, graph in engines.manifest.graphs.items()
-    }
+    graphs = {role: f"{graph.bytes:,} bytes" for role, graph in engines.manifest.graphs.items()}
     return {"folder": str(engines.folder), **plain, **graphs, "rebuild": engines.rebuild}

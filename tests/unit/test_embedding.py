@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from package_files import package_files
+from PIL import Image
 from refusals import refused
 from tiny_bundle import CAPTION, PREFIX, make_tiny_bundle
 
