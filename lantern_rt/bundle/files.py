@@ -31,6 +31,7 @@ from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
 
 MANIFEST_FILE = "bundle.json"
+GRAPHS = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")  # roles of files that a runtime loads
 EMBEDDED = Path(__file__).resolve().parent.parent / "bundles"
 _MANIFEST_LIMIT = 1 << 20  # bytes; a manifest has a few thousand
 _HEADER_LIMIT = 1 << 16  # bytes of an .npy header, generously
@@ -56,7 +57,7 @@ class Bundle:
         entry = self.manifest.files.get(role)
         if entry is None:
             known = ", ".join(sorted(self.manifest.files))
-            raise BundleError(f"bundle {self.folder}: no file `{role}`, expected one of {known}")
+            raise BundleError(f"no file `{role}`", field=f"bundle {self.folder}", expected=f"one of {known}")
         return self.folder / entry.path
 
     def code_embeddings(self) -> NDArray[np.float32]:
@@ -73,28 +74,27 @@ class Bundle:
         tokens = max(self.manifest.codebook_size, (self.manifest.row_end or 0) + 1)
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32",))
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
-            raise BundleError(f"{path}: found NaN or infinity, expected finite numbers; export the bundle again")
+            raise _refusal(path, "NaN or infinity", "finite numbers")
         return table
 
     @cached_property
     def _neighbors(self) -> Neighbors:
         codes, k = self.manifest.codebook_size, self.manifest.neighbors
         if not k:
-            raise BundleError(f"bundle {self.folder}: has no neighbour table; relaxed acceptance needs one")
+            problem = "has no neighbour table, which relaxed acceptance needs"
+            raise BundleError(problem, field=f"bundle {self.folder}")
         path = self.path("neighbors")
         indices = _read_array(path, "indices", (codes, k), ("uint8", "uint16", "uint32", "uint64"))
         distances = _read_array(path, "distances", (codes, k), ("float16", "float32"))
         own = np.flatnonzero((indices == np.arange(codes)[:, None]).any(1))
         ascending = (distances[:, 0] >= 0).all() and (distances[:, 1:] >= distances[:, :-1]).all()
         if indices.max() >= codes:
-            problem = f"found index {indices.max()}, expected 0 .. {codes - 1}"
-        elif own.size:
-            problem = f"found code {own[0]} among its own neighbours, expected it left out"
-        elif not (ascending and np.isfinite(distances).all()):
-            problem = "expected finite distances >= 0, nearest first"
-        else:
-            return Neighbors(indices, distances)
-        raise BundleError(f"{path}: {problem}; export the bundle again")
+            raise _refusal(path, f"index {indices.max()}", f"0 .. {codes - 1}")
+        if own.size:
+            raise _refusal(path, f"code {own[0]} among its own neighbours", "it left out")
+        if not (ascending and np.isfinite(distances).all()):
+            raise _refusal(path, "other distances", "finite ones >= 0, nearest first")
+        return Neighbors(indices, distances)
 
 
 def embedded_names() -> list[str]:
@@ -131,8 +131,9 @@ def open_bundle(
     for role, entry in manifest.files.items():
         _check_file(folder, role, entry, count if role in hashed else None)
     own = {entry.path for entry in manifest.files.values()}
-    for graph in sorted(path for path in own if path.endswith(".onnx")):
-        _check_references(folder / graph, PurePosixPath(graph).parent, own)
+    for role, entry in manifest.files.items():
+        if role in GRAPHS or entry.path.endswith(".onnx"):
+            _check_references(folder / entry.path, PurePosixPath(entry.path).parent, own)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
 
 
@@ -144,11 +145,12 @@ def _find(path_or_name: str | Path) -> Path:
     try:
         if folder.is_dir():
             return folder.resolve()
-        found = "found a file" if folder.exists() else "found neither a folder nor an embedded bundle"
+        found = "a file" if folder.exists() else "neither a folder nor an embedded bundle"
     except (OSError, ValueError, RuntimeError) as error:
-        raise BundleError(f"{named}: not a usable path ({brief(error)})") from error
+        raise BundleError(f"not a usable path ({brief(error)})", field=named) from error
     known = ", ".join(names) or "none in this installation"
-    raise BundleError(f"{named}: {found}; give a bundle's folder or an embedded name: {known}")
+    remedy = f"give a bundle's folder or an embedded name: {known}"
+    raise BundleError(field=named, found=found, remedy=remedy)
 
 
 def _read_manifest_text(folder: Path) -> bytes:
@@ -156,10 +158,11 @@ def _read_manifest_text(folder: Path) -> bytes:
     try:
         return read_plain_file(path, _MANIFEST_LIMIT)
     except FileNotFoundError as error:
-        hint = "a bundle is a folder written by `lantern-rt export`"
-        raise BundleError(f"{folder}: no {MANIFEST_FILE} in it; {hint}") from error
+        remedy = "give a folder written by `lantern-rt export`"
+        raise BundleError(f"no {MANIFEST_FILE} in it", field=str(folder), remedy=remedy) from error
     except (OSError, ValueError) as error:
-        raise BundleError(f"{path}: cannot be read ({brief(error)}); expected a short JSON text") from error
+        problem = f"cannot be read ({brief(error)})"
+        raise BundleError(problem, field=str(path), expected="a short JSON text") from error
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:
@@ -167,24 +170,23 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
         data = json.loads(text.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
-        found = f"field `format_version`: found {short(version)}"
-        raise BundleError(f"{path}: {found}, expected a version such as {FORMAT_VERSION}")
-    (major, minor), (our_major, our_minor) = (map(int, text.split(".")) for text in (version, FORMAT_VERSION))
+        expected = f"a version such as {FORMAT_VERSION}"
+        raise BundleError(field=f"{path}: field `format_version`", found=short(version), expected=expected)
+    major, minor = map(int, version.split("."))
+    our_major, our_minor = map(int, FORMAT_VERSION.split("."))
     if major != our_major:
-        raise BundleError(
-            f"{path}: found bundle format {version}, this lantern-rt reads {our_major}.x; "
-            "upgrade lantern-rt, or export the bundle again"
-        )
+        remedy = "upgrade lantern-rt, or export the bundle again"
+        raise BundleError(field=str(path), found=f"bundle format {version}", expected=f"{our_major}.x", remedy=remedy)
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        newer = f"; the bundle is of format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
         field, problem = explain(error)
-        problem += newer if minor > our_minor else ""
-        raise BundleError(f"{path}: field `{field or 'manifest'}`: {problem}") from error
+        newer = f"the bundle is of format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
+        place = f"{path}: field `{field or 'manifest'}`"
+        raise BundleError(problem, field=place, remedy=newer if minor > our_minor else "") from error
     if manifest.neighbors >= manifest.codebook_size:
-        found = f"found {manifest.neighbors}, expected less than codebook_size {manifest.codebook_size}"
-        raise BundleError(f"{path}: field `neighbors`: {found}")
+        expected = f"less than codebook_size {manifest.codebook_size}"
+        raise BundleError(field=f"{path}: field `neighbors`", found=str(manifest.neighbors), expected=expected)
     return manifest
 
 
@@ -196,25 +198,32 @@ def _check_file(folder: Path, role: str, entry: FileEntry, counted: Callable[[in
     name, path = entry.path, folder / entry.path
     odd = "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000
     if odd or any(part in ("", ".", "..") for part in name.split("/")):
-        found = f"file {short(role)}: found path {short(name)}"
-        raise BundleError(f"{folder / MANIFEST_FILE}: {found}, expected a path inside the folder, with forward slashes")
+        raise BundleError(
+            field=f"{folder / MANIFEST_FILE}: file {short(role)}",
+            found=f"path {short(name)}",
+            expected="a path inside the folder, with forward slashes",
+        )
     try:
         real = path.resolve(strict=True)
         if not real.is_relative_to(folder.resolve()):
-            found = "a link that leaves the bundle's folder, expected a file in it"
-        elif not real.is_file():
-            found = "a folder or device, expected a file"
-        elif (size := real.stat().st_size) != entry.bytes:
-            found = f"{size:,} bytes, expected {entry.bytes:,}; the file is incomplete or altered"
-        elif counted and (sha256 := file_sha256(real, counted)) != entry.sha256:
-            found = f"sha256 {sha256[:12]}..., expected {entry.sha256[:12]}...; the file was altered"
-        else:
-            return
-    except FileNotFoundError:
-        found = f"no file, expected {short(role)} there"
+            raise _altered(path, "a link that leaves the bundle's folder", "a file in it")
+        if not real.is_file():
+            raise _altered(path, "a folder or device", "a file")
+        size = real.stat().st_size
+        if size != entry.bytes:
+            raise _altered(path, f"{size:,} bytes", f"{entry.bytes:,}")
+        sha256 = entry.sha256 if counted is None else file_sha256(real, counted)
+        if sha256 != entry.sha256:
+            raise _altered(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
+    except FileNotFoundError as error:
+        raise _altered(path, "no file", f"{short(role)} there") from error
     except (OSError, RuntimeError) as error:
-        raise BundleError(f"{path}: cannot be read ({brief(error)})") from error
-    raise BundleError(f"{path}: found {found}; copy the bundle again")
+        raise BundleError(f"cannot be read ({brief(error)})", field=str(path)) from error
+
+
+def _altered(path: Path, found: str, expected: str) -> BundleError:
+    remedy = "the file is incomplete or altered, copy the bundle again"
+    return BundleError(field=str(path), found=found, expected=expected, remedy=remedy)
 
 
 def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
@@ -224,8 +233,10 @@ def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
     for location in sorted(locations):
         if str(home / location) not in own or "\\" in location:
             raise BundleError(
-                f"{path}: the graph reads the file {short(location)}, expected one that {MANIFEST_FILE} lists; "
-                "do not use this bundle unless you trust its source, export it again"
+                f"the graph reads the file {short(location)}",
+                field=str(path),
+                expected=f"one that {MANIFEST_FILE} lists",
+                remedy="do not use this bundle unless you trust its source, export it again",
             )
 
 
@@ -237,12 +248,13 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
             array = np.asarray(np.lib.format.open_memmap(path, mode="r"))
     else:
         with _expecting(path, f"a NumPy archive with `{name}`"), ZipFile(path) as archive:
-            if (size := archive.getinfo(f"{name}.npy").file_size) > math.prod(shape) * 8 + _HEADER_LIMIT:
-                raise BundleError(f"{path}: `{name}` unpacks to {size:,} bytes, expected an array {list(shape)}")
+            size = archive.getinfo(f"{name}.npy").file_size
+            if size > math.prod(shape) * 8 + _HEADER_LIMIT:
+                raise _refusal(path, f"`{name}` of {size:,} bytes unpacked", f"an array {list(shape)}")
             array = _read_packed(archive.read(f"{name}.npy"))
     if array.shape != shape or array.dtype not in map(np.dtype, dtypes):
-        found, expected = f"{array.dtype.name} {list(array.shape)}", f"{' or '.join(dtypes)} {list(shape)}"
-        raise BundleError(f"{path}: {name or 'array'}: found {found}, expected {expected}; export the bundle again")
+        found = f"{name or 'array'} {array.dtype.name} {list(array.shape)}"
+        raise _refusal(path, found, f"{' or '.join(dtypes)} {list(shape)}")
     return array
 
 
@@ -255,6 +267,10 @@ def _read_packed(data: bytes) -> NDArray[Any]:
     if dtype.hasobject or not dtype.itemsize:
         raise ValueError(f"an array of {dtype}")
     return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if by_columns else "C")
+
+
+def _refusal(path: Path, found: str, expected: str) -> BundleError:
+    return BundleError(field=str(path), found=found, expected=expected, remedy="export the bundle again")
 
 
 def _expecting(path: Path, what: str) -> AbstractContextManager[None]:

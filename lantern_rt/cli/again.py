@@ -60,7 +60,7 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
         )
     names = ("method", "size", *SAMPLING, *PARAMETERS)  # without settings that are unknown or always the bundle's
     options = {name: recipe.settings[name] for name in names if name in recipe.settings}
-    subjects = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
     try:
         request = check_request(bundle.manifest, bundle_tokenizer(bundle), **subjects, seed=recipe.seed, **options)
     except RequestError as error:

@@ -21,12 +21,9 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target."),
     "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
-    "tune": (
-        "tune",
-        "Find what draws each quality's pictures fastest on this host, before the first request.",
-    ),
+    "tune": ("tune", "Find the fastest way to draw each quality's pictures on this host."),
     "bench": ("bench", "Compare the speed of methods with ar's, in turns on the same prompts and seeds."),
-    "eval": ("evaluate", "Compare the images of methods with plain decoding's, on the same prompts and seeds."),
+    "eval": ("evaluate", "Compare the images of methods with plain decoding's."),
     "verify": ("verify", "Compare a bundle's graphs with what they were made from."),
 }
 

@@ -66,7 +66,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
     decoders = {"target": manifest.target, "drafter": manifest.drafter}
     sizes = ", ".join(size.name for size in manifest.sizes) or manifest.size().name
-    presets = {
+    presets: dict[str, str] = {
         name: f"{preset.method}: {preset.figures.tokens_per_pass:.2f} tokens per forward pass, "
         f"{preset.figures.excess_nll:+.3f} nats per token, {preset.figures.images} images, {preset.figures.date}"
         for name, preset in manifest.presets.items()
@@ -97,7 +97,5 @@ def describe_engines(engines: EngineFolder) -> dict[str, str]:
     """What users of an engine folder need to know, by name."""
     manifest = engines.manifest.model_dump(mode="json", exclude={"graphs", "command"}, exclude_none=True)
     plain = {name: str(value) for name, value in manifest.items() if not isinstance(value, dict)}
-    graphs = {
-        role: f"{sum(file.bytes for file in graph.files):,} bytes" for role, graph in engines.manifest.graphs.items()
-    }
+    graphs = {role: f"{graph.bytes:,} bytes" for role, graph in engines.manifest.graphs.items()}
     return {"folder": str(engines.folder), **plain, **graphs, "rebuild": engines.rebuild}

@@ -13,33 +13,26 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from mutations import CONTROL, VALUES, damage, damage_graph, damage_json, damage_zip
+from plan_folder import write_plans
 from tiny_bundle import make_tiny_bundle
 
+from lantern_rt.auto.store import tuning_path
 from lantern_rt.bundle.files import MANIFEST_FILE, open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import ENGINE_FILE
-from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.errors import LanternError
-from lantern_rt.output.files import cache_folder
-from lantern_rt.planning import auto
-from lantern_rt.planning.acceptance_statistics import weights_of
-from lantern_rt.requests import resolve_settings
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
-from lantern_rt.tuning.judged import read_judged
 
 SECONDS, MEMORY = 20, 2 << 30
-METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "sjd:omega=2", "auto")
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2", "auto")
 DATA = Path(__file__).parents[1] / "data"
 Call = Callable[[], object]
 Case = list[str] | Call  # words of a command line, or a call of the library
@@ -50,29 +43,19 @@ class Originals:
 
     def __init__(self, folder: Path) -> None:
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
-        self._add_statistics()
+        self._add_presets()
         self.classes = make_tiny_bundle(folder / "classes", kind="class", grid=4)
         self.engines = folder / "engines"
-        options = BuildOptions("onnxruntime")
-        build_engines(open_bundle(self.bundle), str(self.bundle), options, self.engines, False, lambda *_: None)
+        write_plans(self.bundle, self.engines)
 
-    def _add_statistics(self) -> None:
-        opened = open_bundle(self.bundle)
-        entries = [statistics_of(method="eagle"), statistics_of(method="sjd"), statistics_of(method="sjd", omega=2.0)]
-        content = {"format": 4, "weights": weights_of(opened.manifest), "entries": entries}
-        (self.bundle / "acceptance_statistics.json").write_text(json.dumps(content))
+    def _add_presets(self) -> None:
         (self.bundle / "prompts.txt").write_text("red cube\ngreen sphere on sand\n")
         manifest = json.loads((self.bundle / MANIFEST_FILE).read_text())
-        for role, name in (("acceptance_statistics", "acceptance_statistics.json"), ("prompts", "prompts.txt")):
-            manifest["files"][role] = {"path": name}
+        manifest["files"]["prompts"] = {"path": "prompts.txt"}
+        figures = {"tokens_per_pass": 2.0, "excess_nll": 0.01, "images": 9, "date": "2026-01-02"}
+        methods = {"balanced": {"method": "sjd", "window": 3}, "fast": {"method": "rows", "window": 2}}
+        manifest["presets"] = {name: {"method": method, "figures": figures} for name, method in methods.items()}
         write_manifest(self.bundle, manifest)
-
-
-def statistics_of(**method: Any) -> dict[str, Any]:
-    windows = [{"window": 3, "tokens": 3.5}, {"window": 7, "tokens": 5.0}]
-    own = {"windows": windows} if method["method"] == "sjd" else {"acceptance_rates": [[0.8, 0.5], [0.7, 0.4]]}
-    figures = {"images": 9, "tvd_per_token": 0.02, "nll_ratio": 1.0, "nll_error": 0.01}
-    return {**figures, "method": method, "greedy": False, **own}
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
@@ -123,25 +106,16 @@ def _open(bundle: Path, folder: Path, rng: random.Random) -> list[str]:
 
 def _method(rng: random.Random) -> list[str]:
     if rng.random() < 0.2:
-        return rng.choice(([], ["--quality", "balanced"], ["--quality", "TVD=0.2"]))
-    name, _, parameter = rng.choice(METHODS).partition(":")
-    return ["--method", name, *(f"--{parameter}".split("=") if parameter else ())]
+        return rng.choice(([], ["--quality", "balanced"], ["--quality", "fast"], ["--quality", "best"]))
+    return ["--method", rng.choice(METHODS)]
 
 
 def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """Damaged engines, or a damaged record of them."""
+    """A damaged record of engines."""
     given = Path(shutil.copytree(originals.engines, folder / "given"))
     record = given / ENGINE_FILE
-    if rng.random() < 0.6:
-        record.write_bytes(damage_json(record.read_text(), rng))
-    else:
-        content = json.loads(record.read_text())
-        entry = rng.choice([file for graph in content["graphs"].values() for file in graph["files"]])
-        data = damage((given / entry["path"]).read_bytes(), rng)
-        (given / entry["path"]).write_bytes(data)
-        entry.update(bytes=len(data), blake2b=hashlib.blake2b(data, digest_size=32).hexdigest())
-        record.write_text(json.dumps(content))
-    if rng.random() < 0.2:
+    record.write_bytes(damage_json(record.read_text(), rng))
+    if rng.random() < 0.4:
         return ["inspect", str(given)]
     return run(originals.bundle, folder / "out", "--engines", given, *_method(rng))
 
@@ -149,22 +123,18 @@ def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]
 def caches(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
     """Damaged measurements of this host."""
     digest = open_bundle(originals.bundle, verify=False).digest
-    cost = {"target": {"2": 0.001, "4": 0.0012, "8": 0.002}, "drafter": {"2": 0.0005, "8": 0.001}, "step": 0.001}
-    situation = "onnxruntime-cpu, 1 thread, 1 image at a time, sampling, "
+    key = "onnxruntime-cpu, 1 thread, 1 image at a time, sampling, "
     choices = [{"method": "sjd", "window": 3}, {"method": "eagle", "tree": "chain-2"}]
-    timed = {"method": {"method": "sjd", "window": 3}, "tokens": [2.0, 3.0], "seconds": [0.001, 0.002]}
+    record = {"method": {"method": "sjd", "window": 3}, "tokens": [2.0, 3.0], "seconds": [0.001, 0.002]}
     content = {
         "bundle_digest": digest,
-        "noise": "philox4x64-gumbel-1",
-        "choices": {situation + quality: {"method": rng.choice(choices)} for quality in ("strict", "fast")},
-        "statistics": [statistics_of(method="sjd", omega=2.0), statistics_of(method="eagle")],
-        "probes": {f"onnxruntime-cpu, 1 threads, {rows} rows": cost for rows in (1, 2)},
-        "races": {situation + "balanced": [timed, {**timed, "method": {"method": "ar"}}]},
+        "choices": {key + quality: {"method": rng.choice(choices)} for quality in ("strict", "fast")},
+        "races": {key + "balanced": [record, {**record, "method": {"method": "ar"}}]},
     }
-    path = cache_folder() / "tuning" / f"{digest[:32]}.json"
+    path = tuning_path(digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(damage_json(json.dumps(content), rng))
-    return run(originals.bundle, folder / "out", "--quality", rng.choice(("strict", "balanced", "fast", "TVD=0.5")))
+    return run(originals.bundle, folder / "out", "--quality", rng.choice(("strict", "balanced", "fast")))
 
 
 def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
@@ -187,7 +157,7 @@ def trees(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
         )
         path.write_bytes(damage_json(json.dumps(paths), rng))
         name = str(path)
-    return run(originals.bundle, folder / "out", "--method", rng.choice(("eagle", "lantern")), f"--tree={name}")
+    return run(originals.bundle, folder / "out", f"--method={rng.choice(('eagle', 'lantern'))}:tree={name}")
 
 
 def _argument(text: str) -> str:
@@ -200,10 +170,10 @@ def prompts(originals: Originals, folder: Path, rng: random.Random) -> list[str]
     text = "red cube\ngreen sphere on sand\na cube on snow\n"
     if rng.random() < 0.3:
         words = _argument(damage(text.encode(), rng).decode("utf-8", "replace"))
-        return ["run", "--bundle", str(originals.bundle), "--output", str(folder / "out/a.png"), f"--prompt={words}"]
+        return ["run", "--output", str(folder / "out/a.png"), "--", str(originals.bundle), words]
     path = folder / "prompts.txt"
     path.write_bytes(rng.choice((damage(text.encode(), rng), damage(text.encode() * 9, rng), rng.randbytes(300))))
-    rest = ["--methods", "ar", "--output", str(folder / "out/report"), "--threads", "1"]
+    rest = ["--method", "ar", "--output", str(folder / "out/report"), "--threads", "1"]
     return ["eval", str(originals.bundle), "--prompts", str(path), *rest]
 
 
@@ -217,23 +187,6 @@ def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
         TemplateTokenizer(load_tokenizer(path)).encode("a red cube, on snow", 40)
 
     return encode
-
-
-def evaluations(originals: Originals, folder: Path, rng: random.Random) -> Case:
-    """Damaged reports of `eval` that budgets are to decide by."""
-    opened = open_bundle(originals.bundle, verify=False)
-    settings = resolve_settings(opened.manifest, {"method": "auto"})
-    figure = {"value": 0.1, "difference_to_ar": {"value": 0.01, "low": 0.0, "high": 0.02}, "above_ar_interval": False}
-    figures = dict.fromkeys(("excess_nll", "agreement", "frechet", "tvd"), figure)
-    drawn = [
-        resolve_settings(opened.manifest, {"method": method}).as_dict()
-        for method in ("ar", "sjd:omega=2:window=7", "rows:window=2", "sjd:neighbors=2:lambda=2", "lantern++")
-    ]
-    methods = [{"method": one["method"], "settings": one, "figures": figures} for one in drawn]
-    text = json.dumps({"bundle_digest": opened.digest, "images_per_method": 40, "methods": methods, "prompts": ["red"]})
-    path = folder / "eval.json"
-    path.write_bytes(rng.choice((damage_json(text, rng), damage_json(text, rng), damage(text.encode(), rng))))
-    return lambda: read_judged(path, opened, settings)
 
 
 def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
@@ -251,22 +204,20 @@ KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
     "trees": trees,
     "prompts": prompts,
     "tokenizers": tokenizers,
-    "evaluations": evaluations,
     "checkpoints": checkpoints,
 }
 
 # ---------------------------------------------------------------- what must hold
 
 
-def check(kind: str, seed: int, originals: Originals, program: bool = False) -> int:
-    """Put a case to the program, or with `program` to the real one, and check all that must hold; its exit code."""
+def check(kind: str, seed: int, originals: Originals) -> int:
+    """Put a case to the program and check all that must hold; its exit code."""
     rng = random.Random(f"{kind} {seed}")
     with tempfile.TemporaryDirectory() as name, own_cache(Path(name, "cache")):
         folder = Path(name)
         (folder / "out").mkdir()
         case = KINDS[kind](originals, folder, rng)
-        run = real_program if program and isinstance(case, list) else in_process
-        code, text = run(case, folder)
+        code, text = in_process(case, folder)
         where = f"{kind} {seed}: {case}\n{text[-3000:]}"
         assert code in (0, 2, 130), f"exit code {code}: {where}"
         noise = [word for word in ("Traceback", "panicked", "Warning:") if word in text]
@@ -302,7 +253,7 @@ def in_process(case: Case, folder: Path) -> tuple[int, str]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.alarm(SECONDS)
     try:
-        with captured(folder / "printed") as texts, mock.patch.object(auto, "PROBE_SECONDS", 0.02):
+        with captured(folder / "printed") as texts:
             code = run_program(case) if isinstance(case, list) else outcome(case)
     finally:
         signal.alarm(0)
@@ -341,23 +292,7 @@ def captured(path: Path) -> Iterator[list[str]]:
             texts.append(file.read().decode("utf-8", "replace"))
 
 
-def real_program(arguments: list[str], folder: Path) -> tuple[int, str]:
-    """The same of a process of its own, which may not take more memory."""
-    command = [sys.executable, "-m", "lantern_rt", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL) as done:
-        assert done.stdout is not None
-        timer = signal.signal(signal.SIGALRM, lambda *_: done.kill())
-        signal.alarm(SECONDS + 5)  # some for the start
-        text = done.stdout.read().decode("utf-8", "replace")
-        _, status, usage = os.wait4(done.pid, 0)
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, timer)
-        done.returncode = os.waitstatus_to_exitcode(status)
-    assert 1024 * usage.ru_maxrss < MEMORY, arguments
-    return done.returncode, text
-
-
-def main(kind: str, first: int, last: int, program: bool) -> int:
+def main(kind: str, first: int, last: int) -> int:
     """Put the cases `first` .. `last` - 1; how many failed."""
     failed = 0
     codes: dict[int, int] = {}
@@ -366,7 +301,7 @@ def main(kind: str, first: int, last: int, program: bool) -> int:
         for seed in range(first, last):
             print(f"{kind} {seed}", file=sys.stderr, flush=True)
             try:
-                code = check(kind, seed, originals, program)
+                code = check(kind, seed, originals)
                 codes[code] = codes.get(code, 0) + 1
             except KeyboardInterrupt:
                 raise
@@ -379,4 +314,4 @@ def main(kind: str, first: int, last: int, program: bool) -> int:
 
 if __name__ == "__main__":
     np.seterr(all="ignore")
-    sys.exit(min(1, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), "--program" in sys.argv)))
+    sys.exit(min(1, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

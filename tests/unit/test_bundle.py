@@ -6,8 +6,6 @@ import hashlib
 import os
 import pickle
 import re
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ def refusal(path: Path | str, verify: bool = True) -> str:
         open_bundle(path, verify=verify)
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 600
+    assert len(message) < 700
     return message
 
 
@@ -51,15 +49,6 @@ def test_a_valid_bundle_opens_with_its_tables(folder: Path) -> None:
     assert not embeddings.flags.writeable
     assert bundle.code_embeddings() is embeddings
     assert bundle.neighbors().indices.shape == bundle.neighbors().distances.shape == (CODES, K)
-
-
-def test_opening_a_bundle_imports_neither_torch_nor_onnx(folder: Path) -> None:
-    code = (
-        "import sys; from lantern_rt.bundle.files import open_bundle; open_bundle(sys.argv[1]).neighbors(); "
-        "print(sorted({'torch', 'onnx', 'onnxruntime'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_an_embedded_bundle_opens_by_name_before_a_folder_of_that_name(
@@ -124,7 +113,6 @@ def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b"", "expected JSON"),
         (b"\xff\xfe", "expected JSON"),
         (b'{"format_version": "1.0", "a": NaN}', "NaN where a finite number belongs"),
         (b'{"format_version": "1.0", "a": 1e999}', "1e999 where a finite number belongs"),
@@ -132,9 +120,8 @@ def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
         (b"[" * 100_000, "expected JSON"),
         (b"1" * 10_000, "expected JSON"),
         (b"[]", "`format_version`: found None"),
-        (b"{}", "`format_version`: found None"),
         (b'{"format_version": 1.0}', "`format_version`: found 1.0"),
-        (b'{"format_version": "3.0"}', "found bundle format 3.0, this lantern-rt reads 1.x and 2.x; upgrade"),
+        (b'{"format_version": "2.1"}', "found bundle format 2.1, expected 3.x; upgrade"),
         (b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
     ],
 )
@@ -158,7 +145,7 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("decoding.methods", [{"method": "ar"}, {"method": "ar"}], "method ar has defaults twice"),
         ("decoding.methods.0.delta", 2.0, "`decoding.methods.0.lantern.delta`: found 2.0, expected less than 1"),
         ("decoding.methods.0.lambda", 2.0, "`decoding.methods.0.lantern.lambda`: unknown"),
-        ("decoding.methods.0.anneal", 0.5, "anneal .* omega"),
+        ("presets", {"strict": {}}, "presets.strict"),
         ("neighbors", 16, "field `neighbors`: found 16, expected less than codebook_size 16"),
         ("files.target.sha256", "zz", "field `files.target.sha256`: found 'zz'"),
         ("files.tar\nget", 1, "field `files.tar get`: found 1"),
@@ -181,8 +168,8 @@ def test_a_wrong_manifest_field_is_named_with_what_was_found(
 
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
-    rewrite(folder, format_version="2.7", novelty=1)
-    assert "the bundle is of format 2.7, newer than 2.1: upgrade lantern-rt" in refusal(folder)
+    rewrite(folder, format_version="3.7", novelty=1)
+    assert "the bundle is of format 3.7, newer than 3.0: upgrade lantern-rt" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +230,11 @@ def test_a_graph_may_only_read_files_of_the_bundle(folder: Path, location: str) 
     (folder / "target.onnx").write_bytes(stub_graph(location))
     rewrite(folder)
     assert f"reads the file {location!r}, expected one that bundle.json lists" in refusal(folder, verify=False)
+    graph = (folder / "target.onnx").rename(folder / "target.bin")
+    manifest = read_manifest(folder)
+    manifest["files"]["target"]["path"] = graph.name  # its role makes it a graph, whatever its name
+    write_manifest(folder, manifest)
+    assert f"reads the file {location!r}" in refusal(folder, verify=False)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"\x3a\x7f", b"not a graph at all", stub_graph()[:-1], b"\x08\x0a"])
@@ -292,76 +284,68 @@ def test_no_bytes_make_the_graph_walker_fail_otherwise(tmp_path: Path) -> None:
             continue
 
 
-def replaced_table(folder: Path, write: Any) -> str:
-    """The complaint about a code table that `write` has put in place."""
-    write(folder / "code_embeddings.npy")
+def table_refusal(folder: Path, read: str) -> str:
+    """What is wrong with a table that stands in the bundle's folder."""
     rewrite(folder)
     with pytest.raises(BundleError) as caught:
-        open_bundle(folder).code_embeddings()
+        getattr(open_bundle(folder), read)()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_code_table_of_another_shape_or_type_is_refused(folder: Path) -> None:
-    message = replaced_table(folder, lambda path: np.save(path, np.zeros((CODES, WIDTH + 1), np.float32)))
-    assert "found float32 [16, 9], expected float32 [16, 8]" in message
-    assert "found float64" in replaced_table(folder, lambda path: np.save(path, np.zeros((CODES, WIDTH))))
+HOLE = np.zeros((CODES, WIDTH), np.float32)
+HOLE[3, 3] = np.nan
+NO_ARRAY = "without pickled objects"
 
 
-def test_a_code_table_that_is_no_plain_array_is_refused(folder: Path) -> None:
-    pickled = np.full((CODES, WIDTH), None, object)
-    assert "without pickled objects" in replaced_table(folder, lambda path: np.save(path, pickled, allow_pickle=True))
-    assert "without pickled objects" in replaced_table(folder, lambda path: path.write_bytes(pickle.dumps([1])))
-    assert "without pickled objects" in replaced_table(folder, lambda path: path.write_bytes(b""))
-    header = b"\x93NUMPY\x01\x00\x10\x00{'descr': oops}\n"
-    assert "without pickled objects" in replaced_table(folder, lambda path: path.write_bytes(header))
-
-
-def test_a_code_table_with_nan_is_refused(folder: Path) -> None:
-    table = np.zeros((CODES, WIDTH), np.float32)
-    table[3, 3] = np.nan
-    assert "found NaN or infinity" in replaced_table(folder, lambda path: np.save(path, table))
-
-
-def neighbor_refusal(folder: Path, **changes: Any) -> str:
-    np.savez_compressed(folder / "neighbors.npz", **{**neighbor_table(), **changes}, allow_pickle=True)
-    return neighbor_file_refusal(folder)
-
-
-def neighbor_file_refusal(folder: Path) -> str:
-    rewrite(folder)
-    with pytest.raises(BundleError) as caught:
-        open_bundle(folder).neighbors()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (np.zeros((CODES, WIDTH + 1), np.float32), r"float32 \[16, 9\], expected float32 \[16, 8\]"),
+        (np.zeros((CODES, WIDTH)), "float64"),
+        (HOLE, "found NaN or infinity"),
+        (np.full((CODES, WIDTH), None, object), NO_ARRAY),
+        (pickle.dumps([1]), NO_ARRAY),
+        (b"", NO_ARRAY),
+        (b"\x93NUMPY\x01\x00\x10\x00{'descr': oops}\n", NO_ARRAY),
+    ],
+)
+def test_a_wrong_code_table_is_refused(folder: Path, table: np.ndarray | bytes, expected: str) -> None:
+    path = folder / "code_embeddings.npy"
+    if isinstance(table, bytes):
+        path.write_bytes(table)
+    else:
+        np.save(path, table, allow_pickle=True)
+    assert re.search(expected, table_refusal(folder, "code_embeddings"))
 
 
 def test_a_wrong_neighbor_table_is_refused(folder: Path) -> None:
     table = neighbor_table()
     indices, distances = table["indices"], table["distances"]
-    beyond, own, nan = indices.copy(), indices.copy(), distances.copy()
-    beyond[2, 1], own[7, 0], nan[0, 4] = CODES, 7, np.nan
-    assert "found uint8 [16, 4]" in neighbor_refusal(folder, indices=indices[:, :4])
-    assert "found int64" in neighbor_refusal(folder, indices=indices.astype(np.int64))
-    assert "found index 16, expected 0 .. 15" in neighbor_refusal(folder, indices=beyond)
-    assert "found code 7 among its own neighbours" in neighbor_refusal(folder, indices=own)
-    assert "nearest first" in neighbor_refusal(folder, distances=distances[:, ::-1])
-    assert "finite" in neighbor_refusal(folder, distances=nan)
-    assert "`distances`" in neighbor_refusal(folder, distances=np.full((CODES, K), None, object))
+    beyond, own, hole = indices.copy(), indices.copy(), distances.copy()
+    beyond[2, 1], own[7, 0], hole[0, 4] = CODES, 7, np.nan
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"indices": indices[:, :4]}, "uint8 [16, 4]"),
+        ({"indices": indices.astype(np.int64)}, "int64"),
+        ({"indices": beyond}, "found index 16, expected 0 .. 15"),
+        ({"indices": own}, "found code 7 among its own neighbours"),
+        ({"distances": distances[:, ::-1]}, "nearest first"),
+        ({"distances": hole}, "finite"),
+        ({"distances": np.full((CODES, K), None, object)}, "`distances`"),
+    ]
+    for change, expected in changes:
+        np.savez_compressed(folder / "neighbors.npz", **{**table, **change}, allow_pickle=True)
+        assert expected in table_refusal(folder, "neighbors")
 
 
-def test_a_neighbor_file_that_is_no_archive_is_refused(folder: Path) -> None:
-    (folder / "neighbors.npz").write_bytes(pickle.dumps({"indices": 1}))
-    assert "expected a NumPy archive" in neighbor_file_refusal(folder)
-    with zipfile.ZipFile(folder / "neighbors.npz", "w") as archive:
-        archive.writestr("indices.npy", b"junk")
-    assert "expected a NumPy archive" in neighbor_file_refusal(folder)
-
-
-def test_an_archive_that_unpacks_to_far_more_than_its_table_is_not_unpacked(folder: Path) -> None:
-    with zipfile.ZipFile(folder / "neighbors.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("indices.npy", bytes(10_000_000))
-    assert "unpacks to 10,000,000 bytes" in neighbor_file_refusal(folder)
+def test_a_neighbor_file_that_is_no_archive_or_a_bomb_is_refused(folder: Path) -> None:
+    path = folder / "neighbors.npz"
+    path.write_bytes(pickle.dumps({"indices": 1}))
+    assert "expected a NumPy archive" in table_refusal(folder, "neighbors")
+    for data, expected in ((b"junk", "expected a NumPy archive"), (bytes(10_000_000), "10,000,000 bytes unpacked")):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("indices.npy", data)
+        assert expected in table_refusal(folder, "neighbors")
 
 
 def test_a_bundle_without_neighbors_says_so(folder: Path) -> None:

@@ -263,13 +263,10 @@ def test_export_without_torch_names_what_to_install(program: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_every_help_shows_examples_and_what_the_list_of_commands_has(command: list[str]) -> None:
+def test_every_help_shows_examples(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
-    if command:
-        first = " ".join(result.output.partition("\n\n")[2].split())
-        assert first.startswith(COMMANDS[command[0]][1].rstrip("."))
 
 
 def test_the_program_alone_shows_its_help_and_version(program: Any) -> None:

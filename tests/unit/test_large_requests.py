@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,8 @@ from lantern_rt.auto import memory
 from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
-from lantern_rt.cli.options import Running
 from lantern_rt.engines import host
-from lantern_rt.engines.build import build_engines
-from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.engines.profiles import BuildOptions
 from lantern_rt.output.trace import Trace
 from lantern_rt.requests import Settings, resolve_settings
 
@@ -163,25 +158,6 @@ def test_run_refuses_with_the_numbers_before_anything_is_loaded(
         for part in ("weights ", "cache of the target ", "cache of the drafter ", "passes ", "painting "):
             assert part in err
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
-
-
-@pytest.mark.parametrize(("provider", "refused"), [("cpu", True), ("cuda", False)])
-def test_engines_count_with_the_size_of_their_files_where_they_run_on_the_cpu(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str, refused: bool
-) -> None:
-    build_engines(open_bundle(folder), str(folder), BuildOptions("onnxruntime"), tmp_path / "e", False, lambda *_: None)
-    record = json.loads((tmp_path / "e" / ENGINE_FILE).read_text())
-    record["graphs"]["target"]["files"][0]["bytes"] = 5 << 30
-    (tmp_path / "e" / ENGINE_FILE).write_text(json.dumps({**record, "provider": provider}))
-    monkeypatch.setattr(memory, "available_memory", lambda: 4 << 30)
-    monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: "loaded")
-    running = Running(engines=tmp_path / "e")
-    opened = running.open_bundle(str(folder))
-    if refused:
-        with pytest.raises(RequestError, match=r"found 4\.00 GiB free, .*\(weights 5\.00 GiB, "):
-            running.load(opened)
-    else:
-        assert running.load(opened) == "loaded"
 
 
 def test_the_memory_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,40 +9,12 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tiny_bundle import make_tiny_bundle
+from package_files import RANKS, package_files
 
 import lantern_rt
 
 HEAVY = {"torch", "onnx", "onnxscript", "safetensors"}
 BACKENDS = {"onnxruntime", "tensorrt", "tensorrt_rtx"}
-# From low to high: a module imports from its own layer and those before it.
-LAYERS = (
-    ("errors",),
-    ("checks", "methods", "user_files"),
-    ("runtime",),
-    ("bundle", "text", "output"),
-    ("engines",),
-    ("prompts", "requests", "results"),
-    ("auto",),
-    ("pipeline",),
-    ("service", "asynchronous"),
-    ("serve",),
-    ("compare", "export"),
-    ("train",),
-    ("cli",),
-)
-RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-
-
-def modules() -> dict[str, Path]:
-    """Every module of the package but its front doors, by its dotted name within the package."""
-    found: dict[str, Path] = {}
-    for root in map(Path, lantern_rt.__path__):
-        for file in root.rglob("*.py"):
-            parts = [part for part in file.relative_to(root).with_suffix("").parts if part != "__init__"]
-            if parts and parts[0] in RANKS:
-                found[".".join(parts)] = file
-    return found
 
 
 def imported(file: Path, only_at_import: bool = False) -> Iterator[str]:
@@ -59,17 +31,17 @@ def imported(file: Path, only_at_import: bool = False) -> Iterator[str]:
 
 def arrows() -> dict[str, set[str]]:
     """For every module the modules of the package that it imports, wherever in the file."""
-    known = modules()
-    found: dict[str, set[str]] = {}
+    known = package_files()
+    targets: dict[str, set[str]] = {}
     for name, file in known.items():
         package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-        found[name] = set()
+        targets[name] = set()
         for target in imported(file):
             dots = len(target) - len(target.lstrip("."))
             if dots:
                 full = ".".join([*package[: len(package) - dots + 1], target.lstrip(".")])
-                found[name] |= {full} & known.keys()
-    return found
+                targets[name] |= {full} & known.keys()
+    return targets
 
 
 def test_lower_packages_import_no_higher_ones() -> None:
@@ -102,7 +74,7 @@ def run_python(code: str) -> set[str]:
 
 def outsiders(prefixes: tuple[str, ...], only_at_import: bool = False) -> set[str]:
     """Top-level packages that modules of these parts import."""
-    chosen = [file for name, file in modules().items() if name.split(".")[0] in prefixes]
+    chosen = [file for name, file in package_files().items() if name.split(".")[0] in prefixes]
     names = {name for file in chosen for name in imported(file, only_at_import) if not name.startswith(".")}
     return {name.split(".")[0] for name in names}
 
@@ -114,7 +86,7 @@ def test_the_runtime_imports_neither_torch_nor_a_backend() -> None:
 def test_generating_never_imports_torch_or_onnx_and_export_only_when_asked() -> None:
     public = tuple(name for name in RANKS if name not in ("export", "train"))
     assert outsiders(public) & HEAVY == set()
-    for name, file in modules().items():
+    for name, file in package_files().items():
         if name.split(".")[0] not in ("export", "train"):
             top = {target.lstrip(".").split(".")[0] for target in imported(file, only_at_import=True)}
             assert not top & {"export", "train"}, name
@@ -127,11 +99,10 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     )
 
 
-def test_generating_imports_neither_torch_nor_onnx(tmp_path: Path) -> None:
-    folder = make_tiny_bundle(tmp_path / "tiny")
+def test_generating_imports_neither_torch_nor_onnx(words_bundle: Path) -> None:
     loaded = run_python(
         "from lantern_rt import Pipeline\n"
-        f"pipe = Pipeline.from_bundle({str(folder)!r}, threads=1)\n"
+        f"pipe = Pipeline.from_bundle({str(words_bundle)!r}, threads=1)\n"
         "for method in ('ar', 'eagle', 'lantern', 'lantern++'): pipe('red cube', method=method).images[0]"
     )
     assert "onnxruntime" in loaded
@@ -142,5 +113,5 @@ def test_no_test_module_imports_another_and_no_file_is_over_400_lines() -> None:
     tests = list(Path(__file__).parents[1].rglob("*.py"))
     for file in tests:
         assert not [name for name in imported(file) if name.startswith("test_")], file.name
-    for file in (*tests, *modules().values()):
+    for file in (*tests, *package_files().values()):
         assert len(file.read_text("utf-8").splitlines()) <= 400, file.name

@@ -66,7 +66,8 @@ def test_the_words_it_knows_are_sorted_and_without_special_tokens(tokenizer: Wor
 
 def test_an_unknown_word_is_named_with_the_nearest_known_one(tokenizer: WordTokenizer) -> None:
     message = refusal(tokenizer, "a rad ball under xylophones")
-    assert "unknown words 'rad' (did you mean 'red'?), 'xylophones'; this model knows: a ball blue" in message
+    assert "unknown words 'rad' (did you mean red?), 'xylophones', expected some of the 8 words" in message
+    assert "and 2 more" in refusal(tokenizer, "zzz yyy xxx www vvv")
 
 
 @pytest.mark.parametrize("prompt", ["<pad>", "a <unk>", "3 ball", "a café ball", "球"])
@@ -85,16 +86,8 @@ def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
 
 @pytest.mark.parametrize("prompt", ["a " * 5000, "x" * 10_000, " ".join(f"w{i}" for i in range(2000))])
 def test_a_prompt_of_ten_thousand_characters_gets_one_short_line(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert len(refusal(tokenizer, prompt)) < 200
-    assert len(refusal(tokenizer, prompt, slots=5)) < 200
-
-
-def test_a_big_vocabulary_is_not_listed_in_full() -> None:
-    names = [f"{a}{b}{c}" for a in "abcdefgh" for b in "abcdefgh" for c in "abcdefgh"]
-    tokenizer = WordTokenizer({word: i for i, word in enumerate(["<pad>", "<unk>", *names])})
-    message = refusal(tokenizer, "zzz yyy xxx www vvv")
-    assert message.endswith("and 412 more")
-    assert "'xxx' and 2 more" in message
+    assert len(refusal(tokenizer, prompt)) < 300
+    assert len(refusal(tokenizer, prompt, slots=5)) < 300
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""The source files of the package, wherever its folders lie; nothing else of the checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lantern_rt
+
+# From low to high: a module imports from its own layer and those before it.
+LAYERS = (
+    ("errors",),
+    ("inputs", "checks", "user_files", "methods"),
+    ("runtime", "bundle", "text", "output"),
+    ("engines", "requests", "prompts"),
+    ("auto", "results"),
+    ("pipeline",),
+    ("asynchronous", "service"),
+    ("serve", "compare", "train", "export"),
+    ("cli",),
+)
+RANKS = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+
+
+def package_files() -> dict[str, Path]:
+    """Every module of the package but its front doors, by its dotted name within the package."""
+    files: dict[str, Path] = {}
+    for root in map(Path, lantern_rt.__path__):
+        for name in RANKS:
+            for file in (root / f"{name}.py", *(root / name).rglob("*.py")):
+                if file.is_file():
+                    parts = file.relative_to(root).with_suffix("").parts
+                    files[".".join(part for part in parts if part != "__init__")] = file
+    return files

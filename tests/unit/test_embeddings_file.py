@@ -1,0 +1,92 @@
+"""Text embeddings of a file: drawn as from Python; whatever else the file holds is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_bundle import CAPTION, PREFIX
+
+from lantern_rt import Pipeline
+from lantern_rt.text import embeddings as embeddings_module
+
+
+def states(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
+    values = np.random.default_rng(1).normal(size=(prompts, tokens, CAPTION)).astype(np.float32)
+    return {"embeddings": values, "mask": np.arange(tokens) < np.array([[2], [tokens], [1]])[:prompts]}
+
+
+def test_embeddings_of_a_file_are_drawn_as_from_python(program: Any, embeddings_bundle: Path) -> None:
+    arrays = states(2)
+    np.savez("Two Texts.npz", **arrays)
+    options = ("--embeddings", "Two Texts.npz", "--num-images", 2, "--seed", 4, "--threads", 1, "--json")
+    code, out, _ = program("run", embeddings_bundle, *options)
+    images = json.loads(out)["images"]
+    assert code == 0
+    assert [(one["embedding"], one["seed"]) for one in images] == [(0, 4), (0, 5), (1, 4), (1, 5)]
+    assert images[3]["output"] == "two-texts-1-seed5.png"
+    pipeline = Pipeline.from_bundle(embeddings_bundle, threads=1)
+    result = pipeline(embeddings=(arrays["embeddings"], arrays["mask"]), seed=4, num_images=2)
+    assert [one["codes"] for one in images] == [codes.tolist() for codes in result.codes]
+    code, _, err = program("run", embeddings_bundle, "--from", images[0]["output"])
+    assert (code, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64])
+def test_without_a_mask_all_tokens_count_and_other_floats_do(program: Any, embeddings_bundle: Path, kind: Any) -> None:
+    np.savez("states.npz", embeddings=states(1, 2)["embeddings"].astype(kind))
+    assert program("run", embeddings_bundle, "--embeddings", "states.npz")[:2] == (0, "states-0-seed0.png\n")
+
+
+ONE = np.zeros((1, 2, CAPTION))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"states": ONE}, "found arrays states, expected embeddings, and mask if need be"),
+        ({**states(1), "more": ONE}, "found arrays embeddings, mask, more"),
+        ({"embeddings": ONE.astype(int)}, r"found embeddings int64 \[1, 2, 6\], expected floats \[prompts"),
+        ({"embeddings": ONE[0]}, r"found embeddings float64 \[2, 6\]"),
+        ({"embeddings": ONE[:0]}, r"found embeddings float64 \[0, 2, 6\]"),
+        ({"embeddings": np.array([["x"]], object)}, "pickle|Object arrays"),
+        ({"embeddings": ONE, "mask": np.full((1, 2), 0.5)}, "found mask float64 .* 0 and 1"),
+        ({"embeddings": ONE, "mask": np.full((1, 2), 2)}, "found mask int64 .* 0 and 1"),
+        ({"embeddings": ONE, "mask": np.ones((1, 3), bool)}, r"found mask \[1, 3\] for embeddings"),
+        ({"embeddings": ONE[:, :, :5]}, r"--embeddings: found \[1, 2, 5\]"),
+        ({"embeddings": ONE, "mask": np.array([[0, 1]])}, "--embeddings: found a mask with gaps"),
+        ({"embeddings": np.full_like(ONE, np.nan)}, "--embeddings: found NaN or infinity"),
+        ({"embeddings": np.full_like(ONE, 1e300)}, "--embeddings: found NaN or infinity"),
+    ],
+)
+def test_a_file_that_holds_anything_else_is_one_line(
+    program: Any, embeddings_bundle: Path, arrays: Any, reason: str
+) -> None:
+    np.savez("states.npz", **arrays)
+    code, out, err = program("run", embeddings_bundle, "--embeddings", "states.npz")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(reason, err), err
+    assert os.listdir() == ["states.npz"]
+
+
+def test_files_that_are_no_archives_or_too_large_are_one_line(
+    program: Any, embeddings_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("text.npz").write_text("not an archive")
+    np.save("array.npy", ONE)
+    os.mkfifo("fifo.npz")
+    with zipfile.ZipFile("damaged.npz", "w") as archive:
+        archive.writestr("embeddings.npy", b"\x93NUMPY\x01\x00" + b"\xff" * 40)
+    for name in ("text.npz", "array.npy", "fifo.npz", "damaged.npz", "none.npz", "."):
+        code, _, err = program("run", embeddings_bundle, "--embeddings", name)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert err.startswith(f"lantern-rt: {name}: ")
+    np.savez("states.npz", **states())
+    monkeypatch.setattr(embeddings_module, "BYTES_LIMIT", 100)
+    assert "embeddings.npy of " in program("run", embeddings_bundle, "--embeddings", "states.npz")[2]
