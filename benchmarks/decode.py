@@ -30,7 +30,8 @@ from random_bundle import SHAPES, random_bundle
 from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.compare.bench import bench, default_methods, summarize
 from lantern_rt.compare.turns import Prompts, parse_methods, read_bundle_prompts
-from lantern_rt.engines.host import host_report, processor, read_bandwidth
+from lantern_rt.engines.doctor import host_report
+from lantern_rt.engines.host import processor, read_bandwidth
 from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.runtime.engine import Engine, Pass
 from lantern_rt.runtime.passes import causal_pass
@@ -139,7 +140,7 @@ def main() -> None:
         bundle = arguments.bundle or random_bundle(replace(SHAPES[name], vq_width=32), Path(folder) / name)
         host = host_report()
         print(f"lantern-rt {__version__}, {processor()}")
-        print("\n".join(f"  {name:12} {value}" for name, value in host.rows()))
+        print("\n".join(f"  {name:12} {value}" for name, value in asdict(host).items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
         bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
