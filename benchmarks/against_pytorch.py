@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from lantern_rt import LanternError, Pipeline
 from lantern_rt.compare.turns import read_bundle_prompts
 from lantern_rt.engines.host import processor
 
-METHODS = "ar,sjd:window=3,sjd:window=7,rows:window=8,rows:window=6,rows:window=5,rows:window=4"
+METHODS = ("ar", "sjd:window=3", "sjd:window=7", "rows:window=8", "rows:window=6", "rows:window=5", "rows:window=4")
 GUIDANCE, EAGER = 4.0, "LlamaGen, PyTorch eager"
 PROJECTED = 8  # images of the bundle `--project` that tokens a pass are counted in
 
@@ -70,7 +69,7 @@ def official(clone: Path, shape: str, grid: int) -> Callable[[], Image]:
 
 def ours(pipeline: Pipeline, method: str, replayed: float | None) -> Callable[[], Image]:
     """Draws an image with this bundle; replayed: tokens a forward pass that it is given, None: those that it has."""
-    request = read_bundle_prompts(pipeline.bundle, None, 1).request(0, 1)
+    request = read_bundle_prompts(pipeline.bundle, count=1).request(0, 1)
 
     def draw() -> Image:
         begun = time.perf_counter()
@@ -86,17 +85,17 @@ def tokens_a_pass(project: str, method: str) -> float | None:
     if method.startswith(("ar", "rows")):
         return None
     with Pipeline.from_bundle(project) as pipeline:
-        request = read_bundle_prompts(pipeline.bundle, None).request(0, PROJECTED)
+        request = read_bundle_prompts(pipeline.bundle).request(0, PROJECTED)
         return pipeline(**request, method=method).stats.tokens_per_forward_pass
 
 
-def take_turns(contenders: dict[str, Callable[[], Image]], rounds: int) -> dict[str, list[Image]]:
+def take_turns(draws: dict[str, Callable[[], Image]], rounds: int) -> dict[str, list[Image]]:
     """Rounds of one image each, every round beginning with another."""
-    names, found = [*contenders], {name: [] for name in contenders}
+    names, found = [*draws], {name: [] for name in draws}
     for index in range(rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            found[name].append(contenders[name]())
+            found[name].append(draws[name]())
     return found
 
 
@@ -107,36 +106,32 @@ def main() -> None:
     parser.add_argument("--grid", type=int, default=16, help="tokens a side: 16 for 256 pixels, 32 for 512")
     parser.add_argument("--precision", help="of the random weights, such as int8; PyTorch stays in float32")
     parser.add_argument("--bundle", type=Path, help="a class-conditional LlamaGen bundle instead of random weights")
-    parser.add_argument("--methods", default=METHODS, help="as `lantern-rt run --method`, commas between")
+    parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--provider", default="cpu", help="of the image decoder, such as openvino-bf16")
     parser.add_argument("--project", default="scenes", help="bundle whose tokens a forward pass are replayed")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds there")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        shape = replace(SHAPES[asked.shape], grid=asked.grid)
-        bundle = asked.bundle or random_bundle(shape, Path(folder) / asked.shape, precision=asked.precision)
-        providers = ["cpu", f"vq_decoder={asked.provider}"]
-        contenders = {EAGER: official(asked.official, asked.shape, asked.grid)} if asked.official else {}
-        with Pipeline.from_bundle(bundle, asked.threads, provider=providers) as pipeline:
+        shape = replace(SHAPES[arguments.shape], grid=arguments.grid)
+        bundle = arguments.bundle or random_bundle(shape, Path(folder) / arguments.shape, precision=arguments.precision)
+        providers = ["cpu", f"vq_decoder={arguments.provider}"]
+        draws = {EAGER: official(arguments.official, arguments.shape, arguments.grid)} if arguments.official else {}
+        with Pipeline.from_bundle(bundle, arguments.threads, provider=providers) as pipeline:
             pipeline.warm_up()
-            for method in asked.methods.split(","):
-                replayed = tokens_a_pass(asked.project, method)
+            for method in arguments.methods:
+                replayed = tokens_a_pass(arguments.project, method)
                 name = f"{method} (replayed: {replayed:.2f} tokens a pass)" if replayed else method
-                contenders[name] = ours(pipeline, method, replayed)
-            found = take_turns(contenders, asked.rounds)
+                draws[name] = ours(pipeline, method, replayed)
+            found = take_turns(draws, arguments.rounds)
     first = next(iter(found.values()))
-    print(f"{processor()}; threads: {asked.threads}; {asked.shape}, {16 * asked.grid} pixels; {asked.rounds} rounds")
+    print(f"{processor()}; threads: {arguments.threads}; {arguments.shape}, {16 * arguments.grid} pixels")
     print(f"  {'':46} seconds  tokens    rest   ratio")
     for name, images in found.items():
         middle = [statistics.median(getattr(one, part) for one in images) for part in ("seconds", "tokens", "rest")]
         ratio = statistics.median(base.seconds / one.seconds for base, one in zip(first, images, strict=True))
         print(f"  {name:46} {middle[0]:7.2f} {middle[1]:7.2f} {middle[2]:7.2f} {ratio:7.2f}")
-    if asked.json:
-        seconds = {name: [[one.tokens, one.rest] for one in images] for name, images in found.items()}
-        asked.json.write_text(json.dumps(seconds, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

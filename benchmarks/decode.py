@@ -1,15 +1,14 @@
-"""What decoding costs on this host: passes, the memory bound, the host's own share, and what tuned drafts would give.
+"""What decoding costs on this host: passes, the memory bound, and the host's own share.
 
     python benchmarks/decode.py                            # LlamaGen-B's sizes, random weights; minutes
     python benchmarks/decode.py --shape GPT-XL --methods ar --threads 1
     python benchmarks/decode.py --bundle bundles/llamagen-b
     python benchmarks/decode.py --smoke                    # tiny: does it still run?
 
-Three parts. *Passes*: milliseconds of a pass against its nodes at half an image, two rows (one image with guidance),
+Two parts. *Passes*: milliseconds of a pass against its nodes at half an image, two rows (one image with guidance),
 beside the time it takes to read the target's weights once. *Methods*: every method against plain decoding, as
-`lantern-rt bench` compares them, and the share of decoding that is spent outside the engines. *Projection*: what the
-best tree or window would give at these costs, with the papers' trees beside it, if drafts were accepted as often as
-`lantern-rt tune` counted on the bundle `--project`. Needs `lantern-rt[export]`. Nothing is judged.
+`lantern-rt bench` compares them, and the share of decoding that is spent outside the engines. Needs
+`lantern-rt[export]`. Nothing is judged.
 """
 
 from __future__ import annotations
@@ -19,64 +18,79 @@ import json
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from random_bundle import SHAPES, random_bundle
-from tree_figures import expected_tokens, slots_per_level
 
-from lantern_rt import LanternError, Pipeline, __version__, open_bundle
-from lantern_rt.compare.bench import bench, figures, memory_bound, usual_methods
-from lantern_rt.compare.turns import Subjects, parse_contenders, subjects_of
+from lantern_rt import LanternError, Pipeline, __version__
+from lantern_rt.compare.bench import bench, default_methods, summarize
+from lantern_rt.compare.turns import Prompts, parse_methods, read_bundle_prompts
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import processor, read_bandwidth
 from lantern_rt.engines.memory import weight_bytes
-from lantern_rt.planning.acceptance_statistics import AcceptanceStatistics, bundle_statistics
-from lantern_rt.planning.costs import HostCosts, PassCost, early_pass, measure_costs, with_overhead
-from lantern_rt.planning.tree_search import Plan, best_plan
-from lantern_rt.runtime.tree import StaticTree
-from lantern_rt.runtime.tree_names import named_tree
-from lantern_rt.tuning.measure import describe
+from lantern_rt.runtime.engine import Engine, Pass
+from lantern_rt.runtime.passes import causal_pass
 
 ROWS = 2  # one image with guidance
-PASS_SECONDS = 20.0
-PAPER_TREES = ("mc-25", "naive-57")
+NODES = (2, 4, 8, 16, 32, 64)
+REPEATS = 20  # of a pass of each size
+PLAIN_COLUMNS = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "target_ms": ".2f", "drafter_ms": ".2f"}
 
 
 def measure(
-    pipeline: Pipeline,
-    bandwidth: float,
-    methods: str | None,
-    images: int,
-    measured: AcceptanceStatistics | None,
-    seconds: float = PASS_SECONDS,
+    pipeline: Pipeline, bandwidth: float, methods: Sequence[str], images: int, repeats: int = REPEATS
 ) -> dict[str, Any]:
-    """Print and return all three parts for one pipeline; bandwidth: bytes per second."""
+    """Print and return both parts for one pipeline; bandwidth: bytes per second."""
     manifest = pipeline.bundle.manifest
     size = weight_bytes(pipeline.bundle, "target") // (2 if manifest.target.dtype == "float16" else 1)
     bound = size / bandwidth
     print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
     print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s")
-    costs = measure_costs(manifest, *pipeline.decoders(), ROWS, seconds)
-    passes = [
-        *pass_rows("target", costs.target, bound),
-        *(pass_rows("drafter", costs.drafter) if costs.drafter else ()),
-    ]
+    passes = []
+    for graph in ("target", "drafter") if manifest.drafter else ("target",):
+        seconds = pass_seconds(pipeline, graph, ROWS, repeats)
+        for nodes, cost in seconds.items():
+            row = {"graph": graph, "nodes": nodes, "ms": 1e3 * cost, "relative": cost / seconds[NODES[0]]}
+            passes.append(row | {"bound_share": bound / cost if graph == "target" else None})
     print_table(passes, {"graph": "", "nodes": "d", "ms": ".2f", "relative": ".2f", "bound_share": ".0%"})
     rows = compare(pipeline, methods, images)
-    request = subjects(pipeline).request(0, 1)
-    plain = early_pass(manifest, pipeline.decoders()[0], ROWS)
-    costs = with_overhead(costs, plain, lambda method: pipeline.stream(**request, method=method), seconds / 4)
-    if not costs.steady:
-        print("  this host is too busy: costs of passes and steps vary too much")
-    print(
-        f"  outside the engines {1e3 * costs.step:.2f} ms a step, {1e3 * costs.level:.2f} ms a drafter pass; projected:"
-    )
-    projected = project(measured, costs)
-    columns = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "tvd_per_token": ".4f", "method": ""}
-    print_table(projected, columns)
-    return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes, "methods": rows, "projection": projected}
+    return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes, "methods": rows}
+
+
+def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
+    """Median seconds of a pass of target or drafter by its nodes, at a past of half an image."""
+    manifest = pipeline.bundle.manifest
+    engine: Engine = getattr(pipeline.engines, graph)
+    past = manifest.condition.prefix + manifest.codes_per_image // 2
+    cache = engine.new_cache(rows, past + NODES[-1])
+    rng = np.random.default_rng(0)
+
+    def chain(nodes: int) -> Pass:
+        hidden = None
+        if graph == "drafter":
+            hidden = rng.standard_normal((rows, nodes, manifest.target.hidden_size), np.float32)
+        tokens = rng.integers(manifest.target.vocab_size, size=(rows, nodes))
+        padding = np.zeros((rows, 0), bool)
+        return causal_pass(engine, cache, tokens, manifest.target.max_positions - 1, padding, hidden)
+
+    while (length := int(cache.lengths[0])) < past:  # a past that the graph itself computed
+        nodes = min(NODES[-1], past - length)
+        cache.append(engine.run(chain(nodes), cache).new_kv, [np.arange(nodes)] * rows)
+    batches = {nodes: chain(nodes) for nodes in NODES}
+    seconds: dict[int, list[float]] = {nodes: [] for nodes in NODES}
+    for _ in range(repeats):
+        for nodes, batch in batches.items():
+            engine.run(batch, cache)  # finds caches full of what the size before it read
+            began = time.perf_counter()
+            cache.append(engine.run(batch, cache).new_kv, [np.arange(2)] * rows)
+            seconds[nodes].append(time.perf_counter() - began)
+            cache.truncate(np.full(rows, past))
+    return {nodes: statistics.median(values) for nodes, values in seconds.items()}
 
 
 def print_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
@@ -88,64 +102,26 @@ def print_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
         print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
 
-def subjects(pipeline: Pipeline) -> Subjects:
-    """What to draw; random models of prompts bring none."""
-    kind = pipeline.bundle.manifest.condition.kind
-    return Subjects("prompts", ["a red cube on sand"]) if kind == "tokens" else subjects_of(pipeline.bundle, None)
-
-
-def pass_rows(graph: str, cost: PassCost, bound: float | None = None) -> list[dict[str, Any]]:
-    """Milliseconds against nodes, in units of the smallest pass, and the share of the bound that is reached."""
-    return [
-        {
-            "graph": graph,
-            "nodes": nodes,
-            "ms": 1e3 * s,
-            "relative": s / cost[min(cost)],
-            "bound_share": bound and bound / s,
-        }
-        for nodes, s in cost.items()
-    ]
-
-
-def compare(pipeline: Pipeline, methods: str | None, images: int) -> list[dict[str, Any]]:
+def compare(pipeline: Pipeline, methods: Sequence[str], images: int) -> list[dict[str, Any]]:
     """Methods against plain decoding; outside_engines: a share of decoding, without text and pictures."""
     manifest = pipeline.bundle.manifest
-    contenders = parse_contenders(methods or usual_methods(manifest, (), sweep=False), {}, pipeline.bundle)
-    found = bench(pipeline, contenders, subjects(pipeline), 1, images, lambda *_: None)
+    runs = parse_methods(methods or default_methods(manifest), {}, pipeline.bundle)
+    if manifest.condition.kind == "tokens":  # random models of prompts bring none
+        prompts = Prompts("prompts", ["a red cube on sand"])
+    else:
+        prompts = read_bundle_prompts(pipeline.bundle)
+    by_method = bench(pipeline, runs, prompts, 1, images, lambda *_: None)
     rows = []
-    plain, bound = found[0], memory_bound(pipeline)
-    for runs in found:
-        stats = [run.statistics for run in runs]
+    for own in by_method:
+        stats = [one.statistics for one in own]
         drafted = [one.drafter_seconds / one.drafter_passes for one in stats if one.drafter_passes]
         times = {
             "target_ms": 1e3 * statistics.median(one.target_seconds / one.target_passes for one in stats),
             "drafter_ms": 1e3 * statistics.median(drafted) if drafted else None,
             "outside_engines": sum(one.host_seconds for one in stats) / sum(one.seconds for one in stats),
         }
-        rows.append(figures(runs, plain, bound) | times)
-    columns = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "target_ms": ".2f", "drafter_ms": ".2f"}
-    print_table(rows, columns | {"outside_engines": ".1%", "tvd_per_token": ".4f", "label": ""})
-    return rows
-
-
-def project(measured: AcceptanceStatistics | None, costs: HostCosts) -> list[dict[str, Any]]:
-    """Per measured method the best tree or window at these costs, and the papers' static trees beside it."""
-    rows = []
-    for entry in measured.entries if measured else ():
-        if entry.greedy or (entry.method.needs_drafter and costs.drafter is None):
-            continue
-        plans = [best_plan(entry, costs)]
-        for name in PAPER_TREES if entry.method.needs_drafter else ():
-            tree = named_tree(name)
-            assert isinstance(tree, StaticTree)
-            seconds = costs.tree_seconds(tree.nodes, slots_per_level(tree.paths))
-            plans.append(Plan(tree.paths, expected_tokens(tree.paths, entry.acceptance_rates), seconds))
-        for name, plan in zip(("", *PAPER_TREES), plans, strict=False):
-            method = entry.method.model_copy(update={"tree": name} if name else plan.drafting)
-            label = str(method) if plan.nodes > 1 else f"ar, not {describe(method)}"
-            gain = {"speed_up": plan.rate * costs.plain_seconds, "tokens_per_forward_pass": plan.tokens}
-            rows.append({"method": label, **gain, "tvd_per_token": entry.tvd_per_token})
+        rows.append(summarize(own, by_method[0]) | times)
+    print_table(rows, PLAIN_COLUMNS | {"outside_engines": ".1%", "tvd_per_token": ".4f", "method": ""})
     return rows
 
 
@@ -154,9 +130,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B", help="published sizes, random weights")
     parser.add_argument("--bundle", help="a bundle instead")
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
-    parser.add_argument("--methods", help="as in `lantern-rt bench` [default: all that the bundle can run]")
+    parser.add_argument("--methods", nargs="+", default=(), help="[default: all that the bundle can run]")
     parser.add_argument("--images", type=int, default=3, help="of every method, at least 3")
-    parser.add_argument("--project", default="scenes", help="bundle whose acceptance statistics are projected")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, few repeats")
     arguments = parser.parse_args()
@@ -165,15 +140,15 @@ def main() -> None:
         bundle = arguments.bundle or random_bundle(replace(SHAPES[name], vq_width=32), Path(folder) / name)
         host = host_report()
         print(f"lantern-rt {__version__}, {processor()}")
-        print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
+        print("\n".join(f"  {name:12} {value}" for name, value in asdict(host).items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
-        threads = pipeline.situation(1, None, "").threads
+        threads = pipeline.engines.threads
         bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
-        measured, seconds = bundle_statistics(open_bundle(arguments.project)), 1.0 if arguments.smoke else PASS_SECONDS
-        found = measure(pipeline, bandwidth, arguments.methods, arguments.images, measured, seconds)
+        repeats = 2 if arguments.smoke else REPEATS
+        figures = measure(pipeline, bandwidth, arguments.methods, arguments.images, repeats)
     if arguments.json:
         report = {"lantern_rt": __version__, "host": asdict(host), "processor": processor(), "threads": threads}
-        arguments.json.write_text(json.dumps(report | found, indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(report | figures, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

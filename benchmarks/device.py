@@ -13,7 +13,6 @@ as noise; codes that are drawn on the device come as zeros, so that every draft 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -41,9 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("libraries", type=Path, help="the folder that build.sh wrote")
     parser.add_argument("--steps", type=int, default=30, help="of each method")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    null_cuda.load(given.libraries)  # before anything uses CUDA
+    arguments = parser.parse_args()
+    null_cuda.load(arguments.libraries)  # before anything uses CUDA
     from random_bundle import SHAPES, random_bundle
 
     from lantern_rt import Pipeline
@@ -58,11 +56,9 @@ def main() -> None:
         rows |= operations(pipe)
         null_cuda.noise(4 * CODES)
         for method in METHODS:
-            rows[f"step of {method}"] = step(pipe, method, given.steps)
+            rows[f"step of {method}"] = step(pipe, method, arguments.steps)
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"  {key} {value:g}" for key, value in row.items()))
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
 
 
 def operations(pipe: Any) -> dict[str, dict[str, float]]:
@@ -91,18 +87,18 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
     def choose(nodes: int) -> None:
         position = np.arange(1, 1 + nodes) % 8 + 1  # depths of a tree, whose noise is on the device by then
         places = np.tile(np.arange(nodes), (ROWS, 1))
-        asked = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
-        run(nodes).logits.best([asked], 1)
+        request = SampleRequest(slice(0, ROWS), places, Sampling(cfg_scale=7.5, top_k=1000), noise, position)
+        run(nodes).logits.best([request], 1)
 
     noise = Noise(1)
-    found = {f"target pass over {nodes} nodes, op by op": count(lambda nodes=nodes: run(nodes), 1) for nodes in (2, 59)}
-    found |= {f"target pass over {nodes} nodes, again": count(lambda nodes=nodes: run(nodes), 6) for nodes in (2, 59)}
-    found["the same, and choices at 59 nodes"] = count(lambda: choose(59), 6)
+    rows = {f"target pass over {nodes} nodes, op by op": count(lambda nodes=nodes: run(nodes), 1) for nodes in (2, 59)}
+    rows |= {f"target pass over {nodes} nodes, again": count(lambda nodes=nodes: run(nodes), 6) for nodes in (2, 59)}
+    rows["the same, and choices at 59 nodes"] = count(lambda: choose(59), 6)
     output = run(59)
-    found["append 4 nodes of a chain"] = count(lambda: append([0, 1, 2, 3]))
+    rows["append 4 nodes of a chain"] = count(lambda: append([0, 1, 2, 3]))
     output = run(59)
-    found["append 4 nodes of a tree"] = count(lambda: append([0, 3, 17, 40]))
-    return found
+    rows["append 4 nodes of a tree"] = count(lambda: append([0, 3, 17, 40]))
+    return rows
 
 
 def count(act: Callable[[], object], before: int = 0) -> dict[str, float]:
@@ -128,8 +124,8 @@ def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
             seconds.append(now - began)
             began = now
     running.close()
-    asked = {name: round(getattr(ops, name) / len(seconds)) for name in ("total", "graph_launches")}
-    return {"ms": round(1e3 * statistics.median(seconds), 2), **asked}
+    counts = {name: round(getattr(ops, name) / len(seconds)) for name in ("total", "graph_launches")}
+    return {"ms": round(1e3 * statistics.median(seconds), 2), **counts}
 
 
 if __name__ == "__main__":

@@ -39,14 +39,11 @@ from recipes.scenes.model import CONFIG, SIZES, size_name
 from recipes.scenes.restore import restore_work
 from recipes.scenes.target import SHARD, train_target
 
-METHODS = (
-    "ar,sjd,eagle:tree=chain-5,lantern,lantern++,"
-    "eagle:tree=dynamic-59,lantern:tree=dynamic-59,lantern++:tree=balanced-25"  # the papers' trees: cheap on a GPU only
-)
+PAPERS = ("eagle:tree=dynamic-59", "lantern:tree=dynamic-59", "lantern++:tree=balanced-25")  # cheap on a GPU only
+METHODS = ("ar", "sjd", "eagle:tree=chain-5", "lantern", "lantern++", *PAPERS)
 SMOKE_SIZE = replace(CONFIG, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=4, intermediate_size=128)
 SMOKE = {"minutes": 0.03, "pictures": 4, "drafter_steps": 2, "device": "cpu", "provider": "cpu", "batch": 4}
-SMOKE |= {"images": 1}
-SMOKE |= {"precision": ["float16"], "methods": "ar,sjd,eagle,lantern,lantern++"}
+SMOKE |= {"images": 1, "methods": ("ar", "sjd", "eagle", "lantern", "lantern++")}
 
 
 def main() -> None:
@@ -59,45 +56,47 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="where to train: cpu, cuda, cuda:1 [default: cuda]")
     parser.add_argument("--provider", help="where to measure: cpu, cuda, ... [default: as --device]")
     parser.add_argument("--batch", type=int, default=64, help="scenes a training step [default: 64]")
-    parser.add_argument("--precision", choices=("float32", "float16"), action="append", help="default: both")
-    parser.add_argument("--methods", default=METHODS, help="as in `lantern-rt bench` [default: all, and papers' trees]")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="[default: all, and papers' trees]")
     parser.add_argument("--images", type=int, default=8, help="of every method [default: 8]")
     parser.add_argument("--work", type=Path, help="keep checkpoints here; goes on with those that are there")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--smoke", action="store_true")
-    asked = parser.parse_args()
-    if asked.smoke:
-        vars(asked).update(SMOKE)
-    size = SMOKE_SIZE if asked.smoke else SIZES[asked.size]
-    if asked.device.startswith("cuda") and not torch.cuda.is_available():
-        raise EngineError(
-            f"found torch {torch.__version__} without a CUDA device, expected one to train on; "
-            "install a CUDA build of torch, or give --device cpu"
-        )
-    report: dict[str, Any] = {"size": size_name(size), "device": asked.device, "torch": torch.__version__, "bench": []}
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        vars(arguments).update(SMOKE)
+    size = SMOKE_SIZE if arguments.smoke else SIZES[arguments.size]
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        found = f"torch {torch.__version__} without a CUDA device"
+        raise EngineError(field="device", found=found, remedy="install a CUDA build of torch, or give --device cpu")
+    report: dict[str, Any] = {
+        "size": size_name(size),
+        "device": arguments.device,
+        "torch": torch.__version__,
+        "bench": [],
+    }
     with tempfile.TemporaryDirectory() as folder:
-        work = asked.work or Path(folder) / "work"
-        report["training"] = train(asked, size, work)
-        for precision in asked.precision or ("float32", "float16"):
+        work = arguments.work or Path(folder) / "work"
+        report["training"] = train(arguments, size, work)
+        for precision in ("float16",) if arguments.smoke else ("float32", "float16"):
             bundle = write_scenes_bundle(work, Path(folder) / precision, False, print, precision)
             print(f"\n{precision}:", flush=True)
-            provider = asked.provider or asked.device.partition(":")[0]
-            rows = compare(Pipeline.from_bundle(bundle, provider=provider), asked.methods, asked.images)
+            provider = arguments.provider or arguments.device.partition(":")[0]
+            rows = compare(Pipeline.from_bundle(bundle, provider=provider), arguments.methods, arguments.images)
             report["bench"].append({"precision": precision, "rows": rows})
-    if asked.json:
-        asked.json.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def train(asked: argparse.Namespace, size: DecoderConfig, work: Path) -> dict[str, Any]:
+def train(arguments: argparse.Namespace, size: DecoderConfig, work: Path) -> dict[str, Any]:
     """Checkpoints in `work`; seconds of every part, and how well target and drafter have learned."""
     if not (work / "vq.pt").exists():
         restore_work("scenes", work, only_vq=True)
-    device, batch, shard = asked.device, asked.batch, 32 if asked.smoke else SHARD
-    provider, drawn_together = asked.provider or device.partition(":")[0], 2 if asked.smoke else 64
+    device, batch, shard = arguments.device, arguments.batch, 32 if arguments.smoke else SHARD
+    provider, drawn_together = arguments.provider or device.partition(":")[0], 2 if arguments.smoke else 64
     parts: dict[str, Callable[[], Any]] = {
-        "target": lambda: train_target(work, asked.minutes, batch=batch, device=device, size=size, shard=shard),
-        "samples": lambda: write_samples(work, asked.pictures, drawn_together, provider),
-        "drafter": lambda: train_drafter(work, asked.drafter_steps, max(1, batch // 2), device),
+        "target": lambda: train_target(work, arguments.minutes, batch=batch, device=device, size=size, shard=shard),
+        "samples": lambda: write_samples(work, arguments.pictures, drawn_together, provider),
+        "drafter": lambda: train_drafter(work, arguments.drafter_steps, max(1, batch // 2), device),
     }
     seconds, results = {}, {}
     for name, part in parts.items():

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from decode import PASS_SECONDS, measure
+from decode import REPEATS, measure
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__, open_bundle
@@ -36,7 +36,6 @@ from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.profiles import BuildOptions
-from lantern_rt.planning.acceptance_statistics import bundle_statistics
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
@@ -48,13 +47,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append", help="default: LlamaGen's")
     parser.add_argument("--compute", choices=("float16", "float32"), action="append", help="default: both")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: all that are installed")
-    parser.add_argument("--methods", help="as in `lantern-rt bench` [default: all]")
+    parser.add_argument("--methods", nargs="+", default=(), help="method strings [default: all]")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--smoke", action="store_true")
     arguments = parser.parse_args()
     gpu = find_gpu()
     if gpu is None and not arguments.smoke:
-        raise EngineError("found no NVIDIA GPU and driver, expected one; --smoke runs tiny sizes without")
+        raise EngineError("no NVIDIA GPU and driver here", field="GPU", remedy="give --smoke for tiny sizes")
     provider = "cpu" if arguments.smoke else "cuda"
     report: dict[str, Any] = {
         "lantern_rt": __version__,
@@ -70,7 +69,7 @@ def main() -> None:
     report["bandwidth"] = bandwidth = device_bandwidth(provider, 1 << (22 if arguments.smoke else 28))
     report["models"] = []
     backends = ["onnxruntime"] if arguments.smoke else arguments.backend or BACKENDS
-    measured, seconds = bundle_statistics(open_bundle("scenes")), 1.0 if arguments.smoke else PASS_SECONDS
+    repeats = 2 if arguments.smoke else REPEATS
     for name in ["tiny"] if arguments.smoke else arguments.shape or GPT:
         for compute in arguments.compute or ("float16", "float32"):
             with tempfile.TemporaryDirectory() as folder:
@@ -80,11 +79,11 @@ def main() -> None:
                     try:
                         pipeline = load(bundle, backend, provider)
                         print(f"\n{name} {compute}, {backend}", end="")
-                        found = measure(pipeline, bandwidth, arguments.methods, 3, measured, seconds)
-                        found |= {"memory": query("memory.used"), "backend": backend, "compute": compute}
+                        figures = measure(pipeline, bandwidth, arguments.methods, 3, repeats)
+                        figures |= {"memory": query("memory.used"), "backend": backend, "compute": compute}
                         del pipeline  # makes room for the next
-                        report["models"].append(found)
-                        print(f"  device memory in use, by anybody: {found['memory']}")
+                        report["models"].append(figures)
+                        print(f"  device memory in use, by anybody: {figures['memory']}")
                     except LanternError as error:
                         print(f"{name} {compute}, {backend}: left out: {error}", flush=True)
     if arguments.json:

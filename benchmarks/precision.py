@@ -1,8 +1,7 @@
 """What rounded weights gain and give away: passes by nodes, whole images by method, and quality in float32's eyes.
 
     python benchmarks/precision.py                       # the embedded model: all three tables; minutes
-    python benchmarks/precision.py --only passes --rows 2,8
-    python benchmarks/precision.py --shape GPT-XL --layers 3
+    python benchmarks/precision.py --only passes --rows 2 8
     python benchmarks/precision.py --smoke               # tiny: does it still run?
 
 *passes*: milliseconds of a target pass after half an image. *speed*: whole images, text and pictures included, over
@@ -10,8 +9,8 @@ plain decoding in float32 of the same turn. *quality*: nearness of distributions
 nats, agreement on the likeliest token; no guidance, temperature 1) at the codes that float32 draws; and, by method,
 the excess: nats a token of what is drawn in the eyes of the float32 target, guided, less their expected value there,
 against that of float32's own `ar` on the same prompts and seeds; and in how many points more or less of what captions
-of unseen scenes say the judge of the recipe finds in the pictures. Of `--shape` weights are random, so that there are
-passes only. Bundles are made in `--work` and kept. Needs `lantern-rt[export]`. No figure fails the run.
+of unseen scenes say the judge of the recipe finds in the pictures. Bundles are made
+in `--work` and kept. Needs `lantern-rt[export]`. No figure fails the run.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import print_table
-from random_bundle import SHAPES, Shape, export_checkpoints, write_checkpoints
+from decode import NODES, REPEATS, pass_seconds, print_table
 
 from lantern_rt import LanternError, Pipeline, __version__
-from lantern_rt.compare.turns import MethodRun, Prompts, read_bundle_prompts, run
+from lantern_rt.compare.turns import MethodRun, read_bundle_prompts, run
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
-from lantern_rt.planning.costs import measure_costs
 from lantern_rt.runtime.likelihood import sequence_logits
 from lantern_rt.runtime.statistics import Clock
 
@@ -47,72 +43,46 @@ from recipes.scenes.restore import restore_work
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")
 ONE_PICTURE = ("fp32", "int8")  # where exact methods draw what `ar` draws
-PARTS = ("passes", "speed", "quality")
-NODES = (2, 4, 8, 16, 32)
 TOGETHER = 8  # images drawn together where time does not count
-ROUNDS = 3  # over all precisions, so that what disturbs the host hits all alike
 
 
-def write_bundles(shape: Shape | None, name: str, work: Path, precisions: Sequence[str]) -> dict[str, Path | str]:
-    """The bundle of every precision, of a shape or the embedded model; those that are there already are kept."""
-    goals = {p: work / f"{name}-{p}" for p in precisions if shape or p != "fp32"}
-    if missing := [precision for precision, goal in goals.items() if not goal.is_dir()]:
-        with tempfile.TemporaryDirectory(dir=work) as folder:
-            checkpoints = Path(folder) / "checkpoints"
-            if shape is None:
-                restore_work("scenes", checkpoints)
-            else:
-                write_checkpoints(shape, checkpoints, drafter=False)
-            for precision in missing:
-                if shape is None:
-                    write_scenes_bundle(checkpoints, goals[precision], False, lambda *_: None, precision=precision)
-                else:
-                    export_checkpoints(shape, checkpoints, goals[precision], precision)
-    return {"fp32": "scenes", **goals}
+def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path | str]:
+    """The embedded model in every precision; bundles that are there already are kept."""
+    paths = {precision: work / f"scenes-{precision}" for precision in precisions if precision != "fp32"}
+    missing = [precision for precision, path in paths.items() if not path.is_dir()]
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        checkpoints = Path(folder) / "checkpoints"
+        if missing:
+            restore_work("scenes", checkpoints)
+        for precision in missing:
+            write_scenes_bundle(checkpoints, paths[precision], False, lambda *_: None, precision=precision)
+    return {"fp32": "scenes", **paths}
 
 
-def part_of(shape: Shape, layers: int | None) -> Shape:
-    """A shape with fewer layers and as much less of a head, and a small image tokenizer."""
-    count = layers or shape.num_layers
-    return replace(shape, num_layers=count, codes=shape.codes * count // shape.num_layers, vq_width=32)
-
-
-def passes(pipelines: dict[str, Pipeline], rows: int, seconds: float) -> None:
-    """Print milliseconds of a target pass by precision and nodes; `seconds` for each precision."""
-    found: dict[str, list[dict[int, float]]] = {precision: [] for precision in pipelines}
-    steady = True
-    for _ in range(ROUNDS):
-        for precision, pipeline in pipelines.items():
-            target, _ = pipeline.decoders()
-            costs = measure_costs(pipeline.bundle.manifest, target, None, rows, seconds / ROUNDS)
-            steady &= costs.steady
-            found[precision].append(costs.target)
-    print(f"\n{rows} rows: milliseconds of a pass by nodes" + ("" if steady else "; this host is too busy"))
+def passes(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
+    """Print milliseconds of a target pass by precision and nodes."""
+    print(f"\n{rows} rows: milliseconds of a pass by nodes")
     table = []
-    for precision, rounds in found.items():
-        medians = {n: 1e3 * statistics.median(one[n] for one in rounds) for n in NODES if all(n in o for o in rounds)}
-        table.append({"precision": precision, **{str(n): medians.get(n) for n in NODES}})
-    print_table(table, {"precision": "", **{str(n): ".2f" for n in NODES}})
+    for precision, pipeline in pipelines.items():
+        seconds = pass_seconds(pipeline, "target", rows, repeats)
+        table.append({"precision": precision, **{str(nodes): 1e3 * cost for nodes, cost in seconds.items()}})
+    print_table(table, {"precision": "", **{str(nodes): ".2f" for nodes in NODES}})
 
 
-def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], subjects: Prompts, turns: int) -> None:
+def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) -> None:
     """Print how fast every method is at every precision, over plain decoding in float32 of the same turn."""
-    contenders = [MethodRun(method, {"method": method}) for method in methods]
-    for pipeline in pipelines.values():
-        for contender in contenders:  # shapes of passes are met once before they are timed
-            pipeline(**subjects.request(0, 1), **contender.options)
-    found = [
-        {
-            (precision, contender.label): run(pipeline, contender, subjects.request(turn, 1))
-            for contender in contenders
-            for precision, pipeline in pipelines.items()
-        }
-        for turn in range(turns)
-    ]
+    prompts = read_bundle_prompts(pipelines["fp32"].bundle)
+    runs = [(precision, MethodRun(method, {"method": method})) for method in methods for precision in pipelines]
+    for precision, method in runs:  # shapes of passes are met once before they are timed
+        pipelines[precision](**prompts.request(0, 1), **method.options)
+    by_turn = []
+    for turn in range(turns):
+        request = prompts.request(turn, 1)
+        by_turn.append({(p, method.label): run(pipelines[p], method, request) for p, method in runs})
     table = []
-    for key in found[0]:
-        gains = [one["fp32", "ar"].seconds / one[key].seconds for one in found]
-        tokens = statistics.fmean(one[key].statistics.tokens_per_forward_pass for one in found)
+    for key in by_turn[0]:
+        gains = [one["fp32", "ar"].seconds / one[key].seconds for one in by_turn]
+        tokens = statistics.fmean(one[key].statistics.tokens_per_forward_pass for one in by_turn)
         table.append({"precision": key[0], "method": key[1], "speed_up": statistics.median(gains), "tokens": tokens})
     print(f"\nwhole images one at a time, {turns} turns: median speed-up, tokens per forward pass")
     print_table(table, {"speed_up": ".2f", "tokens": ".2f", "precision": "", "method": ""})
@@ -175,38 +145,30 @@ def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Seque
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What rounded weights gain and give away.")
-    parser.add_argument("--shape", choices=SHAPES, help="published sizes with random weights [default: scenes]")
-    parser.add_argument("--layers", type=int, help="of a shape, with as large a part of its head [default: all]")
-    parser.add_argument("--only", choices=PARTS, help="one table [default: all]")
-    parser.add_argument("--rows", default="2", help="of passes: two an image with guidance, such as 2,8")
+    parser.add_argument("--only", choices=("passes", "speed", "quality"), help="one table [default: all]")
+    parser.add_argument("--rows", type=int, nargs="+", default=[2], help="of passes: two an image with guidance")
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for the passes of each precision")
     parser.add_argument("--turns", type=int, default=8, help="of whole images, for their speed")
     parser.add_argument("--images", type=int, default=64, help="of each method, for their quality")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="with fp32 among them [default: all]")
-    parser.add_argument("--methods", default=",".join(METHODS), help="with ar among them, as in `lantern-rt bench`")
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="with fp32 among them")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="with ar among them")
     parser.add_argument("--work", type=Path, default=Path("work/precision"), help="folder for bundles")
     parser.add_argument("--smoke", action="store_true", help="few repeats of everything")
-    given = parser.parse_args()
-    if given.smoke:
-        given.seconds, given.turns, given.images = 0.1, 1, 2
-    parts = [given.only] if given.only else PARTS[: 1 if given.shape else None]
-    given.work.mkdir(parents=True, exist_ok=True)
-    shape = part_of(SHAPES[given.shape], given.layers) if given.shape else None
-    name = f"{given.shape}-{shape.num_layers}" if shape else "scenes"
-    bundles, methods = write_bundles(shape, name, given.work, given.precisions.split(",")), given.methods.split(",")
-    pipelines = {precision: Pipeline.from_bundle(bundle, given.threads) for precision, bundle in bundles.items()}
-    threads = pipelines["fp32"].situation(1, None, "").threads
-    print(f"lantern-rt {__version__}, {processor()}, threads: {threads}, {name}")
-    if "passes" in parts:
-        for rows in given.rows.split(","):
-            passes(pipelines, int(rows), given.seconds)
-    if given.shape is None:
-        subjects = read_bundle_prompts(pipelines["fp32"].bundle, None)
-        if "speed" in parts:
-            speed(pipelines, methods, subjects, given.turns)
-        if "quality" in parts:
-            quality(pipelines, methods, given.images)
+    arguments = parser.parse_args()
+    repeats = REPEATS
+    if arguments.smoke:
+        repeats, arguments.turns, arguments.images = 1, 1, 2
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    bundles = write_bundles(arguments.work, arguments.precisions)
+    pipelines = {precision: Pipeline.from_bundle(bundle, arguments.threads) for precision, bundle in bundles.items()}
+    print(f"lantern-rt {__version__}, {processor()}, threads: {pipelines['fp32'].engines.threads}")
+    if arguments.only in (None, "passes"):
+        for rows in arguments.rows:
+            passes(pipelines, rows, repeats)
+    if arguments.only in (None, "speed"):
+        speed(pipelines, arguments.methods, arguments.turns)
+    if arguments.only in (None, "quality"):
+        quality(pipelines, arguments.methods, arguments.images)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from .console import print_text, progress, say
 from .options import (
     ENGINE,
     BundleArgument,
-    EmbeddingsOption,
     EngineOptions,
     PromptsOption,
     ProviderOption,
@@ -40,7 +39,6 @@ def data(
         int, typer.Option(help="Pictures to draw, in whole files of 64: all prompts or classes over and over.")
     ] = 4096,
     prompts: PromptsOption = None,
-    embeddings: EmbeddingsOption = None,
     threads: ThreadsOption = None,
     provider: ProviderOption = None,
 ) -> None:
@@ -52,11 +50,11 @@ def data(
     whole("images", images, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
     opened = engine.open_bundle(bundle)
-    subjects = read_bundle_prompts(opened, embeddings or prompts, opened.manifest.condition.classes)
+    items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
     say(f"{images:,} pictures, up to {estimate_bytes(opened.manifest, images) / 1e9:.2f} GB")
     pipeline = engine.load(opened)
     with progress(lines=False) as show:
-        for count in write_shards(pipeline, subjects, images, output, show):
+        for count in write_shards(pipeline, items, images, output, show):
             show("pictures", min(count, images), images)
     print_text(output)
 

@@ -35,10 +35,9 @@ from .text import SLOTS, WORD_IDS, WORDS, encode_caption
 from .vocabulary import describe, sample_scene
 from .vq import CODE_DIM, GRID, ScenesVQ, load_vq, to_tensor
 
-NEIGHBOURS = 128  # `tune` tries up to 100
+NEIGHBOURS = 128
 PROMPTS_SEED = 930_000
-# The tree of 16 nodes with the most tokens per forward pass (lantern_rt/planning/tree_search.py, acceptance statistics
-# of captions that nothing else uses): 2.9 exactly. What is fastest on a host `lantern-rt tune` finds.
+# The tree of 16 nodes with the most tokens per forward pass on captions that nothing else uses: 2.9 exactly.
 TREE = "tree-4-2110-1110-100-1-1-1"
 DECODING = DecodingDefaults(
     method="lantern++",
@@ -99,15 +98,16 @@ def write_scenes_bundle(
     precision: str | None = None,
     drafter: bool = True,
 ) -> Path:
-    """Write the bundle of a work folder's checkpoints, and `acceptance_statistics.json` where there is one. It has the
-    name of its folder.
+    """Write the bundle of a work folder's checkpoints; it has the name of its folder.
 
-    drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
-
-    compute: what target and drafter compute in, float32 or float16. precision: what their weights are rounded to, by
-    default no further than to the float16 that they fit.
-    `lantern-rt tune scenes --acceptance-statistics work/scenes/acceptance_statistics.json` measures these, with a
-    bundle written before.
+    Args:
+        work: folder of checkpoints.
+        output: folder to write.
+        force: replace a bundle that is there.
+        progress: told what is being done.
+        compute: what target and drafter compute in, float32 or float16.
+        precision: what their weights are rounded to, by default no further than to the float16 that they fit.
+        drafter: without it the bundle is the target's alone, to draw what a drafter learns from.
     """
     vq, target = load_vq(work), load_target(work)
     config, size = target.config, vq.config.picture
@@ -149,8 +149,6 @@ def write_scenes_bundle(
         ),
     ]
     files = {"tokenizer": ("tokenizer.json", _tokenizer()), "prompts": ("prompts.txt", _prompts())}
-    if (counted := work / "acceptance_statistics.json").exists():
-        files["acceptance_statistics"] = (counted.name, counted.read_bytes())
     model = Model(
         graphs=graphs,
         code_embeddings=code_embeddings,

@@ -22,6 +22,8 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint (tensors and plain values only); CheckpointError if there is none."""
     if not path.is_file():
-        raise CheckpointError(f"{path}: is not there; train it, or make the work folder with `restore`")
+        raise CheckpointError(
+            "is not there", field=str(path), remedy="train it, or make the work folder with `restore`"
+        )
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state

@@ -40,8 +40,8 @@ def write_samples(
     rng = np.random.default_rng(SAMPLES_SEED)
     captions = [describe(scene, rng) for scene in draw_scenes(count, SAMPLES_SEED)]
     with Pipeline.from_bundle(target_bundle(work), threads, provider=provider) as pipeline:
-        subjects = Prompts("prompts", captions)
-        for done in write_shards(pipeline, subjects, count, work / "samples", lambda what, done, total: None, shard):
+        prompts = Prompts("prompts", captions)
+        for done in write_shards(pipeline, prompts, count, work / "samples", lambda what, done, total: None, shard):
             print(f"samples: {min(done, count)} of {count}", flush=True)
 
 

@@ -44,7 +44,7 @@ SIZES: Mapping[str, DecoderConfig] = {
 def find_size(name: str) -> DecoderConfig:
     """The size of a name; RequestError if there is none."""
     if name not in SIZES:
-        raise RequestError(f"size: found {name!r}, expected one of {', '.join(SIZES)}")
+        raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(SIZES)}")
     return SIZES[name]
 
 

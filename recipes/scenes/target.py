@@ -132,8 +132,10 @@ def train_target(
         found = DecoderConfig(**state["config"])
         if size is not None and found != config:
             raise CheckpointError(
-                f"{path}: found a target of size {size_name(found)}, expected {size_name(size)}; "
-                "give another --work, or leave --size out"
+                field=str(path),
+                found=f"a target of size {size_name(found)}",
+                expected=size_name(size),
+                remedy="give another --work, or leave --size out",
             )
         config = found
     if state is not None and state.get("seconds", 0.0) >= 60 * minutes:

@@ -57,7 +57,7 @@ VQ_SIZES: Mapping[str, VQConfig] = {
 def find_vq_size(name: str) -> VQConfig:
     """The size of a name; RequestError if there is none."""
     if name not in VQ_SIZES:
-        raise RequestError(f"size: found {name!r}, expected one of {', '.join(VQ_SIZES)}")
+        raise RequestError(field="size", found=repr(name), expected=f"one of {', '.join(VQ_SIZES)}")
     return VQ_SIZES[name]
 
 
@@ -212,8 +212,10 @@ def train_vq(
     found = VQConfig(**state["config"]) if state else config or VQConfig()
     if config is not None and found != config:
         raise CheckpointError(
-            f"{begun}: found a tokenizer of pictures {found.picture} pixels a side, expected {config.picture}; "
-            "give another --work, or leave --size out"
+            field=str(begun),
+            found=f"a tokenizer of {found.picture} pixels a side",
+            expected=str(config.picture),
+            remedy="give another --work, or leave --size out",
         )
     config = found
     if state.get("seconds", 0.0) >= 60 * minutes:
