@@ -71,7 +71,7 @@ class Race:
         self.baseline = baseline
         self.ladders = ladders
         self.methods: list[MethodConfig] = [baseline, *(method for ladder in ladders for method in ladder)]
-        earlier = {record.method: record.turns for record in records}
+        earlier: dict[MethodConfig, tuple[Turn, ...]] = {record.method: record.turns for record in records}
         self.turns: dict[MethodConfig, list[Turn]] = {one: list(earlier.get(one, ())) for one in self.methods}
         self.whole = whole
         self._begin_turn()
