@@ -251,7 +251,7 @@ class Pipeline:
                         settings = replace(settings, method=race.method, choice=choice)
                     if all(len(progress.codes[part.request]) for part in step.parts):  # not a prefill
                         race.record_pass(sum(len(part.codes) for part in step.parts) / together, seconds)
-                    if stats is not None and race.whole:
+                    if stats is not None:
                         race.end_turn()
                     following = None if race.whole else race.method
                 yield progress.add(step, settings, partial(self.draw, images, settings))
