@@ -60,11 +60,7 @@ class Preprocessing(BaseModel):
 
 
 def read_preprocessing(graph: Path) -> Preprocessing:
-    """Read the `preprocessor_config.json` in the folder of a graph; without one, images are taken as they are, 0 .. 1.
-
-    Raises:
-        RequestError: the file is no such file.
-    """
+    """Read the `preprocessor_config.json` beside a graph; without one, values stay 0 .. 1. Raises: RequestError."""
     path = graph.parent / PREPROCESSING_FILE
     with reading(path, f"a {PREPROCESSING_FILE}", RequestError, "mend it, or move it away from the graph"):
         try:
@@ -130,15 +126,9 @@ class ImageGraph(ABC):
     def _run(
         self, images: Sequence[Image], texts: Mapping[str, Ints] | None = None, output: str | None = None
     ) -> Floats:
-        """Run the graph on images of one size, in batches.
+        """What `_rows` makes of an output (by default the first), float64, of images of one size, in batches.
 
-        Args:
-            images: a graph that takes a fixed number of them is given the last one again.
-            texts: the further inputs, one row an image.
-            output: the name of the output to take, by default the first.
-
-        Returns:
-            float64, what `_rows` makes of the output.
+        texts: the further inputs, one row an image. A graph of a fixed number of images is given the last one again.
         """
         parts = []
         for start in range(0, len(images), self.batch):
@@ -282,7 +272,7 @@ def file_tokens(path: Path, length: int | None) -> Tokenize:
 
     Args:
         path: of the file.
-        length: how many ids a prompt must have; None leaves that to the file.
+        length: ids of every prompt; None leaves that to the file.
 
     Raises:
         RequestError: it is no such file, or it does not pad.

@@ -51,7 +51,7 @@ def text_report(report: Mapping[str, Any]) -> str:
         lines += [f"{column.heading} ({column.better})", text_table(rows)]
     same = [(method["method"], _same(method)) for method in report["methods"] if not method["figures"]]
     if same:
-        lines += ["exact", text_table(same)]
+        lines += ["the other methods", text_table(same)]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
 
 
