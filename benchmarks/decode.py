@@ -140,12 +140,11 @@ def main() -> None:
         bundle = arguments.bundle or random_bundle(replace(SHAPES[name], vq_width=32), Path(folder) / name)
         host = host_report()
         print(f"lantern-rt {__version__}, {processor()}")
-        print("\n".join(f"  {name:12} {value}" for name, value in asdict(host).items()))
+        print("\n".join(f"  {name:12} {value}" for name, value in host.facts.items()))
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
         bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
-        repeats = 2 if arguments.smoke else REPEATS
-        figures = measure(pipeline, bandwidth, arguments.methods, arguments.images, repeats)
+        figures = measure(pipeline, bandwidth, arguments.methods, arguments.images, 2 if arguments.smoke else REPEATS)
     if arguments.json:
         report = {"lantern_rt": __version__, "host": asdict(host), "processor": processor(), "threads": threads}
         arguments.json.write_text(json.dumps(report | figures, indent=2) + "\n", encoding="utf-8")
