@@ -1,6 +1,6 @@
 """Writing files and folders: checks before the work, then all or nothing.
 
-What is written grows in a hidden folder beside its goal and is then moved into place, so that no reader ever sees half
+What is written grows under a hidden name beside its goal and is then moved into place, so that no reader ever sees half
 of it. A folder of a kind is known by one file in it (`bundle.json`, `engine.json`); no other folder is ever replaced.
 """
 
@@ -49,12 +49,12 @@ def cache_folder() -> Path:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file, and the folders that it is in, so that no reader ever sees half of it. Raises: OSError."""
-    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.partial")
+    partial = path.with_name(f".{path.name[:50]}.{os.getpid()}.{threading.get_ident()}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:  # also Ctrl-C
         with suppress(OSError):
             partial.unlink()
         raise
@@ -91,13 +91,11 @@ def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
 
 
 def write_output(path: Path, data: bytes, force: bool) -> None:
-    """Write a whole file or nothing; creates the file's folder."""
-    with refusing(path), _with_parents(path), _hidden_folder(path) as work:
-        new = work / "new"
-        new.write_bytes(data)
+    """Write a whole file or nothing; creates the file's folder. Raises: OutputError."""
+    with refusing(path), _with_parents(path):
         if not force and path.exists():
             raise OutputError("a file appeared meanwhile", field=str(path), remedy=_OTHER_NAME)
-        os.replace(new, path)
+        replace_file(path, data)
 
 
 @contextmanager

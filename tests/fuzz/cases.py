@@ -31,7 +31,7 @@ from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 
-SECONDS, MEMORY = 20, 2 << 30
+SECONDS, MEMORY = 120, 2 << 30
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2", "auto")
 DATA = Path(__file__).parents[1] / "data"
 Call = Callable[[], object]
