@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 import pytest
-from acceptance_steps import TOLERANCE, distributions, enumerated, orders, relaxations, step_output, tvd
+from acceptance_steps import EXACT, TOLERANCE, distributions, enumerated, orders, relaxations, step_output, tvd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -30,14 +30,14 @@ class Zeros:
 
 @given(distributions(SIZE), distributions(SIZE), st.integers(1, SIZE))
 def test_exact_acceptance_of_sampled_siblings_gives_out_p(p: Probabilities, q: Probabilities, siblings: int) -> None:
-    output, realised = step_output(p, list(orders(q, siblings)), q, None)
+    output, realised = step_output(p, list(orders(q, siblings)), q, EXACT)
     np.testing.assert_allclose(output, p, atol=TOLERANCE)
     assert realised == 0
 
 
 @given(distributions(SIZE), st.permutations(range(SIZE)), st.integers(0, SIZE))
 def test_exact_acceptance_of_fixed_siblings_gives_out_p(p: Probabilities, codes: list[int], siblings: int) -> None:
-    output, _ = step_output(p, [(1.0, tuple(codes[:siblings]))], None, None)
+    output, _ = step_output(p, [(1.0, tuple(codes[:siblings]))], None, EXACT)
     np.testing.assert_allclose(output, p, atol=TOLERANCE)
 
 
@@ -72,7 +72,7 @@ def test_exact_acceptance_down_a_whole_tree_gives_out_the_joint_distribution(dat
         return out
 
     found = np.zeros((size,) * 3)
-    for weight, accepted in enumerated(tree, lambda n: after(tuple(tree.tokens[tree.path_to(n)[1:]].tolist())), None):
+    for weight, accepted in enumerated(tree, lambda n: after(tuple(tree.tokens[tree.path_to(n)[1:]].tolist())), EXACT):
         found += weight * joint(accepted.remainder, tuple(tree.tokens[accepted.path[1:]].tolist()))
     np.testing.assert_allclose(found, joint(p[()], ()), atol=TOLERANCE)
 
@@ -175,7 +175,7 @@ def lines(tokens: list[int], parents: list[int], leaf_order: list[int] | None = 
 def test_greedy_acceptance_follows_the_arg_max_and_gives_its_successor() -> None:
     tree = lines([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     table = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
-    accepted = walk_greedy(tree, lambda node: np.array(table[node]), None)
+    accepted = walk_greedy(tree, lambda node: np.array(table[node]), EXACT)
     assert (accepted.path, accepted.bonus, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
@@ -202,5 +202,5 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
 @given(distributions(SIZE), st.permutations(range(SIZE)), st.integers(0, SIZE))
 def test_exact_greedy_acceptance_always_ends_on_arg_maxima(p: Probabilities, codes: list[int], count: int) -> None:
     tree = lines([0, *codes[:count]], [-1] + [0] * count)
-    accepted = walk_greedy(tree, lambda node: p, None)
+    accepted = walk_greedy(tree, lambda node: p, EXACT)
     assert [*tree.tokens[accepted.path[1:]], accepted.bonus][0] == p.argmax()

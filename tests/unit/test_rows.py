@@ -21,7 +21,7 @@ from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, S
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass
-from lantern_rt.runtime.grid import Grid, Raster, row_batch_sizes
+from lantern_rt.runtime.grid import Grid, Raster
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Model, Prompt
 from lantern_rt.service import Service
@@ -252,13 +252,3 @@ def test_steps_show_every_cell_that_is_drawn_and_hand_out_codes_in_raster_order(
     )
     assert grey.all((1, 3))[~cells].all()
     assert np.array_equal(np.concatenate([step.new_codes[0] for step in steps]), last.codes[0])
-
-
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_passes_have_the_sizes_they_are_planned_by(window: int, ends: bool) -> None:
-    model = toy(3, 4, ends=ends)
-    drawn(model, [make_prompt(0)], window, [0], Sampling())
-    assert isinstance(model.target, ToyTarget)
-    sizes = [nodes for _, nodes in model.target.passes[1:]]  # the first one is the prefill
-    assert sizes == [max(2, size) for size in row_batch_sizes(model.raster, window)]
