@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from tiny_bundle import make_tiny_bundle
-from toy_engine import Hashes, ToyCache, ToyTarget, make_prompt, naive_distribution
+from toy_engine import Hashes, ToyCache, ToyTarget, changing, codes_of, make_prompt, naive_distribution
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
@@ -50,11 +50,8 @@ def toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> Mod
 def drawn(
     model: Model, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
 ) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, seeds, sampling, RowParallel(window=window, drafts=drafts)):
-        for part in step.parts:
-            found[part.request] += part.codes[: part.committed].tolist()
-    return found
+    method = RowParallel(window=window, drafts=drafts)
+    return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
 
 
 def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling) -> NDArray[np.float64]:
@@ -179,17 +176,8 @@ def test_a_picture_is_the_same_whatever_number_of_drafts_each_pass_takes(
     model, prompts, seeds = toy(4, 4, ends=ends), [make_prompt(i) for i in range(3)], [5, 6, 7]
     methods = [RowParallel(window=window, drafts=count) for count in range(4)]
     expected = drawn(model, prompts, window, seeds, GUIDED)
-    found: list[list[int]] = [[] for _ in prompts]
-    stepping = decode(model, prompts, seeds, GUIDED, methods[0], methods[1:], together=2)
-    turns = itertools.cycle(drafts)
-    step = next(stepping)
-    while step.statistics is None:
-        for part in step.parts:
-            found[part.request] += part.codes[: part.committed].tolist()
-        step = stepping.send(methods[next(turns)])
-    for part in step.parts:
-        found[part.request] += part.codes[: part.committed].tolist()
-    assert found == expected
+    running = decode(model, prompts, seeds, GUIDED, methods[0], methods[1:], together=2)
+    assert codes_of(changing(running, (methods[count] for count in itertools.cycle(drafts))), 3) == expected
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
