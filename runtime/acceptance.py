@@ -92,7 +92,7 @@ class Relaxation:
     def aggregation_set(self, p: Probabilities, token: int) -> Codes:
         """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
         near = self.neighbors[token, : self.k]
-        bound = (self.lambda_ - 1.0) * p[token] if self.lambda_ is not None else self.delta
+        bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
         return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
 
 

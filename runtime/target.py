@@ -54,7 +54,7 @@ class TargetOutput:
         if self.recompute is None or self._is_decisive(node, code):
             return code
         logits = self.recompute(node)
-        (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
+        code = int(choose(logits, self._gumbel(node, logits), self.sampling)[0])
         self._choices[node] = code
         return code
 
