@@ -5,11 +5,10 @@ the target's distribution there and of the noise of the position, see `noise.py`
 Whatever was drafted, a walk therefore ends on the tokens that plain decoding gives: a draft decides how many passes it
 takes, never what comes out.
 
-Relaxed acceptance, as published: a draft may borrow the probability of its neighbours in the codebook.
-One walk down a draft tree per request and step, by rejection. Without a `Relaxation` it is speculative sampling with
-siblings, which leaves the target's distribution unchanged. With one, the probability of A is added to that of a drafted
-token x, where A, its aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a
-bound: `delta` (LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
+Relaxed acceptance, as published: a draft may borrow the probability of its neighbours in the codebook. It is
+speculative sampling with siblings, by rejection, where the probability of A is added to that of a drafted token x. A,
+its aggregation set, is the longest nearest-first run of its neighbours whose sum stays within a bound: `delta`
+(LANTERN, ICLR 2025) or (lambda - 1) p(x) (LANTERN++).
 
 What the relaxation costs is known exactly. With p the target's and q the drafter's distribution, accept x with
 probability a'(x) = min(1, (p(x) + p(A)) / q(x)) instead of a(x) = min(1, p(x) / q(x)), and on rejection remove x and A
@@ -43,22 +42,17 @@ from .tree import DraftTree
 
 Distribution = Callable[[int], Probabilities]
 Codes = NDArray[np.integer]
-_NOTHING: Codes = np.zeros(0, np.int64)
 
 
 class Acceptance(NamedTuple):
-    """Outcome of one walk.
+    """Outcome of one walk."""
 
-    path: accepted nodes, the root first. bonus: the token drawn after them. realised_tvd: total variation distance that
-    relaxed acceptance gave away, see `relaxation.py`. remainder: the distribution that it drew the bonus from, None
-    where the bonus is the target's choice. relaxed: nodes of the path that the exact rule would have refused.
-    """
-
-    path: list[int]
-    bonus: int
-    realised_tvd: float = 0.0
+    path: list[int]  # accepted nodes, the root first
+    bonus: int  # the token drawn after them
+    realised_tvd: float = 0.0  # total variation distance that relaxed acceptance gave away
+    # the distribution that it drew the bonus from, None where the bonus is the target's choice
     remainder: Probabilities | None = None
-    relaxed: Sequence[int] = ()
+    relaxed: Sequence[int] = ()  # nodes of the path that the exact rule would have refused
 
 
 def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:
@@ -76,18 +70,14 @@ def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """How far acceptance may stray.
+    """How far acceptance may stray. Exactly one of `delta` and `lambda_` is set."""
 
-    neighbors: table of neighbours, nearest first, self excluded, integers `[vocab_size, k]`; None: no aggregation sets.
-    k: how many of them count. delta: bound in (0, 1) on p(A). lambda_: bound > 1 on (p(x) + p(A)) / p(x). Exactly one
-    of the two is set if there are neighbours. residual: what a rejection removes: `aggregated` (x and A) or
-    `neighborhood` (the published code: k + 1 neighbours, from q where there is one).
-    """
-
-    neighbors: Codes | None = None
-    k: int = 0
-    delta: float | None = None
-    lambda_: float | None = None
+    neighbors: Codes  # table of neighbours, nearest first, self excluded, integers `[vocab_size, at least k]`
+    k: int  # how many of them count
+    delta: float | None = None  # bound in (0, 1) on p(A)
+    lambda_: float | None = None  # bound > 1 on (p(x) + p(A)) / p(x)
+    # what a rejection removes: `aggregated` (x and A) or `neighborhood` (the published code: k + 1 neighbours,
+    # from q where there is one)
     residual: Residual = "aggregated"
 
     @classmethod
@@ -95,14 +85,12 @@ class Relaxation:
         """The relaxation that a method asks for, None for exact ones; `neighbors` is the bundle's table."""
         if not isinstance(method, Relaxed) or method.exact:
             return None
-        fields = {name: getattr(method, name, None) for name in ("delta", "lambda_", "residual")}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return cls(neighbors if method.neighbors else None, method.neighbors or 0, **given)
+        assert neighbors is not None  # bundles without them are refused such methods
+        bounds = {name: getattr(method, name, None) for name in ("delta", "lambda_")}
+        return cls(neighbors, method.neighbors or 0, **bounds, residual=method.residual or "aggregated")
 
     def aggregation_set(self, p: Probabilities, token: int) -> Codes:
         """A: the longest nearest-first run of neighbours of `token` whose summed p stays within the bound."""
-        if self.neighbors is None:
-            return _NOTHING
         near = self.neighbors[token, : self.k]
         bound = self.delta if self.delta is not None else ((self.lambda_ or 1.0) - 1.0) * p[token]
         return near[: int(p[near].cumsum().searchsorted(bound, "right"))]
@@ -112,23 +100,28 @@ def walk(
     tree: DraftTree,
     target: Distribution,
     choice: Callable[[int], int],
-    relaxation: Relaxation | None,
+    relaxation: Relaxation,
     decisions: Callable[[int], np.random.Generator],
 ) -> Acceptance:
     """Walk down from the root, one child at a time; sampling.
 
-    `target(node)` is the target's distribution after `node`, `choice(node)` its choice there; both are asked for
-    visited nodes only. `decisions(node)` is the stream that decides on its children, one number for every candidate,
-    also for one that q says cannot have been drawn, and one for what is drawn instead of them. Where a path ends on a
-    leaf nothing was refused, and the choice follows: its noise has had no part in what happened before.
+    Args:
+        tree: the draft.
+        target: gives the target's distribution after a node; called for visited nodes only.
+        choice: gives its choice there, which follows where a path ends on a leaf: nothing was refused then.
+        relaxation: how far acceptance may stray.
+        decisions: gives the stream that decides on a node's children: one number for every candidate, also for one that
+            q says cannot have been drawn, and one for what is drawn instead of them.
     """
-    path, tvd, by_relaxation = [0], 0.0, list[int]()
+    path = [0]
+    relaxed_nodes: list[int] = []
+    tvd = 0.0
     while True:
         node = path[-1]
         p = target(node)
         siblings = tree.structure.children[node]
         if not siblings:
-            return Acceptance(path, choice(node), tvd, p, by_relaxation)
+            return Acceptance(path, choice(node), tvd, p, relaxed_nodes)
         q, stream = tree.proposals.get(node), decisions(node)
         for child in siblings:
             token = int(tree.tokens[child])
@@ -136,20 +129,18 @@ def walk(
             draft = 1.0 if q is None else float(q[token])
             if draft <= 0:
                 continue
-            aggregated = _NOTHING
-            exact = relaxed = min(1.0, float(p[token]) / draft)
-            if relaxation is not None:
-                aggregated = relaxation.aggregation_set(p, token)
-                relaxed = min(1.0, float(p[token] + p[aggregated].sum()) / draft)
+            aggregated = relaxation.aggregation_set(p, token)
+            exact = min(1.0, float(p[token]) / draft)
+            relaxed = min(1.0, float(p[token] + p[aggregated].sum()) / draft)
             tvd += relaxed - exact
             if uniform < relaxed:
                 path.append(child)
                 if relaxed > exact and not uniform < exact:
-                    by_relaxation.append(child)
+                    relaxed_nodes.append(child)
                 break
-            if relaxation is not None and relaxation.neighbors is not None and relaxation.residual == "neighborhood":
-                near = relaxation.neighbors[token, : relaxation.k + 1] if len(aggregated) else _NOTHING
-                p = _published_residual(p, q, token, near)
+            if relaxation.residual == "neighborhood":
+                near = relaxation.neighbors[token, : relaxation.k + 1]
+                p = _published_residual(p, q, token, near if len(aggregated) else aggregated)
             else:
                 p = residual_distribution(p, q, token, aggregated)
             if q is not None and child != siblings[-1]:
@@ -157,15 +148,13 @@ def walk(
                 q[token] = 0
                 q = _normalised(q, q)
         if path[-1] == node:  # none accepted
-            return Acceptance(path, draw(p, stream), tvd, p, by_relaxation)
+            return Acceptance(path, draw(p, stream), tvd, p, relaxed_nodes)
 
 
-def residual_distribution(
-    p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes = _NOTHING
-) -> Probabilities:
+def residual_distribution(p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes) -> Probabilities:
     """What a refused draft leaves of p: max(p - q, 0) without `token` and its aggregation set, scaled to sum 1.
 
-    q = None says that `token` was certain.
+    q is what the token was drawn from, None where it was certain.
     """
     left = p.copy()
     left[aggregated] = 0
@@ -196,7 +185,7 @@ def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabiliti
     return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
 
 
-def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | None) -> Acceptance:
+def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation) -> Acceptance:
     """The longest path whose every token is the arg-max, or is once its aggregation set is added.
 
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
@@ -217,10 +206,8 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation | 
             token = int(tree.tokens[child])
             if token == top:
                 open_nodes.append((child, tvd))
-            elif relaxation is not None:
-                added = float(p[relaxation.aggregation_set(p, token)].sum())
-                if p[token] + added > p[top]:
-                    open_nodes.append((child, tvd + 1.0))
+            elif p[token] + float(p[relaxation.aggregation_set(p, token)].sum()) > p[top]:
+                open_nodes.append((child, tvd + 1.0))
     remainder = seen[end] if end in seen else target(end)
     path = tree.path_to(end)
     relaxed = [child for node, child in pairwise(path) if tree.tokens[child] != seen[node].argmax()]

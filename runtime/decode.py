@@ -16,12 +16,12 @@ from .statistics import RequestStatistics, Statistics, summarise
 
 
 class Step(NamedTuple):
-    """One step of the batch; finished requests have no part in it. `statistics` comes with the last step."""
+    """One step of the batch; finished requests have no part in it."""
 
-    parts: list[RequestStep]
-    done: int
-    total: int
-    statistics: Statistics | None = None
+    parts: list[RequestStep]  # of the requests that took part
+    done: int  # codes that are drawn, of all images
+    total: int  # codes of all images
+    statistics: Statistics | None = None  # of the whole decode, with the last step
 
 
 def decode(
@@ -33,16 +33,26 @@ def decode(
     others: Sequence[MethodConfig] = (),
     together: int = 1 << 16,
 ) -> Generator[Step, MethodConfig | None, None]:
-    """Decode one image's tokens for every prompt; yields a `Step` after every prefill and every pass.
+    """Decode one image's tokens for every prompt. Under any method they are the same whatever else is in the batch.
 
-    `send` the generator one of `others`, or the method again, to go on with it: exact methods give the same tokens.
+    Args:
+        model: engines and sizes.
+        prompts: taken when there is room for another.
+        seeds: one a prompt, 0 .. 2^64 - 1.
+        sampling: how distributions are made of logits.
+        method: to begin with.
+        others: that draw the same pictures, see `state.draw_alike`. `send` the generator one of all these methods, or
+            None, to go on with it.
+        together: images that share passes at most; as one is done, the next begins.
 
-    prompts: taken when there is room for another. seeds: one per prompt, 0 .. 2^64 - 1. A seed gives the same tokens
-    under every exact method, and under any method whatever else is in the batch. together: most images that share
-    passes; as one is done, the next begins.
+    Yields:
+        A step after every prefill and every pass.
     """
-    scheduler, methods, records = Scheduler(model), (method, *others), list[RequestStatistics]()
-    waiting, done = iter(enumerate(zip(prompts, seeds, strict=True))), 0
+    scheduler = Scheduler(model)
+    methods = (method, *others)
+    records: list[RequestStatistics] = []
+    waiting = iter(enumerate(zip(prompts, seeds, strict=True)))
+    done = 0
     statistics = None
     while statistics is None:
         for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):

@@ -22,17 +22,13 @@ class Resident(ABC):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Where codes are to be drawn for one request, and how.
+    """Where codes are to be drawn for one request, and how."""
 
-    rows: of the pass, the conditional one first; nodes: int64 `[sides, count]`, where those rows have their logits.
-    noise: with that of `positions`, int64 `[count]`; None for the most probable codes.
-    """
-
-    rows: slice
-    nodes: Ints
-    sampling: Sampling
-    noise: Noise | None
-    positions: Ints
+    rows: slice  # of the pass, the conditional one first
+    nodes: Ints  # where those rows have their logits, int64 `[sides, count]`
+    sampling: Sampling  # how distributions are made of them
+    noise: Noise | None  # the request's; None for the most probable codes
+    positions: Ints  # whose noise it is, int64 `[count]`
 
 
 class DeviceLogits(Resident):
@@ -43,8 +39,12 @@ class DeviceLogits(Resident):
         """Whether the device can draw with these settings."""
 
     @abstractmethod
-    def best(self, asked: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
-        """The `most` best codes of log p + noise for each that asks, and their log-probabilities after the noise.
+    def best(self, samples: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
+        """The `most` best codes of log p + noise, for each request.
 
-        Both `[count, most]`, best first, as `sampling.best_codes` gives them. Raises: EngineError: as that.
+        Returns:
+            Codes, and their log-probabilities after the noise, both `[count, most]`, as `sampling.best_codes`.
+
+        Raises:
+            EngineError: the logits hold NaN or infinity.
         """

@@ -37,45 +37,28 @@ def _slots(shape: StaticTree | DynamicTree) -> int:
 
 @dataclass
 class Level:
-    """Slots that were run together, and where the output has what came of them.
+    """Slots that were run together, and where the output has what came of them."""
 
-    Args:
-        sees: what each saw of the draft, bool `[requests, slots, drafted]`.
-        logits: of the output, `[rows, nodes, vocab_size]`.
-        hidden: of the output, `[rows, nodes, hidden_size]`.
-        nodes: of the output that the slots are, int64 `[rows, slots]`.
-    """
-
-    sees: Bools
-    logits: Rows
-    hidden: Rows
-    nodes: Ints
+    sees: Bools  # what each saw of the draft, bool `[requests, slots, drafted]`
+    logits: Rows  # of the output, `[rows, nodes, vocab_size]`
+    hidden: Rows  # of the output, `[rows, nodes, hidden_size]`
+    nodes: Ints  # of the output that the slots are, int64 `[rows, slots]`
 
 
 @dataclass
 class Pending:
-    """Slots of a request that were committed, and not run yet.
+    """Slots of a request that were committed, and not run yet."""
 
-    Args:
-        prefix: tokens of each row's prefix slots, until they are run.
-        tokens: pass by pass those after committed positions, ends of rows included, the root last.
-        hidden: pass by pass, per row the target's hidden states at these positions, prefix included, float32
-            `[slots, hidden_size]`.
-    """
-
-    prefix: list[Ints]
+    prefix: list[Ints]  # tokens of each row's prefix slots, until they are run
+    # pass by pass those after committed positions, ends of rows included, the root last
     tokens: list[Ints] = field(default_factory=list)
+    # pass by pass, per row the target's hidden states at these positions, prefix included, float32 `[slots,
+    # hidden_size]`
     hidden: list[list[Floats | HiddenView]] = field(default_factory=list)
 
 
 class EagleDrafter(Drafter):
-    """Drafts for requests that may be drawn by the same methods, and change between them together.
-
-    Args:
-        model: with a drafter.
-        methods: that the requests may be drawn by.
-        clock: counts the drafter's passes.
-    """
+    """Drafts for requests that may be drawn by the same `methods`, and change between them together."""
 
     def __init__(self, model: Model, methods: Sequence[Drafted], clock: Clock) -> None:
         assert model.drafter is not None  # requests are refused where there is none
@@ -188,28 +171,24 @@ class EagleDrafter(Drafter):
     def _commit_slots(self) -> Level:
         """Run the committed slots, append them, and return the last slot as the root's level.
 
-        As many as `self.most` of each row at a time, besides its prefix: those of many passes by other methods, if any.
+        At most `self.most` of each row at a time, besides its prefix: those of many passes by other methods, if any.
+        All rows end in the last pass.
         """
         read, states = self._pending_slots()
-        rows = len(read)
-        most = [self.most + self.prefix_padding.shape[1] * (not length) for length in self._cache.lengths]
-        nothing = np.zeros((len(self.requests), 1, 0), bool)
-        logits: dict[int, Floats] = {}
-        hidden: dict[int, Floats] = {}
-        while any(map(len, read)):
-            counts = [min(len(tokens), bound) for tokens, bound in zip(read, most, strict=True)]
-            output = self._run_committed(read, states, counts)
-            ends = [count > 0 and count == len(tokens) for tokens, count in zip(read, counts, strict=True)]
-            if all(ends):
-                return Level(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
-            ending, last = np.flatnonzero(ends), np.array(counts)[ends] - 1
-            logits.update(zip(ending.tolist(), output.logits[ending, last], strict=True))
-            hidden.update(zip(ending.tolist(), output.hidden[ending, last], strict=True))
-            read = [tokens[count:] for tokens, count in zip(read, counts, strict=True)]
+        prefixes = [len(row.embeds) - 1 for request in self.requests for row in request.rows]
+        lengths = self._cache.lengths.tolist()
+        # slots to be run, a prefix apart
+        left = [len(own) - (0 if n else prefix) for own, n, prefix in zip(read, lengths, prefixes, strict=True)]
+        for later in range((max(left) - 1) // self.most * self.most, 0, -self.most):
+            counts = [len(own) - later if slots > later else 0 for own, slots in zip(read, left, strict=True)]
+            self._run_committed(read, states, counts)
+            read = [own[count:] for own, count in zip(read, counts, strict=True)]
             states = [_read(own)[count:] for own, count in zip(states, counts, strict=True)]
-            most = [self.most] * rows
-        last_logits, last_hidden = (np.stack([one[row] for row in range(rows)])[:, None] for one in (logits, hidden))
-        return Level(nothing, last_logits, last_hidden, np.zeros((rows, 1), np.int64))
+            left = [min(slots, later) for slots in left]
+        counts = [len(own) for own in read]
+        output = self._run_committed(read, states, counts)
+        nothing = np.zeros((len(self.requests), 1, 0), bool)
+        return Level(nothing, output.logits, output.hidden, np.array(counts)[:, None] - 1)
 
     def _pending_slots(self) -> tuple[list[Ints], list[Floats | HiddenView]]:
         """What was committed and not run: per row tokens `[slots]` and hidden states `[slots, hidden_size]`."""
@@ -276,12 +255,8 @@ class EagleDrafter(Drafter):
     def _expand(self, tokens: Ints, parents: Ints, depth: int, level: Level, behind: int = 0) -> Level:
         """Run the draft nodes below `level` and append their slots.
 
-        Args:
-            tokens: int64 `[requests, slots]`.
-            parents: where their parents are in `level`, int64 `[requests, slots]`.
-            depth: of the nodes.
-            level: of their parents.
-            behind: how many tokens stand between those of this depth and these.
+        tokens: `[requests, slots]`. parents: where their parents are in `level`, `[requests, slots]`. behind: how many
+        tokens stand between those of this depth and these.
         """
         requests, slots = tokens.shape
         rows = len(level.nodes)

@@ -19,22 +19,15 @@ _ROOT = np.array([-1], np.int64)  # parents of a tree of one node
 
 
 class Commit(NamedTuple):
-    """What a pass committed of one request.
+    """What a pass committed of one request."""
 
-    Args:
-        request: whose codes have it already.
-        tokens: int64 `[count]`, the root of the next draft last.
-        nodes: per row those whose keys and values were kept, int64 `[kept]`.
-        hidden: gives the target's hidden states at these nodes, per row float32 `[kept, hidden_size]`, or where they
-            stay on a device.
-        target: what the target said.
-    """
-
-    request: Request
-    tokens: Ints
-    nodes: list[Ints]
+    request: Request  # whose codes have it already
+    tokens: Ints  # int64 `[count]`, the root of the next draft last
+    nodes: list[Ints]  # per row those whose keys and values were kept, int64 `[kept]`
+    # gives the target's hidden states at these nodes, per row float32 `[kept, hidden_size]`, or where they stay
+    # on a device
     hidden: Callable[[], list[Floats | HiddenView]]
-    target: TargetOutput
+    target: TargetOutput  # what the target said
 
 
 class Drafter:

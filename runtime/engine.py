@@ -29,11 +29,11 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class HiddenView:
-    """Hidden states from an earlier output: row and node there of each node, both int64 `[rows, nodes]`."""
+    """Hidden states from an earlier output, not read yet."""
 
-    source: Rows
-    rows: Ints
-    nodes: Ints
+    source: Rows  # `hidden` of that output
+    rows: Ints  # the row there of each node, int64 `[rows, nodes]`
+    nodes: Ints  # its node there, int64 `[rows, nodes]`
 
     def read(self) -> Floats:
         """The states, float32 `[rows, nodes, hidden_size]`."""
@@ -42,30 +42,25 @@ class HiddenView:
 
 
 class Pass(NamedTuple):
-    """Input of one pass; exactly one of `tokens` and `embeds` is given.
+    """Input of one pass; exactly one of `tokens` and `embeds` is given."""
 
-    positions: int64 `[rows, nodes]`. attention_mask: bool `[rows, nodes, past_length + nodes]`, past columns first, as
-    many as the engine's `next_past_length` says; every node sees at least itself. tokens: int64 `[rows, nodes]`.
-    embeds: prefix rows, float32 `[rows, nodes, hidden_size]`. hidden: float32 `[rows, nodes, hidden_size]`, for
-    drafters only (they take tokens and hidden states), or where an earlier output has them.
-    """
-
-    positions: Ints
+    positions: Ints  # int64 `[rows, nodes]`
+    # bool `[rows, nodes, past_length + nodes]`, past columns first, as many as the engine's `next_past_length`
+    # says; every node sees at least itself
     attention_mask: Bools
-    tokens: Ints | None = None
-    embeds: Floats | None = None
+    tokens: Ints | None = None  # int64 `[rows, nodes]`
+    embeds: Floats | None = None  # prefix rows, float32 `[rows, nodes, hidden_size]`
+    # float32 `[rows, nodes, hidden_size]`, or where an earlier output has them; for drafters only, which take
+    # tokens and hidden states
     hidden: Floats | HiddenView | None = None
 
 
 class PassOutput(NamedTuple):
-    """Output of one pass: logits float32 `[rows, nodes, vocab_size]`, hidden float32 `[rows, nodes, hidden_size]`.
+    """Output of one pass."""
 
-    new_kv: keys and values in a form that the same engine's cache can append.
-    """
-
-    logits: Rows
-    hidden: Rows
-    new_kv: Any
+    logits: Rows  # float32 `[rows, nodes, vocab_size]`
+    hidden: Rows  # float32 `[rows, nodes, hidden_size]`
+    new_kv: Any  # keys and values, in a form that the same engine's cache can append
 
 
 class Cache(Protocol):

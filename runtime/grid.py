@@ -21,21 +21,14 @@ MAX_BATCH_NODES = 64  # nodes of a pass over several rows of a grid
 
 
 class PassLayout(NamedTuple):
-    """A tree's nodes in a pass, each with the end of the row that follows it, if one does.
+    """A tree's nodes in a pass, each with the end of the row that follows it, if one does."""
 
-    Args:
-        tokens: of the pass's nodes, int64 `[pass nodes]`.
-        depths: tokens from the root to each, int64 `[pass nodes]`.
-        ancestors: whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`.
-        owners: the tree's node that each belongs to, int64 `[pass nodes]`.
-        last: of every node of the tree the pass's node after which its choice is drawn, int64 `[nodes]`. Both are None
-            where the pass has just the tree's nodes.
-    """
-
-    tokens: Ints
-    depths: Ints
-    ancestors: Bools
-    owners: Ints | None = None
+    tokens: Ints  # of the pass's nodes, int64 `[pass nodes]`
+    depths: Ints  # tokens from the root to each, int64 `[pass nodes]`
+    ancestors: Bools  # whether the column node is the row node or comes before it, bool `[pass nodes, pass nodes]`
+    owners: Ints | None = None  # the tree's node that each belongs to, int64 `[pass nodes]`
+    # of every node of the tree the pass's node after which its choice is drawn, int64 `[nodes]`. Both are None
+    # where the pass has just the tree's nodes
     last: Ints | None = None
 
     def kept(self, path: Sequence[int]) -> Ints:
@@ -45,17 +38,11 @@ class PassLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Raster:
-    """The order of a picture's codes.
+    """The order of a picture's codes."""
 
-    Args:
-        codes: of the picture.
-        columns: of its grid.
-        row_end: the token at the end of every row but the last, or None.
-    """
-
-    codes: int
-    columns: int = 1
-    row_end: int | None = None
+    codes: int  # of the picture
+    columns: int = 1  # of its grid
+    row_end: int | None = None  # the token at the end of every row but the last, or None
 
     @property
     def tokens(self) -> int:
@@ -103,29 +90,19 @@ class RowBatch:
     """The nodes of one pass over the active rows of a grid, see `rows.py`; what a tree is to other methods.
 
     Where rows end with a token, that is the last column of this grid.
-
-    Args:
-        tokens: int64 `[nodes]`.
-        cells: the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the next cell.
-        rows: the row each node belongs to, int64 `[nodes]`.
-        counts: how many tokens of that row it sees, itself included, int64 `[nodes]`; 0 of one that only stands in,
-            which no other sees.
-        sampled: nodes after which a code is drawn.
-        cached: cells in the order in which the cache has them, int64 `[entries]`.
-        columns: of the grid.
-        window: how far rows are apart.
-        next_codes: the code that comes after each node, ends of rows not counted, int64 `[nodes]`.
     """
 
-    tokens: Ints
-    cells: Ints
-    rows: Ints
+    tokens: Ints  # int64 `[nodes]`
+    cells: Ints  # the cell each token stands in, or stands in for, int64 `[nodes]`; after it comes the next cell
+    rows: Ints  # the row each node belongs to, int64 `[nodes]`
+    # how many tokens of that row it sees, itself included, int64 `[nodes]`; 0 of one that only stands in, which
+    # no other sees
     counts: Ints
-    sampled: list[int]
-    cached: Ints
-    columns: int
-    window: int
-    next_codes: Ints
+    sampled: list[int]  # nodes after which a code is drawn
+    cached: Ints  # cells in the order in which the cache has them, int64 `[entries]`
+    columns: int  # of the grid
+    window: int  # how far rows are apart
+    next_codes: Ints  # the code that comes after each node, ends of rows not counted, int64 `[nodes]`
 
     @property
     def nodes(self) -> int:
@@ -264,14 +241,3 @@ class Grid:
             if count >= self.columns and present[above] == self.columns:
                 return True  # as do all rows above it
         return True
-
-
-def row_batch_sizes(raster: Raster, window: int) -> list[int]:
-    """Nodes of every pass over a picture, without drafts: which tokens are drawn does not matter."""
-    grid = Grid(raster, 0, window)
-    sizes: list[int] = []
-    while min(grid.cells) < 0:
-        batch = grid.next_batch()
-        grid.take(batch, np.zeros(len(batch.sampled), np.int64))
-        sizes.append(batch.nodes)
-    return sizes

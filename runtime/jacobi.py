@@ -66,26 +66,18 @@ class JacobiDrafter(Drafter):
 
 @dataclass
 class Window:
-    """The drafts of one request: tokens of the next positions, and each one's q (None: the token was certain).
+    """The drafts of one request: tokens of the next positions, and each one's q (None: the token was certain)."""
 
-    Args:
-        size: tokens drafted ahead, from 1.
-        columns: of the token grid.
-        proposing: whether acceptance asks for q.
-    """
-
-    size: int
-    columns: int
-    proposing: bool
+    size: int  # tokens drafted ahead, from 1
+    columns: int  # of the token grid
+    proposing: bool  # whether acceptance asks for q
     codes: list[int] = field(default_factory=list)
     proposals: list[Probabilities | None] = field(default_factory=list)
 
     def draft(self, committed: Sequence[int], missing: int) -> DraftTree:
         """The window as a chain below the last of the request's committed tokens.
 
-        Args:
-            committed: the request's codes.
-            missing: codes the image still needs, from 1; the pass adds one of its own, so fewer are drafted.
+        missing: codes the image still needs, from 1; the pass adds one of its own, so fewer are drafted.
         """
         length = min(self.size, missing - 1)
         del self.codes[length:], self.proposals[length:]

@@ -12,7 +12,7 @@ MINIMUM_NODES = 2  # one-node passes use another matrix kernel and would not rep
 
 
 def unmask_committed(attention_mask: Bools, lengths: Ints, prefix_padding: Bools) -> None:
-    """Let nodes see the entries that rows have committed, but for padding.
+    """Let nodes see the `lengths [rows]` entries that rows have committed, but for padding.
 
     attention_mask: `[rows, nodes, columns]`, False on columns of the past. prefix_padding: `[rows, up to prefix]`.
     """
@@ -49,9 +49,9 @@ def prefix_mask(real: Bools, nodes: int) -> Bools:
 
 
 def prefill_pass(engine: Engine, cache: Cache, prefix: list[Floats], prefix_padding: Bools) -> Pass:
-    """A pass over whole prefixes `[length, hidden_size]`, each of its own length, on an empty cache.
+    """A pass over whole prefixes on an empty cache; rows are stretched to one length by nodes to be dropped.
 
-    prefix_padding: `[rows, longest]`. Rows are stretched to one length by nodes to be dropped.
+    prefix: of each row, float32 `[length, hidden_size]`. prefix_padding: `[rows, longest]`.
     """
     rows, nodes = len(prefix), max(MINIMUM_NODES, *map(len, prefix))
     embeds = np.stack([np.concatenate([row, np.repeat(row[-1:], nodes - len(row), 0)]) for row in prefix])

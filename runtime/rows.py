@@ -29,11 +29,7 @@ from .state import Request
 
 
 class RowDrafter(Drafter):
-    """The grids of all requests that are drawn row-parallel.
-
-    Args:
-        max_nodes: of one request in a pass.
-    """
+    """The grids of all requests that are drawn row-parallel. max_nodes: of one request in a pass."""
 
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = min(max_nodes, MAX_BATCH_NODES)

@@ -1,4 +1,7 @@
-"""From logits to codes: guidance, temperature, top-k, top-p, and draws."""
+"""From logits to codes: guidance, temperature, top-k, top-p, and draws.
+
+Logits that hold NaN or infinity raise EngineError: damaged weights must not pass for a picture.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def scale(logits: Floats, sampling: Sampling) -> Floats:
 def guide(logits: Floats, sampling: Sampling) -> Floats:
     """Mix conditional and unconditional logits `[2, ..., vocab_size]` into one `[..., vocab_size]`, if there are two.
 
-    Whoever takes them refuses what is not finite; NumPy may warn of it here.
+    What is not finite is refused later; NumPy may warn of it here.
     """
     mixed: Floats = logits[0]
     if len(logits) == 1:
@@ -36,10 +39,7 @@ def guide(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def softmax(logits: Floats) -> Probabilities:
-    """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64.
-
-    Raises: EngineError: as `choose`.
-    """
+    """Probabilities float64 of float32 logits, along the last axis; they sum to 1 in float64."""
     weights = logits - _highest(logits)
     probabilities: Probabilities = np.exp(weights, out=weights).astype(np.float64)
     probabilities *= 1 / probabilities.sum(-1, keepdims=True)
@@ -49,10 +49,8 @@ def softmax(logits: Floats) -> Probabilities:
 def choose(logits: Floats, noise: Floats | None, sampling: Sampling) -> Ints:
     """The codes `[...]` drawn from the distributions of guided logits `[..., vocab_size]` with this Gumbel noise.
 
-    noise: float32 as logits; None draws the most probable codes. Sums are float32: rounding decides between
-    two codes about once in a million draws, which moves a distribution less than the rounding of logits does; and
-    whoever has the same logits makes the same sums.
-    Raises: EngineError: the logits hold NaN or infinity; damaged weights must not pass for a picture.
+    noise: float32 as logits; None draws the most probable codes. Sums are float32: rounding decides between two codes
+    about once in a million draws, which moves a distribution less than the rounding of logits does.
     """
     values = shape_logits(logits, sampling)
     if noise is not None:
@@ -67,7 +65,7 @@ def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) ->
     """What `choose` gives of logits `[n, vocab_size]` without filters, and how far each code is ahead of the next.
 
     Row by row: after a pass nothing is in the processor's caches, and few functions cost less than few calls (20 us
-    instead of 49 for one row; measured here). Raises: EngineError: as `choose`.
+    instead of 49 for one row; measured here).
     """
     values = scale(logits, sampling)
     codes: list[int] = []
@@ -86,7 +84,7 @@ def choose_and_lead(logits: Floats, noise: Floats | None, sampling: Sampling) ->
 def is_decisive(logits: Floats, noise: Floats | None, code: int, sampling: Sampling, tie_margin: float) -> bool:
     """Whether the chosen code stays if differences of logits over the temperature move by up to `tie_margin`.
 
-    logits: guided, `[vocab_size]`, with no NaN or infinity. noise: `[vocab_size]`, None when greedy.
+    logits: guided, `[vocab_size]`. noise: `[vocab_size]`, None when greedy.
     """
     values = scaled = scale(logits, sampling)
     if sampling.filtered:
@@ -104,7 +102,6 @@ def best_codes(values: Floats, count: int) -> tuple[Ints, Floats]:
     """The `count` largest of each row of log-weights `[rows, vocab_size]`, largest first, and their log-probabilities.
 
     Both `[rows, count]`; fewer where the vocabulary is smaller. Codes that are left out have log-probability -inf.
-    Raises: EngineError: as `choose`.
     """
     weights = values - _highest(values)
     codes = _largest(values, min(count, values.shape[-1]))
@@ -143,7 +140,7 @@ def _highest(logits: Floats) -> Floats:
 
 def damaged() -> EngineError:
     """The error for logits that are no numbers."""
-    return EngineError("a graph gave NaN or infinite logits; its weights are damaged, export the bundle again")
+    return EngineError("a graph gave NaN or infinite logits", remedy="its weights are damaged, export the bundle again")
 
 
 def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
@@ -151,7 +148,6 @@ def shape_logits(logits: Floats, sampling: Sampling) -> Floats:
 
     Greedy settings leave them as they are. Filters keep all codes that tie with the last one kept: top-k the k largest,
     top-p the largest ones up to where their cumulative sum has passed it, at least one.
-    Raises: EngineError: as `choose`, if there are filters.
     """
     scaled = scale(logits, sampling)
     if not sampling.filtered:
@@ -201,10 +197,7 @@ def _edges(scaled: Floats, sampling: Sampling, tie_margin: float) -> tuple[float
 
 
 def shape_distribution(logits: Floats, sampling: Sampling) -> Probabilities:
-    """Distributions of guided logits, both `[..., vocab_size]`; they sum to 1. Greedy settings give the plain softmax.
-
-    Raises: EngineError: as `choose`.
-    """
+    """Distributions of guided logits, both `[..., vocab_size]`; the plain softmax when greedy."""
     return softmax(shape_logits(logits, sampling))
 
 

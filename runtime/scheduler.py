@@ -37,25 +37,14 @@ IDLE = 0.25  # of the tokens of all places
 
 
 class RequestStep(NamedTuple):
-    """One request's part of a step: the tokens it committed, and how.
+    """One request's part of a step: the tokens it committed, and how."""
 
-    Args:
-        request: its index.
-        codes: int64 `[count]`; in the last step they may run past the image's end.
-        committed: how many of them belong to the image.
-        tree: the draft, None for the prefill, `ar` and `rows`.
-        acceptance: of the tree.
-        placed: what a pass of `rows` drew, which is not just the next codes.
-        nodes: of that pass.
-    """
-
-    request: int
-    codes: Ints
-    committed: int
-    tree: DraftTree | None = None
-    acceptance: Acceptance | None = None
-    placed: Placed | None = None
-    nodes: int = 0
+    request: int  # its index
+    codes: Ints  # int64 `[count]`; in the last step they may run past the image's end
+    committed: int  # how many of them belong to the image
+    tree: DraftTree | None = None  # the draft, None for the prefill, `ar` and `rows`
+    acceptance: Acceptance | None = None  # of the tree
+    placed: Placed | None = None  # what a pass of `rows` drew, which is not just the next codes
 
 
 class Scheduler:
@@ -332,7 +321,7 @@ class Scheduler:
             codes, kept, placed = self._row_drafter.take(request, draft, answer.draw(draft.sampled))
             statistics.codes_per_step.append(len(placed.codes))
             count = min(len(codes), request.missing)
-            return RequestStep(request.index, codes, count, placed=placed, nodes=draft.nodes), kept
+            return RequestStep(request.index, codes, count, placed=placed), kept
         accepted = self._walk(request, draft, answer)
         statistics.realised_tvd += accepted.realised_tvd
         codes = np.array([*(int(draft.tokens[node]) for node in accepted.path[1:]), accepted.bonus])

@@ -28,32 +28,21 @@ class DrafterLayout:
 
 @dataclass(frozen=True)
 class Model:
-    """Engines and sizes.
+    """Engines and sizes."""
 
-    Args:
-        target: engine of the model itself.
-        drafter: engine of its EAGLE drafter, None where no method needs one.
-        codes: of an image.
-        positions: rows of the rotary table.
-        layout: of drafter slots.
-        columns: of the grid of codes.
-        neighbors: the bundle's table of nearest codes, integers `[vocab_size, k]`, None where no method needs it.
-        rounding: nats by which the difference of two of the target's logits may depend on the pass; 0 leaves ties to
-            whichever pass meets them, see `likelihood.py`.
-        most_nodes: of a draft in a pass.
-        row_end: token at the end of a row, see `grid.py`.
-    """
-
-    target: Engine
-    drafter: Engine | None
-    codes: int
-    positions: int
-    layout: DrafterLayout = DrafterLayout()
-    columns: int = 1
+    target: Engine  # engine of the model itself
+    drafter: Engine | None  # engine of its EAGLE drafter, None where no method needs one
+    codes: int  # of an image
+    positions: int  # rows of the rotary table
+    layout: DrafterLayout = DrafterLayout()  # of drafter slots
+    columns: int = 1  # of the grid of codes
+    # the bundle's table of nearest codes, integers `[vocab_size, k]`, None where no method needs it
     neighbors: NDArray[np.integer] | None = None
+    # nats by which the difference of two of the target's logits may depend on the pass; 0 leaves ties to
+    # whichever pass meets them, see `likelihood.py`
     rounding: float = 0.0
-    most_nodes: int = 1 << 20
-    row_end: int | None = None
+    most_nodes: int = 1 << 20  # of a draft in a pass
+    row_end: int | None = None  # token at the end of a row, see `grid.py`
 
     @property
     def raster(self) -> Raster:
@@ -63,16 +52,11 @@ class Model:
 
 @dataclass(frozen=True)
 class PrefixRow:
-    """One row of a prompt's prefix. Positions count columns, padding included.
+    """One row of a prompt's prefix. Positions count columns, padding included."""
 
-    Args:
-        embeds: float32 `[length, hidden_size]`.
-        real: bool `[length]`, False on padding.
-        tokens: int64 `[length]`, what the drafter reads in the prefix; without them the layout's `prefix_token`.
-    """
-
-    embeds: Floats
-    real: Bools
+    embeds: Floats  # float32 `[length, hidden_size]`
+    real: Bools  # bool `[length]`, False on padding
+    # int64 `[length]`, what the drafter reads in the prefix; without them the layout's `prefix_token`
     tokens: Ints | None = None
 
     def drafter_tokens(self, layout: DrafterLayout) -> Ints:
@@ -103,34 +87,21 @@ def method_nodes(method: MethodConfig) -> int:
 
 @dataclass(eq=False)
 class Request:
-    """One image to draw, and what it has so far.
+    """One image to draw, and what it has so far."""
 
-    Args:
-        index: the caller's number.
-        raster: of the image's codes.
-        rows: of its prefix, the conditional one first.
-        sampling: how distributions are made of logits.
-        methods: those that it may be drawn by. If there are several, all draw the same picture.
-        seed: 0 .. 2^64 - 1.
-
-    Attributes:
-        method: the one in use; `nodes` is what its drafts take in a pass, `exact` whether it is.
-        codes: so far; they may run past the image's end.
-        tie_margin: see `likelihood.py`.
-    """
-
-    index: int
-    raster: Raster
-    rows: Sequence[PrefixRow]
-    sampling: Sampling
-    methods: Sequence[MethodConfig]
-    seed: int
+    index: int  # the caller's number
+    raster: Raster  # of the image's codes
+    rows: Sequence[PrefixRow]  # of its prefix, the conditional one first
+    sampling: Sampling  # how distributions are made of logits
+    methods: Sequence[MethodConfig]  # those that it may be drawn by. If there are several, all draw the same picture
+    seed: int  # 0 .. 2^64 - 1
+    # the one in use; `nodes` is what its drafts take in a pass, `exact` whether it is
     method: MethodConfig = field(init=False)
     nodes: int = field(init=False)
     exact: bool = field(init=False)
     noise: Noise = field(init=False)
-    codes: list[int] = field(init=False, default_factory=list)
-    tie_margin: float = field(init=False, default=0.0)
+    codes: list[int] = field(init=False, default_factory=list)  # so far; they may run past the image's end
+    tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,9 @@ class Clock:
     """Passes of one engine, and the seconds spent in it: in passes and in its cache taking in accepted nodes."""
 
     def __init__(self) -> None:
-        self.calls, self.seconds, self.began = 0, 0.0, time.perf_counter()
+        self.calls = 0
+        self.seconds = 0.0
+        self.began = time.perf_counter()
 
     def copy(self) -> Clock:
         """The clock as it stands, and the moment."""
@@ -44,45 +46,36 @@ class Clock:
 
 @dataclass
 class RequestStatistics:
-    """One image: tokens committed by each step (bonus included), passes that settled ties, and summed realised TVD.
+    """What one image cost. Its first token comes from the prefill pass and is no step."""
 
-    The first token comes from the prefill pass and is no step.
-    """
-
-    codes_per_step: list[int] = field(default_factory=list)
-    tie_passes: int = 0
-    realised_tvd: float = 0.0
+    codes_per_step: list[int] = field(default_factory=list)  # codes committed by each step, the bonus included
+    tie_passes: int = 0  # passes that decided ties
+    realised_tvd: float = 0.0  # summed total variation distance that relaxed acceptance gave away
 
     @property
     def target_passes(self) -> int:
-        """Target passes this image took part in, the prefill and those that settled ties included."""
+        """Target passes this image took part in, the prefill and those for ties included."""
         return 1 + len(self.codes_per_step) + self.tie_passes
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A whole decode.
+    """What a whole decode cost."""
 
-    target_passes, drafter_passes: engine calls, each over the whole batch, or one request where it settles a tie.
-    tokens_per_forward_pass: tokens of an image over the target passes it took part in (the prefill and those for
-    ties included), averaged over images. accepted_lengths: how many steps accepted 0, 1, 2, ... drafted tokens, the
-    bonus not counted. seconds: wall time; target_seconds and drafter_seconds: inside the engines, in passes and
-    appending to their caches; host_seconds: the rest. realised_tvd: mean over images of the summed total variation
-    distance that relaxed acceptance gave away.
-    """
-
-    method: str
-    images: int
-    target_passes: int
-    drafter_passes: int
+    method: str  # its name
+    images: int  # how many were decoded
+    target_passes: int  # engine calls, each over the whole batch, or over one request where it decides a tie
+    drafter_passes: int  # engine calls of the drafter
+    # tokens of an image over the target passes it took part in (the prefill and those for ties included),
+    # averaged over images
     tokens_per_forward_pass: float
-    accepted_lengths: list[int]
-    seconds: float
-    target_seconds: float
-    drafter_seconds: float
-    host_seconds: float
-    realised_tvd: float
-    per_image: list[RequestStatistics]
+    accepted_lengths: list[int]  # how many steps accepted 0, 1, 2, ... drafted tokens, the bonus not counted
+    seconds: float  # wall time
+    target_seconds: float  # inside the target's engine, in passes and appending to its cache
+    drafter_seconds: float  # inside the drafter's
+    host_seconds: float  # the rest
+    realised_tvd: float  # mean over images of the summed total variation distance that relaxed acceptance gave away
+    per_image: list[RequestStatistics]  # of each image
 
 
 def summarise(

@@ -19,44 +19,30 @@ MOST_TOGETHER = 256  # nodes whose choices are made at once
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive nodes that are looked at together: all of a chain, one of a tree.
+    """Consecutive nodes that are looked at together: all of a chain, one of a tree."""
 
-    Args:
-        first: the first of them.
-        logits: guided, `[nodes, vocab_size]`.
-        noise: that choices were made with, `[nodes, vocab_size]`; None before, and when greedy.
-        leads: how far each choice is ahead of the next best; empty before, and where filters may turn a choice.
-    """
-
-    first: int
-    logits: Floats
-    noise: Floats | None = None
+    first: int  # the first of them
+    logits: Floats  # guided, `[nodes, vocab_size]`
+    noise: Floats | None = None  # that choices were made with, `[nodes, vocab_size]`; None before, and when greedy
+    # how far each choice is ahead of the next best; empty before, and where filters may turn a choice
     leads: Sequence[float] = ()
 
 
 @dataclass
 class TargetOutput:
-    """What the target says after the nodes of one request's draft; computed when it is asked for.
+    """What the target says after the nodes of one request's draft; computed when it is asked for."""
 
-    Args:
-        logits: gives those of the request's rows after nodes of the pass, `[sides, nodes, vocab_size]`.
-        structure: the draft's.
-        noise: the request's.
-        cells: of the code after each node.
-        sampling: the request's.
-        tie_margin: how far rounding may move differences of logits.
-        recompute: gives guided logits `[1, vocab_size]` after a node by another computation, asked where the margin
-            could turn a choice; None where ties stay as they are.
-        last: the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`.
-    """
-
+    # gives those of the request's rows after nodes of the pass, `[sides, nodes, vocab_size]`
     logits: Callable[[slice | Sequence[int]], Floats]
-    structure: TreeStructure
-    noise: Noise
-    cells: Sequence[int]
-    sampling: Sampling
-    tie_margin: float = 0.0
+    structure: TreeStructure  # the draft's
+    noise: Noise  # the request's
+    cells: Sequence[int]  # of the code after each node
+    sampling: Sampling  # the request's
+    tie_margin: float = 0.0  # how far rounding may move differences of logits
+    # gives guided logits `[1, vocab_size]` after a node by another computation, asked where the margin could turn
+    # a choice; None where ties stay as they are
     recompute: Callable[[int], Floats] | None = None
+    # the pass's node after which each node's choice is drawn, if not after the node itself, int64 `[nodes]`
     last: Ints | None = None
     _span: Span | None = field(init=False, default=None)  # looked at last
     _choices: dict[int, int] = field(init=False, default_factory=dict)
@@ -68,7 +54,7 @@ class TargetOutput:
         if self.recompute is None or self._is_decisive(node, code):
             return code
         logits = self.recompute(node)
-        (code,) = choose(logits, self._gumbel(node, logits), self.sampling).tolist()
+        code = int(choose(logits, self._gumbel(node, logits), self.sampling)[0])
         self._choices[node] = code
         return code
 

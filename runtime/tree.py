@@ -18,36 +18,39 @@ from .sampling import Probabilities
 MAX_NODES, MAX_LEVELS = 128, 32  # drafting takes a pass per level
 
 
-def _check_size(what: str, found: int, most: int) -> None:
-    if found > most:
-        raise TreeError(f"tree: found {found:,} {what}, expected at most {most}; give a smaller tree")
+def _check_size(what: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise TreeError(
+            field="tree", found=f"{size:,} {what}", expected=f"at most {limit}", remedy="give a smaller tree"
+        )
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A fixed shape, given as paths of child ranks: (0,) is the root's first child, (0, 1) its second child.
+    """A fixed shape. Nodes are numbered from 1 in order of (length, path).
 
-    Nodes are numbered from 1 in order of (length, path).
-    Raises: TreeError: a missing parent, a gap among siblings, a path given twice, or more than can be drafted.
+    Raises:
+        TreeError: a missing parent, a gap among siblings, a path given twice, or more than can be drafted.
     """
 
-    paths: tuple[tuple[int, ...], ...]
+    paths: tuple[tuple[int, ...], ...]  # of child ranks: (0,) is the root's first child, (0, 1) that one's second child
 
     def __post_init__(self) -> None:
         if not self.paths:
-            raise TreeError("the tree has no paths; give at least one, such as [[0]]")
+            raise TreeError(field="tree", found="no paths", expected="at least one, such as [[0]]")
         _check_size("nodes", len(self.paths) + 1, MAX_NODES)
         _check_size("levels", max(map(len, self.paths)), MAX_LEVELS)
-        known = set(self.paths)
-        if len(known) != len(self.paths):
-            raise TreeError("the tree lists a path twice; list every node once")
+        listed = set(self.paths)
+        if len(listed) != len(self.paths):
+            raise TreeError(field="tree", found="a path twice", expected="every node once")
         for path in self.paths:
             if not path or min(path) < 0:
-                raise TreeError(f"tree path {list(path)} is not a list of child ranks 0, 1, ...")
-            if len(path) > 1 and path[:-1] not in known:
-                raise TreeError(f"tree path {list(path)} has no parent {list(path[:-1])}; list it too")
-            if path[-1] and (*path[:-1], path[-1] - 1) not in known:
-                raise TreeError(f"tree path {list(path)} has no earlier sibling; child ranks must be 0, 1, 2, ...")
+                raise TreeError(field="tree", found=f"path {list(path)}", expected="child ranks 0, 1, ...")
+            parent, rank = path[:-1], path[-1]
+            if parent and parent not in listed:
+                raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its parent {list(parent)}, too")
+            if rank and (*parent, rank - 1) not in listed:
+                raise TreeError(field="tree", found=f"path {list(path)}", expected=f"its sibling {rank - 1}, too")
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
 
     @cached_property
@@ -81,25 +84,27 @@ class StaticTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """An EAGLE-2 tree: `branch` children each of the `branch` best nodes of a level, `depth` levels deep.
+    """An EAGLE-2 tree, which grows where paths are most probable.
 
-    Of all nodes made, the root and the `nodes` - 1 with the highest probability of their path are kept.
-    Raises: TreeError: sizes that contradict each other, or more than can be drafted.
+    Raises:
+        TreeError: sizes that contradict each other, or more than can be drafted.
     """
 
+    # that are kept of all that are made: the root, and those with the highest probability of their path
     nodes: int = 59
-    depth: int = 5
-    branch: int = 10
+    depth: int = 5  # levels below the root
+    branch: int = 10  # how many nodes of a level get children, and how many children each
 
     def __post_init__(self) -> None:
         made = self.branch + (self.depth - 1) * self.branch**2
         if min(self.nodes - 1, self.depth, self.branch) < 1:
-            raise TreeError(f"a dynamic tree needs nodes >= 2, depth >= 1, branch >= 1; found {self}")
+            raise TreeError(field="tree", found=str(self), expected="nodes >= 2, depth >= 1, branch >= 1")
         _check_size("nodes", self.nodes, MAX_NODES)
         _check_size("levels", self.depth, MAX_LEVELS)
         _check_size("children a node", self.branch, MAX_LEVELS)
         if self.nodes - 1 > made:
-            raise TreeError(f"dynamic tree: {self.nodes} nodes asked for, but depth and branch make only {made + 1}")
+            expected = f"at most {made + 1}, which depth {self.depth} and branch {self.branch} make"
+            raise TreeError(field="tree", found=f"{self.nodes} nodes", expected=expected)
 
 
 class Proposals(Mapping[int, Probabilities]):
@@ -122,17 +127,15 @@ class Proposals(Mapping[int, Probabilities]):
 
 @dataclass(eq=False)
 class DraftTree:
-    """A filled tree of one request; never changed.
+    """A filled tree of one request; never changed."""
 
-    tokens: int64 `[nodes]`. parents: int64 `[nodes]`, -1 for the root; a parent comes before its children. proposals:
-    for each node with sampled children the distribution they were drawn from without replacement, in the children's
-    order; a node without an entry has deterministic children (q = 1). leaf_order: leaves in the order in which siblings
-    are tried and ties between equally long greedy paths are broken; node order by default.
-    """
-
-    tokens: Ints
-    parents: Ints
+    tokens: Ints  # int64 `[nodes]`
+    parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
+    # for each node with sampled children the distribution they were drawn from without replacement, in the
+    # children's order; a node without an entry has deterministic children (q = 1)
     proposals: Mapping[int, Probabilities] = field(default_factory=dict)
+    # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; node
+    # order by default
     leaf_order: Sequence[int] | None = None
     _structure: TreeStructure | None = field(init=False, default=None)  # a cached_property takes a lock
 
@@ -159,19 +162,14 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeStructure:
-    """What can be read off the parents of a tree's nodes.
+    """What can be read off the parents of a tree's nodes."""
 
-    depths: int64 `[nodes]`. children: of every node, in the order of their first leaves if a leaf order is given, else
-    in node order. ancestors: whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`.
-    leaf_rank: for every node the rank of the first leaf below it, int64 `[nodes]`. chain: whether every node is the
-    parent of the next.
-    """
-
-    depths: Ints
+    depths: Ints  # int64 `[nodes]`
+    # of every node, in the order of their first leaves if a leaf order is given, else in node order
     children: tuple[tuple[int, ...], ...]
-    ancestors: Bools
-    leaf_rank: Ints
-    chain: bool
+    ancestors: Bools  # whether the column node is the row node or an ancestor of it, bool `[nodes, nodes]`
+    leaf_rank: Ints  # for every node the rank of the first leaf below it, int64 `[nodes]`
+    chain: bool  # whether every node is the parent of the next
 
 
 @lru_cache(maxsize=64)
@@ -204,12 +202,20 @@ class TreeBuilder:
     """A dynamic tree of one request while it grows; node 0 is the root."""
 
     def __init__(self, root: int) -> None:
-        self.tokens, self.parents, self.scores = np.array([root]), np.array([-1]), np.zeros(1)
+        self.tokens = np.array([root])
+        self.parents = np.array([-1])
+        self.scores = np.zeros(1)  # log-probabilities of paths
         self.slot_of_parent = np.zeros(1, np.int64)  # slot of a node's parent among those expanded last
         self.last_level = 0  # its first node
 
     def add_children(self, nodes: Ints, codes: Ints, log_probabilities: Floats) -> None:
-        """Give each of `nodes` its children: codes and log-probabilities `[nodes, branch]`, best first."""
+        """Give each of `nodes` its children.
+
+        Args:
+            nodes: int64 `[nodes]`.
+            codes: int64 `[nodes, branch]`, best first.
+            log_probabilities: of the codes, `[nodes, branch]`; -inf where there are fewer.
+        """
         branch = codes.shape[1]
         scores = log_probabilities + self.scores[nodes][:, None]
         possible = np.isfinite(scores).ravel()

@@ -38,9 +38,12 @@ PUBLISHED = {
 def named_tree(spec: str) -> StaticTree | DynamicTree:
     """The tree that `spec` names.
 
-    A published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, a name that `tree_name` gave,
-    or the path of a JSON file holding a list of paths such as [[0], [1], [0, 0]].
-    Raises: TreeError: anything else.
+    Args:
+        spec: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, a name that `tree_name` gave,
+            or the path of a JSON file holding a list of paths such as [[0], [1], [0, 0]].
+
+    Raises:
+        TreeError: it is anything else.
     """
     if spec in PUBLISHED:
         return StaticTree(PUBLISHED[spec])
@@ -52,12 +55,12 @@ def named_tree(spec: str) -> StaticTree | DynamicTree:
         try:
             return StaticTree(_grow(match[1][1:]))
         except ValueError as error:
-            cure = "each level needs one digit (0 .. 9, a .. z) a node of the level above"
-            raise TreeError(f"tree {short(spec)} does not add up; {cure}") from error
+            expected = "one digit (0 .. 9, a .. z) a level for each node of the level above"
+            raise TreeError(field="tree", found=short(spec), expected=expected) from error
     if spec.endswith(".json"):
         return _read_tree(Path(spec))
     names = ", ".join([*sorted(PUBLISHED), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
-    raise TreeError(f"no tree is called {short(spec)}; use {names} or a .json file")
+    raise TreeError(field="tree", found=short(spec), expected=f"{names} or a .json file")
 
 
 def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
@@ -66,12 +69,12 @@ def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
     `tree-2-10-1` is a root with two children, of which the first has one child, and that one another. Counts are
     digits 0 .. 9, a .. z, so no node may have more than 35 children.
     """
-    known = sorted(set(paths))
+    listed = sorted(set(paths))
     level: list[tuple[int, ...]] = [()]
     name = "tree"
-    while any(children := [[path for path in known if path[:-1] == parent] for parent in level]):
+    while any(children := [[path for path in listed if path[:-1] == parent] for parent in level]):
         if max(map(len, children)) > 35:
-            raise TreeError(f"found a node with {max(map(len, children))} children, expected at most 35")
+            raise TreeError(field="tree", found=f"{max(map(len, children))} children", expected="at most 35 a node")
         name += "-" + "".join(_DIGITS[len(group)] for group in children)
         level = [path for group in children for path in group]
     return name
@@ -84,5 +87,5 @@ def _read_tree(path: Path) -> StaticTree:
         paths = paths.get("paths")
     listed = isinstance(paths, list) and all(isinstance(p, list) for p in paths)
     if not listed or not all(type(rank) is int for p in paths for rank in p):
-        raise TreeError(f"tree file {path} must hold a list of paths such as [[0], [1], [0, 0]]")
+        raise TreeError(field=str(path), found="other JSON", expected="a list of paths such as [[0], [1], [0, 0]]")
     return StaticTree(tuple(tuple(p) for p in paths))

@@ -17,10 +17,11 @@ from lantern_rt.runtime.acceptance import Acceptance, Relaxation, walk
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
+EXACT = Relaxation(np.zeros((1 << 16, 0), np.int64), 0, lambda_=2.0)  # no code has neighbours
 TOLERANCE = 1e-9  # conditional chances of draws cancel to about 1e-12 relative
 
 
-def enumerated(tree: DraftTree, target: Any, rule: Relaxation | None) -> Iterator[tuple[float, Acceptance]]:
+def enumerated(tree: DraftTree, target: Any, rule: Relaxation) -> Iterator[tuple[float, Acceptance]]:
     """Every outcome of `walk` with its probability; the bonus stays a distribution, `remainder`."""
     total = 0.0
     for script in Script(seed=0).runs():
@@ -49,7 +50,7 @@ def step_output(
     p: Probabilities,
     drafts: list[tuple[float, tuple[int, ...]]],
     q: Probabilities | None,
-    rule: Relaxation | None,
+    rule: Relaxation,
 ) -> tuple[Probabilities, float]:
     """Distribution of the first code of a step whose root has the drafted children, and its realised TVD."""
     output, realised = np.zeros_like(p), 0.0

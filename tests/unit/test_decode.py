@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyCache, ToyDrafter, ToyTarget, make_model, make_prompt
+from toy_engine import ToyCache, ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
@@ -65,14 +65,6 @@ def steps_of(
 ) -> list[Step]:
     identities = list(identities)
     return list(decode(engine, prompts(identities), [1000 * salt + i for i in identities], sampling, method))
-
-
-def codes_of(steps: list[Step], requests: int) -> list[list[int]]:
-    codes: list[list[int]] = [[] for _ in range(requests)]
-    for step in steps:
-        for part in step.parts:
-            codes[part.request] += part.codes[: part.committed].tolist()
-    return codes
 
 
 # ---------------------------------------------------------------- what comes out

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
-from toy_engine import joint_distribution, make_model, make_prompt
+from toy_engine import changing, codes_of, joint_distribution, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime import acceptance
@@ -31,18 +31,11 @@ NEAR = np.array([[1, 2], [0, 2], [0, 1]])
 
 def drawn(model: Model, sampling: Sampling, method: MethodConfig, seeds: range, batch: int = 2000) -> NDArray[np.int64]:
     """The codes of every seed, `[seeds, codes]`."""
-    prompt, found = make_prompt(7, padding=1), np.zeros((len(seeds), model.codes), np.int64)
+    prompt, codes = make_prompt(7, padding=1), list[list[int]]()
     for start in range(0, len(seeds), batch):
         together = seeds[start : start + batch]
-        codes = found[start : start + batch]
-        filled = np.zeros(len(together), np.int64)
-        for step in decode(model, [prompt] * len(together), together, sampling, method):
-            for part in step.parts:
-                have = filled[part.request]
-                codes[part.request, have : have + part.committed] = part.codes[: part.committed]
-                filled[part.request] += part.committed
-        assert (filled == model.codes).all()
-    return found
+        codes += codes_of(decode(model, [prompt] * len(together), together, sampling, method), len(together))
+    return np.array(codes, np.int64)
 
 
 def counted(codes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,16 +122,9 @@ def test_every_exact_method_gives_the_codes_of_ar(
     model, prompts = make_model(9, 25, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
-    def codes(method: MethodConfig) -> list[list[int]]:
-        found: list[list[int]] = [[], [], []]
-        for step in decode(model, prompts, seeds, sampling, method):
-            for part in step.parts:
-                found[part.request] += part.codes[: part.committed].tolist()
-        return found
-
-    plain = codes(Ar())
+    plain = codes_of(decode(model, prompts, seeds, sampling, Ar()), 3)
     for method in (*(Eagle(tree=name) for name in ("chain-2", BUSHY, "dynamic-8-4-2")), Sjd(window=1), Sjd(window=6)):
-        assert codes(method) == plain
+        assert codes_of(decode(model, prompts, seeds, sampling, method), 3) == plain
 
 
 @given(st.lists(st.sampled_from(range(6)), min_size=1, max_size=30), st.sampled_from(sorted(SAMPLINGS)))
@@ -148,17 +134,8 @@ def test_changing_between_exact_methods_after_any_pass_changes_no_code(order: li
     methods = [Ar(), Sjd(window=1), Sjd(window=5), *(Eagle(tree=tree) for tree in ("chain-2", BUSHY, "dynamic-8-3-3"))]
     model, prompts = make_model(5, 25, round_span=4), [make_prompt(i, padding=i) for i in range(3)]
     running = decode(model, prompts, range(3), SAMPLINGS[sampling], methods[0], methods[1:])
-    step, turns = next(running), itertools.cycle(order)
-    codes = [part.codes.tolist() for part in step.parts]
-    while step.statistics is None:
-        step = running.send(methods[next(turns)])
-        for part in step.parts:
-            codes[part.request] += part.codes[: part.committed].tolist()
-    plain: list[list[int]] = [[], [], []]
-    for step in decode(model, prompts, range(3), SAMPLINGS[sampling], Ar()):
-        for part in step.parts:
-            plain[part.request] += part.codes.tolist()
-    assert codes == plain
+    codes = codes_of(changing(running, (methods[turn] for turn in itertools.cycle(order))), 3)
+    assert codes == codes_of(decode(model, prompts, range(3), SAMPLINGS[sampling], Ar()), 3)
 
 
 def test_codes_of_neighbouring_seeds_are_independent() -> None:

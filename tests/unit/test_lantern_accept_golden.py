@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from acceptance_steps import EXACT
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
@@ -52,9 +53,9 @@ def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32],
     return tree, GOLDEN[f"{name}_node_logits"], leaves
 
 
-def relaxation_of(case: dict[str, Any], residual: str = "neighborhood") -> Relaxation | None:
+def relaxation_of(case: dict[str, Any], residual: str = "neighborhood") -> Relaxation:
     if not case["lantern"]:
-        return None
+        return EXACT
     bound = case["lantern_delta"]
     neighbors = np.load(DATA / "lantern-accept" / "top_127_indices.npy")
     delta, lambda_ = (bound, None) if bound <= 1 else (None, bound)

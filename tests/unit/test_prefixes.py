@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_engine import codes_of
 
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
@@ -60,13 +61,9 @@ def model(drafter: SumEngine | None = None, target: SumEngine | None = None) -> 
     return Model(target or SumEngine(), drafter, CODES, 200, DrafterLayout(code_offset=OFFSET))
 
 
-def codes_of(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
-    codes: list[list[int]] = [[] for _ in prompts]
+def drawn(prompts: list[Prompt], method: MethodConfig, sampling: Sampling, **engines: Any) -> list[list[int]]:
     seeds = [len(p.cond.embeds) for p in prompts]
-    for step in decode(model(**engines), prompts, seeds, sampling, method):
-        for part in step.parts:
-            codes[part.request] += part.codes[: part.committed].tolist()
-    return codes
+    return codes_of(decode(model(**engines), prompts, seeds, sampling, method), len(prompts))
 
 
 def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> None:
@@ -88,16 +85,16 @@ def test_rows_are_stretched_to_one_length_and_see_only_what_came_before() -> Non
 def test_a_batch_of_prompts_of_any_length_gives_each_what_it_gets_alone(sampling: Sampling, tree: str | None) -> None:
     method = Ar() if tree is None else Eagle(tree=tree)
     prompts = [prompt(5, 2), prompt(2, 2), prompt(9, 2), prompt(3, 3)]
-    together = codes_of(prompts, method, sampling, drafter=SumEngine(True))
-    assert together == [codes_of([one], method, sampling, drafter=SumEngine(True))[0] for one in prompts]
+    together = drawn(prompts, method, sampling, drafter=SumEngine(True))
+    assert together == [drawn([one], method, sampling, drafter=SumEngine(True))[0] for one in prompts]
     if sampling.greedy:
-        assert together == codes_of(prompts, Ar(), sampling)
+        assert together == drawn(prompts, Ar(), sampling)
 
 
 def test_every_row_counts_its_own_positions_and_the_drafter_reads_its_own_tokens() -> None:
     target, drafter = SumEngine(), SumEngine(True)
     prompts = [prompt(5, 2)]
-    codes = codes_of(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
+    codes = drawn(prompts, Eagle(tree="chain-1"), Sampling(cfg_scale=2.0), target=target, drafter=drafter)
     assert target.passes[1].positions.tolist() == [[5, 6], [2, 3]]
     first = drafter.passes[0]
     assert first.tokens is not None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import make_model, make_prompt, next_distribution
+from toy_engine import codes_of, make_model, make_prompt, next_distribution
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
@@ -65,11 +65,7 @@ def plain(one: Model, prompt: Prompt, seed: int, sampling: Sampling) -> list[int
 
 
 def decoded(one: Model, prompts: Sequence[Prompt], sampling: Sampling, method: MethodConfig) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in prompts]
-    for step in decode(one, prompts, range(len(prompts)), sampling, method):
-        for part in step.parts:
-            found[part.request] += part.codes[: part.committed].tolist()
-    return found
+    return codes_of(decode(one, prompts, range(len(prompts)), sampling, method), len(prompts))
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 12])

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 from tiny_bundle import make_tiny_bundle
-from toy_engine import Hashes, ToyCache, ToyTarget, make_prompt, naive_distribution
+from toy_engine import Hashes, ToyCache, ToyTarget, changing, codes_of, make_prompt, naive_distribution
 
 from lantern_rt import Pipeline
 from lantern_rt.methods import Ar, Eagle, MethodConfig, RowParallel, Sampling, Sjd
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass
-from lantern_rt.runtime.grid import Grid, Raster, row_batch_sizes
+from lantern_rt.runtime.grid import Grid, Raster
 from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.state import Model, Prompt
 from lantern_rt.service import Service
@@ -50,11 +50,8 @@ def toy(rows: int, columns: int, vocabulary: int = 5, ends: bool = False) -> Mod
 def drawn(
     model: Model, prompts: Sequence[Prompt], window: int, seeds: Sequence[int], sampling: Sampling, drafts: int = 0
 ) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, seeds, sampling, RowParallel(window=window, drafts=drafts)):
-        for part in step.parts:
-            found[part.request] += part.codes[: part.committed].tolist()
-    return found
+    method = RowParallel(window=window, drafts=drafts)
+    return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
 
 
 def distribution(model: Model, prompt: Prompt, seen: Known, sampling: Sampling) -> NDArray[np.float64]:
@@ -179,17 +176,8 @@ def test_a_picture_is_the_same_whatever_number_of_drafts_each_pass_takes(
     model, prompts, seeds = toy(4, 4, ends=ends), [make_prompt(i) for i in range(3)], [5, 6, 7]
     methods = [RowParallel(window=window, drafts=count) for count in range(4)]
     expected = drawn(model, prompts, window, seeds, GUIDED)
-    found: list[list[int]] = [[] for _ in prompts]
-    stepping = decode(model, prompts, seeds, GUIDED, methods[0], methods[1:], together=2)
-    turns = itertools.cycle(drafts)
-    step = next(stepping)
-    while step.statistics is None:
-        for part in step.parts:
-            found[part.request] += part.codes[: part.committed].tolist()
-        step = stepping.send(methods[next(turns)])
-    for part in step.parts:
-        found[part.request] += part.codes[: part.committed].tolist()
-    assert found == expected
+    running = decode(model, prompts, seeds, GUIDED, methods[0], methods[1:], together=2)
+    assert codes_of(changing(running, (methods[count] for count in itertools.cycle(drafts))), 3) == expected
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
@@ -252,13 +240,3 @@ def test_steps_show_every_cell_that_is_drawn_and_hand_out_codes_in_raster_order(
     )
     assert grey.all((1, 3))[~cells].all()
     assert np.array_equal(np.concatenate([step.new_codes[0] for step in steps]), last.codes[0])
-
-
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 4])
-def test_passes_have_the_sizes_they_are_planned_by(window: int, ends: bool) -> None:
-    model = toy(3, 4, ends=ends)
-    drawn(model, [make_prompt(0)], window, [0], Sampling())
-    assert isinstance(model.target, ToyTarget)
-    sizes = [nodes for _, nodes in model.target.passes[1:]]  # the first one is the prefill
-    assert sizes == [max(2, size) for size in row_batch_sizes(model.raster, window)]

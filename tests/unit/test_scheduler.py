@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import ToyDrafter, ToyTarget, make_model, make_prompt
+from toy_engine import ToyDrafter, ToyTarget, codes_of, make_model, make_prompt
 
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
@@ -60,10 +60,7 @@ VISITS = st.builds(
 
 
 def alone(visit: Visit, method: MethodConfig) -> list[int]:
-    codes: list[int] = []
-    for step in decode(model(), [prompt(visit.identity)], [visit.identity], visit.sampling, method):
-        codes += step.parts[0].codes[: step.parts[0].committed].tolist()
-    return codes
+    return codes_of(decode(model(), [prompt(visit.identity)], [visit.identity], visit.sampling, method), 1)[0]
 
 
 def submitted(scheduler: Scheduler, number: int, visit: Visit) -> Request:

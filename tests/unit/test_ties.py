@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from toy_engine import ToyTarget, make_model, make_prompt, scramble
+from toy_engine import ToyTarget, codes_of, make_model, make_prompt, scramble
 
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
@@ -59,15 +59,15 @@ def wobbly(rounding: float) -> Model:
 def drawn(
     model: Model, sampling: Sampling, method: MethodConfig, batch: int, images: int = 24
 ) -> tuple[list[list[int]], list[Statistics]]:
-    codes: list[list[int]] = [[] for _ in range(images)]
+    codes: list[list[int]] = []
     found = []
     for start in range(0, images, batch):
         some = range(start, min(images, start + batch))
-        for step in decode(model, [make_prompt(i, padding=i % 3) for i in some], list(some), sampling, method):
-            for part in step.parts:
-                codes[start + part.request] += part.codes[: part.committed].tolist()
-        assert step.statistics is not None
-        found.append(step.statistics)
+        prompts = [make_prompt(i, padding=i % 3) for i in some]
+        steps = list(decode(model, prompts, list(some), sampling, method))
+        codes += codes_of(steps, len(some))
+        assert steps[-1].statistics is not None
+        found.append(steps[-1].statistics)
     return codes, found
 
 
@@ -78,18 +78,18 @@ def test_rounding_moves_no_token_under_any_method_in_any_batch(sampling: Samplin
     for method in METHODS:
         for batch in (1, 4):
             assert drawn(wobbly(WOBBLE), sampling, method, batch)[0] == expected
-    unsettled = [drawn(wobbly(0.0), sampling, method, 4)[0] for method in [Ar(), *METHODS]]
-    assert any(one != expected for one in unsettled)  # or this test would show nothing
+    left = [drawn(wobbly(0.0), sampling, method, 4)[0] for method in [Ar(), *METHODS]]
+    assert any(one != expected for one in left)  # or this test would show nothing
 
 
-def test_passes_that_settle_ties_are_counted() -> None:
+def test_passes_that_decide_ties_are_counted() -> None:
     model = wobbly(WOBBLE)
     assert isinstance(model.target, ToyTarget)
     _, found = drawn(model, SAMPLINGS[0], Ar(), 24)
     images = found[0].per_image
-    settling = sum(one.tie_passes for one in images)
-    assert settling > 0
-    assert found[0].target_passes == len(model.target.passes) == 12 + settling
+    deciding = sum(one.tie_passes for one in images)
+    assert deciding > 0
+    assert found[0].target_passes == len(model.target.passes) == 12 + deciding
     assert {one.target_passes - one.tie_passes for one in images} == {12}
     assert found[0].tokens_per_forward_pass == pytest.approx(np.mean([12 / one.target_passes for one in images]))
     assert not any(one.tie_passes for one in drawn(wobbly(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_a_clear_choice_stays_however_logits_move_within_the_slack(
+def test_a_clear_choice_stays_however_logits_move_within_the_margin(
     case: tuple[Rows, Rows | None, Sampling, float, int],
 ) -> None:
     logits, noise, sampling, tie_margin, seed = case
