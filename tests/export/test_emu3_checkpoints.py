@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.deferred import computed
-from lantern_rt.export.checkpoints.tiktoken import tokenizer_of_ranks
+from lantern_rt.export.checkpoints.tiktoken import convert_tiktoken
 from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, grids, picture_size, prompt_layout, read_emu3
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.writer import Model
@@ -162,7 +162,7 @@ def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
 def ranked() -> tuple[Tokenizer, dict[bytes, int]]:
     lines = (ORIGINAL / "emu3.tiktoken").read_text().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
-    return Tokenizer.from_buffer(tokenizer_of_ranks(ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
+    return Tokenizer.from_buffer(convert_tiktoken(ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
 
 
 @given(text=st.text("aeilnorst dgu", min_size=1, max_size=40))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.files import Weights, read_weights
-from lantern_rt.export.checkpoints.folders import read_checkpoint
+from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.families.llamagen import LlamaGen, read_transformer
 from lantern_rt.export.models.eagle import read_drafter
 
