@@ -64,11 +64,12 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
     if reference is None:
         return Path(place)
     require_library("huggingface_hub", text, "export")
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
     repository, file, revision = reference
     try:
-        files = HfApi().list_repo_files(repository, revision=revision)
+        info = HfApi().model_info(repository, revision=revision)
+        files = [sibling.rfilename for sibling in info.siblings or []]
         patterns = [file] if file else [*_choose_weights(text, files), *side_files]
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         index = folder / patterns[0]
@@ -79,15 +80,13 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
     except Exception as error:  # the library's errors and those of its network client share no base class
         if refused := _refusal(text, error):
             raise refused from error
-        try:  # what an earlier call left; whether it is whole is seen when it is read
-            folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
-        except Exception:
-            folder = Path()
-        if not (folder / (file or side_files[0])).is_file():
+        # What an earlier call left; whether it is whole is seen when it is read.
+        cached = try_to_load_from_cache(repository, file or side_files[0], revision=revision)
+        if not isinstance(cached, str):
             problem = f"the hub cannot be reached ({brief(error)})"
             remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
             raise CheckpointError(problem, field=text, remedy=remedy) from error
-        return folder / (file or "")
+        return Path(cached) if file else Path(cached).parent
     if file and not (folder / file).is_file():
         raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")
     return folder / (file or "")
