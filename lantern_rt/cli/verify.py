@@ -78,7 +78,7 @@ def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     if manifest.family not in FAMILIES:
         expected = f"a bundle of {', '.join(FAMILIES)}"
         raise CheckpointError(field="checkpoints", found=f"one of family {manifest.family!r}", expected=expected)
-    names = {source.role: source.name for source in manifest.provenance.sources}
+    names = {source.role: source.name for source in reversed(manifest.provenance.sources)}
     roles = [role for role in CHECKPOINTS if role in names]
     if len(checkpoints) != len(roles):
         expected = ", ".join(f"{role.replace('_', ' ')} ({names[role]})" for role in roles)
