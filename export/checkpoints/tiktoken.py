@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...checks import require_library, short
 from .files import read_text, refusal, refusing
@@ -27,11 +28,9 @@ def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
     from tokenizers import normalizers
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
-    class Converter(TikTokenConverter):  # type: ignore[misc]
-        # The library's own reader needs the package tiktoken.
-        load_tiktoken_bpe = staticmethod(_read_ranks)
-
-    tokenizer = Converter(path, pattern, extra_special_tokens=special).converted()
+    converter: Any = TikTokenConverter(path, pattern, extra_special_tokens=special)  # type: ignore[no-untyped-call]
+    converter.load_tiktoken_bpe = _read_ranks  # the library's own reader needs the package tiktoken
+    tokenizer = converter.converted()
     tokenizer.normalizer = normalizers.NFC()
     return str(tokenizer.to_str()).encode()
 
