@@ -55,15 +55,11 @@ def check_parity(
         graph: with the module.
         path: the file.
         tolerance: of `difference`; products of integers have their own, of `noise`.
-        plan: what the file was written from, so that the module's weights are rounded as there; without it, they are
-            taken as they are.
+        plan: what the file was written from, so that the module's weights are rounded as there.
         progress: runs done, of how many.
 
-    Returns:
-        The largest difference.
-
-    Raises:
-        ParityError: some tensors, all named, differ by more than the tolerance.
+    Returns: the largest difference.
+    Raises: ParityError: some tensors, all named, differ by more than the tolerance. BundleError, as `compare`.
     """
     kinds = set(plan.storages.values()) if plan is not None else set()
     integers = "columns" in kinds
@@ -99,19 +95,15 @@ def compare(
     """Run a graph file, in each of its layouts, and its module.
 
     Args:
-        graph: with the module and the inputs of the cases.
+        graph: with the module.
         path: the file.
         cases: names of the graph's cases to run.
-        plan: what the module's weights are rounded by.
+        plan: as `check_parity` has it, and so is progress.
         lean: as `Sessions` has it.
         integers: the file multiplies integers, for which there is one layout.
-        progress: runs done, of how many.
 
-    Yields:
-        The name of a case and layout, what the file gave, what the module gave.
-
-    Raises:
-        BundleError: the file does not run.
+    Yields: the name of a case and layout, outputs of the file, outputs of the module.
+    Raises: BundleError: the file does not run.
     """
     layouts: dict[str, Callable[[], Sessions | DeviceLayout]] = {"": partial(Sessions, path, lean)}
     if isinstance(graph.module, LayerStack) and not integers:

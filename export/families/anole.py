@@ -88,10 +88,8 @@ def read_anole(
         vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt.
         drafter: a folder in LANTERN's layout.
         grid: rows of codes, by default those of the VQGAN's own resolution.
-        progress: how much is read.
 
-    Raises:
-        CheckpointError, RequestError.
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
     check_tokenizer(target)
@@ -130,7 +128,6 @@ def read_chameleon(
         grid: rows of codes of its pictures.
         kin: which model of this architecture is expected.
         picture_tokens: of the longest picture, where that is not grid * grid.
-        progress: how much is read.
 
     Raises:
         CheckpointError: it is another model.

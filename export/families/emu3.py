@@ -76,10 +76,8 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None, 
         vq: the folder of Emu3-VisionTokenizer, where target does not hold it.
         grid: rows of codes of a square picture; other sizes have about as many pixels. By default those of the
             published size.
-        progress: how much is read.
 
-    Raises:
-        CheckpointError, RequestError.
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
     checkpoint = Checkpoint(target, progress=progress)

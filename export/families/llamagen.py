@@ -110,10 +110,8 @@ def read_llamagen(
         config: a JSON file of the model's arguments, by default the folder's.
         grid: rows of codes, 16 for 256 pixels: needed where neither the file nor the configuration has it, nor only one
             was published; refused where they have another.
-        progress: how much is read.
 
-    Raises:
-        CheckpointError, RequestError.
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
     transformer = read_transformer(target, config=config, grid=grid, progress=progress)

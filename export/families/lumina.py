@@ -41,10 +41,8 @@ def read_lumina(
         drafter: a folder in LANTERN's layout.
         grid: rows of codes of its square picture, which is the default: 32, 48 or 64 of the published models; other
             sizes have about as many codes.
-        progress: how much is read.
 
-    Raises:
-        CheckpointError, RequestError.
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
     if grid is None or grid % _PATCH:

@@ -74,7 +74,6 @@ def read_drafter(
         target: what it drafts for.
         tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
         fits: what fields of its configuration may be, where they are there, to fit the target.
-        progress: how much is read.
         feeding: fields of `DrafterSpec` beyond its sizes.
 
     Raises:

@@ -290,11 +290,9 @@ class VQGAN(NamedTuple):
 
 @refusing
 def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
-    """The tokenizer in taming-transformers' layout. Raises: CheckpointError.
+    """The tokenizer in taming-transformers' layout: a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt of such.
 
-    Args:
-        path: a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt with its .yaml beside it.
-        progress: how much is read.
+    Raises: CheckpointError.
     """
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():

@@ -42,7 +42,6 @@ def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silen
     Args:
         folder: config.json, tokenizer.json and weights.
         caption_dim: the width of captions, which must be the encoder's.
-        progress: how much is read.
 
     Raises:
         CheckpointError: no T5, one of another width, or a tokenizer of other tokens.
