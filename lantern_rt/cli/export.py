@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..checks import require_library
-from ..export.registry import FAMILIES, check_family, read_family
 from .console import print_text, progress, say
 from .memory import PeakMemory
 from .options import Force
@@ -52,7 +51,7 @@ def export(
     ] = None,
     config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
     grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where no file says it.")] = None,
-    family: Annotated[str, typer.Option(help=f"Model family: {', '.join(FAMILIES)}.")] = "llamagen",
+    family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
         str | None,
@@ -70,6 +69,8 @@ def export(
     force: Force = False,
 ) -> None:
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
+    from ..export.registry import check_family, read_family
+
     options = {
         "target": target,
         "vq": vq,

@@ -13,7 +13,6 @@ import typer
 from ..bundle.manifest import Manifest
 from ..checks import require_library
 from ..errors import CheckpointError
-from ..export.registry import CHECKPOINTS, FAMILIES, read_family
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
 from .console import print_text, progress
@@ -53,6 +52,7 @@ def verify(
         require_library(library, "verify", "cpu,export")
     with progress(lines=False) as show:
         show("loading PyTorch")
+        from ..export.registry import read_family
         from ..export.verify import verify as compare
     with progress() as show:
         if options:
@@ -75,6 +75,8 @@ def verify(
 
 def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     """The options of an export, from checkpoints in the order of the bundle's provenance. Raises: CheckpointError."""
+    from ..export.registry import CHECKPOINTS, FAMILIES
+
     if manifest.family not in FAMILIES:
         expected = f"a bundle of {', '.join(FAMILIES)}"
         raise CheckpointError(field="checkpoints", found=f"one of family {manifest.family!r}", expected=expected)
