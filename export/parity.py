@@ -1,14 +1,13 @@
-"""Whether a graph computes what its torch module computes, in ONNX Runtime on the CPU: part of every export.
+"""Whether a graph file computes what its torch module computes, in ONNX Runtime on the CPU.
 
-A decoder's file is compared twice: as it stands, and in the layout that accelerators get from it. Neither side ever
-holds all weights as float32: those of the module are converted where they are used, and large graphs run from the
-mapped file. Weights that were rounded for storage are rounded in the module too, so that what is compared is the graph.
+`compare` runs both: `check_parity` is part of every export, `verify` reports on bundles. A decoder's file runs twice:
+as it stands, and in the layout that accelerators get from it. Neither side ever holds all weights as float32: those of
+the module are converted where they are used, and large graphs run from the mapped file.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,16 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..bundle.manifest import DrafterSpec
-from ..checks import brief
 from ..engines.columns import ColumnCache, fill_up, node_count
+from ..engines.contracts import Progress
 from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
-from ..errors import ParityError
+from ..errors import BundleError, ParityError
 from ..runtime.engine import Pass
+from ..user_files import reading
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import Arrays, Graph
 from .graph.precision import GraphFile, fake_quantize, round_nodes
 from .models.decoder import LayerStack
+from .progress import silent
 
 onnxruntime: Any = import_onnxruntime()
 TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
@@ -46,93 +47,110 @@ def check_parity(
     path: Path,
     tolerance: float = TOLERANCE,
     plan: GraphFile | None = None,
-    counted: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = silent,
 ) -> float:
-    """Compare `path` with `graph.module` on the graph's cases; returns the largest difference.
+    """Compare a graph that was just written with its module, on the graph's cases.
 
-    plan: what the file was written from; without it, weights are taken to be as the module has them. counted: told how
-    many runs are done, of how many.
-    Raises: ParityError that names every tensor that differs by more than the tolerance.
+    Args:
+        graph: with the module.
+        path: the file.
+        tolerance: of `difference`; products of integers have their own, of `noise`.
+        plan: what the file was written from, so that the module's weights are rounded as there.
+        progress: runs done, of how many.
+
+    Returns: the largest difference.
+    Raises: ParityError: some tensors, all named, differ by more than the tolerance. BundleError, as `compare`.
     """
-    large = plan is not None and plan.size > LARGE
     kinds = set(plan.storages.values()) if plan is not None else set()
+    integers = "columns" in kinds
+    large = plan is not None and plan.size > LARGE
+    cases = list(graph.cases)
+    cases = [cases[0], cases[-1]] if large else cases
     # Fused products of integer weights round activations as well: look at the graph without them.
     lean = large or bool({"int8", "int4"} & kinds)
-    layouts = layouts_of(graph, path, integers="columns" in kinds)
-    cases = list(graph.cases.items())
-    cases = [cases[0], cases[-1]] if large else cases
-    apart = noise if "columns" in kinds else scaled_difference
-    tolerance = INTEGER_TOLERANCE if "columns" in kinds else tolerance
-    done, total = itertools.count(), (len(layouts) + 1) * len(cases)
-    results: dict[str, list[Arrays]] = {}  # per layout
-    for layout, opened in layouts.items():
-        sessions, results[layout] = opened(lean), []
-        for case, inputs in cases:
-            counted(next(done), total)
-            try:
-                results[layout].append(sessions.run(inputs))
-            except Exception as error:  # ONNX Runtime's own exceptions share no base class
-                where = f"on {case}{layout}: {brief(error)}"
-                raise ParityError(f"{path.name}: does not run in ONNX Runtime {where}") from error
-        del sessions  # and its memory, before the next or the module takes as much
+    measure = noise if integers else difference
+    tolerance = INTEGER_TOLERANCE if integers else tolerance
     worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
-    for (case, inputs), *found in zip(cases, *results.values(), strict=True):
-        counted(next(done), total)
-        for name, expected in run_module(graph, inputs, plan).items():
-            for layout, arrays in zip(layouts, found, strict=True):
-                here = apart(arrays[name], expected), f"{case}{layout}"
-                worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
-    counted(total, total)
-    wrong = [f"{name} by {d:.3g} ({case})" for name, (d, case) in worst.items() if d > tolerance]
+    for case, results, expected in compare(graph, path, cases, plan, lean, integers, progress):
+        for name, array in expected.items():
+            here = measure(results[name], array), case
+            worst[name] = max(worst.get(name, here), here, key=lambda entry: entry[0])
+    wrong = [f"{name} by {apart:.3g} ({case})" for name, (apart, case) in worst.items() if apart > tolerance]
     if wrong:
-        raise ParityError(f"{path.name}: differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}")
-    return max(difference for difference, _ in worst.values())
+        raise ParityError(
+            f"differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}", field=path.name
+        )
+    return max(apart for apart, _ in worst.values())
 
 
-def layouts_of(
-    graph: Graph, path: Path, integers: bool = False
-) -> dict[str, Callable[[bool], Sessions | DeviceLayout]]:
-    """What opens the file of a graph, lean or not, in each of its layouts, by how messages tell that from the first.
+def compare(
+    graph: Graph,
+    path: Path,
+    cases: Sequence[str],
+    plan: GraphFile | None = None,
+    lean: bool = False,
+    integers: bool = False,
+    progress: Progress = silent,
+) -> Iterator[tuple[str, Arrays, Arrays]]:
+    """Run a graph file, in each of its layouts, and its module.
 
-    integers: it multiplies integers, for which there is one layout.
+    Args:
+        graph: with the module.
+        path: the file.
+        cases: names of the graph's cases to run.
+        plan: as `check_parity` has it, and so is progress.
+        lean: as `Sessions` has it.
+        integers: the file multiplies integers, for which there is one layout.
+
+    Yields: the name of a case and layout, outputs of the file, outputs of the module.
+    Raises: BundleError: the file does not run.
     """
-    found: dict[str, Callable[[bool], Sessions | DeviceLayout]] = {"": partial(Sessions, path)}
+    layouts: dict[str, Callable[[], Sessions | DeviceLayout]] = {"": partial(Sessions, path, lean)}
     if isinstance(graph.module, LayerStack) and not integers:
-        found[", device layout"] = partial(DeviceLayout, graph, path)
-    return found
+        layouts[", device layout"] = partial(DeviceLayout, graph, path, lean)
+    what, total, done = f"comparing {path.name}", (len(layouts) + 1) * len(cases), 0
+    results: dict[str, list[Arrays]] = {}
+    for layout, open_layout in layouts.items():
+        results[layout] = []
+        with reading(path, "a graph that runs", BundleError, "export the bundle again"):
+            sessions = open_layout()
+            for case in cases:
+                progress(what, done, total)
+                results[layout].append(sessions.run(graph.cases[case]))
+                done += 1
+            del sessions  # and its memory, before the next or the module takes as much
+    for i, case in enumerate(cases):
+        progress(what, done, total)
+        expected = run_module(graph, graph.cases[case], plan)
+        done += 1
+        for layout in layouts:
+            yield f"{case}{layout}", results[layout][i], expected
+    progress(what, done, total)
 
 
-def differences(found: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float, float]:
-    """The largest difference of two arrays: absolute, relative to each number, and scaled as limits are: absolute
-    up to values of 1, relative to the largest value above.
+def difference(result: NDArray[Any], expected: NDArray[Any]) -> float:
+    """The largest difference of two arrays: absolute up to values of 1, relative to the largest value above.
 
-    All are infinite where shapes, types or infinities differ, or one is not a number.
+    Infinite where shapes, types or infinities differ, or a number is none. Of integers any difference counts whole.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return np.inf, np.inf, np.inf
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return np.inf
     if not expected.size:
-        return 0.0, 0.0, 0.0
+        return 0.0
     wide = expected.astype(np.float64)
     with np.errstate(all="ignore"):
-        apart = np.where(found == expected, 0, np.abs(found.astype(np.float64) - wide))
-        relative = np.where(apart == 0, 0, apart / np.abs(wide))
-    absolute = float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max())
-    # Of integers (codes) any difference counts whole.
+        apart = np.where(result == expected, 0, np.abs(result.astype(np.float64) - wide))
+    largest = float(np.nan_to_num(apart, nan=np.inf, posinf=np.inf).max())
     scale = 1.0 if np.issubdtype(expected.dtype, np.integer) else max(1.0, float(np.abs(wide).max()))
-    scaled = absolute / scale if np.isfinite(scale) else absolute
-    return absolute, float(np.nan_to_num(relative, nan=np.inf, posinf=np.inf).max()), scaled
+    return largest / scale if np.isfinite(scale) else largest
 
 
-def scaled_difference(found: NDArray[Any], expected: NDArray[Any]) -> float:
-    """The third of `differences`."""
-    return differences(found, expected)[2]
-
-
-def noise(found: NDArray[Any], expected: NDArray[Any]) -> float:
+def noise(result: NDArray[Any], expected: NDArray[Any]) -> float:
     """The root mean square of the difference over that of what is expected; infinite if shapes differ."""
-    if found.shape != expected.shape or not np.isfinite(found).all():
+    if result.shape != expected.shape or not np.isfinite(result).all():
         return np.inf
-    wide, signal = found.astype(np.float64) - expected, float(np.linalg.norm(expected.astype(np.float64)))
+    wide = result.astype(np.float64) - expected
+    signal = float(np.linalg.norm(expected.astype(np.float64)))
     return float(np.linalg.norm(wide)) / max(signal, 1e-30)
 
 

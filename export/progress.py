@@ -1,45 +1,18 @@
-"""Who is told how much of a long piece of work is done, and of how much.
-
-Readers of checkpoints are called through families and parts of models, which know nothing of progress: they find who is
-told in their context.
-"""
+"""How much of a long piece of work is done: `Progress` takes what is done, an amount of it, and the whole amount."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TypeVar
+from collections.abc import Callable
 
 from ..engines.contracts import Progress
 
-Item = TypeVar("Item")
 
-
-def _nobody(what: str, done: int, total: int) -> None:
-    pass
-
-
-_told: ContextVar[Progress] = ContextVar("told", default=_nobody)
-
-
-@contextmanager
-def telling(progress: Progress) -> Iterator[None]:
-    """Whoever reads a checkpoint inside the block tells `progress`."""
-    token = _told.set(progress)
-    try:
-        yield
-    finally:
-        _told.reset(token)
-
-
-def count_read(what: str, total: int) -> Callable[[int], None]:
-    """As `count_megabytes`, for whoever is told in this context."""
-    return count_megabytes(what, total, _told.get())
+def silent(what: str, done: int, total: int) -> None:
+    """Says nothing."""
 
 
 def count_megabytes(what: str, total: int, progress: Progress) -> Callable[[int], None]:
-    """Takes sizes of pieces in bytes, and tells `progress` in megabytes, begun ones too, at first of none."""
+    """Takes sizes of pieces in bytes, and reports their sum in megabytes, begun ones too, at first 0."""
     done = 0
 
     def count(size: int) -> None:
@@ -49,11 +22,3 @@ def count_megabytes(what: str, total: int, progress: Progress) -> Callable[[int]
 
     count(0)
     return count
-
-
-def count_each(what: str, items: Sequence[Item], progress: Progress) -> Iterator[Item]:
-    """The items, counted as they are done."""
-    for done, item in enumerate(items):
-        progress(what, done, len(items))
-        yield item
-    progress(what, len(items), len(items))

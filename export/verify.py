@@ -8,8 +8,8 @@ storing did to the weights.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -27,10 +27,11 @@ from ..engines.contracts import Progress
 from ..errors import BundleError, CheckpointError
 from ..user_files import reading
 from .checkpoints.deferred import computed
-from .graph.graphs import HIDDEN, Arrays, Graph
+from .graph.graphs import HIDDEN, Arrays
 from .graph.precision import Precisions
 from .neighbours import neighbour_table
-from .parity import Sessions, differences, layouts_of, narrowed, run_module, widened
+from .parity import Sessions, compare, difference, narrowed, widened
+from .progress import silent
 from .writer import Model
 
 _ARRAY_LIMIT = 1e-5  # of arrays that are stored as they are, or computed in a few float32 operations
@@ -68,18 +69,18 @@ LIMITS: dict[Precision, Limits] = {
 class Verification:
     """The whole comparison, with rows ready for JSON.
 
-    tensors: outputs of graphs over all cases; `limit` is on `scaled`, None where that is shown but not judged;
-    `largest_relative` is None where a number differs from 0. distributions: those of a decoder's tokens, over all
-    `nodes` of all cases, at temperature 1 without guidance. `agreement`: the share of nodes whose likeliest token is
-    the same, near ties included; divergences are KL(reference || bundle) in nats.
+    tensors: the largest `difference` of each output of a graph over all cases, and of each array; `limit` is None
+    where it is shown but not judged. distributions: those of a decoder's tokens, over all `nodes` of all cases, at
+    temperature 1 without guidance. `agreement`: the share of nodes whose likeliest token is the same, near ties
+    included; divergences are KL(reference || bundle) in nats.
     """
 
     bundle: str
     digest: str
     against: str
     precision: str
-    tensors: list[dict[str, Any]]
-    distributions: list[dict[str, Any]]
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    distributions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -90,58 +91,60 @@ class Verification:
         """Ready for JSON."""
         return {"passed": self.passed, **asdict(self)}
 
+    def add(self, graph: str, tensor: str, difference: float, limit: float | None) -> None:
+        """Add a row about a tensor."""
+        passed = limit is None or difference <= limit
+        row = {"graph": graph, "tensor": tensor, "difference": difference, "limit": limit, "passed": passed}
+        self.tensors.append(row)
+
 
 def verify(
     bundle: Bundle,
     model: Model | None = None,
     against: str = "ONNX reference evaluator",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Verification:
     """Compare a bundle's arrays and graphs with a checkpoint's, or each graph with the reference evaluator.
 
-    against: what the bundle is held against, for the report. progress: told of every piece of work how much of it
-    is done, of how much. Raises: CheckpointError for a model of other sizes; BundleError for a graph that does not run.
+    Args:
+        bundle: whose files are those of its manifest.
+        model: that of the checkpoint.
+        against: what the bundle is compared with, for the report.
+        progress: how much of each piece of work is done.
+
+    Raises:
+        CheckpointError: the model has other sizes.
+        BundleError: a graph does not run.
     """
     manifest = bundle.manifest
     precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
-    result = Verification(manifest.name, bundle.digest, against, manifest.target.precision, [], [])
+    result = Verification(manifest.name, bundle.digest, against, manifest.target.precision)
     roles = [role for role, entry in manifest.files.items() if entry.path.endswith(".onnx")]
-    graphs: dict[str, Graph] = {}
     if model is not None:
         _check_sizes(manifest, model, against)
         _compare_arrays(bundle, model, result, progress)
-        graphs = {graph.role: graph for graph in model.graphs}
-        roles = [role for role in graphs if role in roles]
-    for role in roles:
-        path = bundle.path(role)
-        cases = (
-            len(graphs[role].cases) * len(layouts_of(graphs[role], path, precisions.of(role) == "int8"))
-            if graphs
-            else 1
-        )
-        pairs = (
-            _against_module(graphs[role], path, precisions.of(role) == "int8")
-            if graphs
-            else _against_reference(path, manifest)
-        )
-        with (
-            reading(path, "a graph that runs", BundleError, "export the bundle again"),
-            np.errstate(all="ignore"),
-            warnings.catch_warnings(action="ignore"),
-        ):
-            _compare(
-                role, _counting(pairs, cases, partial(progress, f"comparing {path.name}")), precisions.of(role), result
-            )
+    graphs = {} if model is None else {graph.role: graph for graph in model.graphs if graph.role in roles}
+    for role in graphs if model is not None else roles:
+        path, precision = bundle.path(role), precisions.of(role)
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
+            if model is None:
+                progress(f"comparing {path.name}", 0, 1)
+                pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
+            else:
+                graph = graphs[role]
+                pairs = compare(graph, path, [*graph.cases], integers=precision == "int8", progress=progress)
+            with reading(path, "a graph that runs", BundleError, "export the bundle again"):
+                _add_graph(role, pairs, precision, result)
     return result
 
 
 def _check_sizes(manifest: Manifest, model: Model, against: str) -> None:
     """Refuse a checkpoint whose model differs from the bundle's in what both say of themselves."""
     own = _determined(vars(manifest))
-    for name, found in _determined(model.fields).items():
-        if found != own[name]:
-            found_and_own = f"found {short(found)}, but the bundle has {short(own[name])}"
-            raise CheckpointError(f"{against}: {name}: {found_and_own}; give the checkpoint that it was made from")
+    for name, value in _determined(model.fields).items():
+        if value != own[name]:
+            expected, remedy = f"{short(own[name])}, as the bundle has", "give the checkpoint that it was made from"
+            raise CheckpointError(field=f"{against}: {name}", found=short(value), expected=expected, remedy=remedy)
 
 
 def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,46 +160,30 @@ def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress: Progress) -> None:
     """Add rows for all that a bundle holds besides graphs."""
     embeddings = computed(model.code_embeddings).float().numpy()
-    arrays: list[tuple[str, str, NDArray[Any], NDArray[Any]]] = [
-        ("code_embeddings", "rows", bundle.code_embeddings(), embeddings)
-    ]
-    if most := bundle.manifest.neighbors:
-        table = neighbour_table(model.codebook, most, partial(progress, "sorting neighbours"))
-        for name, found, expected in zip(table._fields, bundle.neighbors(), table, strict=True):
-            arrays.append(("neighbors", name, found.astype(expected.dtype), expected))
+    result.add("code_embeddings", "rows", difference(bundle.code_embeddings(), embeddings), _ARRAY_LIMIT)
+    if bundle.manifest.neighbors:
+        own = bundle.neighbors()
+        counted = partial(progress, "sorting neighbours")
+        table = neighbour_table(model.codebook, bundle.manifest.neighbors, counted)
+        indices = difference(own.indices.astype(table.indices.dtype), table.indices)
+        distances = difference(own.distances.astype(table.distances.dtype), table.distances)
+        result.add("neighbors", "indices", indices, 0.0)
+        result.add("neighbors", "distances", distances, _ARRAY_LIMIT)
     for role, (_, content) in model.files.items():
-        own = np.fromfile(bundle.path(role), np.uint8)
-        arrays.append((role, "bytes", own, np.frombuffer(content, np.uint8)))
-    for role, name, found, expected in arrays:
-        limit = 0.0 if np.issubdtype(expected.dtype, np.integer) else _ARRAY_LIMIT
-        result.tensors.append(_row(role, name, differences(found, expected), limit))
+        result.add(role, "bytes", 0.0 if bundle.path(role).read_bytes() == content else np.inf, 0.0)
 
 
-def _counting(
-    pairs: Iterable[tuple[Arrays, Arrays]], total: int, counted: Callable[[int, int], None]
-) -> Iterator[tuple[Arrays, Arrays]]:
-    counted(0, total)
-    for done, pair in enumerate(pairs, 1):
-        yield pair
-        counted(done, total)
-
-
-def _against_module(graph: Graph, path: Path, integers: bool) -> Iterator[tuple[Arrays, Arrays]]:
-    layouts = [opened(bool(layout)) for layout, opened in layouts_of(graph, path, integers).items()]  # one holds all
-    for inputs in graph.cases.values():
-        expected = run_module(graph, inputs)
-        for sessions in layouts:
-            yield sessions.run(inputs), expected
-
-
-def _against_reference(path: Path, manifest: Manifest) -> Iterator[tuple[Arrays, Arrays]]:
+def _evaluate(path: Path, manifest: Manifest) -> tuple[str, Arrays, Arrays]:
+    """A graph's outputs in ONNX Runtime and by the reference evaluator. Raises: BundleError."""
     from onnx.reference import ReferenceEvaluator
 
-    graph = onnx.load(path, load_external_data=False).graph
-    halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
-    inputs = _small_inputs(graph.input, manifest)
-    found = map(widened, ReferenceEvaluator(str(path)).run(None, narrowed(inputs, halves)))
-    yield Sessions(path).run(inputs), dict(zip((o.name for o in graph.output), found, strict=True))
+    with reading(path, "a graph that runs", BundleError, "export the bundle again"):
+        graph = onnx.load(path, load_external_data=False).graph
+        halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
+        inputs = _small_inputs(graph.input, manifest)
+        outputs = map(widened, ReferenceEvaluator(str(path)).run(None, narrowed(inputs, halves)))
+        expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
+        return "", Sessions(path).run(inputs), expected
 
 
 def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:
@@ -226,23 +213,23 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
     return arrays
 
 
-def _compare(role: str, pairs: Iterable[tuple[Arrays, Arrays]], precision: Precision, result: Verification) -> None:
-    """Add rows for all tensors of one graph, and for its distributions if it is a decoder.
-
-    pairs: outputs of the bundle, and of what it is held against.
-    """
+def _add_graph(
+    role: str, pairs: Iterable[tuple[str, Arrays, Arrays]], precision: Precision, result: Verification
+) -> None:
+    """Add rows for all tensors of one graph, and for its distributions if it is a decoder; pairs as of `compare`."""
     limits = LIMITS[precision]
-    worst: dict[str, NDArray[np.float64]] = {}  # per tensor: absolute, relative, scaled
+    worst: dict[str, float] = {}
     agreements: list[NDArray[np.bool_]] = []
     divergences: list[NDArray[np.float64]] = []
-    for found, expected in pairs:
+    for _, outputs, expected in pairs:
         for name, array in expected.items():
-            worst[name] = np.maximum(worst.get(name, 0), differences(found[name], array))
+            worst[name] = max(worst.get(name, 0.0), difference(outputs[name], array))
         if "logits" in expected:
-            agreements.append(agree(expected["logits"], found["logits"]).ravel())
-            divergences.append(divergence(expected["logits"], found["logits"]).ravel())
+            agreements.append(agree(expected["logits"], outputs["logits"]).ravel())
+            divergences.append(divergence(expected["logits"], outputs["logits"]).ravel())
     limit = limits.difference if precision == "fp32" or not agreements else None
-    result.tensors.extend(_row(role, name, apart, limit) for name, apart in worst.items())
+    for name, apart in worst.items():
+        result.add(role, name, apart, limit)
     if agreements:
         same, far = np.concatenate(agreements), np.concatenate(divergences)
         row = {
@@ -258,32 +245,18 @@ def _compare(role: str, pairs: Iterable[tuple[Arrays, Arrays]], precision: Preci
         result.distributions.append(row)
 
 
-def _row(role: str, name: str, apart: Iterable[float], limit: float | None) -> dict[str, Any]:
-    """How far a tensor is off (`apart` as `differences` has it), and whether that is within a limit on the last."""
-    absolute, relative, scaled = map(float, apart)
-    return {
-        "graph": role,
-        "tensor": name,
-        "largest_absolute": absolute,
-        "largest_relative": relative if np.isfinite(relative) else None,
-        "scaled": scaled,
-        "limit": limit,
-        "passed": limit is None or scaled <= limit,
-    }
-
-
-def agree(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[np.bool_]:
-    """Whether the likeliest token of `found [.., tokens]` is that of `expected`, or `TIE` times as likely there."""
-    chosen = np.take_along_axis(expected, found.argmax(-1)[..., None], -1)[..., 0]
+def agree(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether the likeliest token of `logits [.., tokens]` is that of `expected`, or `TIE` times as likely there."""
+    chosen = np.take_along_axis(expected, logits.argmax(-1)[..., None], -1)[..., 0]
     close: NDArray[np.bool_] = chosen >= expected.max(-1) + np.log(TIE)
     return close
 
 
-def divergence(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[np.float64]:
-    """KL(softmax(expected) || softmax(found)) over the last axis, in nats, in float64."""
+def divergence(expected: NDArray[Any], logits: NDArray[Any]) -> NDArray[np.float64]:
+    """KL(softmax(expected) || softmax(logits)) over the last axis, in nats, in float64."""
     logs = []
-    for logits in (expected, found):
-        shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    for values in (expected, logits):
+        shifted = values.astype(np.float64) - values.max(-1, keepdims=True)
         logs.append(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
     total: NDArray[np.float64] = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
     return np.maximum(total, 0)

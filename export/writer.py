@@ -23,11 +23,12 @@ from ..engines.contracts import Progress
 from ..errors import OutputError
 from ..output.files import check_new_folder, existing_parent, folder_or_nothing
 from .checkpoints.deferred import computed
+from .checkpoints.hub import cached_origin
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
 from .parity import check_parity
-from .progress import count_each, count_megabytes
+from .progress import count_megabytes, silent
 
 _MANIFEST = "bundle.json"
 
@@ -36,10 +37,15 @@ _MANIFEST = "bundle.json"
 class Model:
     """All that a bundle is made from; weights are mapped or deferred until they are written.
 
-    graphs: each becomes `<role>.onnx`. code_embeddings `[codes, hidden_size]`: the target's input rows for codes.
-    codebook `[codes, code_dim]`: what neighbours are found by, `neighbors` of them. fields: those of `Manifest` that
-    are not filled in here. sources: files by role, for the provenance. files: further roles with a file name and its
-    content (`tokenizer`: `("tokenizer.json", ...)`).
+    Args:
+        graphs: each becomes `<role>.onnx`.
+        code_embeddings: `[codes, hidden_size]`, the target's input rows for codes.
+        codebook: `[codes, code_dim]`, what neighbours are sorted by.
+        fields: those of `Manifest` that are not filled in here.
+        sources: files by role, for the provenance.
+        files: further roles with a file name and its content (`tokenizer`: `("tokenizer.json", ...)`).
+        neighbors: how many of every code are kept.
+        licence: of the checkpoint.
     """
 
     graphs: Sequence[Graph]
@@ -58,30 +64,45 @@ def export_model(
     *,
     name: str | None = None,
     precisions: Precisions | None = None,
-    origins: Mapping[Path, str] | None = None,
     force: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = silent,
 ) -> Path:
-    """Write the bundle of a model and return its folder. Weights are read, rounded and written one at a time.
+    """Write the bundle of a model and compare every graph with its module.
 
-    Every graph is compared with its module. name: the output folder's by default. precisions: how weights are
-    rounded, by default not at all. origins: where sources or their folders were fetched from. progress: told of every
-    piece of work how much of it is done, at first nothing, and of how much.
-    Raises: OutputError, ParityError, CheckpointError.
+    Weights are read, rounded and written one at a time.
+
+    Args:
+        model: what the bundle is made from.
+        output: the folder to write.
+        name: of the bundle, by default the folder's.
+        precisions: how weights are rounded, by default not at all.
+        force: whether to replace a bundle.
+        progress: how much of each piece of work is done, at first nothing.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OutputError, ParityError, CheckpointError.
     """
     rounding = precisions or Precisions()
     check_output(output, force)
     graphs = model.graphs
     if rounding.compute == "float16":
         graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
-    prepared = count_each("preparing graphs", graphs, progress)
-    plans = {graph.role: plan_graph(graph, rounding.rule(graph.role)) for graph in prepared}
-    total = sum(plan.size for plan in plans.values())
+    plans = {}
+    for done, graph in enumerate(graphs):
+        progress("preparing graphs", done, len(graphs))
+        plans[graph.role] = plan_graph(graph, rounding.rule(graph.role))
+    progress("preparing graphs", len(graphs), len(graphs))
+    needed = sum(plan.size for plan in plans.values()) + 4 * model.code_embeddings.numel()
     free = shutil.disk_usage(existing_parent(output)).free
-    if (needed := total + 4 * model.code_embeddings.numel()) > free:
+    if needed > free:
         raise OutputError(
-            f"{output}: the bundle takes about {needed / 1e9:.2f} GB, but the disk has {free / 1e9:.2f} GB free; "
-            "free some, choose another place, or a smaller --precision"
+            field=str(output),
+            found=f"{free / 1e9:.2f} GB free on the disk",
+            expected=f"{needed / 1e9:.2f} GB, which the bundle takes",
+            remedy="free some, choose another place, or a smaller precision",
         )
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
@@ -90,17 +111,16 @@ def export_model(
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
             files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
-            comparing = partial(progress, f"comparing {file} with the checkpoint")
-            check_parity(graph, files[0], graph.tolerance, plan, comparing)
+            check_parity(graph, files[0], graph.tolerance, plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(computed(model.code_embeddings).float().numpy()))
         for role, (file, content) in model.files.items():
             paths[role] = folder / file
             paths[role].write_bytes(content)
-        known, hashed = origins or {}, _hashed("checkpoints", [path for _, path in model.sources], progress)
+        hashed = _hashed("checkpoints", [path for _, path in model.sources], progress)
         sources = tuple(
-            Source(role=r, name=p.name, sha256=file_sha256(p, hashed), origin=known.get(p, known.get(p.parent)))
-            for r, p in model.sources
+            Source(role=role, name=path.name, sha256=file_sha256(path, hashed), origin=cached_origin(path))
+            for role, path in model.sources
         )
         target, drafter = model.fields["target"], model.fields.get("drafter")
         fields = {
@@ -129,7 +149,7 @@ def _write_neighbours(path: Path, model: Model, progress: Progress) -> int:
 
 
 def check_output(output: Path, force: bool) -> None:
-    """Raises: OutputError for a goal that is there already, or that `force` would replace without being a bundle."""
+    """Raises: OutputError: the folder is there already, or `force` would replace what is no bundle."""
     check_new_folder(output, force, _MANIFEST, "bundle")
 
 

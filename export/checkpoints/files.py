@@ -30,7 +30,7 @@ Reader = TypeVar("Reader", bound=Callable[..., Any])
 
 _WRAPPERS = ("model", "module", "state_dict")
 TOKENIZER = "tokenizer.json"
-_CURE = "give the model's own tokenizer"
+_REMEDY = "give the model's own tokenizer"
 _TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published ones have a few megabytes at most
 _LONGEST_NAME = 300  # characters of a weight's name
 _SHARING = 4  # times that the numbers of a file may be used, by weights with two names
@@ -47,14 +47,26 @@ def refusing(read: Reader) -> Reader:
 
     @wraps(read)
     def refuse(*args: Any, **named: Any) -> Any:
-        path, cure = [*args, *named.values()][0], "download it again, or save it again as plain tensors"
+        path = [*args, *named.values()][0]
+        remedy = "download it again, or save it again as plain tensors"
         with (
-            reading(path, "a checkpoint's file or folder", CheckpointError, cure),
+            reading(path, "a checkpoint's file or folder", CheckpointError, remedy),
             warnings.catch_warnings(action="ignore"),
         ):
             return read(*args, **named)
 
     return cast(Reader, refuse)
+
+
+def refusal(place: Path, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+    """An error about a checkpoint.
+
+    Args:
+        place: its file or folder.
+        name: of the weight or field at fault, as the file has it.
+        problem: as `LanternError` takes it, and so are the other parts.
+    """
+    return CheckpointError(problem, field=f"{place}: {name}" if name else str(place), **parts)
 
 
 @dataclass(frozen=True)
@@ -65,30 +77,28 @@ class Config:
     values: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def error(self, text: str) -> CheckpointError:
-        """An error about this file."""
-        return CheckpointError(f"{self.path}: {text}")
-
-    def shown(self, name: str) -> str:
-        """The field as the file calls it."""
-        return self.names.get(name, name)
+    def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+        """An error about a field of this file, or all of it; its value is found unless `parts` say more."""
+        if name and not problem:
+            parts.setdefault("found", short(self.get(name)))
+        return refusal(self.path, self.names.get(name, name), problem, **parts)
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field as it is."""
-        return self.values.get(self.shown(name), default)
+        return self.values.get(self.names.get(name, name), default)
 
     def whole(self, name: str) -> int | None:
         """A positive whole number, None if the field is not there. Raises: CheckpointError."""
         value = self.get(name)
         if value is not None and (type(value) is not int or value < 1):
-            raise self.error(f"{self.shown(name)} is {short(value)}, expected a whole number of at least 1")
+            raise self.error(name, expected="a whole number of at least 1")
         return value
 
     def number(self, name: str, default: float) -> float:
         """A positive number, or its default. Raises: CheckpointError."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(f"{self.shown(name)} is {short(value)}, expected a positive number")
+            raise self.error(name, expected="a positive number")
         return float(value)
 
     def section(self, *names: str) -> Config:
@@ -97,33 +107,31 @@ class Config:
         for name in names:
             content = content.get(name) if isinstance(content, Mapping) else None
         if not isinstance(content, Mapping):
-            raise self.error(f"has no {'.'.join(names)}, expected the model's settings there")
+            raise refusal(self.path, ".".join(names), found="nothing", expected="the model's settings there")
         return replace(self, values=content)
 
-    def expect(self, name: str, *allowed: Any, cure: str = "give files of one model") -> None:
+    def expect(self, name: str, *allowed: Any, remedy: str = "give files of one model") -> None:
         """Refuse a field of any other value. Raises: CheckpointError."""
-        if (value := self.get(name)) not in allowed:
+        if self.get(name) not in allowed:
             choices = " or ".join(short(choice) for choice in allowed if choice is not None) or "none"
-            raise self.error(f"{self.shown(name)} is {short(value)}, expected {choices}; {cure}")
+            raise self.error(name, expected=choices, remedy=remedy)
 
-    def agree(self, **found: int) -> None:
+    def agree(self, **sizes: int) -> None:
         """Refuse a field that contradicts what the weights have. Raises: CheckpointError."""
-        for name, count in found.items():
-            if self.whole(name) not in (None, count):
-                raise self.error(f"{self.shown(name)} is {short(self.get(name))}, but the weights have {count}")
+        for name, size in sizes.items():
+            if self.whole(name) not in (None, size):
+                raise self.error(name, expected=f"{size}, as the weights have")
 
 
 @refusing
-def read_config(path: Path, folder: str | None = None) -> Config:
-    """A JSON object from a file; folder: what is expected where there is no such file. Raises: CheckpointError."""
-    if folder is not None and not path.is_file():
-        raise CheckpointError(f"{path.parent}: expected {folder}")
+def read_config(path: Path) -> Config:
+    """A JSON object from a file. Raises: CheckpointError."""
     try:
         values = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON, found {brief(error)}") from error
+        raise refusal(path, found=brief(error), expected="JSON") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found a {type(values).__name__}")
+        raise refusal(path, found=f"a {type(values).__name__}", expected="a JSON object")
     return Config(path, values)
 
 
@@ -132,40 +140,37 @@ def read_text(path: Path) -> str:
     try:
         return read_plain_file(path, _TEXT_LIMIT).decode("utf-8")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({brief(error)})") from error
-
-
-def find_tokenizer(folder: Path) -> Path:
-    """The `tokenizer.json` of a checkpoint's folder. Raises: CheckpointError if there is none."""
-    path = folder / TOKENIZER
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: has no {TOKENIZER}; download it into that folder, prompts need it")
-    return path
+        raise refusal(path, problem=f"cannot be read ({brief(error)})") from error
 
 
 @refusing
 def read_tokenizer(
     path: Path, rows: int, named: Mapping[str, int] | None = None, content: bytes | None = None
 ) -> Tokenizer:
-    """The tokenizer of a model that embeds `rows` token ids, some of them under the names `named`.
+    """The tokenizer of a model.
 
-    content: what a file of another format at `path` is as a `tokenizer.json`. Raises: CheckpointError if it cannot be
-    read, gives ids that the model does not embed, or other ids than `named`.
+    Args:
+        path: its `tokenizer.json`.
+        rows: token ids that the model embeds.
+        named: ids that some tokens must have.
+        content: what a file of another format at `path` is as a `tokenizer.json`.
+
+    Raises:
+        CheckpointError: it cannot be read, gives ids that the model does not embed, or other ids than `named`.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path)) if content is None else Tokenizer.from_buffer(content)
         tokens = tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{path}: expected a tokenizer in JSON, found {brief(error)}") from error
+        raise refusal(path, found=brief(error), expected="a tokenizer in JSON") from error
     name, highest = max(tokens.items(), key=lambda item: item[1])
     if highest >= rows:
-        raise CheckpointError(
-            f"{path}: token {short(name)} has id {highest}, but the model embeds {rows} tokens; {_CURE}"
-        )
+        expected = f"at most {rows - 1}, as the model embeds {rows} tokens"
+        raise refusal(path, f"token {short(name)}", found=f"id {highest}", expected=expected, remedy=_REMEDY)
     for name, wanted in (named or {}).items():
         if tokens.get(name) != wanted:
             found = f"id {tokens[name]}" if name in tokens else "no id"
-            raise CheckpointError(f"{path}: token {short(name)} has {found}, but the model's is {wanted}; {_CURE}")
+            raise refusal(path, f"token {short(name)}", found=found, expected=f"id {wanted}", remedy=_REMEDY)
     return tokenizer
 
 
@@ -178,30 +183,32 @@ def read_weights(path: Path, counted: Callable[[int], None] = lambda size: None)
     have numbers that are not finite.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file")
+        raise refusal(path, problem="no such file")
     content = _read(path)
     if isinstance(content, Mapping):
         inner = (content[wrapper] for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping))
         content = next(inner, content)
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise CheckpointError(f"{path}: expected a state dict, found {found}")
+        raise refusal(path, found=found, expected="a state dict")
     weights = {str(name): value for name, value in content.items()}
     for name, value in weights.items():
         if len(name) > _LONGEST_NAME or not name.isprintable():
-            raise CheckpointError(f"{path}: expected names of weights, found {short(name)}")
+            raise refusal(path, found=short(name), expected="names of weights")
         if odd := _oddity(value):
-            raise CheckpointError(f"{path}: expected a state dict of tensors, found {odd} under {name!r}")
-    claimed, size = sum(value.numel() * value.element_size() for value in weights.values()), path.stat().st_size
+            raise refusal(path, name, found=odd, expected="a tensor")
+    size = path.stat().st_size
+    claimed = sum(value.numel() * value.element_size() for value in weights.values())
     claimed = max([claimed, *(value.untyped_storage().nbytes() for value in weights.values())])
     if claimed > _SHARING * size:
-        raise CheckpointError(f"{path}: its weights claim {claimed:,} bytes, but the file has {size:,}; save it again")
+        found = f"weights of {claimed:,} bytes in a file of {size:,}"
+        raise refusal(path, found=found, expected="plain tensors", remedy="save it again")
     left = size
     for name, value in weights.items():
         if value.is_floating_point() and value.numel():  # a mapped tensor is read once and not copied
             low, high = torch.aminmax(value)  # a NaN anywhere makes both NaN
             if not (torch.isfinite(low) and torch.isfinite(high)):
-                raise CheckpointError(f"{path}: weight {name} has NaN or infinite values")
+                raise refusal(path, name, found="NaN or infinite values", expected="finite ones")
         read = min(left, value.nbytes)  # weights may share numbers
         left -= read
         counted(read)
@@ -235,11 +242,10 @@ def _read(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):  # the training arguments some files keep
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:  # its own message advises to load the file unsafely
-        if "GLOBAL" in str(error):
-            reason = "holds more than tensors (its pickle calls code) and is not loaded; save its state dict alone"
-        else:
-            reason = "is not a PyTorch checkpoint, or is cut short"
-        raise CheckpointError(f"{path}: {reason}") from error
+        if "GLOBAL" not in str(error):
+            raise refusal(path, problem="is not a PyTorch checkpoint, or is cut short") from error
+        problem = "holds more than tensors (its pickle calls code) and is not loaded"
+        raise refusal(path, problem=problem, remedy="save its state dict alone") from error
     except Exception as error:  # of broken files, readers raise whatever they like
         kind = "safetensors file" if path.suffix == ".safetensors" else "PyTorch checkpoint"
-        raise CheckpointError(f"{path}: is not a {kind}, or is cut short ({brief(error)})") from error
+        raise refusal(path, problem=f"is not a {kind}, or is cut short ({brief(error)})") from error

@@ -2,22 +2,23 @@
 
 A folder holds one file of weights, or several with an index that says which weight is in which file (the layout of
 Hugging Face), or several `.pt` or `.pth` files that share the weights between them. Nothing is ignored: a weight
-that only the index or only a file has is an error.
+that only the index or only a file has is an error. Every file that is read is recorded as a source of the bundle.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from torch import Tensor, nn
 
 from ...checks import short
+from ...engines.contracts import Progress
 from ...errors import CheckpointError
-from ..progress import count_read
-from .files import SHOWN, Weights, listing, read_config, read_weights, refusing
+from ..progress import count_megabytes, silent
+from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -29,26 +30,87 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass
 class Checkpoint:
-    """Weights by the names that readers give them; messages use those of the files, which `names` maps to.
+    """A file or folder, opened once: configuration, tokenizer and weights come from here.
 
-    In `names`, `*` stands for the number of a layer. `prefix`: what files put before all names.
+    Args:
+        place: the file or folder; nothing is read at first.
+        role: what it is to the bundle: `target`, `vq`, `drafter` or `text_encoder`.
+        progress: how much of the weights is read, in megabytes.
+        weights: by the names that readers give them.
+        names: those of the files by those of readers, for messages; `*` stands for the number of a layer.
+        prefix: what files put before all names.
+        sources: the files that were read, with their roles.
     """
 
     place: Path
-    weights: Weights
-    files: tuple[Path, ...] = ()
-    index: Path | None = None
+    role: str = "target"
+    progress: Progress = silent
+    weights: Weights = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
+    sources: list[tuple[str, Path]] = field(default_factory=list)
 
-    def error(self, text: str) -> CheckpointError:
-        """An error about this checkpoint."""
-        return CheckpointError(f"{self.place}: {text}")
+    def error(self, name: str = "", problem: str = "", **parts: str) -> CheckpointError:
+        """An error about a weight of this checkpoint, or all of it."""
+        return refusal(self.place, self.shown(name) if name else "", problem, **parts)
 
-    def sources(self, role: str) -> list[tuple[str, Path]]:
-        """The files with roles: `role`, and `role_index` for the index if there is one."""
-        index = [] if self.index is None else [(f"{role}_index", self.index)]
-        return [*index, *((role, file) for file in self.files)]
+    def config(self, name: str = "config.json") -> Config:
+        """The configuration in the folder. Raises: CheckpointError."""
+        return read_config(self.file(name, name.removesuffix(".json")))
+
+    def tokenizer(self) -> Path:
+        """The `tokenizer.json` in the folder. Raises: CheckpointError if there is none."""
+        return self.file(TOKENIZER, "tokenizer")
+
+    def file(self, name: str, kind: str) -> Path:
+        """A file of the folder, which becomes a source of role `<role>_<kind>`. Raises: CheckpointError."""
+        path = self.place / name
+        if not path.is_file():
+            raise self.error(problem=f"has no {name}", expected="a folder with it", remedy="download it into there")
+        self.sources.append((f"{self.role}_{kind}", path))
+        return path
+
+    def read(self, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()) -> None:
+        """Read all weights, from the file or all files of the folder.
+
+        Where a folder has the same weights in two formats, safetensors come first.
+
+        Args:
+            keep: whether a weight of this name is wanted.
+            optional: weights that an index may name though no file holds them, since they are another weight's second
+                name and were dropped when the files were converted.
+
+        Raises:
+            CheckpointError: there are none, or files and index do not fit.
+        """
+        paths, index, shards = [self.place], None, {}
+        if self.place.is_dir():
+            names = choose_files({path.name for path in self.place.iterdir() if path.is_file()})
+            if not names:
+                expected = f"one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its files, or .pt files"
+                raise self.error(found="no weights", expected=expected)
+            if names[0] in INDEX:
+                index = self.place / names[0]
+                shards = read_index(index)
+                self.sources.append((f"{self.role}_index", index))
+            paths = [self.place / name for name in sorted(shards) or names]
+            if absent := [path.name for path in paths if not path.is_file()]:
+                problem = f"lacks {listing(absent)} of the {len(paths)} files in {names[0]}"
+                raise self.error(problem=problem, remedy="download them into that folder")
+        size = sum(path.stat().st_size for path in paths if path.is_file())
+        counted = count_megabytes(f"reading {self.place.name}", size, self.progress)
+        for path in paths:
+            part = {name: weight for name, weight in read_weights(path, counted).items() if keep(name)}
+            if index:
+                listed = {name for name in shards[path.name] if keep(name)}
+                if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):
+                    problem = f"does not hold what the index says, {', '.join(problems)}"
+                    raise refusal(path, problem=problem, remedy="download the folder again")
+            if twice := sorted(part.keys() & self.weights):
+                remedy = "leave the files of one checkpoint in the folder"
+                raise refusal(path, twice[0], "is in a file before it, too", remedy=remedy)
+            self.weights |= part
+            self.sources.append((self.role, path))
 
     def shown(self, name: str) -> str:
         """A weight's name in the files."""
@@ -63,12 +125,12 @@ class Checkpoint:
     def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
         """Shape of a weight that must be there, with so many dimensions. Raises: CheckpointError."""
         if name not in self.weights:
-            raise self.error(f"missing weight {self.shown(name)}")
+            raise self.error(name, "missing weight")
         shape = tuple(self.weights[name].shape)
         if len(shape) != dimensions or 0 in shape:
-            raise self.error(f"weight {self.shown(name)} has shape {list(shape)}, expected {dimensions} sizes")
+            raise self.error(name, found=f"shape {list(shape)}", expected=f"{dimensions} sizes")
         if not self.weights[name].is_floating_point():
-            raise self.error(f"weight {self.shown(name)} holds {_kind(self.weights[name])}, expected {_FLOATS}")
+            raise self.error(name, found=_kind(self.weights[name]), expected=_FLOATS)
         return shape
 
     def count(self, prefix: str) -> int:
@@ -80,7 +142,7 @@ class Checkpoint:
         """Remove the weights with a prefix and return them without it."""
         names = [name for name in self.weights if name.startswith(prefix)]
         weights = {name.removeprefix(prefix): self.weights.pop(name) for name in names}
-        return Checkpoint(self.place, weights, prefix=prefix)
+        return Checkpoint(self.place, self.role, weights=weights, prefix=self.prefix + prefix)
 
     def load_strict(self, module: nn.Module) -> None:
         """Give a module the tensors themselves, in their type: every weight with its shape, and nothing else.
@@ -100,60 +162,8 @@ class Checkpoint:
             if name in weights and weights[name].is_floating_point() != value.is_floating_point()
         ][:SHOWN]
         if problems:
-            raise self.error(f"the weights do not fit the model; {'; '.join(problems)}")
+            raise self.error(problem=f"the weights do not fit the model, {'; '.join(problems)}")
         module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
-
-
-@refusing
-def read_checkpoint(
-    place: Path, keep: Callable[[str], bool] = lambda name: True, optional: Collection[str] = ()
-) -> Checkpoint:
-    """All weights whose name `keep` accepts, from a file or all files of a folder.
-
-    Where a folder has the same weights in two formats, safetensors come first. optional: weights that an index may
-    name though no file holds them, since they are another weight's second name and were dropped when the files were
-    converted. Raises: CheckpointError.
-    """
-    if not place.is_dir():
-        read = read_weights(place, _count(place, [place]))
-        return Checkpoint(place, {name: weight for name, weight in read.items() if keep(name)}, (place,))
-    files = choose_files({path.name for path in place.iterdir() if path.is_file()})
-    if not files:
-        raise CheckpointError(
-            f"{place}: found no weights, expected one of {', '.join(SINGLE)}, one of {', '.join(INDEX)} with its "
-            "files, or .pt files"
-        )
-    index = place / files[0] if files[0] in INDEX else None
-    shards = read_index(index) if index else {}
-    if absent := [name for name in shards if not (place / name).is_file()]:
-        raise CheckpointError(
-            f"{place}: {files[0]} tells of {len(shards)} files, missing: {listing(absent)}; "
-            "download them into that folder"
-        )
-    weights: Weights = {}
-    files = sorted(shards) or files
-    counted = _count(place, [place / name for name in files])
-    for name in files:
-        part = {key: weight for key, weight in read_weights(place / name, counted).items() if keep(key)}
-        if index:
-            named = {key for key in shards[name] if keep(key)}
-            if problems := _differences(named - (set(optional) - part.keys()), part.keys()):
-                raise CheckpointError(
-                    f"{place / name}: does not hold what the index says; {'; '.join(problems)}; "
-                    "download the folder again"
-                )
-        if twice := sorted(part.keys() & weights):
-            raise CheckpointError(
-                f"{place}: weight {twice[0]} is in {name} and in a file before it, expected it once; "
-                "leave the files of one checkpoint in the folder"
-            )
-        weights |= part
-    return Checkpoint(place, weights, tuple(place / name for name in files), index)
-
-
-def _count(place: Path, files: Sequence[Path]) -> Callable[[int], None]:
-    """Counts what is read of the files of a place."""
-    return count_read(f"reading {place.name}", sum(file.stat().st_size for file in files if file.is_file()))
 
 
 def choose_files(names: Collection[str]) -> list[str]:
@@ -170,10 +180,10 @@ def read_index(path: Path) -> dict[str, list[str]]:
     weight_map = config.get("weight_map")
     shards: dict[str, list[str]] = {}
     if not isinstance(weight_map, dict) or not weight_map:
-        raise config.error("has no weight_map, expected one that names a file for every weight")
+        raise config.error("weight_map", expected="the name of a file for every weight")
     for weight, name in weight_map.items():
         if not isinstance(name, str) or name in ("", ".", "..") or "\\" in name or PurePosixPath(name).name != name:
-            raise config.error(f"weight {short(weight)} is in {short(name)}, expected the name of a file beside it")
+            raise refusal(path, short(weight), found=short(name), expected="the name of a file beside it")
         shards.setdefault(name, []).append(weight)
     return shards
 

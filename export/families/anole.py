@@ -17,16 +17,18 @@ from torch import Tensor, nn
 
 from ...bundle.manifest import TokenLayout
 from ...checks import short
+from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, find_tokenizer, listing, read_config, refusing
-from ..checkpoints.folders import read_checkpoint
+from ..checkpoints.files import Config, listing, refusing
+from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
 from ..models.eagle import Drafting, EagleDrafter, read_drafter
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import read_vqgan
+from ..progress import silent
 from ..writer import Model
 from .common import check_grid, image_model
 
@@ -51,6 +53,7 @@ class Chameleon(NamedTuple):
     condition: Condition
     sources: list[tuple[str, Path]]
     names: Mapping[str, int]
+    config: Config
 
     def code_embeddings(self, further: int = 0) -> Tensor:
         """Those of codes, and of some tokens behind them."""
@@ -75,75 +78,94 @@ _ANOLE = Kin(CHAMELEON, PROMPT_TOKENS, _layout)
 
 
 @refusing
-def read_anole(target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None) -> Model:
+def read_anole(
+    target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None, progress: Progress = silent
+) -> Model:
     """The model of a Chameleon folder with its VQGAN.
 
-    vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt. drafter: a folder in LANTERN's layout. grid: rows of
-    codes, by default those of the VQGAN's own resolution. Raises: CheckpointError, RequestError.
+    Args:
+        target: config.json, tokenizer.json and weights.
+        vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt.
+        drafter: a folder in LANTERN's layout.
+        grid: rows of codes, by default those of the VQGAN's own resolution.
+
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    find_tokenizer(target)  # before gigabytes are read
-    image, rows, vq_files = read_vqgan(vq)
-    if rows and grid not in (None, rows):
-        raise CheckpointError(f"{vq}: its .yaml tells of a grid of {rows}, but {grid} was asked for; leave --grid out")
-    if not (rows := grid or rows):
-        raise CheckpointError(f"{vq}: no .yaml beside the .ckpt tells the size of pictures; give --grid")
-    found = read_chameleon(target, rows)
-    drafting = None if drafter is None else read_chameleon_drafter(drafter, target, found)
+    check_tokenizer(target)
+    image = read_vqgan(vq, progress)
+    rows = grid or image.grid
+    if rows is None:
+        raise CheckpointError(field="grid", found="nothing, and no .yaml beside the .ckpt", expected="rows of codes")
+    if image.grid not in (None, rows):
+        raise CheckpointError(field="grid", found=str(rows), expected=f"{image.grid}, as in the .yaml of vq, or none")
+    model = read_chameleon(target, rows, progress=progress)
     return image_model(
         family="anole",
-        decoder=found.decoder,
-        code_embeddings=found.code_embeddings(),
-        condition=found.condition,
-        vq=image,
-        vq_place=vq,
+        decoder=model.decoder,
+        code_embeddings=model.code_embeddings(),
+        condition=model.condition,
+        vq=image.vq,
         sampling=_SAMPLING,
-        sources=[*found.sources, *(("vq", path) for path in vq_files), *(drafting.sources if drafting else ())],
-        drafting=drafting,
+        sources=[*model.sources, *image.sources],
+        drafting=None if drafter is None else read_chameleon_drafter(drafter, model, progress),
     )
 
 
-@refusing
-def read_chameleon(folder: Path, grid: int, kin: Kin = _ANOLE, picture_tokens: int = 0) -> Chameleon:
-    """The decoder in a Hugging Face folder, for pictures of `grid` rows of codes, or so many tokens.
+def check_tokenizer(target: Path) -> None:
+    """Before gigabytes are read. Raises: CheckpointError: the folder has no tokenizer."""
+    Checkpoint(target).tokenizer()
 
-    Raises: CheckpointError.
+
+@refusing
+def read_chameleon(
+    folder: Path, grid: int, kin: Kin = _ANOLE, picture_tokens: int = 0, progress: Progress = silent
+) -> Chameleon:
+    """The decoder in a Hugging Face folder.
+
+    Args:
+        folder: config.json, tokenizer.json and weights.
+        grid: rows of codes of its pictures.
+        kin: which model of this architecture is expected.
+        picture_tokens: of the longest picture, where that is not grid * grid.
+
+    Raises:
+        CheckpointError: it is another model.
     """
-    config = read_config(folder / "config.json", "a Hugging Face folder with config.json and weights")
+    checkpoint = Checkpoint(folder, progress=progress)
+    config, tokenizer = checkpoint.config(), checkpoint.tokenizer()
     config.expect("model_type", "chameleon")
     usual = LUMINA if _MARK in config.values else CHAMELEON
-    if config.get("architectures", [usual]) != [kin.architecture] or usual != kin.architecture:
-        found = f"architectures {short(config.get('architectures'))}"
-        if usual != kin.architecture:
-            found = _MARK if usual == LUMINA else f"no {_MARK}"
-        cure = "--family anole takes Anole, --family lumina Lumina-mGPT"
-        raise config.error(f"found {found}, expected a {kin.architecture}; {cure}")
+    architecture = config.get("architectures", [usual])
+    if architecture != [kin.architecture] or usual != kin.architecture:
+        found = f"{short(architecture)} {'with' if usual == LUMINA else 'without'} {_MARK}"
+        remedy = "family anole takes Anole, family lumina Lumina-mGPT"
+        raise config.error("architectures", found=found, expected=f"a {kin.architecture}", remedy=remedy)
     codes, names = _read_vocabulary(config, kin.tokens)
-    checkpoint = read_checkpoint(folder, keep=lambda name: not name.startswith(_VQ_PREFIX))
+    checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
     highest = max(*codes, *(names[name] for name in kin.tokens))
-    for name, shown in _NAMES.items():
-        if (rows := checkpoint.shape(name)[0]) <= highest:
-            raise checkpoint.error(f"{shown} has {rows} rows, but config.json has tokens up to {highest}")
+    for name in _NAMES:
+        rows = checkpoint.shape(name)[0]
+        if rows <= highest:
+            expected = f"more, as config.json has tokens up to {highest}"
+            raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens))
     embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
     checkpoint.weights["head.weight"] = arranged(head, codes)
     checkpoint.load_strict(decoder)
-    tokenizer = find_tokenizer(folder)
     named_tokens = {name: names[name] for name in kin.tokens}
     condition = token_condition(embeddings, decoder.config.prefix, kin.layout(names), tokenizer, named_tokens)
-    sources = [*checkpoint.sources("target"), ("target_config", config.path), ("tokenizer", tokenizer)]
-    return Chameleon(decoder, embeddings, codes, condition, sources, names)
+    return Chameleon(decoder, embeddings, codes, condition, checkpoint.sources, names, config)
 
 
-@refusing
-def read_chameleon_drafter(folder: Path, target: Path, found: Chameleon) -> Drafting:
-    """The drafter in a folder, for the target found in another. Raises: CheckpointError."""
-    own = read_config(target / "config.json")
-    fits = {name: (own.get(name),) for name in _SHARED if own.get(name) is not None}
-    drafting = read_drafter(folder, found.decoder, len(found.embeddings), fits, code_offset=min(found.codes))
-    arrange_codes(drafting.drafter, found.codes)
+def read_chameleon_drafter(folder: Path, target: Chameleon, progress: Progress = silent) -> Drafting:
+    """The drafter in a folder, for a target. Raises: CheckpointError."""
+    fits = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
+    tokens, first = len(target.embeddings), min(target.codes)
+    drafting = read_drafter(folder, target.decoder, tokens, fits, progress, code_offset=first)
+    arrange_codes(drafting.drafter, target.codes)
     return drafting
 
 
@@ -165,15 +187,13 @@ def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[list[int], 
     """The token of every code, and all tokens by name, the needed ones among them."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
-        raise config.error("has no vocabulary_map from names to token ids, expected one that names the codes")
+        raise config.error("vocabulary_map", expected="token ids by names, those of codes among them")
     if missing := [name for name in needed if name not in names]:
-        raise config.error(f"vocabulary_map lacks {listing(missing)}")
+        raise config.error("vocabulary_map", f"lacks {listing(missing)}")
     codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
     count, ids = len(tokens), sorted(tokens.values())
     if count < 2 or ids != list(range(ids[0], ids[0] + count)) or sorted(tokens) != list(range(count)):
-        raise config.error(
-            f"vocabulary_map names {count} image tokens (IMGIMG..Z), expected those of the codes 0, 1, ... with ids in "
-            "one block"
-        )
+        expected = "those of the codes 0, 1, ... with ids in one block"
+        raise config.error("vocabulary_map", found=f"{count} image tokens (IMGIMG..Z)", expected=expected)
     return [tokens[code] for code in range(count)], names

@@ -35,28 +35,41 @@ def image_model(
     code_embeddings: Tensor,
     condition: Condition,
     vq: LlamaGenVQ,
-    vq_place: Path,
     sampling: Sampling,
     sources: list[tuple[str, Path]],
     drafting: Drafting | None = None,
     sizes: Sequence[Size] = (),
     row_end: int | None = None,
 ) -> Model:
-    """What a bundle is made from: target, drafter, condition and image tokenizer.
+    """What a bundle is made from.
 
-    code_embeddings `[tokens, hidden_size]`: the target's input rows for codes, and behind them, if rows end with a
-    token, up to that. vq_place: where the tokenizer was read from. sources: files by role. sizes, row_end: as
-    `Manifest` has them. Raises: CheckpointError where target and tokenizer have not as many codes.
+    Args:
+        family: its name.
+        decoder: the target.
+        code_embeddings: `[tokens, hidden_size]`, the target's input rows for codes, and behind them, if rows end with a
+            token, up to that.
+        condition: what makes a prompt prefix rows.
+        vq: the image tokenizer.
+        sampling: defaults of requests.
+        sources: files with roles, without those of the drafter.
+        drafting: the drafter.
+        sizes: as `Manifest` has them, and so is row_end.
+        row_end: the token behind every row of codes but the last.
+
+    Raises:
+        CheckpointError: target and tokenizer have not as many codes.
     """
     own = decoder.config
-    codes, pixels = own.vocab_size, own.grid * vq.config.scale
+    codes = own.vocab_size
+    pixels = own.grid * vq.config.scale
     if vq.config.codes != codes:
-        raise CheckpointError(
-            f"{vq_place}: has {vq.config.codes} codes, but the transformer has {codes}; give the VQ tokenizer that "
-            "belongs to it"
-        )
-    graphs, drafter = [target_graph(decoder, code_embeddings)], None
+        expected = f"{codes}, as the transformer has"
+        remedy = "give the VQ tokenizer that belongs to it"
+        raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected, remedy=remedy)
+    graphs = [target_graph(decoder, code_embeddings)]
+    drafter = None
     if drafting is not None:
+        sources = [*sources, *drafting.sources]
         graphs.append(drafter_graph(drafting.drafter))
         drafter = DrafterSpec(**decoder_fields(drafting.drafter.config), **drafting.feeding)
     return Model(
@@ -86,7 +99,7 @@ def image_model(
 def check_grid(grid: int | None) -> None:
     """Raises: RequestError for a number of code rows that makes no sense."""
     if grid is not None and not 1 <= grid <= 256:
-        raise RequestError(f"grid is {short(grid)}, expected 1 to 256 code rows")
+        raise RequestError(field="grid", found=short(grid), expected="1 to 256 code rows")
 
 
 def decoder_fields(sizes: DecoderConfig) -> dict[str, Any]:

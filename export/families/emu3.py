@@ -15,18 +15,19 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from ...bundle.manifest import Size, TokenLayout
-from ...checks import short
+from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import joined, without_weights
-from ..checkpoints.files import Config, find_tokenizer, read_config, read_text, read_tokenizer, refusing
-from ..checkpoints.folders import Checkpoint, read_checkpoint
-from ..checkpoints.tiktoken import tokenizer_of_ranks
+from ..checkpoints.files import Config, read_text, read_tokenizer, refusal, refusing
+from ..checkpoints.folders import Checkpoint
+from ..checkpoints.tiktoken import convert_tiktoken
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.emu3_vq import load_emu3_vq
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import CODEBOOK
+from ..progress import silent
 from ..writer import Model
 from .common import check_grid, image_model
 
@@ -67,28 +68,39 @@ _VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
 
 
 @refusing
-def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) -> Model:
+def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None, progress: Progress = silent) -> Model:
     """The model in a folder of transformers, or in the published ones.
 
-    vq: the folder of Emu3-VisionTokenizer, where target does not hold it. grid: rows of codes of a square picture;
-    other sizes have about as many pixels. By default those of the published size. Raises: CheckpointError,
-    RequestError.
+    Args:
+        target: a folder of Emu3-Gen with config.json, tokenizer and weights.
+        vq: the folder of Emu3-VisionTokenizer, where target does not hold it.
+        grid: rows of codes of a square picture; other sizes have about as many pixels. By default those of the
+            published size.
+
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    config = read_config(target / "config.json", "a folder of Emu3-Gen with config.json and weights")
+    checkpoint = Checkpoint(target, progress=progress)
+    config = checkpoint.config()
     config.expect("model_type", *_MODEL_TYPES)
-    if (config.get("model_type") == _MODEL_TYPES[1]) != (vq is not None):
-        cure = "give the folder of Emu3-VisionTokenizer as --vq" if vq is None else "leave --vq out"
-        raise CheckpointError(f"{target}: holds {'no' if vq is None else 'its own'} image tokenizer; {cure}")
+    own_vq = config.get("model_type") == _MODEL_TYPES[0]
+    if own_vq and vq is not None:
+        raise CheckpointError(field="vq", found=str(vq), expected="none: the target holds its own image tokenizer")
+    if not own_vq and vq is None:
+        raise CheckpointError(field="vq", found="nothing", expected="the folder of Emu3-VisionTokenizer")
     text = config.section("text_config") if "text_config" in config.values else config
     text = replace(text, values=_DEFAULTS | dict(text.values))
-    tokenizer, content = _find_tokenizer(target)
-    checkpoint = read_checkpoint(target)
-    images = read_checkpoint(vq) if vq else checkpoint.take(_found(checkpoint, _VQ_PREFIXES, CODEBOOK))
+    tokenizer, content = _find_tokenizer(checkpoint)
+    checkpoint.read()
+    if vq is None:
+        images = checkpoint.take(_prefix(checkpoint, _VQ_PREFIXES, CODEBOOK))
+    else:
+        images = Checkpoint(vq, "vq", progress)
+        images.read()
     image = load_emu3_vq(images)
     scale = image.config.scale
     sizes = grids(_AREA if grid is None else (grid * scale) ** 2, scale)
-    prefix, head = _found(checkpoint, _PREFIXES, _EMBED), _found(checkpoint, _HEADS, _HEAD)
+    prefix, head = _prefix(checkpoint, _PREFIXES, _EMBED), _prefix(checkpoint, _HEADS, _HEAD)
     names = {"embed.weight": prefix + _EMBED, "head.weight": head + _HEAD}
     rename_llama(checkpoint, prefix, names)
     library = read_tokenizer(tokenizer, min(checkpoint.shape(name)[0] for name in names), _ids(config), content)
@@ -96,20 +108,19 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None) 
     longest = max(rows * (columns + 1) - 1 for rows, columns in sizes)
     with without_weights():
         decoder = Decoder(decoder_config(checkpoint, text, len(codes), sizes[0][0], picture_tokens=longest))
-    embeddings, (row_end,) = checkpoint.weights.pop("embed.weight"), _encoded(library, ROW_END)
+    embeddings = checkpoint.weights.pop("embed.weight")
+    (row_end,) = _encoded(library, ROW_END)
     checkpoint.weights["head.weight"] = checkpoint.weights["head.weight"][codes.start : codes.stop]
     checkpoint.load_strict(decoder)
     layout, prefix_rows = prompt_layout(library), decoder.config.prefix
-    sides = (("target_config", config.path), ("tokenizer", tokenizer))
     return image_model(
         family="emu3",
         decoder=decoder,
         code_embeddings=joined([embeddings[codes.start : codes.stop], embeddings[row_end : row_end + 1]]),
         condition=token_condition(embeddings, prefix_rows, layout, tokenizer, content=content),
         vq=image,
-        vq_place=vq or target,
         sampling=_SAMPLING,
-        sources=[*checkpoint.sources("target"), *sides, *images.sources("vq")],
+        sources=[*checkpoint.sources, *images.sources],
         sizes=[picture_size(library, rows, columns, scale) for rows, columns in sizes],
         row_end=len(codes),
     )
@@ -138,25 +149,25 @@ def _encoded(library: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(library.encode(text, add_special_tokens=False).ids)
 
 
-def _found(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
-    """The prefix that a weight has here; the last one if it is missing, which is told later."""
+def _prefix(checkpoint: Checkpoint, prefixes: Sequence[str], name: str) -> str:
+    """The prefix that a weight has here; the last one if it is missing, which is refused later."""
     return next((prefix for prefix in prefixes if prefix + name in checkpoint.weights), prefixes[-1])
 
 
-def _find_tokenizer(folder: Path) -> tuple[Path, bytes | None]:
+def _find_tokenizer(checkpoint: Checkpoint) -> tuple[Path, bytes | None]:
     """The file with the tokenizer, and its content as a `tokenizer.json` if it is none. Raises: CheckpointError."""
-    path = folder / _RANKS
-    if not path.is_file():
-        return find_tokenizer(folder), None
-    vision = read_text(folder / _VISION).splitlines()
-    return path, tokenizer_of_ranks(path, _PATTERN, (*_SPECIAL, *vision))
+    if not (checkpoint.place / _RANKS).is_file():
+        return checkpoint.tokenizer(), None
+    path = checkpoint.file(_RANKS, "tokenizer")
+    vision = read_text(checkpoint.file(_VISION, "tokenizer")).splitlines()
+    return path, convert_tiktoken(path, _PATTERN, (*_SPECIAL, *vision))
 
 
 def _ids(config: Config) -> dict[str, int]:
     """The ids by name that a configuration tells, in either layout. Raises: CheckpointError."""
     names = config.get("vocabulary_map", {})
     if not isinstance(names, Mapping):
-        raise config.error(f"vocabulary_map is {short(names)}, expected ids by the names of tokens")
+        raise config.error("vocabulary_map", expected="ids by the names of tokens")
     ids = {name: names.get(name, config.get(field)) for name, field in _FIELDS.items()}
     return {name: one for name, one in ids.items() if one is not None}
 
@@ -166,7 +177,7 @@ def _visual_tokens(path: Path, library: Tokenizer) -> range:
     tokens = library.get_vocab(with_added_tokens=True)
     first, count = tokens.get(_VISUAL.format(0)), sum(name.startswith("<|visual token ") for name in tokens)
     if missing := [name for name in _FIELDS if name not in tokens]:
-        raise CheckpointError(f"{path}: lacks {', '.join(missing)}; give the model's own tokenizer")
+        raise refusal(path, problem=f"lacks {', '.join(missing)}", remedy="give the model's own tokenizer")
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
-        raise CheckpointError(f"{path}: has {count} visual tokens, expected those of codes 0, 1, ... in a row")
+        raise refusal(path, found=f"{count} visual tokens", expected="those of codes 0, 1, ... in a row")
     return range(first, first + count)

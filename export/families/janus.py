@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...bundle.manifest import TokenLayout
+from ...engines.contracts import Progress
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, find_tokenizer, read_config, refusing
-from ..checkpoints.folders import Checkpoint, read_checkpoint
+from ..checkpoints.files import Config, refusing
+from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import load_vq, rename_vqgan
+from ..progress import silent
 from ..writer import Model
 from .common import check_grid, image_model
 
@@ -40,20 +42,22 @@ _TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
 @refusing
-def read_janus(target: Path) -> Model:
+def read_janus(target: Path, *, progress: Progress = silent) -> Model:
     """The model in a folder with config.json, generation_config.json, tokenizer.json and weights.
 
     Raises: CheckpointError.
     """
-    config, generation = read_config(target / "config.json"), read_config(target / "generation_config.json")
+    checkpoint = Checkpoint(target, progress=progress)
+    config, generation = checkpoint.config(), checkpoint.config("generation_config.json")
+    tokenizer = checkpoint.tokenizer()
     config.expect("model_type", "janus")
     text, vision, vq = (config.section(name) for name in ("text_config", "vision_config", "vq_config"))
     vq.expect("hidden_act", "gelu", None)
     pixels, patch = vision.whole("image_size"), vision.whole("patch_size")
     if pixels is None or patch is None:
-        raise config.error("vision_config lacks image_size or patch_size, which tell the rows of codes")
+        raise config.error("vision_config", "lacks image_size or patch_size, which tell the rows of codes")
     check_grid(pixels // patch)
-    checkpoint = read_checkpoint(target, keep=lambda name: not name.startswith(_UNUSED))
+    checkpoint.read(keep=lambda name: not name.startswith(_UNUSED))
     images = checkpoint.take("model.vqmodel.")
     rename_vqgan(images, coarsest_first=True)
     image = load_vq(images, unit_encoding=False)
@@ -65,17 +69,14 @@ def read_janus(target: Path) -> Model:
     code_embeddings = _fold_codes(checkpoint.weights.pop("codes"), aligner)
     text_embeddings = checkpoint.weights.pop("embed.weight")
     checkpoint.load_strict(decoder)
-    tokenizer = find_tokenizer(target)
-    sides = (("target_config", config.path), ("generation_config", generation.path))
     return image_model(
         family="janus",
         decoder=decoder,
         code_embeddings=code_embeddings,
         condition=token_condition(text_embeddings, decoder.config.prefix, _layout(generation), tokenizer),
         vq=image,
-        vq_place=target,
         sampling=Sampling(cfg_scale=generation.number("guidance_scale", 5.0)),
-        sources=[*checkpoint.sources("target"), *sides, ("tokenizer", tokenizer)],
+        sources=checkpoint.sources,
     )
 
 
@@ -84,7 +85,7 @@ def _fold_codes(codes: Tensor, aligner: Checkpoint) -> Tensor:
     layers = ["fc1", *(f"hidden_layers.{i}" for i in range(aligner.count("hidden_layers.")))]
     wanted = {f"{layer}.{part}" for layer in layers for part in ("weight", "bias")}
     if aligner.weights.keys() != wanted:
-        raise aligner.error(f"{_ALIGNER} has {sorted(aligner.weights)}, expected {sorted(wanted)}")
+        raise aligner.error(found=str(sorted(aligner.weights)), expected=str(sorted(wanted)))
     codes = codes.float()
     with torch.no_grad():
         for i, layer in enumerate(layers):
@@ -99,6 +100,7 @@ def _layout(generation: Config) -> TokenLayout:
     ids = dict(generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
     names = ("bos_token_id", "pad_token_id", "boi_token_id")
     if missing := [name for name in names if type(ids.get(name)) is not int]:
-        raise generation.error(f"has no {', '.join(missing)}; give the folder that transformers' Janus loads from")
+        remedy = "give the folder that transformers' Janus loads from"
+        raise generation.error(", ".join(missing), "has none", expected="ids of tokens", remedy=remedy)
     start, padding, begin = (ids[name] for name in names)
     return TokenLayout(template=_TEMPLATE, before=(start,), after=(begin,), uncond_fill=padding)

@@ -2,7 +2,7 @@
 
 Official files of the transformer (alone, sharded, or consolidated from FSDP), or folders in LANTERN's layout: Llama's
 names of weights and fields. Sizes come from the weights where these determine them. The number of heads and the grid
-do not show there: they come from a published model's name, a configuration file, or the caller.
+do not show there: a configuration file or the published model of these sizes has them, or the caller gives the grid.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...checks import short
+from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config, refusing
-from ..checkpoints.folders import Checkpoint, read_checkpoint
+from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
 from ..models.llama import layer_sizes, rename_llama
 from ..models.llamagen_vq import read_vq
 from ..models.t5 import read_text_encoder
+from ..progress import silent
 from ..writer import Model
 from .common import check_grid, image_model
 
@@ -32,7 +34,7 @@ _CELL = 16  # pixels along a side of a code, of the published tokenizers
 
 
 class Published(NamedTuple):
-    """A published model: its sizes, and the rows of codes that it was published for, by condition."""
+    """Sizes of a published model, and the rows of codes that it was published for, by condition."""
 
     num_layers: int
     hidden_size: int
@@ -41,13 +43,13 @@ class Published(NamedTuple):
     text_grids: tuple[int, ...] = ()
 
 
-MODELS = {
-    "GPT-B": Published(12, 768, 12, (16, 24)),
-    "GPT-L": Published(24, 1024, 16, (16, 24)),
-    "GPT-XL": Published(36, 1280, 20, (24,), (16, 32)),
-    "GPT-XXL": Published(48, 1536, 24, (24,)),
-    "GPT-3B": Published(24, 3200, 32, (24,)),
-}
+MODELS = (
+    Published(12, 768, 12, (16, 24)),  # GPT-B
+    Published(24, 1024, 16, (16, 24)),  # GPT-L
+    Published(36, 1280, 20, (24,), (16, 32)),  # GPT-XL
+    Published(48, 1536, 24, (24,)),  # GPT-XXL
+    Published(24, 3200, 32, (24,)),  # GPT-3B
+)
 
 _CONDITION_NAMES = {
     "classes": "cls_embedding.embedding_table.weight",
@@ -80,8 +82,8 @@ _FIELDS = {  # LANTERN's field, and the official argument; others are called the
     "input_type": "model_type",
 }
 _FOREIGN = {  # a name found in checkpoints of another kind, and what they are
-    "quantize.embedding.weight": "a VQ tokenizer; give it as --vq",
-    "fc.weight": "an EAGLE drafter; give it as --drafter",
+    "quantize.embedding.weight": "a VQ tokenizer",
+    "fc.weight": "an EAGLE drafter",
     "model.vqmodel.quantize.embedding.weight": "a Chameleon model such as Anole",
     "model.embed_tokens.weight": "a Hugging Face decoder (Llama, Chameleon or alike)",
 }
@@ -94,46 +96,47 @@ def read_llamagen(
     *,
     drafter: Path | None = None,
     text_encoder: Path | None = None,
-    model: str | None = None,
     config: Path | None = None,
     grid: int | None = None,
-    heads: int | None = None,
+    progress: Progress = silent,
 ) -> Model:
     """The model of a LlamaGen transformer with its VQ tokenizer.
 
-    target: an official file, or a folder: LANTERN's layout, or shards. Heads come from `model` (a published name),
-    `config` (a JSON file of the model's arguments, by default the folder's), `heads`, or the published model of these
-    sizes; `grid` is the number of code rows, 16 for 256 pixels: needed where neither the file nor the configuration
-    tells it, nor only one was published; refused where they tell otherwise. drafter: a folder in LANTERN's layout.
-    text_encoder: flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text embeddings.
+    Args:
+        target: an official file, or a folder: LANTERN's layout, or shards.
+        vq: the file of the VQ tokenizer.
+        drafter: a folder in LANTERN's layout.
+        text_encoder: flan-t5-xl's folder; with it the bundle of a text model takes prompts, without it text embeddings.
+        config: a JSON file of the model's arguments, by default the folder's.
+        grid: rows of codes, 16 for 256 pixels: needed where neither the file nor the configuration has it, nor only one
+            was published; refused where they have another.
+
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    transformer = read_transformer(target, model=model, config=config, grid=grid, heads=heads)
-    image, sources = read_vq(vq), [*transformer.sources, ("vq", vq)]
+    transformer = read_transformer(target, config=config, grid=grid, progress=progress)
+    image, vq_sources = read_vq(vq, progress)
+    sources = [*transformer.sources, *vq_sources]
     drafting = None
     if drafter is not None:
-        drafting = read_drafter(drafter, transformer.decoder, fits=_drafter_fields(transformer), masks_prefix=False)
-        sources += drafting.sources
+        fits = _drafter_fields(transformer)
+        drafting = read_drafter(drafter, transformer.decoder, fits=fits, progress=progress, masks_prefix=False)
     module = transformer.condition
     classes = isinstance(module, ClassCondition)
     if text_encoder is None:
         condition = module.condition()
     elif isinstance(module, ClassCondition):
-        raise CheckpointError(
-            f"{target}: is class-conditional and takes no text; leave --text-encoder out, or give a text model"
-        )
+        raise CheckpointError("the target is class-conditional and takes no text", field="text_encoder")
     else:
-        encoder, tokenizer, files = read_text_encoder(text_encoder, module.uncond.shape[1])
-        sources += files
-        condition = text_condition(encoder, tokenizer, module)
+        encoder = read_text_encoder(text_encoder, module.uncond.shape[1], progress)
+        sources += encoder.sources
+        condition = text_condition(encoder.encoder, encoder.tokenizer, module)
     return image_model(
         family="llamagen",
         decoder=transformer.decoder,
         code_embeddings=transformer.code_embeddings,
         condition=condition,
         vq=image,
-        vq_place=vq,
         sampling=Sampling(
             cfg_scale=4.0 if classes else 7.5,
             top_k=0 if classes else 1000,
@@ -159,26 +162,25 @@ class LlamaGen(NamedTuple):
 
 @refusing
 def read_transformer(
-    path: Path,
-    *,
-    model: str | None = None,
-    config: Path | None = None,
-    grid: int | None = None,
-    heads: int | None = None,
+    path: Path, *, config: Path | None = None, grid: int | None = None, progress: Progress = silent
 ) -> LlamaGen:
-    """The transformer in a file or folder; options as `read_llamagen` takes them. Raises: CheckpointError."""
-    checkpoint = read_checkpoint(path, keep=lambda name: not name.endswith(_UNUSED))
+    """The transformer in a file or folder; arguments as of `read_llamagen`. Raises: CheckpointError."""
+    checkpoint = Checkpoint(path, progress=progress)
+    checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
     for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
         if all(name.startswith(wrapper) for name in checkpoint.weights):
             checkpoint.weights = checkpoint.take(wrapper).weights
     lantern = any(_LANTERN_NAMES[name] in checkpoint.weights for name in ("classes", "captions.uncond"))
     beside = (path if path.is_dir() else path.parent) / "config.json"
-    if config is None and beside.is_file() and (path.is_dir() or lantern):
+    if config is not None:
+        checkpoint.sources.append(("config", config))
+    elif beside.is_file() and (path.is_dir() or lantern):
         config = beside
+        checkpoint.sources.append(("target_config", config))
+    elif lantern:
+        raise checkpoint.error(problem="LlamaGen in LANTERN's layout without its config.json", remedy="give its folder")
     values = Config(path, {}) if config is None else read_config(config)
     if lantern:
-        if config is None:
-            raise checkpoint.error("LlamaGen in LANTERN's layout, but no config.json beside it; give its folder")
         rename_llama(checkpoint, "model.", _LANTERN_NAMES)
     else:
         checkpoint.rename(_NAMES)
@@ -188,12 +190,12 @@ def read_transformer(
         first = ", ".join(sorted(map(checkpoint.shown, weights))[:3])
         found = f"no class or caption embeddings with tok_embeddings, but {first}"
         found = next((kind for name, kind in _FOREIGN.items() if name in weights), found)
-        raise checkpoint.error(f"found {found}; expected a LlamaGen transformer")
+        raise checkpoint.error(found=found, expected="a LlamaGen transformer")
     codes, code_width = checkpoint.shape("codes")
     values.agree(vocab_size=codes, hidden_size=code_width)
     condition, prefix = _take_condition(checkpoint, values)
     sizes = DecoderConfig(
-        **layer_sizes(checkpoint, values, _heads(checkpoint, values, model, heads), parts=4),
+        **layer_sizes(checkpoint, values, _heads(checkpoint, values), parts=4),
         vocab_size=codes,
         grid=_grid(checkpoint, values, prefix, isinstance(condition, ClassCondition), grid),
         prefix=prefix,
@@ -204,8 +206,7 @@ def read_transformer(
         decoder = Decoder(sizes)
     code_embeddings = weights.pop("codes").float()
     checkpoint.load_strict(decoder)
-    sources = checkpoint.sources("target") + ([] if config is None else [("config", config)])
-    return LlamaGen(decoder, code_embeddings, condition, sources, lantern)
+    return LlamaGen(decoder, code_embeddings, condition, checkpoint.sources, lantern)
 
 
 def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondition | CaptionCondition, int]:
@@ -221,63 +222,52 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
     config.expect("input_type", "t2i", "t2i2", None)  # t2i2: stage II
     config.agree(caption_dim=caption_dim, cls_token_num=prefix)
     if first[1] != caption_dim or second[1] != first[0]:
-        raise checkpoint.error(f"caption weights {first}, {second}, {[prefix, caption_dim]} do not fit")
+        shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
+        raise checkpoint.error(found=f"caption weights of {shapes}", expected="ones that fit each other")
     return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
 
 
-def _published(checkpoint: Checkpoint) -> tuple[str, Published] | None:
-    """The published model that has as many layers of the same width, with its name."""
+def _published(checkpoint: Checkpoint) -> Published | None:
+    """The published model that has as many layers of the same width."""
     sizes = checkpoint.count("layers."), checkpoint.shape("codes")[1]
-    return next(((name, one) for name, one in MODELS.items() if one[:2] == sizes), None)
+    return next((model for model in MODELS if model[:2] == sizes), None)
 
 
-def _heads(checkpoint: Checkpoint, config: Config, model: str | None, heads: int | None) -> int:
-    layers, width = checkpoint.count("layers."), checkpoint.shape("codes")[1]
-    given, field = config.whole("num_attention_heads"), config.shown("num_attention_heads")
-    published = _published(checkpoint)
-    if model is not None:
-        if model not in MODELS:
-            raise CheckpointError(f"model {short(model)} is unknown; expected one of {', '.join(MODELS)}")
-        named = MODELS[model]
-        if named[:2] != (layers, width):
-            own = f"has {layers} layers of width {width}"
-            hint = f"; its sizes are those of {published[0]}" if published else ""
-            raise checkpoint.error(f"{own}, but {model} has {named.num_layers} of {named.hidden_size}{hint}")
-        if given not in (None, named.num_heads):
-            raise config.error(f"{field} is {short(given)}, but {model} has {named.num_heads}")
-    if found := given or heads or (published and published[1].num_heads):
-        return found
-    raise checkpoint.error(
-        f"the number of heads does not show in the weights, and no published model has {layers} layers of width "
-        f"{width}; give a --config with {field}"
-    )
+def _heads(checkpoint: Checkpoint, config: Config) -> int:
+    if heads := config.whole("num_attention_heads"):
+        return heads
+    if published := _published(checkpoint):
+        return published.num_heads
+    problem = "the weights do not show the number of heads, and no published model has their sizes"
+    remedy = f"give a config with {config.names.get('num_attention_heads', 'num_attention_heads')}"
+    raise checkpoint.error(problem=problem, remedy=remedy)
 
 
-def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, asked: int | None) -> int:
-    """Rows of codes as the weights or the configuration tell, which `asked` must not contradict; else as asked for."""
-    told = {}
+def _grid(checkpoint: Checkpoint, config: Config, prefix: int, classes: bool, grid: int | None) -> int:
+    """Rows of codes of the weights or the configuration, which the caller's must not contradict; else the caller's."""
+    sizes: list[tuple[str, int]] = []
     if "freqs_cis" in checkpoint.weights:
-        told[f"{checkpoint.place}: freqs_cis"] = checkpoint.shape("freqs_cis", 3)[0] - prefix
+        sizes.append((f"{checkpoint.place}: freqs_cis", checkpoint.shape("freqs_cis", 3)[0] - prefix))
         del checkpoint.weights["freqs_cis"]
     if block := config.whole("block_size"):
-        told[f"{config.path}: block_size"] = block
-    for where, cells in told.items():
+        sizes.append((f"{config.path}: block_size", block))
+    for field, cells in sizes:
         rows = isqrt(max(cells, 0))
         if not rows or rows**2 != cells:
-            raise CheckpointError(f"{where} tells of {short(cells)} codes, which is no square grid; correct it")
-        if asked not in (None, rows):
-            raise CheckpointError(f"{where} tells of a grid of {short(rows)}, but {asked} was asked for; leave one out")
-        asked = rows
-    if published := _published(checkpoint):
-        grids = published[1].class_grids if classes else published[1].text_grids
-    else:
-        grids = ()
-    if asked is None and len(grids) != 1:
-        choices = " or ".join(f"--grid {rows} ({rows * _CELL} pixels)" for rows in grids or (16, 24, 32))
-        raise checkpoint.error(f"the weights do not tell the grid of codes; give {choices}, as the model was trained")
-    found = asked or grids[0]
-    check_grid(found)
-    return found
+            raise CheckpointError(field=field, found=f"{short(cells)} codes", expected="a square grid of them")
+        if grid not in (None, rows):
+            raise CheckpointError(field=field, found=f"a grid of {short(rows)}", expected=f"{grid}, as elsewhere")
+        grid = rows
+    published = _published(checkpoint)
+    grids: tuple[int, ...] = ()
+    if published:
+        grids = published.class_grids if classes else published.text_grids
+    if grid is None and len(grids) != 1:
+        choices = " or ".join(f"{rows} ({rows * _CELL} pixels)" for rows in grids or (16, 24, 32))
+        raise CheckpointError("the weights do not show the grid of codes", field="grid", expected=choices)
+    grid = grid or grids[0]
+    check_grid(grid)
+    return grid
 
 
 def _drafter_fields(target: LlamaGen) -> dict[str, tuple[Any, ...]]:

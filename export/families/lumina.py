@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 
 from ...bundle.manifest import Size, TokenLayout
+from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
-from ..checkpoints.files import find_tokenizer, refusing
+from ..checkpoints.files import refusal, refusing
 from ..models.llamagen_vq import read_vqgan
+from ..progress import silent
 from ..writer import Model
-from .anole import LUMINA, PROMPT_TOKENS, Kin, read_chameleon, read_chameleon_drafter
+from .anole import LUMINA, PROMPT_TOKENS, Kin, check_tokenizer, read_chameleon, read_chameleon_drafter
 from .common import check_grid, image_model
 
 _TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
@@ -28,41 +30,45 @@ _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # of its solver; LANTERN's for 
 
 
 @refusing
-def read_lumina(target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None) -> Model:
+def read_lumina(
+    target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None, progress: Progress = silent
+) -> Model:
     """The model of a Lumina-mGPT folder with Chameleon's VQGAN.
 
-    vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt. drafter: a folder in LANTERN's layout. grid: rows of
-    codes of its square picture, which is the default: 32, 48 or 64 of the published models; other sizes have about as
-    many codes. Raises: CheckpointError, RequestError.
+    Args:
+        target: config.json, tokenizer.json and weights.
+        vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt.
+        drafter: a folder in LANTERN's layout.
+        grid: rows of codes of its square picture, which is the default: 32, 48 or 64 of the published models; other
+            sizes have about as many codes.
+
+    Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
     if grid is None or grid % _PATCH:
-        found = "nothing" if grid is None else grid
-        raise CheckpointError(
-            f"{target}: does not tell the size of pictures; --grid: found {found}, expected 32, 48 or 64 for "
-            "Lumina-mGPT of 512, 768 or 1024 pixels"
-        )
-    find_tokenizer(target)  # before gigabytes are read
-    image, _, vq_files = read_vqgan(vq)  # its own resolution is that of its training
+        expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, which its files do not tell"
+        raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
+    check_tokenizer(target)
+    image = read_vqgan(vq, progress)  # its own resolution is that of its training
     patches = patch_sizes(grid // _PATCH)
     longest = max(_PATCH * high * (_PATCH * wide + 1) - 1 for high, wide in patches)
     sides = {side: f"<reserved{8800 + side:05d}>" for side in range(1, 1 + max(max(pair) for pair in patches))}
     kin = Kin(LUMINA, (*PROMPT_TOKENS, _ROW_END, *sides.values()), _layout)
-    found_target = read_chameleon(target, grid, kin, longest)
-    names, codes = found_target.names, found_target.codes
-    if (behind := names[_ROW_END] - max(codes)) < 1:
-        raise CheckpointError(f"{target}: {_ROW_END} is token {names[_ROW_END]}, expected one behind the image tokens")
-    drafting = None if drafter is None else read_chameleon_drafter(drafter, target, found_target)
+    model = read_chameleon(target, grid, kin, longest, progress)
+    names, codes = model.names, model.codes
+    behind = names[_ROW_END] - max(codes)
+    if behind < 1:
+        raise refusal(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="one behind the image tokens")
+    drafting = None if drafter is None else read_chameleon_drafter(drafter, model, progress)
     size = partial(lumina_size, names=names)
     return image_model(
         family="lumina",
-        decoder=found_target.decoder,
-        code_embeddings=found_target.code_embeddings(behind),
-        condition=found_target.condition,
-        vq=image,
-        vq_place=vq,
+        decoder=model.decoder,
+        code_embeddings=model.code_embeddings(behind),
+        condition=model.condition,
+        vq=image.vq,
         sampling=_SAMPLING,
-        sources=[*found_target.sources, *(("vq", path) for path in vq_files), *(drafting.sources if drafting else ())],
+        sources=[*model.sources, *image.sources],
         drafting=drafting,
         sizes=[size(high, wide) for high, wide in patches],
         row_end=names[_ROW_END] - min(codes),

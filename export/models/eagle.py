@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...engines.contracts import Progress
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import read_config, refusing
-from ..checkpoints.folders import read_checkpoint
+from ..checkpoints.files import refusing
+from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import PastFirstWriter
 from ..graph.graphs import Arrays, Graph, decoder_graph
 from ..graph.onnx_ops import Ops, Value
+from ..progress import silent
 from .decoder import Decoder, DecoderConfig, Head, LayerStack
 from .llama import layer_sizes, rename_llama, rope_base
 
@@ -62,31 +64,39 @@ def read_drafter(
     target: Decoder,
     tokens: int | None = None,
     fits: Mapping[str, tuple[Any, ...]] | None = None,
+    progress: Progress = silent,
     **feeding: Any,
 ) -> Drafting:
     """The drafter in a folder, for a target whose head and grid it shares.
 
-    tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes. fits:
-    what fields of its configuration may be, where they are there, to fit the target. Raises: CheckpointError.
+    Args:
+        folder: config.json and weights in LANTERN's layout.
+        target: what it drafts for.
+        tokens: the size of the vocabulary that the drafter embeds, where that holds more than the target's codes.
+        fits: what fields of its configuration may be, where they are there, to fit the target.
+        feeding: fields of `DrafterSpec` beyond its sizes.
+
+    Raises:
+        CheckpointError: the folder holds no drafter, or that of another target.
     """
-    config = read_config(folder / "config.json", "a folder with config.json and weights")
-    checkpoint = read_checkpoint(folder, keep=lambda name: not name.endswith(".inv_freq"))
+    checkpoint = Checkpoint(folder, "drafter", progress)
+    config = checkpoint.config()
+    checkpoint.read(keep=lambda name: not name.endswith(".inv_freq"))
     rename_llama(checkpoint, "", {"embed.weight": "embed_tokens.weight"})
-    weights, sizes = checkpoint.weights, target.config
+    weights = checkpoint.weights
+    sizes = target.config
     if "fc.weight" not in weights or "embed.weight" not in weights:
-        raise checkpoint.error("has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
+        raise checkpoint.error(problem="has no fc.weight and embed_tokens.weight, so this is no EAGLE drafter")
     if not isinstance(target.head, nn.Linear):
-        raise checkpoint.error("the target's head has a hidden layer; EAGLE drafters borrow a plain one")
-    rows, width = checkpoint.shape("embed.weight")
-    expected = tokens or sizes.vocab_size
-    if (rows, width) != (expected, sizes.hidden_size):
-        raise checkpoint.error(
-            f"the drafter has {rows} {'tokens' if tokens else 'codes'} of width {width}, the target {expected} of "
-            f"{sizes.hidden_size}"
-        )
-    config.agree(vocab_size=rows)
+        raise checkpoint.error(problem="EAGLE drafters borrow a plain head, but the target's has a hidden layer")
+    shape = checkpoint.shape("embed.weight")
+    wanted = (tokens or sizes.vocab_size, sizes.hidden_size)
+    if shape != wanted:
+        expected = f"{list(wanted)}, as the target's {'tokens' if tokens else 'codes'}"
+        raise checkpoint.error("embed.weight", found=f"shape {list(shape)}", expected=expected)
+    config.agree(vocab_size=shape[0])
     for name, allowed in (fits or {}).items():
-        config.expect(name, *allowed, None, cure="give the drafter that was trained for this target")
+        config.expect(name, *allowed, None, remedy="give the drafter that was trained for this target")
     own = replace(
         sizes,
         **layer_sizes(checkpoint, config, config.whole("num_attention_heads") or sizes.num_heads, parts=4),
@@ -101,7 +111,7 @@ def read_drafter(
         drafter = EagleDrafter(own, head, "fc.bias" in weights, tokens)
     weights["head.weight"] = target.head.weight
     checkpoint.load_strict(drafter)
-    return Drafting(drafter, [*checkpoint.sources("drafter"), ("drafter_config", config.path)], feeding)
+    return Drafting(drafter, checkpoint.sources, feeding)
 
 
 def drafter_graph(drafter: EagleDrafter) -> Graph:

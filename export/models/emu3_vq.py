@@ -112,8 +112,9 @@ def load_emu3_vq(checkpoint: Checkpoint) -> LlamaGenVQ:
         weight, bias, frames = f"{_HALVING}{i}.weight", f"{_HALVING}{i}.bias", 2 ** (doublings - i)
         shape, _ = checkpoint.shape(weight, 5), checkpoint.shape(bias, 1)
         if shape[2] != _TAPS or frames > _MOST_FRAMES:
-            found = f"{checkpoint.shown(weight)} of shape {list(shape)} for {frames} frames"
-            raise checkpoint.error(f"found {found}, expected {_TAPS} taps in time and at most {_MOST_FRAMES} frames")
+            found = f"shape {list(shape)} for {frames} frames"
+            expected = f"{_TAPS} taps in time and at most {_MOST_FRAMES} frames"
+            raise checkpoint.error(weight, found=found, expected=expected)
         stacked = _stack_frames(checkpoint.weights[weight].float(), frames)
         checkpoint.weights[weight] = stacked if i else torch.stack(stacked.chunk(frames, 1)).sum(0)
         checkpoint.weights[bias] = checkpoint.weights[bias].repeat(frames // 2)

@@ -39,8 +39,8 @@ def rename_llama(checkpoint: Checkpoint, prefix: str, names: Mapping[str, str]) 
         parts = [f"layers.{i}.attention.{part}.weight" for part in ("query", "key", "value")]
         query, key, value = (checkpoint.shape(name) for name in parts)
         if query[0] != query[1] or key != value or query[1] != key[1]:
-            shown = checkpoint.shown(f"layers.{i}.attention.qkv.weight")
-            raise checkpoint.error(f"{shown} have shapes {query}, {key}, {value}, expected a square and two alike")
+            shapes = f"shapes {query}, {key}, {value}"
+            raise checkpoint.error(f"layers.{i}.attention.qkv.weight", found=shapes, expected="a square and two alike")
         checkpoint.weights[f"layers.{i}.attention.qkv.weight"] = joined([checkpoint.weights.pop(p) for p in parts])
         for part, (width, _) in (("query", query), ("key", key)):
             for name in (f"layers.{i}.attention.{part}_norm.{kind}" for kind in _KINDS):
@@ -57,24 +57,21 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     """
     qkv = f"{_LAYER}.qkv.weight"
     rows, width = checkpoint.shape(qkv)
-    layers, intermediate_size = checkpoint.count("layers."), checkpoint.shape("layers.0.ffn.gate.weight")[0]
+    layers = checkpoint.count("layers.")
+    intermediate_size = checkpoint.shape("layers.0.ffn.gate.weight")[0]
     config.agree(hidden_size=width, num_hidden_layers=layers, intermediate_size=intermediate_size)
     for name, needed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False), ("swin_norm", False)):
-        config.expect(name, needed, None, cure="other decoders are not supported")
+        config.expect(name, needed, None, remedy="other decoders are not supported")
     if heads is None or width % heads or width // heads % parts or config.get("head_dim") not in (None, width // heads):
-        raise config.error(
-            f"{config.shown('num_attention_heads')} is {heads}, expected a number that divides the width {width} into "
-            f"heads of a multiple of {parts} numbers"
-        )
+        expected = f"a number that divides the width {width} into heads of a multiple of {parts} numbers"
+        raise config.error("num_attention_heads", found=str(heads), expected=expected)
     head_dim = width // heads
     num_kv_heads, rest = divmod(rows - width, 2 * head_dim)
-    given = config.whole("num_key_value_heads")
-    if rest or num_kv_heads < 1 or heads % num_kv_heads or given not in (None, num_kv_heads):
-        raise checkpoint.error(
-            f"{checkpoint.shown(qkv)} has {rows} rows, which {heads} heads of {head_dim} numbers and {given or 'some'} "
-            f"key heads do not explain; check {config.shown('num_attention_heads')} and "
-            f"{config.shown('num_key_value_heads')}"
-        )
+    configured = config.whole("num_key_value_heads")
+    if rest or num_kv_heads < 1 or heads % num_kv_heads or configured not in (None, num_kv_heads):
+        expected = f"those of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
+        remedy = "check the numbers of heads in its configuration"
+        raise checkpoint.error(qkv, found=f"{rows} rows", expected=expected, remedy=remedy)
     return {
         "hidden_size": width,
         "num_layers": layers,
@@ -94,9 +91,10 @@ def decoder_config(
     `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError for what the decoder cannot do.
     """
     sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
-    positions, tokens = config.whole("max_position_embeddings"), picture_tokens or grid**2
+    positions = config.whole("max_position_embeddings")
+    tokens = picture_tokens or grid**2
     if positions is None or positions < tokens + 2:
-        raise config.error(f"max_position_embeddings is {positions}, expected more than the {tokens} codes of an image")
+        raise config.error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
     return DecoderConfig(
         **sizes,
         vocab_size=vocab_size,
@@ -116,5 +114,5 @@ def rope_base(config: Config) -> float:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, Mapping) else scaling
     if kind != "default":
-        raise config.error(f"rotary positions are of type {short(kind)}, expected plain ones (default)")
+        raise config.error("rope_parameters", found=f"type {short(kind)}", expected="plain positions (default)")
     return Config(config.path, scaling if "rope_theta" in scaling else config.values).number("rope_theta", 10000.0)

@@ -12,17 +12,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ...checks import brief, short
-from ...errors import CheckpointError
+from ...checks import brief
+from ...engines.contracts import Progress
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import Config, read_text, refusing
-from ..checkpoints.folders import Checkpoint, read_checkpoint
+from ..checkpoints.files import Config, read_text, refusal, refusing
+from ..checkpoints.folders import Checkpoint
+from ..progress import silent
 
 CODEBOOK = "quantize.embedding.weight"
 _GROUPS, _EPS = 32, 1e-6
@@ -232,12 +234,14 @@ class VQEncoder(nn.Module):
 
 
 @refusing
-def read_vq(path: Path) -> LlamaGenVQ:
-    """The tokenizer in a checkpoint file. Raises: CheckpointError."""
-    checkpoint = read_checkpoint(path, keep=lambda name: name != "quantize.codebook_used")  # a record of training
+def read_vq(path: Path, progress: Progress = silent) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
+    """The tokenizer in a checkpoint file, and its files with roles. Raises: CheckpointError."""
+    checkpoint = Checkpoint(path, "vq", progress)
+    checkpoint.read(keep=lambda name: name != "quantize.codebook_used")  # a record of training
     if CODEBOOK not in checkpoint.weights:
-        raise checkpoint.error(f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)")
-    return load_vq(checkpoint)
+        problem = f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"
+        raise checkpoint.error(problem=problem)
+    return load_vq(checkpoint), checkpoint.sources
 
 
 def load_vq(
@@ -259,12 +263,12 @@ def load_vq(
     stem = checkpoint.shape("encoder.conv_in.weight", 4)[0]
     blocks = checkpoint.count("encoder.conv_blocks.0.res.")
     if not decoder or len(encoder) != len(decoder) or not blocks:
-        raise checkpoint.error(
-            f"{len(encoder)} encoder levels, {len(decoder)} decoder levels of {blocks} blocks; expected a LlamaGen VQ "
-            "tokenizer with as many of both"
-        )
-    if odd := [width for width in (stem, *encoder, *decoder) if width % _GROUPS]:
-        raise checkpoint.error(f"level width {odd[0]} is no multiple of {_GROUPS}, the groups of its norms")
+        found = f"{len(encoder)} encoder and {len(decoder)} decoder levels of {blocks} blocks"
+        raise checkpoint.error(found=found, expected="a LlamaGen VQ tokenizer with as many of both")
+    for width in (stem, *encoder, *decoder):
+        if width % _GROUPS:
+            expected = f"a multiple of {_GROUPS}, the groups of its norms"
+            raise checkpoint.error(found=f"a level of width {width}", expected=expected)
     attention = f"encoder.conv_blocks.{len(encoder) - 1}.attn.0.norm.weight" in checkpoint.weights
     with without_weights():
         sizes = (codes, code_width, latent_width, stem, encoder, decoder, blocks, attention)
@@ -276,53 +280,67 @@ def load_vq(
     return vq
 
 
-@refusing
-def read_vqgan(path: Path) -> tuple[LlamaGenVQ, int | None, list[Path]]:
-    """The tokenizer in taming-transformers' layout, the rows of codes of its pictures if known, and its files.
+class VQGAN(NamedTuple):
+    """A tokenizer, the rows of codes of its pictures where its configuration has them, and its files with roles."""
 
-    path: a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt with its .yaml beside it. Raises: CheckpointError.
+    vq: LlamaGenVQ
+    grid: int | None
+    sources: list[tuple[str, Path]]
+
+
+@refusing
+def read_vqgan(path: Path, progress: Progress = silent) -> VQGAN:
+    """The tokenizer in taming-transformers' layout: a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt of such.
+
+    Raises: CheckpointError.
     """
     file = path / "vqgan.ckpt" if path.is_dir() else path
     if not file.is_file():
-        raise CheckpointError(f"{path}: expected a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
-    checkpoint = read_checkpoint(file, keep=lambda name: not name.startswith("loss."))  # of training
+        raise refusal(path, found="no .ckpt", expected="a folder with vqgan.ckpt and vqgan.yaml, or a .ckpt file")
+    checkpoint = Checkpoint(file, "vq", progress)
+    checkpoint.read(keep=lambda name: not name.startswith("loss."))  # of training
     if CODEBOOK not in checkpoint.weights or not checkpoint.count("encoder.down."):
-        raise checkpoint.error(
-            f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
-        )
+        problem = f"has no {CODEBOOK} with encoder.down.0, so it is no VQGAN in taming-transformers' layout"
+        raise checkpoint.error(problem=problem)
     rename_vqgan(checkpoint)
     vq = load_vq(checkpoint, unit_decoding=False, unit_encoding=False)
     settings = file.with_suffix(".yaml")
-    return (vq, _grid(settings, vq.config), [file, settings]) if settings.is_file() else (vq, None, [file])
+    if not settings.is_file():
+        return VQGAN(vq, None, checkpoint.sources)
+    return VQGAN(vq, _read_grid(settings, vq.config), [*checkpoint.sources, ("vq_config", settings)])
 
 
 def rename_vqgan(checkpoint: Checkpoint, coarsest_first: bool = False, names: Sequence[tuple[str, str]] = ()) -> None:
-    """Give weights LlamaGen's names; coarsest_first: the decoder's levels are numbered as they run, unlike taming's.
+    """Give weights LlamaGen's names.
 
-    names: patterns, and what of taming's names replaces them, for files with names of their own.
+    Args:
+        checkpoint: with weights as taming-transformers names them.
+        coarsest_first: whether the decoder's levels are numbered as they run, unlike taming's.
+        names: patterns, and what of taming's names replaces them, for files with names of their own.
     """
-    last, ours = max(map(checkpoint.count, ("decoder.up.", "decoder.up_block.up."))) - 1, {}
+    last = max(map(checkpoint.count, ("decoder.up.", "decoder.up_block.up."))) - 1
+    ours: dict[str, str] = {}
     for name in checkpoint.weights:
         new = name
         for pattern, replacement in (*names, *_VQGAN_NAMES):
             new = re.sub(pattern, replacement, new)
         if new.startswith("decoder.conv_blocks.") and not coarsest_first:
-            new = re.sub(r"conv_blocks\.(\d+)", lambda found: f"conv_blocks.{last - int(found[1])}", new)
+            new = re.sub(r"conv_blocks\.(\d+)", lambda match: f"conv_blocks.{last - int(match[1])}", new)
         ours[new] = name
     checkpoint.rename(ours)
 
 
-def _grid(path: Path, config: VQConfig) -> int:
+def _read_grid(path: Path, config: VQConfig) -> int:
     """Rows of codes; CheckpointError where the configuration contradicts the weights."""
     try:
         content = yaml.safe_load(read_text(path))
     except (ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path}: expected YAML, found {brief(error)}") from error
+        raise refusal(path, found=brief(error), expected="YAML") from error
     parameters = Config(path, content).section("model", "params")
     parameters.agree(n_embed=config.codes, embed_dim=config.code_width)
-    sizes = Config(path, content).section("model", "params", "ddconfig")
+    sizes = parameters.section("ddconfig")
     sizes.agree(z_channels=config.latent_width, ch=config.encoder_stem, num_res_blocks=config.blocks)
     pixels = sizes.whole("resolution")
     if pixels is None or pixels % config.scale:
-        raise sizes.error(f"resolution is {short(pixels)}, expected a multiple of {config.scale} pixels")
+        raise sizes.error("resolution", expected=f"a multiple of {config.scale} pixels")
     return pixels // config.scale

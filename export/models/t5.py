@@ -9,70 +9,78 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...checks import brief, require_library
-from ...errors import CheckpointError
+from ...engines.contracts import Progress
 from ..checkpoints.deferred import without_weights
-from ..checkpoints.files import TOKENIZER, listing, read_config, read_tokenizer, refusing
-from ..checkpoints.folders import read_checkpoint
+from ..checkpoints.files import Config, listing, read_tokenizer, refusal, refusing
+from ..checkpoints.folders import Checkpoint
 from ..graph.decoder_graph import write_rms_norm
 from ..graph.onnx_ops import Ops
+from ..progress import silent
 
 _HIDDEN = -1e9  # added to the scores of padding; finite, as in the other graphs
 _SECOND = "encoder.embed_tokens.weight"  # the table of tokens, `shared.weight`, under its second name
 
 
-@refusing
-def read_text_encoder(folder: Path, caption_dim: int) -> tuple[Any, bytes, list[tuple[str, Path]]]:
-    """The `T5Stack` in a folder such as flan-t5-xl's, for captions of a width, its `tokenizer.json`, and its files.
+class TextEncoder(NamedTuple):
+    """A `T5Stack` with the content of its `tokenizer.json`, and the files of both with roles."""
 
-    Raises: CheckpointError, also for another width or a tokenizer of other tokens; EngineError without transformers.
-    """
-    path = folder / TOKENIZER
-    if not path.is_file():
-        cure = "save it there with transformers' AutoTokenizer" if folder.is_dir() else "give the folder of flan-t5-xl"
-        raise CheckpointError(f"{folder}: found no {TOKENIZER}, expected a text encoder's folder with one; {cure}")
-    encoder, sources = read_t5(folder, caption_dim)
-    end = read_config(folder / "config.json").whole("eos_token_id") or 1
-    if read_tokenizer(path, encoder.config.vocab_size).encode("a").ids[-1:] != [end]:
-        raise CheckpointError(
-            f"{path}: does not end a text with token {end}, as config.json says; give both of one model"
-        )
-    return encoder, path.read_bytes(), [*sources, ("text_tokenizer", path)]
+    encoder: Any
+    tokenizer: bytes
+    sources: list[tuple[str, Path]]
 
 
 @refusing
-def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tuple[str, Path]]]:
-    """The encoder in a folder as transformers saves it, of a whole T5 or of the encoder alone; and its files.
+def read_text_encoder(folder: Path, caption_dim: int, progress: Progress = silent) -> TextEncoder:
+    """The encoder in a folder such as flan-t5-xl's, as transformers saves it: a whole T5, or the encoder alone.
 
-    caption_dim: the width it must have. Raises: CheckpointError; EngineError if transformers is not installed.
+    Args:
+        folder: config.json, tokenizer.json and weights.
+        caption_dim: the width of captions, which must be the encoder's.
+
+    Raises:
+        CheckpointError: no T5, one of another width, or a tokenizer of other tokens.
+        EngineError: transformers is not installed.
     """
-    wanted = "the folder of a T5 encoder such as flan-t5-xl, found no config.json"
-    config = read_config(folder / "config.json", wanted)
+    checkpoint = Checkpoint(folder, "text_encoder", progress)
+    tokenizer, config = checkpoint.tokenizer(), checkpoint.config()
+    width = config.whole("d_model")
+    if width != caption_dim:  # before gigabytes are read
+        expected = f"{caption_dim}, the width of the transformer's captions"
+        raise config.error("d_model", expected=expected, remedy="LlamaGen's text models take flan-t5-xl (2048)")
+    encoder = _read_t5(checkpoint, config)
+    end = config.whole("eos_token_id") or 1
+    last = read_tokenizer(tokenizer, encoder.config.vocab_size).encode("a").ids[-1:]
+    if last != [end]:
+        expected = f"{end}, the eos_token_id of config.json"
+        raise refusal(tokenizer, "last token of a text", found=str(*last), expected=expected)
+    return TextEncoder(encoder, tokenizer.read_bytes(), checkpoint.sources)
+
+
+def _read_t5(checkpoint: Checkpoint, config: Config) -> Any:
+    """The `T5Stack` with a checkpoint's weights. Raises: CheckpointError; EngineError without transformers."""
     config.expect("model_type", "t5")
     config.expect("feed_forward_proj", "gated-gelu")
-    width, buckets = config.whole("d_model"), config.whole("relative_attention_num_buckets") or 32
+    buckets = config.whole("relative_attention_num_buckets") or 32
     distance = config.whole("relative_attention_max_distance") or 128
-    if caption_dim not in (None, width):  # before gigabytes are read
-        raise CheckpointError(
-            f"{folder}: the text encoder has width {width}, but the transformer's captions {caption_dim}; "
-            "LlamaGen's text models take flan-t5-xl (2048)"
-        )
     if buckets % 4 or distance <= buckets // 4:
-        raise config.error(f"{buckets} buckets for distances to {distance}, expected a multiple of 4, and more")
-    require_library("transformers", str(folder), "export")
+        found = f"{buckets} for distances to {distance}"
+        raise config.error("relative_attention_num_buckets", found=found, expected="a multiple of 4, and farther")
+    require_library("transformers", str(checkpoint.place), "export")
     from transformers import T5Config, T5EncoderModel
 
-    checkpoint = read_checkpoint(folder, lambda name: not name.startswith(("decoder.", "lm_head.")), (_SECOND,))
-    weights, shared = checkpoint.take("encoder."), checkpoint.weights.pop("shared.weight", None)
+    checkpoint.read(lambda name: not name.startswith(("decoder.", "lm_head.")), (_SECOND,))
+    weights = checkpoint.take("encoder.")
+    shared = checkpoint.weights.pop("shared.weight", None)
     if shared is not None and not torch.equal(weights.weights.setdefault("embed_tokens.weight", shared), shared):
-        raise checkpoint.error(f"shared.weight and {_SECOND} differ, expected one table of tokens")
+        raise checkpoint.error("shared.weight", f"differs from {_SECOND}", expected="one table of tokens")
     if checkpoint.weights:
-        raise checkpoint.error(f"unexpected weights {listing(checkpoint.weights)}, expected a T5's")
+        raise checkpoint.error(found=f"weights {listing(checkpoint.weights)}", expected="those of a T5")
     config.agree(num_layers=weights.count("block."))  # before as many are built
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -81,11 +89,11 @@ def read_t5(folder: Path, caption_dim: int | None = None) -> tuple[Any, list[tup
         with without_weights():
             encoder = T5EncoderModel(T5Config.from_dict(dict(config.values))).encoder
     except Exception as error:  # the library's checks of a configuration share no base class
-        raise config.error(f"expected the configuration of a T5, found {brief(error)}") from error
+        raise config.error(found=brief(error), expected="the configuration of a T5") from error
     finally:
         logger.setLevel(level)
     weights.load_strict(encoder)
-    return encoder, [*checkpoint.sources("text_encoder"), ("text_encoder_config", config.path)]
+    return encoder
 
 
 def write_encoder(ops: Ops, encoder: Any, most: int) -> tuple[str, str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import CheckpointError, EngineError
+from ..checks import require_library
 from .console import print_text, progress, say
-from .families import FAMILIES, Checkpoints, read_family
 from .memory import PeakMemory
 from .options import Force
 
@@ -19,11 +17,8 @@ if TYPE_CHECKING:
     from ..export.writer import Model
 
 EXAMPLES = r"""
-lantern-rt export --family llamagen --target c2i_B_256.pt --grid 16 \
-    --vq vq_ds16_c2i.pt --output bundles/llamagen-b
-lantern-rt export --family llamagen --target t2i_XL_256.pt --grid 16 \
-    --vq vq_ds16_t2i.pt --drafter drafter-xl/ --output bundles/llamagen-xl --force
-lantern-rt export --family llamagen --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \
+lantern-rt export --target c2i_B_256.pt --vq vq_ds16_c2i.pt --grid 16 --output bundles/llamagen-b
+lantern-rt export --target hf:jadohu/LlamaGen-T2I --drafter hf:jadohu/llamagen_drafter \
     --vq hf:peizesun/llamagen_t2i/vq_ds16_t2i.pt --text-encoder hf:google/flan-t5-xl --output bundles/text
 lantern-rt export --family anole --target Anole-7b-v0.1-hf/ --vq chameleon-vqgan/ \
     --drafter anole-drafter/ --output bundles/anole
@@ -34,9 +29,28 @@ lantern-rt export --family emu3 --target hf:BAAI/Emu3-Gen-hf --output bundles/em
 
 
 def export(
-    given: Checkpoints,
-    *,
+    target: Annotated[
+        str, typer.Option(help="Checkpoint of the target: a file or folder, or hf:owner/name[/file][@revision].")
+    ],
     output: Annotated[Path, typer.Option(help="Bundle folder to write.")],
+    vq: Annotated[
+        str | None,
+        typer.Option(
+            help="Checkpoint of the VQ model: a file, or hf:owner/name/file[@revision]; for anole and lumina also a "
+            "folder with vqgan.ckpt and vqgan.yaml, for emu3 the folder of Emu3-VisionTokenizer."
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Folder of an EAGLE drafter in LANTERN's layout, or hf:owner/name[@revision].")
+    ] = None,
+    text_encoder: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of flan-t5-xl, or hf:google/flan-t5-xl: the bundle then takes prompts instead of embeddings."
+        ),
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
+    grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where no file says it.")] = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
@@ -55,13 +69,19 @@ def export(
     force: Force = False,
 ) -> None:
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
-    if family not in FAMILIES:
-        raise CheckpointError(f"family: found {family!r}, expected {' or '.join(FAMILIES)}")
-    if missing := [name for name in ("torch", "onnx", "onnxruntime") if importlib.util.find_spec(name) is None]:
-        raise EngineError(
-            f"export needs {' and '.join(missing)}, found none installed; run `pip install 'lantern-rt[cpu,export]'`"
-        )
-    given.check(family)
+    from ..export.registry import check_family, read_family
+
+    options = {
+        "target": target,
+        "vq": vq,
+        "drafter": drafter,
+        "text_encoder": text_encoder,
+        "config": config,
+        "grid": grid,
+    }
+    check_family(family, options)
+    for library in ("torch", "onnx", "onnxruntime"):
+        require_library(library, "export", "cpu,export")
     with progress(lines=False) as show:
         show("loading PyTorch")
         from ..export.graph.precision import read_precisions
@@ -71,30 +91,29 @@ def export(
     if precision == "auto":
         say(f"precision: {precisions.target}, the fastest on this processor")
     check_output(output, force)  # before anything is fetched
-    fetched, origins = given.fetched(family)
     start = time.perf_counter()
     with PeakMemory() as peak, progress() as show:
-        found = read_family(family, fetched, show)
-        say(_described(found))
-        export_model(found, output, name=name, precisions=precisions, origins=origins, force=force, progress=show)
+        model = read_family(family, options, show)
+        say(_summary(model))
+        export_model(model, output, name=name, precisions=precisions, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
+    say(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)
 
 
-def _described(model: Model) -> str:
-    """What was found in the checkpoints, as a line."""
+def _summary(model: Model) -> str:
+    """What the checkpoints hold, as a line."""
     fields = model.fields
     target, drafter, condition = fields["target"], fields["drafter"], fields["condition"]
-    prompt = {
-        "class": f"{condition.classes} classes",
-        "embeddings": f"embeddings of texts, up to {condition.prefix} x {condition.caption_dim}",
-        "text": f"texts of up to {condition.prefix} tokens",
-        "tokens": f"texts of up to {condition.prefix} tokens",
-    }[condition.kind]
+    prompt = f"texts of up to {condition.prefix} tokens"
+    if condition.kind == "class":
+        prompt = f"{condition.classes} classes"
+    elif condition.kind == "embeddings":
+        prompt = f"embeddings of texts, up to {condition.prefix} x {condition.caption_dim}"
     parts = [
-        f"found {fields['family']}: {target.num_layers} layers",
+        f"{fields['family']}: {target.num_layers} layers",
         f"hidden size {target.hidden_size}",
         f"{target.hidden_size // target.head_dim} heads",
         f"grid {fields['grid_rows']} x {fields['grid_columns']}",

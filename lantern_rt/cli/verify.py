@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from html import escape
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bundle.files import Bundle
+from ..bundle.manifest import Manifest
 from ..checks import require_library
-from ..errors import CheckpointError, RequestError
+from ..errors import CheckpointError
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
 from .console import print_text, progress
-from .families import FAMILIES, Checkpoints, read_family
 from .options import BundleName, Force, Json, open_whole
 
 if TYPE_CHECKING:
@@ -25,24 +23,19 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 lantern-rt verify scenes
-lantern-rt verify bundles/llamagen-b --against c2i_B_256.pt --vq vq_ds16_c2i.pt --report b.html
+lantern-rt verify bundles/llamagen-b c2i_B_256.pt vq_ds16_c2i.pt --report b.html
 """
 
 
 def verify(
     bundle: BundleName,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="The target's checkpoint, a path or hf:owner/name as in export. Without it, ONNX's reference "
-            "evaluator on small inputs."
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What the bundle was exported from, as export takes it: target, VQ model, drafter, text encoder, "
+            "config, those that there were, in this order. [default: ONNX's reference evaluator on small inputs]"
         ),
     ] = None,
-    vq: Annotated[Path | None, typer.Option(help="Checkpoint of the VQ model, with --against.")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="Folder of the drafter, with --against.")] = None,
-    text_encoder: Annotated[Path | None, typer.Option(help="Folder of the text encoder, with --against.")] = None,
-    model: Annotated[str | None, typer.Option(help="Size by name, as in export.")] = None,
-    config: Annotated[Path | None, typer.Option(help="JSON file with sizes, as in export.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the tables to this .html as well.")] = None,
     json: Json = False,
     force: Force = False,
@@ -51,24 +44,22 @@ def verify(
 
     Needs lantern-rt[cpu,export].
     """
-    if against is None and any((vq, drafter, text_encoder, model, config)):
-        raise RequestError("verify: found checkpoint options without --against, expected the target's there")
     if report:
         check_output(report, force)
     opened = open_whole(bundle)
+    options = _match(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
     with progress(lines=False) as show:
         show("loading PyTorch")
+        from ..export.registry import read_family
         from ..export.verify import verify as compare
-    given = None
-    if against is not None:
-        given = _fetched(opened, Checkpoints(against, vq, drafter, text_encoder, model, config))
     with progress() as show:
-        if given is None:
-            result = compare(opened, progress=show)
+        if options:
+            model = read_family(opened.manifest.family, options, show)
+            result = compare(opened, model, options["target"], show)
         else:
-            result = compare(opened, read_family(opened.manifest.family, given, show), str(against), show)
+            result = compare(opened, progress=show)
     if report:
         write_output(report, html_report(result).encode(), force)
     if json:
@@ -82,25 +73,22 @@ def verify(
         raise typer.Exit(2)
 
 
-def _fetched(bundle: Bundle, given: Checkpoints) -> Checkpoints:
-    """The checkpoints on this machine, with what the bundle tells of them. Raises: CheckpointError."""
-    manifest = bundle.manifest
+def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
+    """The options of an export, from checkpoints in the order of the bundle's provenance. Raises: CheckpointError."""
+    from ..export.registry import CHECKPOINTS, FAMILIES
+
     if manifest.family not in FAMILIES:
-        raise CheckpointError(
-            f"--against: found a bundle of family {manifest.family!r}, expected {' or '.join(FAMILIES)}"
-        )
-    given.check(manifest.family)
-    for option, needed in (
-        ("drafter", manifest.drafter is not None),
-        ("text encoder", manifest.condition.kind == "text"),
-    ):
-        place = getattr(given, option.replace(" ", "_"))
-        if (place is not None) != needed:
-            wanted = f"the folder of the bundle's {option}" if needed else "none: the bundle has none"
-            raise CheckpointError(f"--{option.replace(' ', '-')}: found {place or 'nothing'}, expected {wanted}")
-    given, _ = given.fetched(manifest.family)
-    heads = manifest.target.hidden_size // manifest.target.head_dim  # the bundle knows what weights do not tell
-    return replace(given, grid=manifest.grid_rows, heads=heads)
+        expected = f"a bundle of {', '.join(FAMILIES)}"
+        raise CheckpointError(field="checkpoints", found=f"one of family {manifest.family!r}", expected=expected)
+    names = {source.role: source.name for source in reversed(manifest.provenance.sources)}
+    roles = [role for role in CHECKPOINTS if role in names]
+    if len(checkpoints) != len(roles):
+        expected = ", ".join(f"{role.replace('_', ' ')} ({names[role]})" for role in roles)
+        raise CheckpointError(field="checkpoints", found=", ".join(checkpoints), expected=expected)
+    options: dict[str, Any] = dict(zip(roles, checkpoints, strict=True))
+    if "grid" in FAMILIES[manifest.family]:
+        options["grid"] = manifest.grid_rows
+    return options
 
 
 def html_report(result: Verification) -> str:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from llamagen_golden import DATA
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 C2I, T2I, VQ = (
     DATA / name for name in ("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt", "llamagen-vq/vq_tiny.pt")
 )
-DRAFTER = DATA / "lantern-drafter-llamagen"
+DRAFTER, LANTERN = DATA / "lantern-drafter-llamagen", DATA / "lantern-llamagen-hf"
+ANOLE, ANOLE_DRAFTER, VQGAN = DATA / "anole/target", DATA / "anole/drafter", DATA / "chameleon-vqgan"
+LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
 Weights = dict[str, torch.Tensor]
+Edit = Callable[[Any], object]
 
 
 def config_of(target: Path) -> Path:
@@ -28,7 +33,8 @@ def changed(path: Path, goal: Path, **changes: Any) -> Path:
     return goal
 
 
-def edited(tmp_path: Path, source: Path, edit: Any) -> Path:
+def edited(tmp_path: Path, source: Path, edit: Edit) -> Path:
+    """A copy of an official file with other weights."""
     weights: Weights = torch.load(source, weights_only=True)["model"]
     edit(weights)
     goal = tmp_path / source.name
@@ -36,10 +42,36 @@ def edited(tmp_path: Path, source: Path, edit: Any) -> Path:
     return goal
 
 
-def drafter_copy(folder: Path, edit: Any = None, **config: Any) -> Path:
-    weights: Weights = torch.load(DRAFTER / "pytorch_model.bin", weights_only=True)
-    if edit:
-        edit(weights)
-    save_file(weights, folder / "model.safetensors")
-    changed(DRAFTER / "config.json", folder / "config.json", **config)
-    return folder
+def copied(source: Path, goal: Path, weights: Edit | None = None, config: Edit | None = None, **fields: Any) -> Path:
+    """A copy of a folder with other weights, and another configuration; a field of None is removed."""
+    shutil.copytree(source, goal, dirs_exist_ok=True)
+    if weights is not None:
+        old, new = goal / "pytorch_model.bin", goal / "model.safetensors"
+        tensors = torch.load(old, weights_only=True) if old.is_file() else load_file(new)
+        old.unlink(missing_ok=True)
+        weights(tensors)
+        save_file(tensors, new)
+    if config is not None:
+        content = json.loads((goal / "config.json").read_text())
+        config(content)
+        (goal / "config.json").write_text(json.dumps(content))
+    changed(goal / "config.json", goal / "config.json", **fields)
+    return goal
+
+
+def sharded(source: Path, goal: Path, ending: str = "safetensors", shards: int = 3) -> Path:
+    """A copy of a folder whose weights lie in several files with an index."""
+    shutil.copytree(source, goal)
+    old = goal / "pytorch_model.bin"
+    weights = torch.load(old, weights_only=True) if old.is_file() else load_file(goal / "model.safetensors")
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (goal / name).unlink(missing_ok=True)
+    stem = "model" if ending == "safetensors" else "pytorch_model"
+    weight_map = {}
+    for i in range(shards):
+        name = f"{stem}-{i + 1:05}-of-{shards:05}.{ending}"
+        part = {key: weights[key] for key in sorted(weights)[i::shards]}
+        save_file(part, goal / name) if ending == "safetensors" else torch.save(part, goal / name)
+        weight_map |= dict.fromkeys(part, name)
+    (goal / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return goal

@@ -10,28 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from checkpoint_copies import EMU3
 from llamagen_golden import DATA, Arrays, Run, manifest
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from lantern_rt.export.parity import Sessions
 
-EMU3 = DATA / "emu3"
-MODEL, ORIGINAL = EMU3 / "model", EMU3 / "original"
-
-
-def copied(folder: Path) -> Path:
-    """The folder of transformers 4.48, to be changed."""
-    folder.mkdir(parents=True)
-    for path in MODEL.iterdir():
-        shutil.copyfile(path, folder / path.name)
-    return folder
+ORIGINAL = DATA / "emu3/original"
 
 
 def published(folder: Path) -> tuple[Path, Path]:
     """The checkpoint as published: the folders of Emu3-Gen and of Emu3-VisionTokenizer."""
     target, vq = folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer"
-    weights = load_file(MODEL / "model.safetensors")
+    weights = load_file(EMU3 / "model.safetensors")
     parts: dict[Path, dict[str, torch.Tensor]] = {target: {}, vq: {}}
     for name, shape, theirs, _ in json.loads((ORIGINAL / "weight_names.json").read_text()):
         place = target if theirs.startswith("text_model.") else vq

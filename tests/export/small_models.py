@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from llamagen_golden import DATA
 from torch import nn
 
 from lantern_rt.export.graph.graphs import Graph, target_graph
@@ -44,7 +46,7 @@ def randomise_norms(decoder: nn.Module) -> None:
 
 
 SIZES = {
-    "vocab_size": 50,
+    "vocab_size": 60,
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 40,
@@ -55,7 +57,7 @@ SIZES = {
 
 
 def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
-    """A random encoder (or a whole T5) saved by `transformers`; returns the encoder."""
+    """A random encoder (or a whole T5) saved by `transformers`, with a tokenizer; returns the encoder."""
     import transformers
 
     torch.manual_seed(0)
@@ -66,4 +68,5 @@ def save_t5(folder: Path, whole: bool = False, **sizes: Any) -> Any:
         for name, weight in model.named_parameters():  # the initial values leave scores and norms all alike
             weight.copy_(1 + 0.3 * torch.randn_like(weight) if "norm" in name else 0.4 * torch.randn_like(weight))
     model.save_pretrained(folder)
+    shutil.copy(DATA / "tiny-text-tokenizer/tokenizer.json", folder)
     return transformers.T5EncoderModel.from_pretrained(folder).eval()

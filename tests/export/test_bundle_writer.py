@@ -101,7 +101,7 @@ def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
         "preparing graphs",
         "sorting neighbours",
         "writing target.onnx (MB)",
-        "comparing target.onnx with the checkpoint",
+        "comparing target.onnx",
     ]
 
 
@@ -217,14 +217,14 @@ def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
     )
     files = [f"{role}.onnx" for role in ("target", "condition", "vq_decoder")]
     assert amounts["preparing graphs"] == [(done, 3) for done in range(4)]
-    expected = {f"writing {file} (MB)" for file in files} | {f"comparing {file} with the checkpoint" for file in files}
+    expected = {f"{work} {file}{unit}" for file in files for work, unit in (("writing", " (MB)"), ("comparing", ""))}
     others = {"preparing graphs", "sorting neighbours", "hashing checkpoints (MB)", "hashing files (MB)"}
     assert amounts.keys() == others | expected
     for seen in amounts.values():
         assert seen == sorted(seen)
         assert seen[0][0] == 0
         assert seen[-1][0] == seen[-1][1] > 0
-    assert amounts["comparing target.onnx with the checkpoint"] == [(done, 15) for done in range(16)]
+    assert amounts["comparing target.onnx"] == [(done, 15) for done in range(16)]
 
 
 def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
@@ -232,7 +232,7 @@ def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
 ) -> None:
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
-    with pytest.raises(OutputError, match=r"takes about 0\.00 GB, but the disk has 0\.00 GB free; free some"):
+    with pytest.raises(OutputError, match=r"found 0\.00 GB free on the disk, expected 0\.00 GB"):
         export_model(parts(), tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
 
@@ -292,17 +292,10 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_transformer_and_tokenizer_must_have_as_many_codes(tmp_path: Path) -> None:
-    weights = torch.load(VQ, weights_only=True)["model"]
-    weights["quantize.embedding.weight"] = weights["quantize.embedding.weight"][:100]
-    torch.save(weights, tmp_path / "vq.pt")
-    with pytest.raises(CheckpointError, match="has 100 codes, but the transformer has 128"):
-        export(tmp_path / "toy", vq=tmp_path / "vq.pt")
-
-
 def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:
     manifest = open_bundle(t2i_drafter_bundle).manifest
-    assert [s.role for s in manifest.provenance.sources] == ["target", "config", "vq", "drafter", "drafter_config"]
+    roles = ["target", "config", "vq", "drafter_config", "drafter"]
+    assert [source.role for source in manifest.provenance.sources] == roles
     assert manifest.decoding.method == "lantern"
     assert next(one for one in manifest.decoding.methods if one.method == "lantern").neighbors == 127
     assert (manifest.sampling.cfg_scale, manifest.sampling.top_k) == (7.5, 1000)

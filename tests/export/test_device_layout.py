@@ -17,7 +17,7 @@ from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, in_half, plan_
 from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
-from lantern_rt.export.parity import DeviceLayout, Sessions, differences
+from lantern_rt.export.parity import DeviceLayout, Sessions, difference
 
 LLAMA = replace(CONFIG, rotary="sequence", rope_style="half", prefix_rotation="identity")
 TARGETS: dict[str, DecoderConfig] = {
@@ -69,7 +69,7 @@ def furthest(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
     for inputs in graph.cases.values():
         expected, found = plain.run(inputs), device.run(inputs)
         assert found.keys() == expected.keys()
-        worst = max(worst, *(differences(found[name], expected[name])[2] for name in expected))
+        worst = max(worst, *(difference(found[name], expected[name]) for name in expected))
     return worst
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from emu3_copies import EMU3, Sides, embed
-from llamagen_golden import GUIDED, Arrays, close, golden, manifest
+from emu3_copies import Sides, embed
+from llamagen_golden import DATA, GUIDED, Arrays, close, golden, manifest
 from numpy.typing import NDArray
 
 from lantern_rt.export.graph.graphs import HIDDEN
@@ -23,7 +23,7 @@ from lantern_rt.runtime.sampling import choose, guide, shape_distribution, shape
 CODES = slice(557, 653)  # the visual tokens
 ROW_END = 549
 SIDES = ("cond", "uncond")
-TRACES: list[dict[str, Any]] = json.loads((EMU3 / "traces.json").read_text())
+TRACES: list[dict[str, Any]] = json.loads((DATA / "emu3/traces.json").read_text())
 SINGLE = [trace for trace in TRACES if trace["name"] != "batch"]
 DRAWN = [trace for trace in SINGLE if trace["name"] in ("run0_cfg3", "run1_cfg3", "run2_cfg3")]
 BATCH = next(trace for trace in TRACES if trace["name"] == "batch")

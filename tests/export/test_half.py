@@ -91,15 +91,8 @@ def test_a_bundle_of_float16_says_so_and_draws(t2i_half_bundle: Path, method: st
 
 def test_verify_measures_what_float16_does(t2i_half_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     t2i = DATA / "llamagen-t2i"
-    places = [
-        "--against",
-        t2i / "t2i_tiny.pt",
-        "--vq",
-        DATA / "llamagen-vq/vq_tiny.pt",
-        "--config",
-        t2i / "config.json",
-    ]
-    places += ["--drafter", DATA / "lantern-drafter-llamagen"]
+    places = [t2i / "t2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"]
+    places += [t2i / "config.json"]
     assert run_program(["verify", str(t2i_half_bundle), *map(str, places)]) == 0
     assert run_program(["verify", str(t2i_half_bundle)]) == 0  # against ONNX's reference evaluator
     assert "target" in capsys.readouterr().out

@@ -47,7 +47,6 @@ def claiming(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> T
 
 ODD: dict[str, Callable[[], Any]] = {
     "float8_e4m3fn": lambda: torch.ones(4).to(torch.float8_e4m3fn),
-    "float8_e5m2": lambda: torch.ones(4).to(torch.float8_e5m2),
     "complex64": lambda: torch.ones(4, dtype=torch.complex64),
     "qint8": lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8),
     "another layout": lambda: torch.ones(4, 4).to_sparse(),
@@ -55,9 +54,37 @@ ODD: dict[str, Callable[[], Any]] = {
     "Tensor of another layout": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "a NestedTensor of another": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     "without numbers": lambda: torch.empty(4, device="meta"),
-    r"claim 4,398,046,511,112 bytes, but the file has [0-9,]+;": lambda: torch.ones(1).expand(1 << 40),
-    "claim 4,398,046,511,112 bytes, but": lambda: torch.ones(1, 1).expand(1 << 20, 1 << 20),
+    "weights of 4,398,046,511,112 bytes in a file of": lambda: torch.ones(1).expand(1 << 40),
+    "weights of 4,398,046,511,112 bytes in": lambda: torch.ones(1, 1).expand(1 << 20, 1 << 20),
+    "NaN or infinite": lambda: torch.tensor([1.0, float("nan")]),
+    "NaN or infinite values": lambda: torch.tensor([1.0, float("-inf")]),
+    "a str": lambda: "text",
 }
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "half.pt": (lambda path: path.write_bytes(C2I.read_bytes()[: C2I.stat().st_size // 2]), "cut short"),
+    "empty.pt": (lambda path: path.write_bytes(b""), "cut short"),
+    "page.bin": (lambda path: path.write_bytes(b"<html>not found</html>"), "not a PyTorch checkpoint"),
+    "half.safetensors": (lambda path: path.write_bytes(b"\x10" + b"\x00" * 7 + b"{"), "not a safetensors file"),
+    "code.pt": (lambda path: torch.save({"model": Payload()}, path), "calls code"),
+    "list.pt": (lambda path: torch.save([torch.ones(2)], path), "found a list, expected a state dict"),
+    "nothing.pt": (lambda path: torch.save({"model": {}}, path), "found an empty dict"),
+    "inf.safetensors": (lambda path: save_file({"a": torch.tensor([float("inf")])}, path), "NaN or infinite"),
+    "absent.pt": (lambda path: None, "no such file"),
+}
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    write, words = BAD[name]
+    write(tmp_path / name)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_weights(tmp_path / name)
+    assert caught.value.field.startswith(str(tmp_path / name))
 
 
 def saved(path: Path, content: Any, **options: Any) -> Path:
@@ -72,8 +99,7 @@ def test_a_tensor_that_no_model_has_is_refused_by_its_kind(tmp_path: Path, words
     path = saved(tmp_path / "odd.pt", lambda: {"good": torch.ones(2), "layers.7.bad": ODD[words]()})
     with pytest.raises(CheckpointError, match=words) as caught:
         read_weights(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
+    assert caught.value.field in (str(path), f"{path}: layers.7.bad")
 
 
 @pytest.mark.parametrize("claim", [(0, (1 << 20, 1 << 20), (1 << 20, 1)), (0, (4,), (1 << 40,)), (1 << 33, (4,), (1,))])
@@ -82,13 +108,13 @@ def test_a_weight_that_claims_more_than_its_file_holds_is_refused(
     tmp_path: Path, claim: tuple[int, tuple[int, ...], tuple[int, ...]], zipped: bool
 ) -> None:
     path = saved(tmp_path / "big.pt", {"a": claiming(*claim)}, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(CheckpointError, match=r"big\.pt: (is not a PyTorch checkpoint|its weights claim)"):
+    with pytest.raises(CheckpointError, match=r"big\.pt: (is not a PyTorch checkpoint|found weights of)"):
         read_weights(path)
 
 
 def test_an_odd_type_in_safetensors_is_refused(tmp_path: Path) -> None:
     save_file({"layers.7.bad": torch.ones(4).to(torch.float8_e4m3fn)}, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointError, match=r"found numbers of type float8_e4m3fn under 'layers\.7\.bad'"):
+    with pytest.raises(CheckpointError, match=r"layers\.7\.bad: found numbers of type float8_e4m3fn"):
         read_weights(tmp_path / "a.safetensors")
 
 
@@ -96,13 +122,13 @@ def test_an_odd_type_in_safetensors_is_refused(tmp_path: Path) -> None:
 def test_truth_values_where_numbers_belong_are_refused(tmp_path: Path, name: str) -> None:
     weights = torch.load(C2I, weights_only=True)["model"]
     weights[name] = weights[name] > 0
-    with pytest.raises(CheckpointError, match=rf"{name} holds bool numbers, expected floating-point numbers"):
+    with pytest.raises(CheckpointError, match=rf"{name}.* bool numbers, expected floating-point numbers"):
         read_transformer(saved(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
 def test_a_position_table_of_another_shape_is_refused(tmp_path: Path) -> None:
     weights = torch.load(C2I, weights_only=True)["model"] | {"freqs_cis": torch.tensor(1.0)}
-    with pytest.raises(CheckpointError, match=r"freqs_cis has shape \[\], expected 3 sizes"):
+    with pytest.raises(CheckpointError, match=r"freqs_cis: found shape \[\], expected 3 sizes"):
         read_transformer(saved(tmp_path / "a.pt", weights), config=C2I.with_name("config.json"))
 
 
@@ -168,5 +194,5 @@ def test_warnings_of_libraries_do_not_reach_the_terminal(tmp_path: Path) -> None
     *progress, line = done.stderr.splitlines()
     begun = [one for one in progress if "so far" not in one and " of " not in one]  # slow hosts hear of it meanwhile
     assert begun == ["reading checkpoints", "reading csr.pt (MB)"]
-    assert line.startswith(f"lantern-rt: {path}: expected a state dict of tensors")
+    assert line.startswith(f"lantern-rt: {path}: a: found a Tensor of another")
     assert json.dumps(line).isascii()

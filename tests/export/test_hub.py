@@ -11,14 +11,13 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from llamagen_golden import DATA, manifest
-from refusals import refused
 
 from lantern_rt.errors import CheckpointError, EngineError
-from lantern_rt.export.checkpoints.hub import fetch, parse_reference
+from lantern_rt.export.checkpoints.hub import cached_origin, fetch, parse_reference
 
 pytest.importorskip("huggingface_hub")
 ROOT = Path(__file__).parent.parent.parent
@@ -41,15 +40,14 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
-from lantern_rt.export.checkpoints.hub import fetch
+from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 for place in sys.argv[1:]:
-    told = []
     try:
-        found = fetch(place, ("config.json", "tokenizer.json"), lambda *one: told.append(one))
-        files = sorted(p.name for p in (found.path.iterdir() if found.path.is_dir() else [found.path]))
-        print(json.dumps([str(found.path), found.origin, files, told]))
+        path = fetch(place, ("config.json", "tokenizer.json"))
+        files = sorted(path.iterdir() if path.is_dir() else [path])
+        print(json.dumps([str(path), [cached_origin(file) for file in files]]))
     except LanternError as error:
-        print(json.dumps(str(error)))
+        print(json.dumps([error.field, str(error)]))
 """
 
 
@@ -67,7 +65,10 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, body: bool) -> None:
         parts = self.path.partition("?")[0].strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
+            files = REPOSITORIES["/".join(parts[2:4])].items()
+            self.send([{"type": "file", "path": name, "size": len(file), "oid": "0"} for name, file in files])
+        elif parts[:2] == ["api", "models"]:
             self.answer_listing("/".join(parts[2:4]), parts[5] if parts[4:5] == ["revision"] else "main")
         elif parts[2:3] == ["resolve"]:
             self.answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), body)
@@ -96,7 +97,7 @@ class Hub(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(content)
 
-    def send(self, answer: dict[str, object], status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def send(self, answer: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
         content = json.dumps(answer).encode()
         self.send_response(status)
         for name, value in (
@@ -148,13 +149,13 @@ class Fetches:
         online = self._fetch(endpoint, home, *self.there, *self.missing)
         offline = self._fetch("http://127.0.0.1:9", home, *self.there, *self.uncached)
         split = len(self.there)
-        self.found, self.refused = online[:split], online[split:]
-        self.found_offline, self.refused_offline = offline[:split], offline[split:]
+        self.online, self.refused = online[:split], online[split:]
+        self.offline, self.refused_offline = offline[:split], offline[split:]
 
-    def _fetch(self, endpoint: str, home: Path, *places: str) -> list[list[object] | str]:
+    def _fetch(self, endpoint: str, home: Path, *places: str) -> list[tuple[str, Any]]:
         done = run(endpoint, home, "-c", FETCH, *places)
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -163,48 +164,36 @@ def fetches(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Fetches:
 
 
 def test_what_an_exporter_reads_is_fetched_at_one_commit_and_nothing_else(fetches: Fetches) -> None:
-    assert [entry[1:3] for entry in fetches.found] == [
-        [f"hf:owner/target@{COMMIT}", ["config.json", "model.safetensors"]],
-        [f"hf:owner/target@{OLD}", ["config.json", "model.safetensors"]],
-        [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}", ["vq_tiny.pt"]],
-        [f"hf:owner/shards@{COMMIT}", sorted(REPOSITORIES["owner/shards"])],
+    assert [origins for _, origins in fetches.online] == [
+        [f"hf:owner/target/config.json@{COMMIT}", f"hf:owner/target/model.safetensors@{COMMIT}"],
+        [f"hf:owner/target/config.json@{OLD}", f"hf:owner/target/model.safetensors@{OLD}"],
+        [f"hf:owner/files/vq/vq_tiny.pt@{COMMIT}"],
+        [f"hf:owner/shards/{name}@{COMMIT}" for name in sorted(REPOSITORIES["owner/shards"])],
     ]
-    weights = Path(str(fetches.found[0][0]), "model.safetensors")
+    weights = Path(fetches.online[0][0], "model.safetensors")
     assert weights.read_bytes() == REPOSITORIES["owner/target"]["model.safetensors"]
 
 
-def test_what_was_fetched_once_is_found_without_the_hub(fetches: Fetches) -> None:
-    assert [entry[:3] for entry in fetches.found_offline] == [entry[:3] for entry in fetches.found]
+def test_what_was_fetched_once_is_there_without_the_hub(fetches: Fetches) -> None:
+    assert fetches.offline == fetches.online
 
 
-def test_bytes_are_counted_as_files_come(fetches: Fetches) -> None:
-    index = len(REPOSITORIES["owner/shards"]["model.safetensors.index.json"])
-    vq = len(REPOSITORIES["owner/files"]["vq/vq_tiny.pt"])
-    assert [entry[3] for entry in fetches.found[2:]] == [
-        [["fetching hf:owner/files/vq/vq_tiny.pt", done, vq] for done in (0, vq)],
-        [["fetching hf:owner/shards", 0, index + 4]]
-        + [["fetching hf:owner/shards", index + more, index + 10] for more in (0, 2, 4, 7, 10)],
-    ]
-
-
-def test_what_is_not_there_is_said(fetches: Fetches) -> None:
-    assert fetches.refused == [
-        "hf:owner/nothing: no such repository, or a private one that needs `hf auth login`; check the name",
-        "hf:owner/target@v9: the repository has no revision v9; leave @ out for the newest",
-        "hf:owner/files: found no model.safetensors and nothing alike, but other.pt, vq/vq_tiny.pt; "
-        "name one file: hf:owner/files/FILE",
-        "hf:owner/files/missing.pt: no such file; owner/files has other.pt, vq/vq_tiny.pt",
-    ]
-
-
-def test_offline_it_says_what_to_download_by_hand(fetches: Fetches) -> None:
-    folder, file = fetches.refused_offline
-    assert str(folder).startswith("hf:owner/shards@v1: the hub cannot be reached (")
-    assert str(folder).endswith(
-        "; try again, or download config.json, tokenizer.json and the .safetensors files (if it has none, the .bin "
-        "files) with their .index.json of owner/shards by hand into one folder, and give that folder"
+def test_what_is_not_there_is_refused(fetches: Fetches) -> None:
+    expected = (
+        "no such repository, or a private one; check the name, or run `hf auth login`",
+        "no such revision; leave @ out for the newest",
+        "found other.pt, vq/vq_tiny.pt, expected model.safetensors or alike; name one: hf:owner/files/FILE",
+        "no such file, found other.pt, vq/vq_tiny.pt; give one of these",
     )
-    assert str(file).endswith("; try again, or download other.pt of owner/files by hand and give its path")
+    pairs = zip(Fetches.missing, expected, strict=True)
+    assert fetches.refused == [(place, f"{place}: {text}") for place, text in pairs]
+
+
+def test_what_is_in_no_cache_can_be_downloaded_by_hand(fetches: Fetches) -> None:
+    for place, (field, text) in zip(Fetches.uncached, fetches.refused_offline, strict=True):
+        assert field == place
+        assert "the hub cannot be reached (" in text
+        assert text.endswith(" by hand and give its path")
 
 
 @pytest.mark.slow
@@ -216,11 +205,11 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
     assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
-        ("target", "model.safetensors", f"hf:owner/target@{COMMIT}"),
-        ("config", "config.json", f"hf:owner/target@{COMMIT}"),
+        ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
+        ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
     ]
-    places = ["--against", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1"]
+    places = ["hf:owner/target", "hf:owner/files/vq/vq_tiny.pt@v1"]
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
@@ -236,9 +225,7 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     ],
 )
 def test_a_reference_has_repository_file_and_revision(text: str, parts: tuple[str | None, ...]) -> None:
-    found = parse_reference(text)
-    assert found is not None
-    assert (found.repository, found.file, found.revision) == parts
+    assert parse_reference(text) == parts
 
 
 @pytest.mark.parametrize("text", ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"])
@@ -248,11 +235,11 @@ def test_a_malformed_reference_is_refused(text: str) -> None:
 
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
-    assert fetch(tmp_path / "x.pt").path == tmp_path / "x.pt"
-    assert fetch("models/x.pt").origin is None
+    assert fetch(tmp_path / "x.pt") == tmp_path / "x.pt"
+    assert cached_origin(fetch("models/x.pt")) is None
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with refused(EngineError, "hf:owner/files/vq.pt", "huggingface_hub", "pip install 'lantern-rt[export]'", "by hand"):
+    with pytest.raises(EngineError, match=r"vq\.pt: huggingface_hub is not installed; run `pip install "):
         fetch("hf:owner/files/vq.pt")

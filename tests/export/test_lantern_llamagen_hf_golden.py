@@ -91,7 +91,7 @@ def test_the_official_file_of_the_same_weights_gives_the_same_graph(lantern_t2i_
     assert ours.model_dump(exclude=own) == official.model_dump(exclude=own)
     for role in ("target", "condition", "code_embeddings"):
         assert ours.files[role].sha256 == official.files[role].sha256, role
-    assert [source.role for source in ours.provenance.sources] == ["target", "config", "vq"]
+    assert [source.role for source in ours.provenance.sources] == ["target", "target_config", "vq"]
 
 
 def test_each_layout_keeps_its_own_order_of_filters(lantern_t2i_bundle: Path, t2i_bundle: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_module_is_filled_with_the_tensors_themselves() -> None:
     with without_weights():
         module = nn.Linear(3, 2)
     weights = {"weight": torch.ones(2, 3, dtype=torch.bfloat16), "bias": torch.zeros(2)}
-    Checkpoint(Path("file.pt"), weights).load_strict(module)
+    Checkpoint(Path("file.pt"), weights=weights).load_strict(module)
     assert module.weight.data_ptr() == weights["weight"].data_ptr()
     assert module.weight.dtype is torch.bfloat16
     assert not module.weight.requires_grad

@@ -1,34 +1,59 @@
-"""`lantern-rt verify` and `export --precision`, from the command line, on small published-layout checkpoints."""
+"""`lantern-rt verify`: bundles agree with their checkpoints, and altered ones do not; damaged ones are refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from checkpoint_copies import (
+    ANOLE,
+    ANOLE_DRAFTER,
+    C2I,
+    DRAFTER,
+    T2I,
+    VQ,
+    VQGAN,
+    Weights,
+    changed,
+    config_of,
+    copied,
+    edited,
+)
 from llamagen_golden import DATA
-from safetensors.torch import load_file, save_file
+from onnx import TensorProto, external_data_helper
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines.device_graph import MASKED
 from lantern_rt.export.verify import agree, divergence
 
-C2I, T2I, VQ = (
-    DATA / name for name in ("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt", "llamagen-vq/vq_tiny.pt")
-)
-DRAFTER = DATA / "lantern-drafter-llamagen"
+# In the order of the provenance; the small bundles are exported with a configuration.
+C2I_FILES, T2I_FILES = [C2I, VQ, config_of(C2I)], [T2I, VQ, DRAFTER, config_of(T2I)]
+ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
+GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
 
 
 def program(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     code = run_program([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
+    """What `verify --json` prints, and the graphs and tensors that failed."""
+    code, out, err = program(capsys, "verify", *arguments, "--json")
+    content = json.loads(out)
+    assert code == (0 if content["passed"] else 2), err
+    return content, {(row["graph"], row["tensor"]) for row in content["tensors"] if not row["passed"]}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +84,7 @@ def test_a_bundle_agrees_with_its_checkpoint(
     c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "report.html"
-    code, out, err = program(capsys, "verify", c2i_bundle, "--against", C2I, "--vq", VQ, "--report", page)
+    code, out, err = program(capsys, "verify", c2i_bundle, *C2I_FILES, "--report", page)
     assert code == 0, out
     assert out.strip().endswith("passed")
     for name in ("logits", "prefix_embeds", "images", "pre_quant", "new_key_values.2.value"):
@@ -75,9 +100,7 @@ def test_a_device_layout_that_differs_is_found(
     c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(MASKED, "float32", 0.0)  # every node sees every column
-    code, out, _ = program(capsys, "verify", c2i_bundle, "--against", C2I, "--vq", VQ, "--json")
-    failed = {(row["graph"], row["tensor"]) for row in json.loads(out)["tensors"] if not row["passed"]}
-    assert code == 2
+    _, failed = report(capsys, c2i_bundle, *C2I_FILES)
     assert ("target", "logits") in failed
     assert {graph for graph, _ in failed} == {"target"}
 
@@ -85,77 +108,44 @@ def test_a_device_layout_that_differs_is_found(
 def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
     anole_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = ["--vq", DATA / "chameleon-vqgan", "--drafter", DATA / "anole/drafter", "--json"]
-    code, out, err = program(capsys, "verify", anole_bundle, "--against", DATA / "anole/target", *files)
-    assert code == 0, err
-    report = json.loads(out)
-    graphs = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
-    assert {row["graph"] for row in report["tensors"]} == graphs | {"code_embeddings", "neighbors", "tokenizer"}
-    assert [row["agreement"] for row in report["distributions"]] == [1.0, 1.0]
-    other = shutil.copytree(DATA / "anole/target", tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    weights["lm_head.weight"][4] += 0.1  # the row of code 0
-    save_file(weights, other / "model.safetensors")
-    code, out, _ = program(capsys, "verify", anole_bundle, "--against", other, *files)
-    assert code == 2
-    failed = {(row["graph"], row["tensor"]) for row in json.loads(out)["tensors"] if not row["passed"]}
+    content, failed = report(capsys, anole_bundle, *ANOLE_FILES)
+    assert not failed
+    assert {row["graph"] for row in content["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
+    assert [row["agreement"] for row in content["distributions"]] == [1.0, 1.0]
+    other = copied(ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1))  # the row of code 0
+    _, failed = report(capsys, anole_bundle, other, *ANOLE_FILES[1:])
     assert failed == {("target", "logits"), ("drafter", "logits")}
-    code, _, err = program(capsys, "verify", anole_bundle, "--against", other, *files[:2])
-    assert code == 2
-    assert "--drafter: found nothing, expected the folder of the bundle's drafter" in err
 
 
-def test_another_checkpoint_fails_with_exit_code_2(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    weights = torch.load(C2I, weights_only=True)["model"]
-    weights["layers.1.feed_forward.w2.weight"][:, 0] += 0.1
-    torch.save(weights, tmp_path / "other.pt")
-    code, out, _ = program(capsys, "verify", c2i_bundle, "--against", tmp_path / "other.pt", "--vq", VQ, "--json")
-    assert code == 2
-    report = json.loads(out)
-    assert report["passed"] is False
-    failed = {row["tensor"] for row in report["tensors"] if not row["passed"]}
-    assert {"logits", "hidden_states", "new_key_values.2.key"} <= failed
-    assert "new_key_values.1.key" not in failed
+def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = edited(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
+    _, failed = report(capsys, c2i_bundle, other, *C2I_FILES[1:])
+    tensors = {tensor for _, tensor in failed}
+    assert {"logits", "hidden_states", "new_key_values.2.key"} <= tensors
+    assert "new_key_values.1.key" not in tensors
 
 
 def test_without_a_checkpoint_the_reference_evaluator_is_the_measure(
-    rounded_bundle: Path, capsys: pytest.CaptureFixture[str]
+    rounded_bundle: Path, emu3_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = program(capsys, "verify", rounded_bundle, "--json")
-    report = json.loads(out)
-    assert code == 0, report
-    assert report["against"] == "ONNX reference evaluator"
-    assert {row["graph"] for row in report["tensors"]} == {
-        "target",
-        "drafter",
-        "condition",
-        "vq_decoder",
-        "vq_encoder",
-    }
-    assert [row["graph"] for row in report["distributions"]] == ["target", "drafter"]
-
-
-def test_without_a_checkpoint_bundles_of_varying_pictures_are_measured_too(
-    emu3_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = program(capsys, "verify", emu3_bundle, "--json")
-    assert code == 0, out
-    assert {"target", "condition", "vq_decoder", "vq_encoder"} == {row["graph"] for row in json.loads(out)["tensors"]}
+    content, failed = report(capsys, rounded_bundle)
+    assert not failed
+    assert content["against"] == "ONNX reference evaluator"
+    assert {row["graph"] for row in content["tensors"]} == GRAPHS
+    assert [row["graph"] for row in content["distributions"]] == ["target", "drafter"]
+    content, failed = report(capsys, emu3_bundle)  # whose pictures vary in size
+    assert not failed
+    assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"}
 
 
 def test_rounded_bundles_are_judged_by_their_distributions(
     rounded_bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = program(
-        capsys, "verify", rounded_bundle, "--against", T2I, "--vq", VQ, "--drafter", DRAFTER, "--json"
-    )
-    report = json.loads(out)
-    assert code == 0, report["distributions"]
-    target, drafter = report["distributions"]
+    content, failed = report(capsys, rounded_bundle, *T2I_FILES)
+    assert not failed
+    target, drafter = content["distributions"]
     assert 0 < target["mean_divergence"] < target["divergence_limit"] < drafter["divergence_limit"]
-    assert all(row["limit"] is None for row in report["tensors"] if row["graph"] == "target")
+    assert all(row["limit"] is None for row in content["tensors"] if row["graph"] == "target")
 
 
 def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> None:
@@ -172,43 +162,191 @@ def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> No
     assert np.array_equal(np.asarray(exact.images[0]), np.asarray(plain.images[0]))
 
 
-def test_an_export_says_what_it_took(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = C2I.with_name("config.json")
-    arguments = ["export", "--target", C2I, "--vq", VQ, "--config", config, "--output", tmp_path / "b"]
-    code, out, err = program(capsys, *arguments, "--compute", "float16")
-    assert code == 0
-    target = open_bundle(tmp_path / "b").manifest.target
-    assert (target.dtype, target.precision) == ("float16", "fp16")
-    assert out.strip() == str(tmp_path / "b")
-    found = "found llamagen: 3 layers, hidden size 64, 4 heads, grid 4 x 4, 64 x 64 pixels, vocabulary 128, "
-    assert f"{found}condition: 10 classes, no drafter" in err.splitlines()
-    assert "writing target.onnx" in err
-    assert "GB of memory besides mapped files" in err
-    code, _, err = program(capsys, *arguments, "--precision", "fp8", "--force")
-    assert code == 2
-    assert "--precision: found 'fp8', expected one of fp32, fp16" in err
-
-
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("files", "words"),
     [
-        (["--vq", VQ], "found checkpoint options without --against"),
-        (["--against", C2I], "--vq: found nothing, expected the VQ tokenizer"),
-        (["--against", C2I, "--vq", VQ, "--drafter", DRAFTER], "expected none: the bundle has none"),
-        (["--against", DATA / "absent.pt", "--vq", VQ], "absent.pt: no such file"),
+        ([C2I], "checkpoints: found {}, expected target (c2i_tiny.pt), vq (vq_tiny.pt), config (config.json)"),
+        ([*C2I_FILES, DRAFTER], "expected target (c2i_tiny.pt), vq (vq_tiny.pt), config (config.json)"),
+        ([DATA / "absent.pt", *C2I_FILES[1:]], "absent.pt: no such file"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    c2i_bundle: Path, capsys: pytest.CaptureFixture[str], arguments: list[Any], words: str
+def test_checkpoints_that_the_bundle_was_not_made_from_are_refused(
+    c2i_bundle: Path, capsys: pytest.CaptureFixture[str], files: list[Path], words: str
 ) -> None:
-    code, _, err = program(capsys, "verify", c2i_bundle, *arguments)
+    code, _, err = program(capsys, "verify", c2i_bundle, *files)
     assert code == 2
-    assert words in err
+    assert words.format(C2I) in err
 
 
 def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, _, err = program(capsys, "verify", "scenes", "--against", C2I)
+    code, _, err = program(capsys, "verify", "scenes", C2I)
     assert code == 2
-    assert "found a bundle of family 'scenes', expected llamagen or anole or lumina or janus or emu3" in err
+    assert "found one of family 'scenes', expected a bundle of llamagen, anole, lumina, janus, emu3" in err
+
+
+def altered(bundle: Path, goal: Path, role: str, edit: Callable[[Path], Any]) -> Path:
+    """A copy with one file edited, and the manifest's hash of it renewed."""
+    shutil.copytree(bundle, goal)
+    manifest = json.loads((goal / "bundle.json").read_text())
+    path = goal / manifest["files"][role]["path"]
+    edit(path)
+    manifest["files"][role] = FileEntry.of(path).model_dump()
+    (goal / "bundle.json").write_text(json.dumps(manifest))
+    return goal
+
+
+def add_noise(path: Path) -> None:
+    table = np.load(path)
+    np.save(path, table + np.float32(1e-3) * np.random.default_rng(0).standard_normal(table.shape, np.float32))
+
+
+def swap_two(path: Path) -> None:
+    arrays = dict(np.load(path))
+    arrays["indices"][3, [5, 6]] = arrays["indices"][3, [6, 5]]
+    np.savez(path, **arrays)
+
+
+def stretch(path: Path) -> None:
+    arrays = dict(np.load(path))
+    np.savez(path, indices=arrays["indices"], distances=arrays["distances"] * np.float32(1.01))
+
+
+@pytest.mark.parametrize(
+    ("role", "edit", "failed"),
+    [
+        ("code_embeddings", add_noise, {("code_embeddings", "rows")}),
+        ("neighbors", swap_two, {("neighbors", "indices")}),
+        ("neighbors", stretch, {("neighbors", "distances")}),
+    ],
+)
+def test_an_array_that_is_not_the_checkpoints_fails(
+    c2i_bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    role: str,
+    edit: Callable[[Path], None],
+    failed: set[tuple[str, str]],
+) -> None:
+    assert report(capsys, altered(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
+
+
+def test_another_tokenizer_file_fails(anole_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = altered(anole_bundle, tmp_path / "b", "tokenizer", lambda path: path.write_text(path.read_text() + " "))
+    assert report(capsys, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
+
+
+def more_classes(weights: Weights) -> None:
+    weights["cls_embedding.embedding_table.weight"] = torch.ones(14, 64)
+
+
+def fewer_layers(weights: Weights) -> None:
+    for name in [name for name in weights if name.startswith("layers.2.")]:
+        del weights[name]
+
+
+@pytest.mark.parametrize(
+    ("edit", "fields", "words"),
+    [
+        (fewer_layers, {"n_layer": 2}, "c2i_tiny.pt: target.num_layers: found 2, expected 3, as the bundle has"),
+        (more_classes, {"num_classes": 13}, "c2i_tiny.pt: condition.classes: found 13, expected 10, as the bundle has"),
+        (lambda weights: None, {"block_size": 25}, "config.json: block_size: found a grid of 5, expected 4"),
+    ],
+)
+def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
+    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Any, fields: Any, words: str
+) -> None:
+    config = changed(config_of(C2I), tmp_path / "config.json", **fields)
+    code, _, err = program(capsys, "verify", c2i_bundle, edited(tmp_path, C2I, edit), VQ, config)
+    assert code == 2
+    assert words in err.splitlines()[-1]
+
+
+def edit_model(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        model = onnx.load(path, load_external_data=False)
+        change(model)
+        path.write_bytes(model.SerializeToString())
+
+    return edit
+
+
+def first_weight(model: onnx.ModelProto) -> TensorProto:
+    return next(one for one in model.graph.initializer if len(one.dims) == 2)
+
+
+DAMAGE: dict[str, Callable[[onnx.ModelProto], Any]] = {
+    "an operator that is unknown": lambda model: setattr(model.graph.node[0], "op_type", "Nothing"),
+    "a missing input": lambda model: model.graph.node[0].input.__setitem__(0, "nowhere"),
+    "no operators": lambda model: model.graph.ClearField("node"),
+    "no outputs": lambda model: model.graph.ClearField("output"),
+    "a name in another language": lambda model: setattr(model.graph.node[0], "domain", "not.there"),
+    "an operator set of the future": lambda model: setattr(model.opset_import[0], "version", 4000),
+    "a weight of another size": lambda model: first_weight(model).dims.__setitem__(0, 7),
+    "a weight of an unknown type": lambda model: setattr(first_weight(model), "data_type", 99),
+    "a weight of negative size": lambda model: first_weight(model).dims.__setitem__(0, -5),
+    "an input of an unknown type": lambda model: setattr(
+        model.graph.input[0].type.tensor_type, "elem_type", TensorProto.STRING
+    ),
+    "an endless input": lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", 1 << 50),
+    "no inputs": lambda model: model.graph.ClearField("input"),
+    "a cycle": lambda model: model.graph.node[0].input.append(model.graph.node[-1].output[0]),
+}
+
+
+@pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_graph_ends_in_one_line_with_its_name(
+    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, against: list[object]
+) -> None:
+    bundle = altered(c2i_bundle, tmp_path / "b", "condition", edit_model(DAMAGE[what]))
+    code, _, err = program(capsys, "verify", bundle, *against)
+    assert code == 2
+    line = err.splitlines()[-1]
+    assert line.startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
+    assert len(line) < 600
+
+
+@pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("offset", "9999999999"), ("length", "-4"), ("offset", "x"), ("length", "9")]
+)
+def test_damaged_external_data_end_in_one_line_with_the_graphs_name(
+    c2i_bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+    value: str,
+    against: list[object],
+) -> None:
+    def edit(path: Path) -> None:
+        model = onnx.load(path)
+        weight = first_weight(model)
+        external_data_helper.set_external_data(weight, "class.data", **{"offset": 0, "length": len(weight.raw_data)})
+        (path.parent / "class.data").write_bytes(weight.raw_data)
+        weight.ClearField("raw_data")
+        next(entry for entry in weight.external_data if entry.key == key).value = value
+        path.write_bytes(model.SerializeToString())
+
+    bundle = altered(c2i_bundle, tmp_path / "b", "condition", edit)
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    manifest["files"]["condition.data"] = FileEntry.of(bundle / "class.data").model_dump()
+    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    code, _, err = program(capsys, "verify", bundle, *against)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
+
+
+def test_what_a_bundle_says_of_itself_does_not_reach_the_terminal_through_verify(
+    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\r"
+    bundle = altered(c2i_bundle, tmp_path / "b", "code_embeddings", add_noise)
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    manifest |= {"name": hostile, "provenance": manifest["provenance"] | {"licence": hostile, "exporter": hostile}}
+    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    for arguments in ([], C2I_FILES, ["--json"]):
+        code, out, err = program(capsys, "verify", bundle, *arguments)
+        assert code in (0, 2)
+        assert all(one.isprintable() or one == "\n" for one in out + err), arguments

@@ -1,0 +1,123 @@
+"""Folders of Anole and Lumina-mGPT: codes by their names, sizes of pictures, norms that several heads share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, VQGAN, copied, sharded
+from llamagen_golden import DATA
+from safetensors.torch import load_file
+
+from lantern_rt.export.families.anole import arrange_codes, read_anole, read_chameleon
+from lantern_rt.export.families.lumina import lumina_size, patch_sizes, read_lumina
+from lantern_rt.export.models.decoder import Attention
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_vq import read_vqgan
+
+PROTOCOL: dict[str, Any] = json.loads((DATA / "lumina-mgpt/protocol.json").read_text())
+
+
+def test_a_sharded_folder_gives_the_same_decoder_and_names_all_its_files(tmp_path: Path) -> None:
+    whole, shards = read_chameleon(ANOLE, 8), read_chameleon(sharded(ANOLE, tmp_path / "shards"), 8)
+    for name, weight in whole.decoder.state_dict().items():
+        assert torch.equal(weight, shards.decoder.state_dict()[name])
+    assert torch.equal(whole.embeddings, shards.embeddings)
+    roles = ["target_config", "target_tokenizer", "target_index", *["target"] * 3]
+    assert [role for role, _ in shards.sources] == roles
+
+
+def test_the_head_keeps_only_the_image_tokens() -> None:
+    model, weights = read_chameleon(ANOLE, 8), load_file(ANOLE / "model.safetensors")
+    assert torch.equal(model.decoder.head.weight, weights["lm_head.weight"][4:132])
+    assert model.codes == list(range(4, 132))
+    assert torch.equal(model.embeddings, weights["model.embed_tokens.weight"])
+    layout = model.condition.spec.layout
+    assert layout is not None
+    assert (layout.before, layout.after, layout.uncond) == ((0,), (140, 133), (0, 133))
+
+
+def test_codes_go_by_their_names_whatever_the_order_of_their_tokens(tmp_path: Path) -> None:
+    plain = read_chameleon(ANOLE, 8)
+    drafter = read_drafter(ANOLE_DRAFTER, plain.decoder, 176).drafter
+    moved = torch.arange(176)
+    moved[4:132] = 4 + torch.randperm(128, generator=torch.Generator().manual_seed(0))  # old token -> new token
+
+    def move(table: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(table).index_copy_(0, moved, table)
+
+    def reweigh(weights: dict[str, torch.Tensor]) -> None:
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            weights[name] = move(weights[name])
+
+    names = json.loads((ANOLE / "config.json").read_text())["vocabulary_map"]
+    vocabulary = {name: int(moved[token]) for name, token in names.items()}
+    other = read_chameleon(copied(ANOLE, tmp_path / "target", reweigh, vocabulary_map=vocabulary), 8)
+    assert other.codes == moved[4:132].tolist()
+    assert torch.equal(other.decoder.head.weight, plain.decoder.head.weight)
+    assert torch.equal(other.embeddings[other.codes], plain.embeddings[plain.codes])
+    expected = drafter.embed.weight.clone()
+    drafter.embed.weight = torch.nn.Parameter(move(expected), requires_grad=False)
+    arrange_codes(drafter, other.codes)
+    assert torch.equal(drafter.embed.weight, expected)
+
+
+def test_the_size_of_pictures_comes_from_the_yaml_or_the_caller(tmp_path: Path) -> None:
+    assert read_vqgan(VQGAN).grid == read_vqgan(VQGAN / "vqgan.ckpt").grid == 8
+    (tmp_path / "vqgan.ckpt").write_bytes((VQGAN / "vqgan.ckpt").read_bytes())
+    assert read_vqgan(tmp_path).grid is None
+    assert read_anole(ANOLE, tmp_path, grid=6).fields["grid_rows"] == 6
+
+
+@pytest.mark.parametrize("pixels", [512, 768, 1024])
+def test_lumina_sizes_are_the_published_ones_of_each_model(pixels: int) -> None:
+    names = {f"<reserved{8800 + n:05d}>": 8804 + n for n in range(65)} | {"<racm3:break>": 8197}
+    sizes = [lumina_size(high, wide, names) for high, wide in patch_sizes(pixels // 32)]
+    assert [[*map(int, size.name.split("x"))] for size in sizes] == PROTOCOL["official_sizes"][str(pixels)]
+    assert all((16 * size.columns, 16 * size.rows) == (*map(int, size.name.split("x")),) for size in sizes)
+    square = next(size for size in sizes if size.rows == size.columns)
+    assert square.name == f"{pixels}x{pixels}"
+    assert square.tokens == (8197, 8804 + pixels // 32, 8804 + pixels // 32)
+
+
+def test_lumina_defaults_are_those_of_the_published_solver() -> None:
+    sampling = read_lumina(LUMINA, VQGAN, grid=4).fields["sampling"]
+    assert (sampling.cfg_scale, sampling.top_k) == (PROTOCOL["cfg"], 2000)  # the solver's for images, and LANTERN's
+    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+
+
+def test_a_row_of_a_drafters_norms_serves_every_head(tmp_path: Path) -> None:
+    def norms(repeats: int) -> Callable[[dict[str, torch.Tensor]], None]:
+        return lambda weights: weights.update(
+            {name: weight[:1].repeat(repeats, 1) for name, weight in weights.items() if "_norm." in name}
+        )
+
+    target = read_chameleon(ANOLE, 8).decoder
+    one, four = (
+        read_drafter(copied(ANOLE_DRAFTER, tmp_path / str(rows), norms(rows)), target, 176).drafter.state_dict()
+        for rows in (1, 4)
+    )
+    assert one.keys() == four.keys()
+    assert all(torch.equal(one[name], four[name]) for name in one)
+
+
+def test_a_row_of_norms_serves_as_many_heads_as_the_model_was_split_for(tmp_path: Path) -> None:
+    """(model_parallel_size, head width): repeated row by row, which is transformers' own layout."""
+    generator = torch.Generator().manual_seed(0)
+
+    def split(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if "_norm." in name and "self_attn" in name]:
+            weights[name] = torch.randn(2, 16, generator=generator).bfloat16()
+
+    target = copied(LUMINA, tmp_path / "target", split)
+    weights = load_file(target / "model.safetensors")
+    attention = read_lumina(target, VQGAN, grid=4).graphs[0].module.layers[1].attention
+    assert isinstance(attention, Attention)
+    for part, norm in (("q", attention.query_norm), ("k", attention.key_norm)):
+        for kind in ("weight", "bias"):
+            rows = weights[f"model.layers.1.self_attn.{part}_norm.{kind}"]
+            assert torch.equal(getattr(norm, kind), rows[torch.tensor([0, 0, 1, 1])])

@@ -1,0 +1,369 @@
+"""Checkpoints that do not fit are refused: the error names the file and the field or weight, and what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_copies import (
+    ANOLE,
+    C2I,
+    DRAFTER,
+    EMU3,
+    LANTERN,
+    LUMINA,
+    T2I,
+    VQ,
+    VQGAN,
+    config_of,
+    copied,
+    edited,
+    sharded,
+)
+from damaged_checkpoints import (
+    Read,
+    anole,
+    drafter,
+    drop,
+    early_row_end,
+    emu3,
+    emu3_tokenizer,
+    few_codes,
+    index,
+    lantern,
+    loose,
+    lumina,
+    move,
+    official,
+    swap_tokens,
+    text_encoder,
+    tokenizer,
+    vqgan,
+    without,
+    wrong_shard,
+)
+from emu3_copies import published
+
+from lantern_rt.errors import CheckpointError, LanternError
+from lantern_rt.export.checkpoints.folders import Checkpoint
+from lantern_rt.export.families.anole import read_anole
+from lantern_rt.export.families.emu3 import read_emu3
+from lantern_rt.export.families.llamagen import read_llamagen, read_transformer
+from lantern_rt.export.families.lumina import read_lumina
+from lantern_rt.export.models.eagle import read_drafter
+from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
+from lantern_rt.export.models.t5 import read_text_encoder
+
+FREQUENCIES = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}
+NAME = "model.layers.1.self_attn.o_proj.weight"
+
+# How it is read, how the field at fault ends, and what the error says is there or expected.
+REFUSALS: dict[str, tuple[Read, str, str]] = {
+    # LlamaGen's official files
+    "another width": (official(dim=128), "config.json: dim", "128 64"),
+    "other classes": (official(num_classes=1000), "config.json: num_classes", "1000 10"),
+    "another condition": (official(model_type="t2i"), "config.json: model_type", "'t2i' 'c2i'"),
+    "odd heads": (official(n_head=5), "config.json: n_head", "5 a number that divides the width 64"),
+    "heads in words": (official(n_head="four"), "config.json: n_head", "'four' a whole number"),
+    "narrow heads": (official(n_head=32), "config.json: n_head", "a multiple of 4"),
+    "other key heads": (official(n_kv_head=2), "layers.0.attention.wqkv.weight", "192 rows 4 heads of 16"),
+    "no square": (official(block_size=17), "config.json: block_size", "17 codes a square grid"),
+    "no small number": (official(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
+    "a missing layer": (official(drop("layers.1.")), "config.json: n_layer", "3 1"),
+    "a missing weight": (
+        official(move("layers.1.attention.wo.weight", "layers.1.extra")),
+        C2I.name,
+        "missing: layers.1.attention.wo.weight unexpected: layers.1.extra",
+    ),
+    "another shape": (official(lambda w: w.update({"norm.weight": torch.ones(63)})), C2I.name, "norm.weight [63] [64]"),
+    "a grid that positions contradict": (official(lambda w: w.update(FREQUENCIES)), "block_size", "a grid of 4 5"),
+    "a grid that the caller contradicts": (
+        lambda folder: read_transformer(C2I, config=config_of(C2I), grid=7),
+        "block_size",
+        "a grid of 4 7",
+    ),
+    "a grid far too large": (official(block_size=10**60), "grid", "1 to 256"),
+    "no grid": (official(block_size=None), "grid", "do not show 16 (256 pixels)"),
+    "no heads": (lambda folder: read_transformer(C2I), C2I.name, "do not show the number of heads"),
+    "a VQ tokenizer for a target": (lambda folder: read_transformer(VQ), VQ.name, "a VQ tokenizer"),
+    "a drafter for a target": (
+        lambda folder: read_transformer(DRAFTER / "pytorch_model.bin"),
+        "pytorch_model.bin",
+        "an EAGLE drafter",
+    ),
+    "a target for a VQ tokenizer": (lambda folder: read_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
+    "a missing level": (
+        lambda folder: read_vq(edited(folder, VQ, drop("encoder.conv_blocks.4."))),
+        VQ.name,
+        "4 encoder and 5 decoder levels",
+    ),
+    "a VQ tokenizer of other codes": (few_codes, "vq", "100 codes 128"),
+    # LANTERN's layout
+    "LANTERN's width": (lantern(hidden_size=128), "config.json: hidden_size", "128 64"),
+    "LANTERN's prefix": (lantern(cls_token_num=120), "config.json: cls_token_num", "120 8"),
+    "LANTERN's condition": (lantern(input_type="video"), "config.json: input_type", "'video' 't2i' or 't2i2'"),
+    "LANTERN's heads": (lantern(num_attention_heads=None), "", "do not show the number of heads num_attention_heads"),
+    "LANTERN's grid": (lantern(block_size=35), "config.json: block_size", "35 codes"),
+    "a missing projection": (
+        lantern(drop("model.layers.2.self_attn.k_proj.")),
+        "model.layers.2.self_attn.k_proj.weight",
+        "missing weight",
+    ),
+    "LANTERN's weights": (
+        lantern(move(NAME.replace("v_proj", "o_proj"), "extra")),
+        "",
+        "self_attn.o_proj.weight extra",
+    ),
+    "no configuration": (
+        lambda folder: read_transformer(without(copied(LANTERN / "t2i", folder), "config.json")),
+        "",
+        "without its config.json",
+    ),
+    # Folders of weights
+    "missing shards": (
+        lambda folder: Checkpoint(
+            without(sharded(DRAFTER, folder / "shards", "bin"), "pytorch_model-00002-of-00003.bin")
+        ).read(),
+        "shards",
+        "pytorch_model-00002-of-00003.bin pytorch_model.bin.index.json",
+    ),
+    "a shard of another place": (wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
+    "an index to elsewhere": (index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
+    "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file beside it"),
+    "an index of numbers": (index({"weight_map": {"a": 3}}), "'a'", "3"),
+    "an empty index": (index({"weight_map": {}}), "weight_map", "{}"),
+    "an index of nothing": (index({}), "weight_map", "None"),
+    "a weight twice": (loose, "b.pt: x", "in a file before it"),
+    "no weights": (lambda folder: Checkpoint(folder).read(), "", "no weights model.safetensors"),
+    # Drafters
+    **{
+        f"a drafter's {name}": (drafter(**{name: value}), f"drafter/config.json: {name}", words)
+        for name, value, words in (
+            ("intermediate_size", 256, "256 128"),
+            ("num_attention_heads", 3, "3 a number that divides"),
+            ("hidden_size", 65, "65 64"),
+            ("input_type", "c2i", "'c2i' 't2i' or 't2i2'"),
+            ("caption_dim", 2048, "2048 32"),
+            ("cls_token_num", 120, "120 8"),
+            ("block_size", 256, "256 36"),
+            ("rope_base", 500000, "500000 10000.0"),
+            ("rope_scaling", {"type": "linear"}, "linear none"),
+            ("vocab_size", 129, "129 128"),
+            ("hidden_act", "gelu", "'gelu' 'silu'"),
+            ("attention_bias", True, "True False"),
+            ("num_hidden_layers", 2, "2 1"),
+        )
+    },
+    "a drafter's head width": (drafter(head_dim=8), "num_attention_heads", "4"),
+    "a drafter's key heads": (drafter(num_key_value_heads=2), "{q,k,v}_proj.weight", "192 rows 2 key heads"),
+    "a drafter's final norm": (
+        drafter(lambda w: w.update({"norm.weight": torch.ones(64)})),
+        "drafter",
+        "unexpected: norm.weight",
+    ),
+    "a drafter of other codes": (
+        drafter(lambda w: w.update({"embed_tokens.weight": torch.ones(64, 48)})),
+        "embed_tokens.weight",
+        "[64, 48] [128, 64]",
+    ),
+    "no drafter": (
+        lambda folder: read_drafter(folder, read_transformer(T2I, config=config_of(T2I)).decoder),
+        "",
+        "has no config.json",
+    ),
+    "a drafter of texts for classes": (
+        lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_of(C2I)),
+        "input_type",
+        "'t2i' 'c2i'",
+    ),
+    "a drafter of other classes": (
+        lambda folder: read_llamagen(
+            C2I, VQ, drafter=copied(DRAFTER, folder, input_type="c2i", num_classes=11), config=config_of(C2I)
+        ),
+        "num_classes",
+        "11 10",
+    ),
+    "a drafter of another vocabulary": (
+        lambda folder: read_anole(ANOLE, VQGAN, drafter=DRAFTER),
+        "embed_tokens.weight",
+        "[128, 64] [176, 64]",
+    ),
+    # Text encoders
+    "another T5": (text_encoder(sizes={"feed_forward_proj": "relu"}), "feed_forward_proj", "'relu' 'gated-gelu'"),
+    "odd buckets": (
+        text_encoder(sizes={"relative_attention_num_buckets": 6}),
+        "relative_attention_num_buckets",
+        "6 for distances to 128",
+    ),
+    "another T5's width": (text_encoder(sizes={"d_model": 48}), "config.json: d_model", "48 32"),
+    "a T5's weights": (
+        text_encoder(move("encoder.block.1.layer.0.SelfAttention.o.weight", "encoder.block.1.extra")),
+        "t5",
+        "encoder.block.1.layer.0.SelfAttention.o.weight encoder.block.1.extra",
+    ),
+    "a T5's inner width": (text_encoder(d_ff=80), "t5", "DenseReluDense.wi_0.weight [40, 32] [80, 32]"),
+    "a T5's head width": (text_encoder(d_kv="two"), "t5/config.json", "the configuration of a T5"),
+    "a T5 of too many layers": (text_encoder(num_layers=10**9), "num_layers", "1000000000 2"),
+    "two tables of tokens": (
+        text_encoder(lambda w: w.update({"encoder.embed_tokens.weight": w["shared.weight"] + 1})),
+        "shared.weight",
+        "differs from encoder.embed_tokens.weight",
+    ),
+    "a tokenizer of more tokens": (text_encoder(sizes={"vocab_size": 50}), "token '9'", "id 55 at most 49"),
+    "a tokenizer of other ends": (text_encoder(eos_token_id=5), "last token of a text", "1 5"),
+    "no text encoder": (lambda folder: read_text_encoder(folder, 32), "", "has no tokenizer.json"),
+    "a text encoder for classes": (
+        lambda folder: read_llamagen(LANTERN / "c2i", VQ, text_encoder=folder),
+        "text_encoder",
+        "class-conditional",
+    ),
+    # Anole
+    "no tokenizer": (
+        lambda folder: read_anole(without(copied(ANOLE, folder), "tokenizer.json"), VQGAN),
+        "",
+        "has no tokenizer.json",
+    ),
+    "a far token": (tokenizer(lambda c: c["model"]["vocab"].update(far=176)), "'far'", "id 176 at most 175"),
+    "a token elsewhere": (tokenizer(swap_tokens), "'<racm3:break>'", "id 132 id 133"),
+    "Anole's weights": (
+        anole(drop("model.layers.1.self_attn.q_norm.weight", "model.norm.weight")),
+        "target",
+        "missing: model.layers.1.self_attn.q_norm.weight, model.norm.weight",
+    ),
+    **{
+        f"Anole's {name}": (anole(**{name: value}), f"target/config.json: {name}", words)
+        for name, value, words in (
+            ("model_type", "llama", "'llama' 'chameleon'"),
+            ("architectures", ["ChameleonXLLMXForConditionalGeneration"], "ChameleonXLLMX family lumina Lumina-mGPT"),
+            ("hidden_size", 32, "32 64"),
+            ("swin_norm", True, "True False"),
+            ("max_position_embeddings", 60, "60 more than the 64"),
+            ("vocabulary_map", None, "None token ids by names"),
+        )
+    },
+    "Anole's tokens": (anole(vocabulary_map={"<s>": 0}), "vocabulary_map", "lacks <racm3:break>, <reserved08706>"),
+    "Anole's codes": (
+        anole(config=lambda c: [c["vocabulary_map"].pop(n) for n in list(c["vocabulary_map"]) if n == "IMGIMGBZ"]),
+        "vocabulary_map",
+        "127 image tokens in one block",
+    ),
+    "Lumina as Anole": (lambda folder: read_anole(LUMINA, VQGAN), "architectures", "with mask_image_logits"),
+    "stretched positions": (anole(rope_scaling={"type": "linear"}), "rope_parameters", "'linear' plain"),
+    "a VQGAN of other codes": (
+        vqgan((VQGAN / "vqgan.yaml").read_text().replace("n_embed: 128", "n_embed: 64")),
+        "vqgan.yaml: n_embed",
+        "64 128",
+    ),
+    "no size of pictures": (vqgan(None), "grid", "no .yaml"),
+    "another size of pictures": (lambda folder: read_anole(ANOLE, VQGAN, grid=4), "grid", "4 8"),
+    "broken YAML": (vqgan("model: ["), "vqgan.yaml", "YAML"),
+    "an empty YAML": (vqgan("model: {params: {embed_dim: 16}}"), "ddconfig", "the model's settings"),
+    "no VQGAN": (lambda folder: read_vqgan(folder), "", "no .ckpt"),
+    "a VQ tokenizer for a VQGAN": (lambda folder: read_vqgan(VQ), VQ.name, "no VQGAN"),
+    # Lumina-mGPT
+    "odd norms": (
+        lumina(lambda w: w.update({"model.layers.0.self_attn.q_norm.bias": torch.ones(3, 16)})),
+        "target",
+        "model.layers.0.self_attn.q_norm.bias [3, 16] [4, 16]",
+    ),
+    "no grid of patches": (lambda folder: read_lumina(LUMINA, VQGAN), "grid", "nothing 32, 48 or 64"),
+    "half a patch": (lambda folder: read_lumina(LUMINA, VQGAN, grid=5), "grid", "5 32, 48 or 64"),
+    "Anole as Lumina": (
+        lumina(config=lambda c: c.pop("mask_image_logits")),
+        "architectures",
+        "without mask_image_logits family anole",
+    ),
+    "no end of row": (
+        lumina(config=lambda c: c["vocabulary_map"].pop("<reserved08799>")),
+        "vocabulary_map",
+        "lacks <reserved08799>",
+    ),
+    "a token without a row": (
+        lumina(config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 600})),
+        "model.embed_tokens.weight",
+        "518 rows 600",
+    ),
+    "an end of row before the codes": (early_row_end, "<reserved08799>", "token 3"),
+    # Emu3
+    "no image tokenizer": (
+        lambda folder: read_emu3(published(folder)[0], grid=4),
+        "vq",
+        "nothing Emu3-VisionTokenizer",
+    ),
+    "two image tokenizers": (lambda folder: read_emu3(EMU3, folder, grid=4), "vq", "none"),
+    "no Emu3": (emu3(model_type="llama"), "model_type", "'llama' 'emu3' or 'Emu3'"),
+    "Emu3's vocabulary": (emu3(vocabulary_map=[]), "vocabulary_map", "[]"),
+    "Emu3's tokens": (
+        emu3(config=lambda c: c["vocabulary_map"].update({"<|extra_200|>": 5})),
+        "tokenizer.json: token '<|extra_200|>'",
+        "id 549 id 5",
+    ),
+    "Emu3's positions": (
+        emu3(config=lambda c: c["text_config"].update(rope_scaling={"rope_type": "yarn"})),
+        "rope_parameters",
+        "'yarn' plain",
+    ),
+    "Emu3's default width": (
+        emu3(config=lambda c: c["text_config"].pop("hidden_size")),
+        "config.json: hidden_size",
+        "4096 48",
+    ),
+    "Emu3's head": (emu3(drop("text_model.lm_head.")), "lm_head.weight", "missing weight"),
+    "Emu3's weights": (
+        emu3(drop("text_model.model.layers.1.mlp.up_proj.")),
+        "target",
+        "missing: text_model.model.layers.1.mlp.up_proj.weight",
+    ),
+    "Emu3's frames": (
+        emu3(lambda w: w.update({"vqmodel.encoder.time_conv.0.conv.conv.weight": torch.zeros(4, 4, 3, 3, 3)})),
+        "vqmodel.encoder.time_conv.0.conv.conv.weight",
+        "[4, 4, 3, 3, 3] for 4 frames 4 taps",
+    ),
+    "Emu3's image tokenizer": (
+        emu3(lambda w: w.update({"vqmodel.extra.weight": torch.zeros(2)})),
+        "target",
+        "unexpected: vqmodel.extra.weight",
+    ),
+    "a line without a rank": (
+        emu3_tokenizer("emu3.tiktoken", lambda text: text.replace("Ig== 1", "Ig==")),
+        "emu3.tiktoken",
+        "'Ig==' base 64",
+    ),
+    "a rank twice": (
+        emu3_tokenizer("emu3.tiktoken", lambda text: text.replace("Ig== 1", "Ig== 0")),
+        "emu3.tiktoken",
+        "each once",
+    ),
+    "visual tokens out of order": (
+        emu3_tokenizer("emu3_vision_tokens.txt", lambda text: text.replace("000007", "000700")),
+        "emu3.tiktoken",
+        "96 visual tokens",
+    ),
+    "no begin of image": (
+        emu3_tokenizer("emu3_vision_tokens.txt", lambda text: text.replace("image start", "start"), boi_token_id=None),
+        "emu3.tiktoken",
+        "lacks <|image start|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_its_field(tmp_path: Path, what: str) -> None:
+    read, field, words = REFUSALS[what]
+    with pytest.raises(LanternError) as caught:
+        read(tmp_path)
+    error = caught.value
+    assert error.field.endswith(field)
+    said = " ".join((error.problem, error.found, error.expected, error.remedy))
+    missing = [word for word in words.split() if word not in said]
+    assert not missing, said
+
+
+def test_a_refusal_is_a_sentence_with_file_field_and_remedy(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        drafter(caption_dim=2048)(tmp_path)
+    place = tmp_path / "drafter/config.json"
+    assert str(caught.value) == (
+        f"{place}: caption_dim: found 2048, expected 32; give the drafter that was trained for this target"
+    )
