@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -14,10 +15,12 @@ import pytest
 import typer
 from running_server import GENERATIONS, RunningServer, events, until
 
+import lantern_rt.serve
 from lantern_rt.cli.app import app
 from lantern_rt.serve.protocol import ImagesRequest
 
-PAGE = (Path(__file__).parents[2] / "docs/serving.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/serving.md").read_text("utf-8")
 SECTIONS: dict[str, str] = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 ADDRESS = "localhost:8000"
 
@@ -31,11 +34,12 @@ def names(text: str) -> list[str]:
     return re.findall(r"`([^`]*)`", text)
 
 
-def rows(section: str) -> list[list[str]]:
-    """Cells of the tables of a section, line by line, without their headings."""
+def column(section: str, number: int = 0) -> list[str]:
+    """Cells of the tables of a section, without their headings."""
+    rows = [line.split(" | ") for line in SECTIONS[section].splitlines() if " | " in line]
     lines = SECTIONS[section].splitlines()
-    headings = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("---")]
-    return [line.split(" | ") for line in lines if " | " in line and line not in headings]
+    headings = [lines[i - 1].split(" | ") for i, line in enumerate(lines) if line.startswith("---")]
+    return [row[number] for row in rows if row not in headings]
 
 
 def shape(value: Any) -> Any:
@@ -47,6 +51,21 @@ def shape(value: Any) -> Any:
     return type(None if value is None else value)
 
 
+def curl(server: RunningServer, command: str) -> Any:
+    """What curl would be answered."""
+    program, url, *rest = shlex.split(command.replace("\\\n", " "))
+    assert (program, url.startswith(ADDRESS)) == ("curl", True)
+    options = dict(zip(rest[::2], rest[1::2], strict=True))
+    assert options.keys() == {"-H", "-d"}
+    name, _, value = options["-H"].partition(": ")
+    status, _, body = server.request("POST", url.removeprefix(ADDRESS), options["-d"].encode(), {name: value})
+    assert status == 200
+    return json.loads(body)
+
+
+# ---------------------------------------------------------------- what runs
+
+
 @pytest.mark.parametrize(("number", "files"), [(0, ["cube.png"]), (1, ["final.png", "partial-0.png", "partial-1.png"])])
 def test_the_programs_of_the_page_run_as_written(
     scenes: RunningServer, tmp_path: Path, number: int, files: list[str]
@@ -56,19 +75,18 @@ def test_the_programs_of_the_page_run_as_written(
     command = [sys.executable, "-c", program.replace(ADDRESS, scenes.address)]
     subprocess.run(command, cwd=tmp_path, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert len(blocks("python")) == 2
 
 
 def test_a_request_is_answered_as_the_page_shows(scenes: RunningServer) -> None:
     (command,) = blocks("sh", SECTIONS["Asking"])
     (shown,) = map(json.loads, blocks("json", SECTIONS["Asking"]))
-    body = shlex.split(command.replace("\\\n", " "))[-1]
-    status, answer = scenes.post(body.encode())
-    assert status == 200
-    assert shape(answer) == shape(shown)
+    found = curl(scenes, command)
+    assert shape(found) == shape(shown)
     for name in ("output_format", "quality", "background", "size", "usage"):
-        assert answer[name] == shown[name]
+        assert found[name] == shown[name]
     for name in ("model", "method", "choice", "seeds", "target_passes"):
-        assert answer["lantern"][name] == shown["lantern"][name]
+        assert found["lantern"][name] == shown["lantern"][name]
 
 
 def test_an_error_is_what_the_page_shows(scenes: RunningServer) -> None:
@@ -77,15 +95,17 @@ def test_an_error_is_what_the_page_shows(scenes: RunningServer) -> None:
 
 
 def test_a_stream_has_the_events_of_the_page(scenes: RunningServer) -> None:
-    request = {"prompt": "a red cube on sand", "stream": True, "partial_images": 1, "steps": True}
-    _, _, body = scenes.request("POST", GENERATIONS, json.dumps(request).encode(), {"content-type": "application/json"})
-    sent = {kind: data.keys() - {"type"} for kind, data in events(body)}
-    listed = {names(kind)[0]: set(names(fields)) for kind, fields in rows("Streaming")}
-    assert sent.keys() == listed.keys()
-    assert sent["lantern.step"] == listed["lantern.step"] - {"steps"}  # the field that asks for it
-    common = {"created_at", "size", "quality", "background", "output_format"}
-    assert sent["image_generation.partial_image"] == common | listed["image_generation.partial_image"]
-    assert sent["image_generation.completed"] == common | {"b64_json", "usage", "lantern"}
+    asked = {"prompt": "a red cube on sand", "stream": True, "partial_images": 1, "steps": True}
+    _, _, body = scenes.request("POST", GENERATIONS, json.dumps(asked).encode(), {"content-type": "application/json"})
+    found = {kind: data.keys() for kind, data in events(body)}
+    rows = zip(column("Streaming"), column("Streaming", 1), strict=True)
+    told = {names(kind)[0]: set(names(fields)) for kind, fields in rows}
+    assert found.keys() == told.keys()
+    told["lantern.step"] -= {"steps"}  # the field that asks for it
+    assert found["lantern.step"] - {"type"} == told["lantern.step"]
+    answer = {"created_at", "size", "quality", "background", "output_format", "type"}
+    assert found["image_generation.partial_image"] == answer | told["image_generation.partial_image"]
+    assert found["image_generation.completed"] == answer | {"b64_json", "usage", "lantern"}
 
 
 def test_a_line_of_the_log_has_the_fields_of_the_page(scenes: RunningServer) -> None:
@@ -97,27 +117,83 @@ def test_a_line_of_the_log_has_the_fields_of_the_page(scenes: RunningServer) -> 
 
 
 def test_health_is_what_the_page_says(scenes: RunningServer) -> None:
-    for paths, ready, *_ in rows("Health"):
-        for path in names(paths):
-            status, answer = scenes.get(path)
+    for path, ready in zip(column("Health"), column("Health", 1), strict=True):
+        for one in names(path):
+            status, answer = scenes.get(one)
             assert status == 200
-            assert path == "/livez" or answer == json.loads(names(ready)[0])
+            assert one == "/livez" or answer == json.loads(names(ready)[0])
 
 
-def test_the_page_lists_every_field_and_every_metric_and_no_other(scenes: RunningServer) -> None:
-    assert sorted(name for row in rows("Asking") for name in names(row[0])) == sorted(ImagesRequest.model_fields)
-    counted = re.findall(r"^# TYPE (lantern_\w+) ", scenes.get("/metrics")[1], re.MULTILINE)
-    listed = {name for row in rows("Metrics") for name in names(row[0])}
-    assert listed == {name for name in counted if not name.endswith("_created")}
+# ---------------------------------------------------------------- what is listed
 
 
-def test_options_of_the_page_exist_with_their_defaults() -> None:
-    group: Any = typer.main.get_command(app)
+def test_every_field_of_a_request_is_on_the_page_and_no_other() -> None:
+    told = [name for cell in column("Asking") for name in names(cell)]
+    assert sorted(told) == sorted(ImagesRequest.model_fields)
+
+
+def test_every_metric_is_on_the_page_and_no_other(scenes: RunningServer) -> None:
+    told = {name for cell in column("Metrics") for name in names(cell)}
+    found = re.findall(r"^# TYPE (lantern_\w+) ", scenes.get("/metrics")[1], re.MULTILINE)
+    assert told == {name for name in found if not name.endswith("_created")}
+
+
+def refusals() -> set[tuple[int, str | None]]:
+    """Status and code of every refusal in the server's source."""
+    found = set()
+    for path in Path(next(iter(lantern_rt.serve.__path__))).glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("HttpError", "cls") and call.args:
+                values = [one.value if isinstance(one, ast.Constant) else None for one in call.args]
+                if isinstance(values[0], int):
+                    found.add((values[0], values[3] if len(values) > 3 else None))
+    return found
+
+
+def test_every_status_and_code_is_on_the_page() -> None:
+    told: dict[int, set[str]] = {}
+    for statuses, codes in zip(column("Errors"), column("Errors", 1), strict=True):
+        told |= {int(status): set(re.findall(r"\w+", codes)) for status in statuses.split(", ")}
+    found = refusals()
+    assert len(found) > 10
+    assert [(status, code) for status, code in found if (code or "null") not in told.get(status, ())] == []
+    extra = {(405, "null")}  # of Starlette itself
+    known = {(status, code or "null") for status, code in found} | extra
+    assert {(status, code) for status, codes in told.items() for code in codes} - known <= {(404, "null")}
+
+
+def command_lines() -> list[list[str]]:
+    """Arguments of every lantern-rt command of the page; the ones for Docker too."""
+    lines = re.findall(r"^    .*?lantern-rt ((?:\\\n *)?(?:serve|bench).*?)(?: +#.*)?$", PAGE, re.MULTILINE)
+    return [shlex.split(line.replace("\\\n", " ")) for line in lines]
+
+
+@pytest.mark.parametrize("arguments", command_lines(), ids=" ".join)
+def test_the_options_of_the_page_exist(arguments: list[str]) -> None:
+    group = typer.main.get_command(app)
+    with group.make_context("lantern-rt", list(arguments)) as context:
+        command = group.get_command(context, arguments[0])  # type: ignore[attr-defined]
+        command.make_context(arguments[0], arguments[1:], parent=context)
+    assert len(command_lines()) >= 6
+
+
+def test_the_limits_of_the_page_are_those_of_the_command() -> None:
+    group = typer.main.get_command(app)
     with group.make_context("lantern-rt", ["serve"]) as context:
-        command = group.get_command(context, "serve")
+        command = group.get_command(context, "serve")  # type: ignore[attr-defined]
     defaults = {parameter.opts[0]: parameter.default for parameter in command.params}
-    for option, stated, _ in rows("Limits and overload"):
+    for option, told in zip(column("Limits and overload"), column("Limits and overload", 1), strict=True):
         default = defaults[names(option)[0]]
-        assert stated.isdecimal() == (default is not None)
-        assert default is None or int(stated) == default
-    assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= {*defaults, "--cpus", "--cpuset-cpus"}  # these of Docker
+        assert told == (str(int(default)) if default is not None else told)
+        assert default is not None or not told.isdecimal()
+    assert f"`--drain-seconds` ({int(defaults['--drain-seconds'])})" in " ".join(PAGE.split())
+    for option in re.findall(r"`(--[a-z-]+)", PAGE):
+        known = {*defaults, "--cpus", "--cpuset-cpus", "--memory"}  # these of Docker
+        assert option in known, option
+
+
+def test_files_that_the_page_names_exist() -> None:
+    found = re.findall(r"-f (\S+)", PAGE)
+    assert set(found) == {"deploy/Dockerfile", "deploy/compose.yaml"}
+    for name in (*found, *(f"docs/{link}" for link in re.findall(r"\]\(([\w/]+\.\w+)", PAGE))):
+        assert (ROOT / name).is_file(), name

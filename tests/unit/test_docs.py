@@ -37,6 +37,17 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(target), link
 
 
+def test_files_that_pages_name_exist() -> None:
+    folders = "lantern_rt|runtime|engines|export|train|tests|benchmarks|recipes|examples|deploy"
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(rf"\b(?:{folders})/[a-z0-9_/]+\.[a-z]+\b", page.read_text("utf-8"))
+    }
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
 def test_pages_that_code_names_exist() -> None:
     folders = ("lantern_rt", "runtime", "engines", "export", "train", "tests", "benchmarks", "recipes", "deploy")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".yaml")]

@@ -250,7 +250,7 @@ def test_the_page_on_services_says_what_works(tmp_path: Path, monkeypatch: pytes
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("256 of 256 codes\n")
+    assert done.stdout.endswith("256 of 256 tokens\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picture-0.png", "picture-1.png"]
 
 
