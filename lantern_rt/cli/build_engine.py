@@ -10,7 +10,7 @@ import typer
 from ..engines.build import build_engines
 from ..engines.profiles import BuildOptions
 from .console import print_json, print_text, progress, say
-from .options import BundleName, Force, Json, open_whole
+from .options import BundleArgument, ForceOption, JsonOption, open_bundle
 
 EXAMPLES = r"""
 lantern-rt build-engine bundles/llamagen-xl --output engines/llamagen-xl
@@ -21,7 +21,7 @@ lantern-rt run bundles/llamagen-xl "a red sphere on sand" --engines engines/llam
 
 
 def build_engine(
-    bundle: BundleName,
+    bundle: BundleArgument,
     output: Annotated[Path, typer.Option(help="Engine folder to write.")],
     backend: Annotated[str, typer.Option(help="tensorrt or tensorrt-rtx.")] = "tensorrt",
     max_rows: Annotated[int, typer.Option(help="Sequences per pass; guidance makes two of every image.")] = 8,
@@ -32,12 +32,12 @@ def build_engine(
             metavar="SM", help="GPU to build for, such as SM89; may be given several times. [default: this host's]"
         ),
     ] = None,
-    json: Json = False,
-    force: Force = False,
+    json: JsonOption = False,
+    force: ForceOption = False,
 ) -> None:
     """Turn a bundle into plans for a GPU; `run --engines` runs them."""
     options = BuildOptions(backend, max_rows, max_nodes, tuple(compute_capability or ()))
-    opened = open_whole(bundle)
+    opened = open_bundle(bundle)
     if opened.manifest.target.dtype == "float32":
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
             "half the memory")  # fmt: skip

@@ -12,7 +12,7 @@ from ..bundle.files import embedded_names
 from ..engines.doctor import host_report
 from ..output.tables import text_table
 from .console import print_json, print_text
-from .options import Json
+from .options import JsonOption
 
 EXAMPLES = """
 lantern-rt doctor
@@ -21,7 +21,7 @@ lantern-rt doctor --json
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
 
 
-def doctor(json: Json = False) -> None:
+def doctor(json: JsonOption = False) -> None:
     """Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong (exit code 2 if so)."""
     report, packages = host_report(), {}
     for name in _PACKAGES:
