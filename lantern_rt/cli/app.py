@@ -77,15 +77,13 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        from .options import with_options
-
         name = COMMANDS[cmd_name][0]
         module = importlib.import_module(f".{name}", __package__)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         steps: dict[str, str] = getattr(module, "STEPS", None) or {cmd_name: module.EXAMPLES}
         for step, examples in steps.items():
             function = getattr(module, name if step == cmd_name else step)
-            app.command(step, cls=_Command, epilog=_examples(examples))(with_options(function))
+            app.command(step, cls=_Command, epilog=_examples(examples))(function)
         if cmd_name not in steps:
             examples = "\n".join(one.strip() for one in steps.values())
             app.callback(cls=_Steps, help=module.__doc__, epilog=_examples(examples))(_nothing)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from ..engines.ort.providers import DEFAULT_PROVIDER, Providers
-from ..methods import PARAMETERS, Sampling
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
@@ -97,9 +93,9 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 class EngineOptions:
     """What decodes: engines in place of the bundle's graphs, and how they run."""
 
-    threads: ThreadsOption = None
-    engines: EnginesOption = None
-    provider: ProviderOption = None
+    threads: int | None = None
+    engines: Path | None = None
+    provider: list[str] | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -157,65 +153,8 @@ def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
         return files.open_bundle(name, unread=unread, counted=partial(show, "checking the bundle's files"))
 
 
-# To be removed once no command uses it: names before, and options made of fields.
+# Names before; for commands that have not moved yet.
 BundleName = BundleArgument
-Prompts = PromptsOption
-Embeddings = EmbeddingsOption
 Json = JsonOption
 Force = ForceOption
-Running = EngineOptions
 open_whole = open_bundle
-Shaping = Annotated[dict[str, Any], SAMPLING, Sampling]  # guidance, temperature and filters
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one option for each field of some parameters: dataclasses, and dictionaries marked by models.
-
-    In `Annotated[dict[str, Any], GROUP, Model, ...]` only fields count that the models describe; None where not given.
-    """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-    for parameter in _parameters(command):
-        hint = parameter.annotation
-        metadata: tuple[Any, ...] = getattr(hint, "__metadata__", ())
-        models = [one for one in metadata if isinstance(one, type)]
-        if models or is_dataclass(hint):
-            own = _described(models, metadata[0]) if models else _parameters(hint)
-            groups[parameter.name] = (dict if models else hint, [one.name for one in own])
-            parameters += own
-        else:
-            parameters.append(parameter)
-
-    def run(**given: Any) -> None:
-        for name, (make, names) in groups.items():
-            given[name] = make(**{one: given.pop(one) for one in names})
-        command(**given)
-
-    run.__doc__ = command.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def _parameters(made: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a function takes, or a dataclass where fields are options, all by name."""
-    hints, kind = get_type_hints(made, include_extras=True), inspect.Parameter.KEYWORD_ONLY
-    given = [one.replace(annotation=hints[one.name], kind=kind) for one in inspect.signature(made).parameters.values()]
-    return [one for one in given if get_origin(one.annotation) is Annotated or not is_dataclass(made)]
-
-
-def _described(models: Sequence[type[BaseModel]], group: str) -> list[inspect.Parameter]:
-    """An option for each field that has a description; its help names the methods that take it."""
-    fields: dict[str, FieldInfo] = {}
-    for model in models:
-        fields |= {name: field for name, field in model.model_fields.items() if name not in fields}
-    options = []
-    for name, field in fields.items():
-        public = field.alias or name
-        if field.description:
-            takers = f" ({', '.join(PARAMETERS[public])})" if public in PARAMETERS else ""
-            text = f"{field.description.rstrip('.')}{takers}. [default: the bundle's]"
-            option = typer.Option(f"--{public.replace('_', '-')}", help=text, rich_help_panel=group)
-            own = {"default": None, "annotation": Annotated[Optional[field.annotation], option]}  # noqa: UP045
-            options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **own))
-    return options
