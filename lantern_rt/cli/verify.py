@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
 from .console import print_text, progress
-from .options import BundleName, Force, Json, open_whole
+from .options import BundleArgument, ForceOption, JsonOption, open_bundle
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -28,7 +28,7 @@ lantern-rt verify bundles/llamagen-b c2i_B_256.pt vq_ds16_c2i.pt --report b.html
 
 
 def verify(
-    bundle: BundleName,
+    bundle: BundleArgument,
     checkpoints: Annotated[
         list[str] | None,
         typer.Argument(
@@ -37,8 +37,8 @@ def verify(
         ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the tables to this .html as well.")] = None,
-    json: Json = False,
-    force: Force = False,
+    json: JsonOption = False,
+    force: ForceOption = False,
 ) -> None:
     """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
 
@@ -46,7 +46,7 @@ def verify(
     """
     if report:
         check_output(report, force)
-    opened = open_whole(bundle)
+    opened = open_bundle(bundle)
     options = _match(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
