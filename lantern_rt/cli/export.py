@@ -11,7 +11,7 @@ import typer
 from ..checks import require_library
 from .console import print_text, progress, say
 from .memory import PeakMemory
-from .options import Force
+from .options import ForceOption
 
 if TYPE_CHECKING:
     from ..export.writer import Model
@@ -66,7 +66,7 @@ def export(
     compute: Annotated[
         str, typer.Option(help="What target and drafter compute in: float32, or float16 for GPUs.")
     ] = "float32",
-    force: Force = False,
+    force: ForceOption = False,
 ) -> None:
     """Turn a checkpoint into a bundle, and check every graph against it. Needs lantern-rt[cpu,export]."""
     from ..export.registry import check_family, read_family

@@ -151,10 +151,3 @@ def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
 
     with progress(lines=False, unit="bytes") as show:
         return files.open_bundle(name, unread=unread, counted=partial(show, "checking the bundle's files"))
-
-
-# Names before; for commands that have not moved yet.
-BundleName = BundleArgument
-Json = JsonOption
-Force = ForceOption
-open_whole = open_bundle
