@@ -208,6 +208,11 @@ class Pipeline:
         """
         return check_request(self.bundle.manifest, self._tokenizer, prompts, **with_default_method(options))
 
+    def check_room(self, request: Request) -> None:
+        """Raises: RequestError: an image of the request takes more memory than there was beside the weights."""
+        if self._free is not None:
+            check_room(self.bundle.manifest, request, self._free)
+
     def decode(self, request: Request) -> Generator[StreamStep, None, None]:
         """Decode a checked request, step by step.
 
@@ -215,8 +220,7 @@ class Pipeline:
             RequestError: there is no memory for it, or the pipeline was closed; before the first step.
         """
         engines, chooser = self._open()  # also when the pipeline is closed meanwhile
-        if self._free is not None:
-            check_room(self.bundle.manifest, request, self._free)
+        self.check_room(request)
         together = images_together(self.bundle.manifest, request.settings, engines.most_rows)
         return self._decode(engines, chooser, request, min(len(request.images), together))
 

@@ -152,6 +152,7 @@ class Service:
             BusyError: too many wait.
         """
         request = self.pipeline.check(prompts, **options)
+        self.pipeline.check_room(request)
         images = len(request.images)
         ticket = Ticket(self, request, listener, steps)
         nodes = state.method_nodes(request.settings.method)

@@ -118,7 +118,7 @@ def test_codes_are_not_seated_again_in_a_tokenizer_from_a_bundle(scenes_vq: Path
 def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_refused(scenes_vq: Path, tmp_path: Path) -> None:
     save_target(scenes_vq, SMALL)
     save_drafter(scenes_vq, replace(SMALL, hidden_size=128))
-    with pytest.raises(CheckpointError, match=r"width 128.*64"):
+    with pytest.raises(CheckpointError, match=r"shape \[2048, 128\], expected \[2048, 64\]"):
         write_scenes_bundle(scenes_vq, tmp_path / "bundle", force=False, progress=lambda *_: None)
     refusals = {
         "vq.pt": lambda: train_vq(scenes_vq, minutes=1, config=TINY_VQ),
