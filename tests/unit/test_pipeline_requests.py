@@ -234,7 +234,12 @@ def with_methods(words: Checker, *methods: MethodConfig) -> Any:
 
 @pytest.mark.parametrize(
     ("paths", "reason"),
-    [([[0, 0]], "expected its parent"), ([[1]], "expected its sibling 0"), ([], "no paths"), ({"a": 1}, "expected a list of paths")],
+    [
+        ([[0, 0]], "expected its parent"),
+        ([[1]], "expected its sibling 0"),
+        ([], "no paths"),
+        ({"a": 1}, "expected a list of paths"),
+    ],
 )
 def test_a_malformed_tree_file_is_refused(words: Checker, tmp_path: Path, paths: Any, reason: str) -> None:
     file = tmp_path / "tree.json"
