@@ -251,20 +251,23 @@ def check_request(
     settings = resolve_settings(manifest, options)
     condition = manifest.condition
     kind = condition.kind
-    text_kind = kind if kind in ("text", "tokens") else "words"
-    subjects_by_kind = {text_kind: prompts, "class": class_ids, "embeddings": embeddings}
+    own_field = {"class": "class_ids", "embeddings": "embeddings"}.get(kind, "prompts")
     takes = {
-        text_kind: "a prompt",
-        "class": "class ids",
+        "prompts": "a prompt",
+        "class_ids": "class ids",
         "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
     }
-    wanted = f"{takes[kind]}: that is what bundle {manifest.name} takes"
-    for name, value in subjects_by_kind.items():
-        if value is not None and name != kind:
-            cure = "export it with --text-encoder to give prompts" if (name, kind) == ("words", "embeddings") else ""
-            raise RequestError(found=takes[name], expected=wanted, remedy=cure)
-    if subjects_by_kind[kind] is None:
-        raise RequestError(found="nothing to draw", expected=wanted)
+    wanted = f"{takes[own_field]}: that is what bundle {manifest.name} takes"
+    present = [
+        name
+        for name, value in (("prompts", prompts), ("class_ids", class_ids), ("embeddings", embeddings))
+        if value is not None
+    ]
+    if present != [own_field]:
+        other = next((name for name in present if name != own_field), None)
+        cure = "export it with --text-encoder to give prompts" if (other, kind) == ("prompts", "embeddings") else ""
+        found = takes[other] if other else "nothing to draw"
+        raise RequestError(field=own_field, found=found, expected=wanted, remedy=cure)
     if embeddings is not None:
         subjects = embedding_requests(condition, embeddings)
     elif class_ids is not None:
@@ -273,14 +276,11 @@ def check_request(
         assert tokenizer is not None
         subjects = text_requests(condition, tokenizer, manifest.size(settings.size), _as_list(prompts))
     if not subjects:
-        raise RequestError(found="an empty list", expected=wanted)
+        raise RequestError(field=own_field, found="an empty list", expected=wanted)
     count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)
     if len(subjects) * count > IMAGES_LIMIT:
-        raise RequestError(
-            found=f"{len(subjects)} x {count} images",
-            expected=f"at most {IMAGES_LIMIT} in one request",
-            remedy="split it",
-        )
+        found = f"{len(subjects)} x {count} images"
+        raise RequestError(field="num_images", found=found, expected=f"at most {IMAGES_LIMIT} in one request")
     seeds = _as_list(seed, len(subjects))
     if len(seeds) != len(subjects):
         raise RequestError(

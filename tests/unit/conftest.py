@@ -31,6 +31,14 @@ def embeddings_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _tiny(tmp_path_factory, "embeddings")
 
 
+@pytest.fixture(scope="module")
+def pipe(words_bundle: Path) -> Any:
+    """A pipeline of `words_bundle`."""
+    from lantern_rt import Pipeline
+
+    return Pipeline.from_bundle(words_bundle, threads=1)
+
+
 def _tiny(factory: pytest.TempPathFactory, kind: str) -> Path:
     pytest.importorskip("onnx")
     from tiny_bundle import make_tiny_bundle

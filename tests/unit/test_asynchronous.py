@@ -11,18 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from idle_service import left_alone
-from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, Result
 from lantern_rt.asynchronous import AsyncPipeline
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5"]
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
 
 
 def same(one: Result, other: Result) -> bool:

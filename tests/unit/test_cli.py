@@ -150,7 +150,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["a purple cube"], "prompt: found unknown word 'purple'"),
         (["a", "red", "cube"], "prompt: found the single word 'a' among 3"),
         (["bundles/none", "a red cube"], "prompt: found the single word 'bundles/none' among 2"),
-        (["--class-id", "3"], "found class ids, expected a prompt"),
+        (["--class-id", "3"], "prompt: found class ids, expected a prompt"),
         (["red", "--method", "lantern:delta=1"], "delta: found 1"),
         (["red", "--method", "lantern:delta=nan"], "delta: found nan"),
         (["red", "--method", "sjd:delta=.1:lambda=2"], ".*two bounds"),

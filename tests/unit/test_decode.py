@@ -145,16 +145,6 @@ def test_the_seed_alone_decides_and_other_seeds_give_other_codes(method: MethodC
     assert one != other
 
 
-@pytest.mark.parametrize(
-    "draft", ["balanced-25", "medusa-63", "chain-1", "chain-4", "dynamic-8-3-3", "dynamic-59", 1, 16]
-)
-@every_sampling
-def test_every_exact_method_gives_the_codes_of_ar(draft: str | int, sampling: Sampling) -> None:
-    method = Eagle(tree=draft) if isinstance(draft, str) else Sjd(window=draft)
-    plain = codes_of(steps_of(model(vocabulary=12, codes=30), range(4), sampling, METHODS["ar"]), 4)
-    assert codes_of(steps_of(model(vocabulary=12, codes=30), range(4), sampling, method), 4) == plain
-
-
 @pytest.mark.parametrize("tree", ["chain-3", "balanced-25", "naive-57"])
 @every_sampling
 def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling: Sampling) -> None:
@@ -234,18 +224,6 @@ def test_a_drafter_may_see_padded_prefix_slots_or_not(masks_prefix: bool) -> Non
     engine = model(layout=DrafterLayout(masks_prefix=masks_prefix, prefix_token=2))
     steps = steps_of(engine, range(4), Sampling(cfg_scale=2.0), METHODS["eagle, static"])
     assert [len(row) for row in codes_of(steps, 4)] == [CODES] * 4
-
-
-def test_nothing_runs_before_the_first_step_is_asked_for_and_nothing_after_closing() -> None:
-    engine = model()
-    running = decode(engine, prompts(range(2)), range(2), Sampling(), Ar())
-    assert isinstance(engine.target, ToyTarget)
-    assert engine.target.passes == []
-    next(running)
-    next(running)
-    running.close()  # type: ignore[attr-defined]
-    assert next(running, None) is None
-    assert len(engine.target.passes) == 2
 
 
 def test_finished_requests_leave_the_batch() -> None:

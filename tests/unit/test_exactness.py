@@ -123,7 +123,8 @@ def test_every_exact_method_gives_the_codes_of_ar(
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
     plain = codes_of(decode(model, prompts, seeds, sampling, Ar()), 3)
-    for method in (*(Eagle(tree=name) for name in ("chain-2", BUSHY, "dynamic-8-4-2")), Sjd(window=1), Sjd(window=6)):
+    trees = ("chain-2", BUSHY, "dynamic-8-4-2", "medusa-63", "dynamic-59")
+    for method in (*(Eagle(tree=name) for name in trees), *(Sjd(window=size) for size in (1, 6, 16))):
         assert codes_of(decode(model, prompts, seeds, sampling, method), 3) == plain
 
 

@@ -8,18 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.output.trace import Trace
 from lantern_rt.results import StreamStep
 
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
 
 
 def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
@@ -80,24 +74,3 @@ def test_a_cancelled_decode_leaves_its_last_cells_empty(pipe: Pipeline) -> None:
         assert (codes[i, :known] == last.codes[i]).all()
         assert (codes[i, known:] == -1).all()
     assert trace.picture().size == Trace(6, 6, trace.parts).picture().size
-
-
-def test_a_trace_does_not_keep_distributions(pipe: Pipeline) -> None:
-    trace, _ = record(pipe, "lantern++")
-    assert all(set(part._fields) == {"step", "image", "codes", "committed", "tree_tokens", "tree_parents", "path"}
-               for part in trace.parts)  # fmt: skip
-
-
-def test_many_images_and_lengths_fit_in_the_picture() -> None:
-    from lantern_rt.runtime.acceptance import Acceptance
-    from lantern_rt.runtime.decode import RequestStep, Step
-    from lantern_rt.runtime.tree import DraftTree
-
-    trace = Trace(8, 8)
-    codes = np.arange(30)
-    chain = DraftTree(codes, np.arange(30) - 1)
-    acceptance = Acceptance(list(range(30)), 7)
-    trace.add(Step([RequestStep(i, codes, 30, chain, acceptance) for i in range(20)], 600, 1280))
-    picture = trace.picture()
-    assert picture.width > 8 * 8 * 16
-    assert picture.height > 3 * 8 * 16

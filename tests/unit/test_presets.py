@@ -33,28 +33,23 @@ def chosen(folder: Path, *entries: Any) -> dict[str, str]:
     return {quality: str(preset.method).split(":")[0] for quality, preset in presets.items()}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_bundle(tmp_path_factory.mktemp("presets") / "tiny")
-
-
-def test_whole_intervals_have_to_keep_to_the_limits_and_most_tokens_per_pass_win(folder: Path) -> None:
+def test_whole_intervals_have_to_keep_to_the_limits_and_most_tokens_per_pass_win(words_bundle: Path) -> None:
     careful = entry("sjd:lambda=2", 2.0, (0.0, 0.03))
     bold = entry("rows", 4.0, (0.05, 0.11))
     wild = entry("lantern++", 5.0, (0.05, 0.13))
     likely = entry("lantern", 6.0, (-0.2, -0.1))  # tokens likelier than the target's own are a departure, too
-    assert chosen(folder, careful, bold, wild, likely) == {"balanced": "sjd", "fast": "rows"}
-    assert chosen(folder, careful, entry("rows", 4.0, (0.03, 0.041))) == {"balanced": "sjd", "fast": "rows"}
-    assert chosen(folder, careful, entry("rows", 1.5, (0.0, 0.01))) == {"balanced": "sjd", "fast": "sjd"}
-    assert chosen(folder, bold) == {"fast": "rows"}
-    assert chosen(folder, wild) == {}
+    assert chosen(words_bundle, careful, bold, wild, likely) == {"balanced": "sjd", "fast": "rows"}
+    assert chosen(words_bundle, careful, entry("rows", 4.0, (0.03, 0.041))) == {"balanced": "sjd", "fast": "rows"}
+    assert chosen(words_bundle, careful, entry("rows", 1.5, (0.0, 0.01))) == {"balanced": "sjd", "fast": "sjd"}
+    assert chosen(words_bundle, bold) == {"fast": "rows"}
+    assert chosen(words_bundle, wild) == {}
     disagreeing = entry("rows", 4.0, (0.0, 0.01), (-0.025, 0.01))
-    assert chosen(folder, disagreeing) == {"fast": "rows"}
-    assert chosen(folder, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
+    assert chosen(words_bundle, disagreeing) == {"fast": "rows"}
+    assert chosen(words_bundle, entry("rows", 4.0, (0.0, 0.01), (-0.031, 0.01))) == {}
 
 
-def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(folder: Path, tmp_path: Path) -> None:
-    pipeline = Pipeline.from_bundle(folder, threads=1)
+def test_candidates_are_relaxed_need_no_drafter_and_can_be_run(words_bundle: Path, tmp_path: Path) -> None:
+    pipeline = Pipeline.from_bundle(words_bundle, threads=1)
     candidates = candidate_methods(pipeline.bundle.manifest)
     assert {name.split(":")[0] for name in candidates} == {"sjd", "rows"}
     for name in candidates:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from tiny_bundle import make_tiny_bundle
 from toy_engine import Hashes, ToyCache, ToyTarget, changing, codes_of, make_prompt, naive_distribution
 
 from lantern_rt import Pipeline
@@ -186,11 +185,6 @@ def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding(ends: 
     plain = [code for step in decode(model, [prompt], [5], GUIDED, Ar()) for code in step.parts[0].codes.tolist()]
     assert drawn(model, [prompt], 4, [5], GUIDED) == [plain]
     assert drawn(model, [prompt], 1, [5], GUIDED) != [plain]
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("rows") / "tiny"), threads=1)
 
 
 def test_neighbours_in_a_batch_change_nothing(pipe: Pipeline) -> None:

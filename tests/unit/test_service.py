@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from idle_service import left_alone
-from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError
 from lantern_rt.engines.kv_cache import KVCache
@@ -24,11 +23,6 @@ from lantern_rt.service import Service, Ticket
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", "auto"]
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
 
 
 @pytest.fixture
