@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,29 +81,6 @@ def test_an_interrupted_folder_holds_whole_shards_only(pipeline: Pipeline, tmp_p
     write(pipeline, tmp_path / "data")
     write(pipeline, tmp_path / "whole")
     assert contents(tmp_path / "data") == contents(tmp_path / "whole")
-
-
-def test_a_full_disk_leaves_no_half_shard(pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(data[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OutputError):
-        write(pipeline, tmp_path / "data")
-    assert list(tmp_path.rglob("*")) == []
-
-
-def test_too_small_a_disk_is_refused_before_anything_is_drawn(
-    pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000))
-    monkeypatch.setattr(pipeline, "stream", None)
-    with pytest.raises(OutputError) as refusal:
-        write(pipeline, tmp_path / "data")
-    assert (refusal.value.found, refusal.value.field) == ("0.00 GB free", str(tmp_path / "data"))
 
 
 def test_a_folder_of_other_prompts_is_refused(pipeline: Pipeline, tmp_path: Path) -> None:

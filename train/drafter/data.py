@@ -7,7 +7,6 @@ decoding.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from ...bundle.manifest import Manifest
 from ...compare.turns import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
-from ...output.files import existing_parent
 from ...pipeline import Pipeline
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
@@ -55,7 +53,7 @@ def write_shards(
         How many pictures are there, from the first on.
 
     Raises:
-        OutputError: a shard that is there is of something else, or the disk is too small.
+        OutputError: a shard that is there is of something else, or one cannot be written.
         CheckpointError: a shard that is there is damaged.
     """
     manifest = pipeline.bundle.manifest
@@ -68,7 +66,6 @@ def write_shards(
         manifest.target.hidden_size,
     )
     paths = [shard_path(output, i) for i in range(-(-images // shard))]
-    _check_disk(manifest, output, shard * sum(not path.exists() for path in paths))
     for index, path in enumerate(paths):
         request = subjects.request(index, shard, FIRST_SEED)
         labels = list(range(shard)) if subjects.kind == "embeddings" else list(request[subjects.kind])
@@ -141,18 +138,6 @@ def _half(states: NDArray[np.float32]) -> NDArray[np.float16]:
 def _stack(rows: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
     """Pad rows on the right to one length."""
     return np.stack([np.pad(row, ((0, length - len(row)), *[(0, 0)] * (row.ndim - 1))) for row in rows])
-
-
-def _check_disk(manifest: Manifest, output: Path, pictures: int) -> None:
-    needed = estimate_bytes(manifest, pictures)
-    free = shutil.disk_usage(existing_parent(output)).free
-    if needed > free:
-        raise OutputError(
-            field=str(output),
-            found=f"{free / 1e9:.2f} GB free",
-            expected=f"up to {needed / 1e9:.2f} GB for {pictures:,} pictures",
-            remedy="choose another place, or fewer pictures",
-        )
 
 
 def _check_same(shard: Shard, source: Source, labels: list[Any]) -> None:

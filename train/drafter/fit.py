@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ... import __version__
 from ...checks import brief, short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
@@ -28,7 +29,7 @@ from ...user_files import reading
 from ..muon import Muon
 from ..precision import mixed_precision
 from .batches import Batch, make_batch, shuffled_pictures
-from .folder import check_folder, model_card, save_drafter
+from .folder import check_folder, save_drafter
 from .losses import guided_logits, kl_loss, overlap
 from .model import draft_states, new_drafter
 from .shards import ShardFolder
@@ -142,10 +143,15 @@ class Fit:
         progress("training", self.step, steps)
         figures = self.figures()
         self._save()
-        pictures = len(self.training), min(len(self.data.validation), _FIGURES_AT_THE_END)
-        options = {name.replace("_", " "): value for name, value in asdict(self.options).items()}
-        card = model_card(self.target, self.average, figures, pictures, options)
-        save_drafter(self.average, self.output, self.target.fields, card, force=True)
+        training = {
+            "lantern_rt": __version__,
+            "target": self.target.name,
+            "target_sha256": self.target.weights,
+            "pictures": len(self.training),
+            "options": asdict(self.options),
+            "figures": figures,
+        }
+        save_drafter(self.average, self.output, {**self.target.fields, "training": training}, force=True)
         return figures
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A trained drafter's folder in LANTERN's layout: config.json, model.safetensors, and a card that says what it is."""
+"""A trained drafter's folder in LANTERN's layout: config.json, which also says what it is, and model.safetensors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from ... import __version__
 from ...export.models.decoder import DecoderConfig
 from ...export.models.eagle import EagleDrafter
 from ...export.models.llama import LAYER_NAMES
 from ...output.files import check_new_folder, folder_or_nothing
-from .target import Target
 
 _MARKER, _KIND = "config.json", "drafter"
 
@@ -30,16 +27,13 @@ def check_folder(output: Path, force: bool) -> None:
     check_new_folder(output, force, _MARKER, _KIND)
 
 
-def save_drafter(
-    drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], card: str | None = None, force: bool = False
-) -> None:
+def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
     """Write a drafter's folder, whole or not at all.
 
     Args:
         drafter: its weights.
         output: the folder.
         fields: of config.json, besides sizes.
-        card: text of README.md; None for none.
         force: replace a drafter's folder that is there.
 
     Raises:
@@ -50,8 +44,6 @@ def save_drafter(
     with folder_or_nothing(output, force, _MARKER, _KIND) as folder:
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
         (folder / _MARKER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
-        if card is not None:
-            (folder / "README.md").write_text(card, "utf-8")
 
 
 def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:
@@ -91,43 +83,3 @@ def lantern_weights(drafter: EagleDrafter) -> dict[str, Tensor]:
         else:
             weights[f"layers.{number}.{LAYER_NAMES[part]}"] = stored
     return weights
-
-
-def model_card(
-    target: Target,
-    drafter: EagleDrafter,
-    figures: Mapping[str, float],
-    pictures: tuple[int, int],
-    options: Mapping[str, Any],
-) -> str:
-    """Write the text of a drafter's README.md.
-
-    Args:
-        target: what it belongs to.
-        drafter: its weights.
-        figures: by name.
-        pictures: how many it was trained on, and how many the figures are of.
-        options: of the fit.
-    """
-    count = sum(weight.numel() for name, weight in drafter.named_parameters() if not name.startswith("head."))
-    rows = "\n".join(f"{name} | {value:.3f}" for name, value in figures.items())
-    settings = ", ".join(f"{name} {value}" for name, value in options.items())
-    return f"""# EAGLE drafter for {target.name}
-
-One layer that predicts the target's next hidden state, in the layout of LANTERN's drafters; {count / 1e6:.1f} million
-weights. It works with one target: `{target.name}`, whose weights have the sha256
-`{target.weights}`.
-
-    lantern-rt export --drafter THIS_FOLDER ...        # with the options that the target was exported with
-
-Trained by lantern-rt {__version__} (PyTorch {torch.__version__.partition("+")[0]}) on {pictures[0]:,} pictures:
-{settings}.
-
-On {pictures[1]:,} pictures that it was not trained on, codes as in the data (`lantern-rt bench` measures speed):
-
-figure | value
----|---
-{rows}
-
-Whoever passes it on should know the licence of the target and of what it was trained on.
-"""
