@@ -145,7 +145,7 @@ class AsyncPipeline:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RequestError(field="pipeline", found="it closed", expected="an open one", remedy="make another")
+            raise RequestError("closed", field="pipeline", remedy="make another")
 
 
 def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:

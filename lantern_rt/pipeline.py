@@ -144,12 +144,7 @@ class Pipeline:
 
     def _open(self) -> tuple[Engines, Chooser]:
         if self._loaded is None:
-            raise RequestError(
-                field="pipeline",
-                found="it closed",
-                expected="an open one",
-                remedy="call Pipeline.from_bundle again",
-            )
+            raise RequestError("closed", field="pipeline", remedy="call Pipeline.from_bundle again")
         return self._loaded
 
     def __call__(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
@@ -231,9 +226,9 @@ class Pipeline:
         images = request.images
         settings = request.settings
         race = chooser.race(together, settings, whole=together > 1) if isinstance(settings.method, Auto) else None
-        methods = (
-            [settings.method] if race is None else [race.method, *(one for one in race.methods if one != race.method)]
-        )
+        methods = [settings.method]
+        if race is not None:
+            methods = [race.method, *(one for one in race.methods if one != race.method)]
         model = self.model(engines, methods, settings.size)
         seeds = [image.seed for image in images]
         prompts = self.prefixes(engines, images)
@@ -277,18 +272,11 @@ class Pipeline:
             image, *others = same
             cond, uncond = engines.condition(image.inputs)
             if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
-                found = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
-                raise BundleError(
-                    f"the condition graph {found}",
-                    field=f"bundle {self.bundle.folder}",
-                    remedy="export the bundle again",
-                )
+                problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
+                raise BundleError(problem, field=str(self.bundle.path("condition")), remedy="export the bundle again")
             if not (np.isfinite(cond).all() and np.isfinite(uncond).all()):
-                raise BundleError(
-                    "the condition graph gave NaN or infinity",
-                    field=f"bundle {self.bundle.folder}",
-                    remedy="its weights are damaged, export the bundle again",
-                )
+                problem = "gave NaN or infinity, its weights are damaged"
+                raise BundleError(problem, field=str(self.bundle.path("condition")), remedy="export the bundle again")
             rows = zip((cond[0], uncond[0]), image.real, image.tokens or (None, None), strict=True)
             yield from [Prompt(*(PrefixRow(*row) for row in rows))] * (1 + len(others))
 
@@ -296,10 +284,8 @@ class Pipeline:
         """What the runtime needs to draw pictures of a size, by default the bundle's, by these methods."""
         manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
         layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
-        grid, neighbors = (
-            manifest.size(size),
-            any(isinstance(method, Relaxed) and method.neighbors for method in methods),
-        )
+        grid = manifest.size(size)
+        neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)
         return Model(
             engines.target,
             engines.drafter if any(method.needs_drafter for method in methods) else None,

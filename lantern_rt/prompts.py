@@ -86,12 +86,7 @@ def _text_request(condition: ConditionSpec, tokenizer: PromptTokenizer, size: Si
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # how Python passes on bytes of arguments
         raise RequestError(field="prompt", found=short(prompt), expected="text in UTF-8", remedy="type it again")
     if len(prompt) > PROMPT_LIMIT:
-        raise RequestError(
-            field="prompt",
-            found=f"{len(prompt):,} characters",
-            expected=f"at most {PROMPT_LIMIT:,}",
-            remedy="shorten it",
-        )
+        raise RequestError(field="prompt", found=f"{len(prompt):,} characters", expected=f"at most {PROMPT_LIMIT:,}")
     layout, prefix = condition.layout, condition.prefix
     if layout is None:
         ids = tokenizer.encode(prompt, prefix)
@@ -121,16 +116,13 @@ def embedding_requests(condition: ConditionSpec, embeddings: Embeddings) -> list
         values, marks = values[None], marks[None]
     fits = values.ndim == 3 and values.shape[0] > 0 and 1 <= values.shape[1] <= prefix and values.shape[2] == width
     if not fits or marks.shape != values.shape[:2]:
-        raise RequestError(
-            field="embeddings",
-            found=f"{list(values.shape)} with mask {list(marks.shape)}",
-            expected=f"[prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]",
-        )
+        found = f"{list(values.shape)} with mask {list(marks.shape)}"
+        expected = f"[prompts, 1 .. {prefix}, {width}] with mask [prompts, the same]"
+        raise RequestError(field="embeddings", found=found, expected=expected)
     lengths = marks.sum(1)[:, None]
     if (lengths == 0).any() or not np.array_equal(marks, np.arange(marks.shape[1]) < lengths):
-        raise RequestError(
-            field="embeddings", found="a mask with gaps", expected="ones, at least one, then zeros (right-padded)"
-        )
+        expected = "ones, at least one, then zeros (right-padded)"
+        raise RequestError(field="embeddings", found="a mask with gaps", expected=expected)
     if not np.isfinite(values[marks]).all():
         raise RequestError(field="embeddings", found="NaN or infinity", expected="finite numbers")
     left, real = np.zeros((len(values), prefix, width), np.float32), np.arange(prefix) >= prefix - lengths

@@ -119,17 +119,13 @@ def _resolve_method(manifest: Manifest, method: Any, parameters: dict[str, Any])
         raise RequestError(field="method", found=short(name), expected=f"{', '.join(others)} or {last}")
     kind = METHODS[name]
     if kind.needs_drafter and manifest.drafter is None:
-        raise RequestError(
-            f"bundle {manifest.name} has no drafter", field=f"method {name}", remedy="use method ar or sjd"
-        )
+        problem = f"bundle {manifest.name} has no drafter"
+        raise RequestError(problem, field=f"method {name}", remedy="use method ar or sjd")
     for parameter in sorted(parameters):
         if name not in PARAMETERS[parameter]:
             default = "" if method else " (the bundle's default)"
-            raise RequestError(
-                f"method {name}{default} does not take it",
-                field=parameter,
-                remedy=f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}",
-            )
+            remedy = f"leave {parameter} out, or use method {' or '.join(PARAMETERS[parameter])}"
+            raise RequestError(f"method {name}{default} does not take it", field=parameter, remedy=remedy)
     fields = _defaults(manifest, name) | parameters
     if issubclass(kind, Relaxed):
         fields |= _neighborhood(manifest, name, parameters)
@@ -146,12 +142,9 @@ def _check_preset(manifest: Manifest, quality: Any) -> None:
     if quality not in qualities:
         raise RequestError(field="quality", found=short(quality), expected=", ".join(qualities))
     if quality != "strict" and quality not in manifest.presets:
-        raise RequestError(
-            f"bundle {manifest.name} has no preset {quality}",
-            field="quality",
-            expected=" or ".join(("strict", *manifest.presets)),
-            remedy=f"`lantern-rt eval {manifest.name} --write-presets` measures and writes presets",
-        )
+        problem = f"bundle {manifest.name} has no preset {quality}"
+        remedy = f"`lantern-rt eval {manifest.name} --write-presets` measures and writes presets"
+        raise RequestError(problem, field="quality", remedy=remedy)
 
 
 def _defaults(manifest: Manifest, name: str) -> dict[str, Any]:
@@ -165,17 +158,13 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
     chosen = [bound for bound in bounds if bound in parameters]
     if not chosen and len(bounds) > 1:
         if idle := [one for one in ("neighbors", "residual") if one in parameters]:
-            raise RequestError(
-                f"method {name} aggregates nothing unless bounded", field=idle[0], remedy="give delta or lambda too"
-            )
+            problem = f"method {name} aggregates nothing unless bounded"
+            raise RequestError(problem, field=idle[0], remedy="give delta or lambda too")
         return dict.fromkeys([*bounds, "neighbors", "residual"])
     bound = chosen[0] if chosen else bounds[0]
     if not manifest.neighbors:
-        raise RequestError(
-            f"bundle {manifest.name} has no neighbour table",
-            field=f"method {name}",
-            remedy="use method ar, eagle or sjd",
-        )
+        problem = f"bundle {manifest.name} has no neighbour table"
+        raise RequestError(problem, field=f"method {name}", remedy="use method ar, eagle or sjd")
     defaults = _defaults(manifest, "lantern" if bound == "delta" else "lantern++")
     default = min(defaults.get("neighbors", 0), manifest.neighbors)
     neighbors = whole("neighbors", parameters.get("neighbors"), default, 1, manifest.neighbors)
@@ -196,12 +185,10 @@ def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:
         raise
     if not isinstance(shape, StaticTree):
         return name
-    if (widest := max(map(len, shape.children))) > manifest.codebook_size:
-        raise TreeError(
-            field="tree",
-            found=f"a node with {widest} children",
-            expected=f"at most codebook_size {manifest.codebook_size}",
-        )
+    widest = max(map(len, shape.children))
+    if widest > manifest.codebook_size:
+        expected = f"at most codebook_size {manifest.codebook_size}"
+        raise TreeError(field="tree", found=f"a node with {widest} children", expected=expected)
     return tree_name(shape.paths) if name.endswith(".json") else name
 
 
@@ -258,11 +245,8 @@ def check_request(
         "embeddings": "text embeddings (`--embeddings FILE.npz`, in Python `embeddings=`)",
     }
     wanted = f"{takes[own_field]}: that is what bundle {manifest.name} takes"
-    present = [
-        name
-        for name, value in (("prompts", prompts), ("class_ids", class_ids), ("embeddings", embeddings))
-        if value is not None
-    ]
+    subjects_by_field = {"prompts": prompts, "class_ids": class_ids, "embeddings": embeddings}
+    present = [name for name, value in subjects_by_field.items() if value is not None]
     if present != [own_field]:
         other = next((name for name in present if name != own_field), None)
         cure = "export it with --text-encoder to give prompts" if (other, kind) == ("prompts", "embeddings") else ""
@@ -283,9 +267,8 @@ def check_request(
         raise RequestError(field="num_images", found=found, expected=f"at most {IMAGES_LIMIT} in one request")
     seeds = _as_list(seed, len(subjects))
     if len(seeds) != len(subjects):
-        raise RequestError(
-            field="seed", found=f"{len(seeds)} seeds for {len(subjects)} prompts", expected="one number, or one each"
-        )
+        found = f"{len(seeds)} seeds for {len(subjects)} prompts"
+        raise RequestError(field="seed", found=found, expected="one number, or one each")
     firsts = [whole("seed", one, 0, 0, SEED_LIMIT - count) for one in seeds]
     images = [replace(one, seed=first + i) for one, first in zip(subjects, firsts, strict=True) for i in range(count)]
     return Request(images, settings)

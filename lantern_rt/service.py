@@ -158,29 +158,16 @@ class Service:
         nodes = state.method_nodes(request.settings.method)
         max_nodes = min(MOST_NODES, self._engines.most_nodes)
         if nodes > max_nodes:
-            raise RequestError(
-                field="method",
-                found=f"{nodes} nodes in a pass",
-                expected=f"at most {max_nodes} where passes are shared",
-            )
-        if images > self.together + self.waiting:
-            raise RequestError(
-                field="num_images",
-                found=f"{images} images",
-                expected=f"at most {self.together + self.waiting} in one request",
-                remedy="ask for fewer",
-            )
-        rows = 1 + request.settings.sampling.guided
-        if rows > self._rows:
-            raise RequestError(
-                field="cfg_scale",
-                found=f"guidance, of {rows} rows",
-                expected=f"engines of {rows}, these have {self._rows}",
-                remedy="build others",
-            )
+            expected = f"at most {max_nodes} where passes are shared"
+            raise RequestError(field="method", found=f"{nodes} nodes in a pass", expected=expected)
+        room = self.together + self.waiting
+        if images > room:
+            raise RequestError(field="num_images", found=f"{images} images", expected=f"at most {room} in one request")
+        if 1 + request.settings.sampling.guided > self._rows:
+            raise RequestError("guidance takes two rows, these engines have one", field="cfg_scale", remedy="give 1")
         with self._changed:
             if self._closing:
-                raise RequestError(field="service", found="it closed", expected="an open one", remedy="make another")
+                raise RequestError("closed", field="service", remedy="make another")
             excess = self._images + images - self.together - self.waiting
             if self._images and excess > 0:
                 seconds = max(1, math.ceil(excess * self.seconds_per_image))

@@ -13,7 +13,7 @@ from ..methods import PARAMETERS, Auto, MethodConfig
 from ..requests import Settings
 from .presets import same_pictures
 from .race import Race, Record
-from .store import Choice, Tuning, TuningKey, forget_tuning, read_tuning, write_tuning
+from .store import Choice, Tuning, TuningKey, read_tuning, write_tuning
 
 if TYPE_CHECKING:
     from ..engines.loader import Engines
@@ -109,11 +109,6 @@ class Chooser:
         else:
             races[str(key)] = race.records
         self._write(Tuning(bundle_digest=self.bundle.digest, choices=choices, races=races))
-
-    def forget(self) -> None:
-        """Remove what is known and stored of this bundle. Raises: OutputError: the file cannot be removed."""
-        self._races.clear()
-        forget_tuning(self.bundle.digest)
 
     def _new_race(self, settings: Settings, records: Sequence[Record], whole: bool) -> Race:
         assert isinstance(settings.method, Auto)

@@ -58,12 +58,8 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     least = _fewest_tokens(manifest.condition) if prefix is None else prefix
     needed = {"weights": weights, **_picture_bytes(manifest, settings, least)}
     if (total := sum(needed.values())) > (free := available_memory()):
-        raise RequestError(
-            field="memory",
-            found=f"{_gib(free)} free",
-            expected=f"{_gib(total)} for bundle {manifest.name} ({_parts(needed)})",
-            remedy="close other programs, or export it with smaller weights",
-        )
+        expected = f"{_gib(total)} for bundle {manifest.name} ({_parts(needed)})"
+        raise RequestError(field="memory", found=f"{_gib(free)} free", expected=expected, remedy="close other programs")
 
 
 def check_room(manifest: Manifest, request: Request, free: int) -> None:
@@ -74,12 +70,9 @@ def check_room(manifest: Manifest, request: Request, free: int) -> None:
     tokens = max(len(real) for image in request.images for real in image.real)
     needed = _picture_bytes(manifest, request.settings, tokens)
     if (total := sum(needed.values())) > free:
-        raise RequestError(
-            field="memory",
-            found=f"{_gib(free)} free beside the weights",
-            expected=f"{_gib(total)} for an image of a prompt of {tokens:,} tokens ({_parts(needed)})",
-            remedy="shorten it, or close other programs and start anew",
-        )
+        found = f"{_gib(free)} free beside the weights"
+        expected = f"{_gib(total)} for an image of a prompt of {tokens:,} tokens ({_parts(needed)})"
+        raise RequestError(field="memory", found=found, expected=expected, remedy="shorten it, or close other programs")
 
 
 def _picture_bytes(manifest: Manifest, settings: Settings, prefix: int) -> dict[str, int]:

@@ -84,11 +84,8 @@ def write_tuning(tuning: Tuning) -> Path:
     try:
         replace_file(path, (tuning.model_dump_json(indent=2) + "\n").encode())
     except OSError as error:
-        raise OutputError(
-            f"cannot be written ({error.strerror})",
-            field=str(path),
-            remedy="set LANTERN_RT_CACHE to a folder that can",
-        ) from error
+        problem = f"cannot be written ({error.strerror})"
+        raise OutputError(problem, field=str(path), remedy="set LANTERN_RT_CACHE to a folder that can") from error
     return path
 
 
@@ -107,9 +104,7 @@ def forget_tuning(digest: str) -> Path | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise OutputError(
-            f"cannot be removed ({error.strerror})", field=str(path), remedy="remove it yourself"
-        ) from error
+        raise OutputError(f"cannot be removed ({error.strerror})", field=str(path)) from error
     return path
 
 

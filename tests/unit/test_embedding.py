@@ -19,7 +19,7 @@ from lantern_rt.methods import PARAMETERS
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.requests import SAMPLING
 
-CLOSED = "pipeline: found it closed, expected an open one; call Pipeline.from_bundle again"
+CLOSED = "pipeline: closed; call Pipeline.from_bundle again"
 
 
 @pytest.fixture(scope="module")

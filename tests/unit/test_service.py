@@ -222,7 +222,7 @@ def test_closing_finishes_or_fails_who_is_there_and_takes_nobody_else(pipe: Pipe
         service.close(drain)
         assert all(caller.done.is_set() for caller in callers)
         assert [caller.error is None for caller in callers] == [True] * 3 if drain else callers[2].error is not None
-        with pytest.raises(RequestError, match="service: found it closed"):
+        with pytest.raises(RequestError, match="service: closed"):
             service.submit(Caller(), "red cube")
         assert not vars(service)["_thread"].is_alive()
 

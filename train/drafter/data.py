@@ -142,8 +142,4 @@ def _stack(rows: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
 
 def _check_same(shard: Shard, source: Source, labels: list[Any]) -> None:
     if shard.source != source or shard.subjects != labels:
-        raise OutputError(
-            "is of another bundle or other prompts",
-            field=str(shard.path),
-            remedy="give another --output, or those that it was begun with",
-        )
+        raise OutputError("of another bundle or other prompts", field=str(shard.path), remedy="give another --output")

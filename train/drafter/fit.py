@@ -24,12 +24,12 @@ from ...checks import brief, short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...export.models.eagle import EagleDrafter
-from ...output.files import write_output
+from ...output.files import check_new_folder, write_output
 from ...user_files import reading
 from ..muon import Muon
 from ..precision import mixed_precision
 from .batches import Batch, make_batch, shuffled_pictures
-from .folder import check_folder, save_drafter
+from .folder import KIND, MARKER, save_drafter
 from .losses import guided_logits, kl_loss, overlap
 from .model import draft_states, new_drafter
 from .shards import ShardFolder
@@ -69,12 +69,8 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        raise RequestError(
-            f"PyTorch {torch.__version__} does not see it ({brief(error, 80)})",
-            field="device",
-            found=short(device),
-            remedy="give cpu",
-        ) from error
+        problem = f"PyTorch {torch.__version__} does not see it ({brief(error, 80)})"
+        raise RequestError(problem, field="device", found=short(device), remedy="give cpu") from error
 
 
 def state_path(output: Path) -> Path:
@@ -98,7 +94,7 @@ class Fit:
     """
 
     def __init__(self, data: ShardFolder, target: Target, options: Options, output: Path, device: str = "cpu") -> None:
-        check_folder(output, state_path(output).exists())
+        check_new_folder(output, state_path(output).exists(), MARKER, KIND)
         self.data, self.target, self.options, self.output = data, target, options, output
         self.device = device
         self.head = target.head.to(device)
@@ -245,11 +241,8 @@ class Fit:
         with reading(path, "the state of a fit", CheckpointError, "remove it to begin anew"):
             state = torch.load(path, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._identity():
-                raise CheckpointError(
-                    "was saved with other options, another target or other data",
-                    field=str(path),
-                    remedy="give the same ones to go on, or remove it to begin anew",
-                )
+                problem = "was saved with other options, another target or other data"
+                raise CheckpointError(problem, field=str(path), remedy="give the same ones, or remove it")
             self.step = int(state["step"])
             for module, name in ((self.drafter, "model"), (self.average, "average")):
                 module.load_state_dict({**module.state_dict(), **state[name]})

@@ -13,18 +13,9 @@ from torch import Tensor
 from ...export.models.decoder import DecoderConfig
 from ...export.models.eagle import EagleDrafter
 from ...export.models.llama import LAYER_NAMES
-from ...output.files import check_new_folder, folder_or_nothing
+from ...output.files import folder_or_nothing
 
-_MARKER, _KIND = "config.json", "drafter"
-
-
-def check_folder(output: Path, force: bool) -> None:
-    """Check that a drafter's folder may be written.
-
-    Raises:
-        OutputError: it is there already, or `force` would replace what is no drafter's folder.
-    """
-    check_new_folder(output, force, _MARKER, _KIND)
+MARKER, KIND = "config.json", "drafter"
 
 
 def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any], force: bool = False) -> None:
@@ -41,9 +32,9 @@ def save_drafter(drafter: EagleDrafter, output: Path, fields: Mapping[str, Any],
     """
     weights = lantern_weights(drafter)
     config = {**lantern_config(drafter.config, drafter.embed.num_embeddings), **fields}
-    with folder_or_nothing(output, force, _MARKER, _KIND) as folder:
+    with folder_or_nothing(output, force, MARKER, KIND) as folder:
         (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
-        (folder / _MARKER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
+        (folder / MARKER).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def lantern_config(config: DecoderConfig, tokens: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,6 @@ def write_shard(path: Path, source: Source, pictures: Pictures) -> None:
         "format": FORMAT,
         "source": json.dumps(asdict(source)),
         "prompt": json.dumps(list(pictures.subjects)),
-        "grid": f"{source.rows}x{source.columns}",
     }
     write_output(path, save(arrays, metadata), force=False)
 
@@ -116,7 +114,7 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, "drafter data in safetensors", CheckpointError, _REMEDY):
-            self._file = _open(path)
+            self._file: Any = safe_open(path, "np")  # its methods have no types
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"format {short(metadata.get('format'))}, not {FORMAT}")
@@ -157,10 +155,6 @@ class Shard:
         return tuple(self._file.get_slice(name).get_shape())
 
 
-def _open(path: Path) -> Any:
-    return safe_open(path, "np")  # its methods have no types
-
-
 class ShardFolder:
     """The shards of a folder, as one numbered sequence of pictures.
 
@@ -171,11 +165,9 @@ class ShardFolder:
     def __init__(self, folder: Path, weights: str) -> None:
         paths = sorted(folder.glob("shard-*.safetensors"))
         if not paths:
-            raise CheckpointError(
-                field=str(folder), found="no shards", remedy="make some with `lantern-rt train-drafter data`"
-            )
-        self.folder = folder
+            raise CheckpointError(field=str(folder), found="no shards", remedy="run `lantern-rt train-drafter data`")
         self.shards = [Shard(path) for path in paths]
+        self._starts = list(accumulate((len(shard.subjects) for shard in self.shards), initial=0))
         self.source = self.shards[0].source
         for shard in self.shards:
             if shard.source != self.source:
@@ -185,20 +177,10 @@ class ShardFolder:
                 field=str(folder),
                 found=f"pictures drawn with the weights {self.source.weights[:12]}...",
                 expected=f"those of the bundle's target, {weights[:12]}...",
-                remedy=f"give the bundle that it was made with, or {_REMEDY}",
-            )
-        if len(self) < 2:
-            raise CheckpointError(
-                field=str(folder), found=f"{len(self)} pictures", expected="two at least", remedy="make more data"
             )
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        """Pictures before each shard, and all."""
-        return list(accumulate((len(shard.subjects) for shard in self.shards), initial=0))
 
     @property
     def validation(self) -> list[int]:

@@ -58,12 +58,8 @@ def read_target(bundle: Bundle) -> Target:
     """
     manifest = bundle.manifest
     if manifest.family not in _CONVENTIONS:
-        raise CheckpointError(
-            "how drafters of its family read their targets is not known here",
-            field=f"bundle {manifest.name}",
-            found=manifest.family,
-            expected=", ".join(_CONVENTIONS),
-        )
+        expected = ", ".join(_CONVENTIONS)
+        raise CheckpointError(field=f"family of bundle {manifest.name}", found=manifest.family, expected=expected)
     graph = GraphWeights(bundle.path("target"))
     config = _drafter_config(bundle, graph)
     if config.rotary == "grid":
@@ -105,10 +101,8 @@ def _check_rotation(bundle: Bundle, graph: GraphWeights, config: DecoderConfig) 
     expected = rope_table(config)
     tolerance = 2e-3 if bundle.manifest.target.dtype == "float16" else 1e-5
     if table.shape != expected.shape or not torch.allclose(table, expected, atol=tolerance):
-        raise CheckpointError(
-            f"its rotary table is not that of base {config.rope_base:.0f}, which drafters of its family have",
-            field=f"bundle {bundle.manifest.name}",
-        )
+        problem = f"its rotary table is not that of base {config.rope_base:.0f}, which drafters of its family have"
+        raise CheckpointError(problem, field=f"bundle {bundle.manifest.name}")
 
 
 def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
@@ -117,10 +111,7 @@ def _code_offset(bundle: Bundle, table: Tensor, codes: Tensor) -> int:
     for start in torch.nonzero((table == rounded[0]).all(1)).flatten().tolist():
         if torch.equal(table[start : start + len(codes)], rounded):
             return int(start)
-    raise CheckpointError(
-        "its codes do not lie in order among its tokens, so no drafter of it can be trained",
-        field=f"bundle {bundle.manifest.name}",
-    )
+    raise CheckpointError("its codes do not lie in order among its tokens", field=f"bundle {bundle.manifest.name}")
 
 
 def _config_fields(bundle: Bundle, config: DecoderConfig) -> dict[str, Any]:
