@@ -257,109 +257,63 @@ def test_a_drafter_with_damaged_weights_is_an_error(tree: str, temperature: floa
 
 # ---------------------------------------------------------------- the toy notices slips
 
-Patch = Callable[[pytest.MonkeyPatch], None]
 
-
-def structures(patch: pytest.MonkeyPatch, **wrong: Callable[[DraftTree], Any]) -> None:
-    """Give every tree a structure with these fields made otherwise."""
+def structure(**wrong: Callable[[DraftTree], Any]) -> Any:
+    """Structures of trees with these fields made otherwise."""
     right = DraftTree.structure.fget
     assert right is not None
-    changed = property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
-    patch.setattr(DraftTree, "structure", changed)
+    return property(lambda tree: replace(right(tree), **{name: make(tree) for name, make in wrong.items()}))
 
 
-def seeing_all_earlier_nodes(patch: pytest.MonkeyPatch) -> None:
-    structures(patch, ancestors=lambda tree: np.tri(tree.nodes, dtype=bool))
+unmask, prefix_mask, append, keep_rows = (
+    scheduler.unmask_committed, passes.prefix_mask, ToyCache.append, ToyCache.keep_rows
+)  # fmt: skip
+commit = drafting.EagleDrafter.commit
 
 
-def seeing_no_ancestors(patch: pytest.MonkeyPatch) -> None:
-    structures(patch, ancestors=lambda tree: np.eye(tree.nodes, dtype=bool))
+def append_the_first(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
+    append(cache, new_kv, [np.arange(len(pick)) if cache.contiguous else pick for pick in accepted_indices])
 
 
-def depths_that_are_all_zero(patch: pytest.MonkeyPatch) -> None:
-    structures(patch, depths=lambda tree: np.zeros(tree.nodes, np.int64))
+def hidden_states(wrong: Callable[[list[Commit]], list[list[Any]]]) -> Callable[[Any, list[Commit]], None]:
+    """Drafts get the hidden states that `wrong` makes of what was committed, per request a list of rows."""
+
+    def changed(drafts: Any, committed: list[Commit]) -> None:
+        hidden = wrong(committed)
+        commit(drafts, [one._replace(hidden=partial(list, rows)) for one, rows in zip(committed, hidden, strict=True)])
+
+    return changed
 
 
-def committed_columns_that_count_padding_in(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.unmask_committed
-    patch.setattr(scheduler, "unmask_committed", lambda mask, lengths, padding: right(mask, lengths, padding[:, :0]))
+def of_another_request(committed: list[Commit]) -> list[list[Any]]:
+    hidden = [one.hidden() for one in committed]
+    same = [i for i, rows in enumerate(hidden) if len(rows[0]) == len(hidden[0][0])]
+    moved = dict(zip(same, same[1:] + same[:1], strict=True))
+    return [hidden[moved.get(i, i)] for i in range(len(hidden))]
 
 
-def columns_past_the_end_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    right = scheduler.unmask_committed
-    patch.setattr(scheduler, "unmask_committed", lambda mask, lengths, padding: right(mask, lengths + 1, padding))
+SLIPS: dict[str, tuple[Any, str, Any]] = {
+    "nodes see all earlier ones": (DraftTree, "structure", structure(ancestors=lambda t: np.tri(t.nodes, dtype=bool))),
+    "nodes see no ancestors": (DraftTree, "structure", structure(ancestors=lambda t: np.eye(t.nodes, dtype=bool))),
+    "depths are zero": (DraftTree, "structure", structure(depths=lambda t: np.zeros(t.nodes, np.int64))),
+    "padding is seen": (scheduler, "unmask_committed", lambda mask, n, padding: unmask(mask, n, padding[:, :0])),
+    "what is past the end is seen": (scheduler, "unmask_committed", lambda mask, n, pads: unmask(mask, n + 1, pads)),
+    "prefill shows padding": (passes, "prefix_mask", lambda real, nodes: prefix_mask(np.ones_like(real), nodes)),
+    "other nodes are committed": (ToyCache, "append", append_the_first),
+    "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),
+    "rows change places": (ToyCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows[::-1])),
+    "hidden states of others": (drafting.EagleDrafter, "commit", hidden_states(of_another_request)),
+    "hidden states are late": (
+        drafting.EagleDrafter,
+        "commit",
+        hidden_states(lambda all_: [[np.roll(rows, 1, 0) for rows in one.hidden()] for one in all_]),
+    ),
+}
 
 
-def a_prefill_that_shows_padding(patch: pytest.MonkeyPatch) -> None:
-    right = passes.prefix_mask
-    patch.setattr(passes, "prefix_mask", lambda real, nodes: right(np.ones_like(real), nodes))
-
-
-def commits_of_the_wrong_nodes(patch: pytest.MonkeyPatch) -> None:
-    right = ToyCache.append
-
-    def append(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArray[np.int64]]) -> None:
-        right(cache, new_kv, [np.arange(len(pick)) if cache.contiguous else pick for pick in accepted_indices])
-
-    patch.setattr(ToyCache, "append", append)
-
-
-def drafts_that_are_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ToyCache, "truncate", lambda cache, lengths: None)
-
-
-def rows_kept_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    right = ToyCache.keep_rows
-    patch.setattr(ToyCache, "keep_rows", lambda cache, rows: right(cache, rows[::-1]))
-
-
-def hidden_states(patch: pytest.MonkeyPatch, wrong: Callable[[list[Commit]], list[list[Any]]]) -> None:
-    """Give drafts the hidden states that `wrong` makes of what was committed, per request a list of rows."""
-
-    def commit(drafts: Any, committed: list[Commit]) -> None:
-        changed = [
-            one._replace(hidden=partial(list, rows)) for one, rows in zip(committed, wrong(committed), strict=True)
-        ]
-        right(drafts, changed)
-
-    right = drafting.EagleDrafter.commit
-    patch.setattr(drafting.EagleDrafter, "commit", commit)
-
-
-def hidden_states_of_another_request(patch: pytest.MonkeyPatch) -> None:
-    def others(committed: list[Commit]) -> list[list[Any]]:
-        hidden = [one.hidden() for one in committed]
-        same = [i for i, rows in enumerate(hidden) if len(rows[0]) == len(hidden[0][0])]
-        found = list(hidden)
-        for i, j in zip(same, same[1:] + same[:1], strict=True):
-            found[i] = hidden[j]
-        return found
-
-    hidden_states(patch, others)
-
-
-def hidden_states_one_position_late(patch: pytest.MonkeyPatch) -> None:
-    hidden_states(patch, lambda committed: [[np.roll(rows, 1, 0) for rows in one.hidden()] for one in committed])
-
-
-@pytest.mark.parametrize(
-    "slip",
-    [
-        seeing_all_earlier_nodes,
-        seeing_no_ancestors,
-        depths_that_are_all_zero,
-        committed_columns_that_count_padding_in,
-        columns_past_the_end_of_a_row,
-        a_prefill_that_shows_padding,
-        commits_of_the_wrong_nodes,
-        drafts_that_are_not_rolled_back,
-        rows_kept_in_another_order,
-        hidden_states_of_another_request,
-        hidden_states_one_position_late,
-    ],
-)
+@pytest.mark.parametrize("slip", SLIPS)
 @pytest.mark.parametrize("method", ["eagle, static", "eagle, dynamic"])
-def test_the_toy_engines_notice(slip: Patch, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slip(monkeypatch)
+def test_the_toy_engines_notice(slip: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*SLIPS[slip])
     with pytest.raises((AssertionError, EngineError)):
         steps_of(model(codes=20), range(5), Sampling(cfg_scale=1.5), METHODS[method])

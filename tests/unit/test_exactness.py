@@ -176,17 +176,3 @@ def test_the_chi_square_test_catches_a_rejection_that_forgets(forgotten: str, mo
 
     monkeypatch.setattr(acceptance, "residual_distribution", wrong)
     assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6
-
-
-def test_the_chi_square_test_catches_decisions_that_share_the_noise_of_the_draft(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Shared:
-        def __init__(self, noise: Noise, position: int) -> None:
-            self.numbers = iter(np.exp(-np.exp(-noise.gumbel(position, 1, 3)[0])).tolist() * 3)
-
-        def random(self) -> float:
-            return next(self.numbers)
-
-    monkeypatch.setattr(Noise, "decisions", lambda noise, position: Shared(noise, position))
-    assert p_value_of("by rejection, static tree", "plain", range(3_000)) < 1e-6

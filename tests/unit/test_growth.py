@@ -40,35 +40,16 @@ def check_steady(samples: list[Held], passing: int = 0) -> None:
     assert max(one.objects for one in samples) - min(one.objects for one in samples) < 1000
 
 
-def test_hundreds_of_images_of_every_method_and_batch_size_leave_no_objects_files_or_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("what", "count"), [("images", 200), ("pipelines", 20), ("service", 200)])
+def test_nothing_is_left_of_what_was_done(what: str, count: int, tmp_path: Path) -> None:
     assert math.gcd(len(METHODS), len(BATCHES)) == 1, "or some would never meet"
-    check_steady(held("images", 200, tmp_path))
-
-
-def test_dozens_of_pipelines_that_were_dropped_leave_no_objects_files_or_threads(tmp_path: Path) -> None:
-    check_steady(held("pipelines", 20, tmp_path))
+    check_steady(held(what, count, tmp_path), passing=what == "service")
 
 
 @pytest.mark.slow
-def test_a_thousand_images_take_no_more_memory_than_five_hundred(tmp_path: Path) -> None:
-    samples = held("images", 1000, tmp_path)
-    check_steady(samples)
-    assert slope(samples) <= 1024 / 100, "at most 1 MB per 100 images"
-
-
-@pytest.mark.slow
-def test_four_hundred_pipelines_that_were_dropped_take_no_more_memory_than_two_hundred(tmp_path: Path) -> None:
-    samples = held("pipelines", 400, tmp_path)
-    check_steady(samples)
-    assert slope(samples) <= 8, "kilobytes a pipeline"
-
-
-def test_a_hundred_requests_of_a_service_get_their_own_images_and_leave_nothing(tmp_path: Path) -> None:
-    check_steady(held("service", 200, tmp_path), passing=1)
-
-
-@pytest.mark.slow
-def test_two_thousand_requests_of_a_service_take_no_more_memory_than_one_thousand(tmp_path: Path) -> None:
-    samples = held("service", 4000, tmp_path)
-    check_steady(samples, passing=1)
-    assert slope(samples) <= 2048 / 1000, "at most 2 MB per 1,000 images"
+@pytest.mark.parametrize(("what", "count", "most"), [("images", 1000, 10), ("pipelines", 400, 8), ("service", 4000, 2)])
+def test_memory_does_not_grow(what: str, count: int, most: float, tmp_path: Path) -> None:
+    """By no more than so many kilobytes an image or pipeline."""
+    samples = held(what, count, tmp_path)
+    check_steady(samples, passing=what == "service")
+    assert slope(samples) <= most

@@ -98,28 +98,6 @@ def old_distributions_after_a_redraft(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Window, "advance", wrong)
 
 
-def old_codes_with_new_distributions(patch: pytest.MonkeyPatch) -> None:
-    right = Window.advance
-
-    def wrong(window: Window, accepted: int, target: Any) -> None:
-        old = window.codes[accepted + 1 :]
-        right(window, accepted, target)
-        window.codes[: len(old)] = old
-
-    patch.setattr(Window, "advance", wrong)
-
-
-def copies_that_pass_for_random_codes(patch: pytest.MonkeyPatch) -> None:
-    right = Window.draft
-
-    def wrong(window: Window, committed: Any, missing: int) -> Any:
-        right(window, committed, missing)
-        window.proposals = [np.full(VOCABULARY, 1 / VOCABULARY) if q is None else q for q in window.proposals]
-        return right(window, committed, missing)
-
-    patch.setattr(Window, "draft", wrong)
-
-
 def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
     """A window is only used if its last code is 0: a later code decides about earlier ones."""
     right = Window.draft
@@ -148,8 +126,6 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
     "slip",
     [
         old_distributions_after_a_redraft,
-        old_codes_with_new_distributions,
-        copies_that_pass_for_random_codes,
         drafts_that_look_behind_them,
         decisions_with_the_noise_of_the_draft,
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lantern_rt import Pipeline, RequestError, Result
+from lantern_rt import Pipeline, Result
 from lantern_rt.auto import memory
 from lantern_rt.auto.memory import BATCH_BYTES, TOGETHER, image_bytes, images_together
 from lantern_rt.bundle.files import open_bundle
@@ -120,11 +120,6 @@ def test_images_together_are_bounded_in_number_and_memory(words_bundle: Path, mo
     assert images_together(manifest, asked, 1 << 20) == 3  # half of what is free
     monkeypatch.setattr(memory, "available_memory", lambda: 0)
     assert images_together(manifest, asked, 1 << 20) == 1
-
-
-def test_no_request_has_more_than_1024_images(pipe: Pipeline) -> None:
-    with pytest.raises(RequestError, match="found 2 x 513 images, expected at most 1024"):
-        pipe(["red", "green"], num_images=513)
 
 
 # ---------------------------------------------------------------- what does not fit

@@ -187,13 +187,6 @@ def test_a_window_as_wide_as_the_grid_gives_the_picture_of_plain_decoding(ends: 
     assert drawn(model, [prompt], 1, [5], GUIDED) != [plain]
 
 
-def test_neighbours_in_a_batch_change_nothing(pipe: Pipeline) -> None:
-    prompts = ["red cube", "a green sphere", "red sphere on sand"]
-    together = pipe(prompts, seed=4, method="rows:window=3")
-    for prompt, seed, codes in zip(prompts, together.seeds, together.codes, strict=True):
-        assert np.array_equal(pipe(prompt, seed=seed, method="rows:window=3").codes[0], codes)
-
-
 @pytest.mark.parametrize("method", [Sjd(window=4), Eagle(tree="chain-2"), Ar()])
 def test_beside_requests_of_other_methods_a_picture_stays_the_same(pipe: Pipeline, method: MethodConfig) -> None:
     alone = pipe("red cube", seed=9, method="rows:window=2").codes[0]
@@ -205,14 +198,6 @@ def test_beside_requests_of_other_methods_a_picture_stays_the_same(pipe: Pipelin
         while not isinstance(news := heard.get(timeout=60), StreamStep) or news.stats is None:
             assert not isinstance(news, BaseException), news
     assert np.array_equal(news.codes[0], alone)
-
-
-def test_statistics_count_the_tokens_of_every_pass(pipe: Pipeline) -> None:
-    stats = pipe("red cube", seed=1, method="rows:window=2").stats
-    codes, (one,) = pipe.bundle.manifest.codes_per_image, stats.per_image
-    assert sum(one.codes_per_step) == codes - 1
-    assert stats.target_passes == 1 + len(one.codes_per_step)
-    assert stats.tokens_per_forward_pass == pytest.approx(codes / stats.target_passes)
 
 
 def test_steps_show_every_cell_that_is_drawn_and_hand_out_codes_in_raster_order(pipe: Pipeline) -> None:

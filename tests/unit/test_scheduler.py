@@ -164,18 +164,6 @@ def test_a_cancelled_request_leaves_at_once_and_is_forgotten() -> None:
     assert held["_cache"] is None
 
 
-def test_rows_taken_for_those_of_another_request_show_in_the_tokens() -> None:
-    visits = [Visit(i, SAMPLINGS[0], (Ar(),), 0, 0) for i in range(2)]
-    scheduler = Scheduler(model())
-    requests = [submitted(scheduler, i, visit) for i, visit in enumerate(visits)]
-    scheduler.step()
-    rows = vars(scheduler)["_rows"]
-    rows[requests[0]], rows[requests[1]] = rows[requests[1]], rows[requests[0]]
-    for _ in range(3):
-        scheduler.step()
-    assert all(one.codes != alone(visit, Ar())[:4] for one, visit in zip(requests, visits, strict=True))
-
-
 def test_what_other_methods_drew_is_run_by_the_drafter_in_pieces_that_fit() -> None:
     narrow, sampling = make_model(vocabulary=VOCABULARY, codes=40, round_span=4), SAMPLINGS[1]
     narrow = replace(narrow, most_nodes=8)

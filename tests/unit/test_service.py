@@ -195,13 +195,6 @@ def test_who_cannot_join_disturbs_nobody(pipe: Pipeline, service: Service, monke
     left_alone(service)
 
 
-def test_who_wants_no_steps_hears_the_last_one_only(pipe: Pipeline, service: Service) -> None:
-    caller = Caller()
-    service.submit(caller, "red cube", seed=3, steps=False)
-    assert np.array_equal(caller.last().codes[0], pipe("red cube", seed=3).codes[0])
-    assert len(caller.steps) == 1
-
-
 def test_a_listener_that_fails_ends_its_own_request_only(service: Service) -> None:
     def broken(news: object) -> None:
         raise ValueError("a listener's bug")

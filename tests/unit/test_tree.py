@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lantern_rt.errors import TreeError
 from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
-from lantern_rt.runtime.tree_names import PUBLISHED, named_tree, tree_name
+from lantern_rt.runtime.tree_names import named_tree, tree_name
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
@@ -90,12 +90,6 @@ def test_a_published_tree_expands_the_same_nodes_level_by_level(published: str) 
         assert indices == [slots[int(shape.parents[n])] * 10 + rank for n, rank in zip(level, ranks, strict=True)]
         drafted += level.tolist()
         np.testing.assert_array_equal(mask[np.ix_(level, drafted)], np.array(sees, bool))
-
-
-def test_published_trees_have_the_sizes_in_their_names() -> None:
-    for name, paths in PUBLISHED.items():
-        assert len(paths) == int(name.split("-")[1])
-        assert named_tree(name).nodes == len(paths) + 1
 
 
 # ---------------------------------------------------------------- shapes
