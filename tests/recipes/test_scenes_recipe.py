@@ -138,14 +138,6 @@ def test_every_large_weight_of_a_bundle_is_stored_in_sixteen_bits(made: Path) ->
         assert [name for name in wide if not name.startswith("rotary.") and "codebook" not in name] == []
 
 
-def test_a_bundle_of_integer_weights_is_smaller_and_says_so(work: Path, tmp_path: Path) -> None:
-    write_scenes_bundle(work, tmp_path / "int8", False, lambda *_: None, precision="int8-weights")
-    embedded, rounded = open_bundle("scenes").manifest, open_bundle(tmp_path / "int8").manifest
-    assert rounded.target.precision == "int8-weights"
-    assert rounded.files["target.data"].bytes < 0.6 * embedded.files["target.data"].bytes
-    assert rounded.files["vq_decoder.data"] == embedded.files["vq_decoder.data"]
-
-
 def test_muon_updates_have_singular_values_near_one() -> None:
     torch.manual_seed(2)
     for shape, dtype in (((3, 64, 96), torch.float32), ((2, 96, 64), torch.float32), ((3, 64, 96), torch.bfloat16)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from safetensors.torch import load_file
 
@@ -16,12 +15,9 @@ torch = pytest.importorskip("torch")
 from lantern_rt.export.models.decoder import DecoderConfig  # noqa: E402
 from lantern_rt.export.models.eagle import EagleDrafter  # noqa: E402
 from lantern_rt.train.drafter.folder import save_drafter as save_folder  # noqa: E402
-from lantern_rt.train.muon import Muon  # noqa: E402
-from lantern_rt.train.precision import fast_in_bfloat16, mixed_precision  # noqa: E402
 from recipes.scenes import vq as vq_module  # noqa: E402
 from recipes.scenes.bundle import write_scenes_bundle  # noqa: E402
 from recipes.scenes.checkpoints import load_checkpoint, save_checkpoint  # noqa: E402
-from recipes.scenes.data import draw_scenes, render_scenes  # noqa: E402
 from recipes.scenes.drafter import target_bundle, train_drafter, write_samples  # noqa: E402
 from recipes.scenes.model import CONFIG, SIZES, ScenesTarget  # noqa: E402
 from recipes.scenes.restore import restore_work  # noqa: E402
@@ -85,13 +81,6 @@ def save_drafter(work: Path, config: DecoderConfig) -> EagleDrafter:
     drafter = EagleDrafter(own, torch.nn.Linear(own.hidden_size, own.vocab_size, bias=False), bias=True)
     save_folder(drafter, work / "drafter", {})
     return drafter
-
-
-def test_larger_pictures_show_the_same_scenes() -> None:
-    scenes = draw_scenes(6, seed=5)
-    small, large = render_scenes(scenes) / 255, render_scenes(scenes, 256) / 255
-    averaged = large.reshape(6, 128, 2, 128, 2, 3).mean((2, 4))
-    assert np.abs(averaged - small).mean() < 0.01
 
 
 def test_a_tokenizer_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,27 +192,3 @@ def test_a_tokenizer_of_another_size_comes_back_from_its_bundle(tmp_path: Path) 
     assert (manifest.image_height, manifest.codebook_size, manifest.target.vocab_size) == (128, 64, 64)
     restore_work(tmp_path / "bundle", tmp_path / "again")
     assert load_vq(tmp_path / "again").config == config
-
-
-def test_training_keeps_everything_on_one_device() -> None:
-    """On a device without data, which no operation mixes with the host's."""
-    target = ScenesTarget(torch.randn(CODES, 8), SMALL).to("meta")
-    captions, codes = (torch.zeros(2, count, dtype=torch.int64, device="meta") for count in (SLOTS, 256))
-    losses = token_losses(target, captions, codes, torch.zeros(2, dtype=torch.bool, device="meta"))
-    losses.mean().backward()
-    Muon([weight for weight in target.decoder.parameters() if weight.ndim == 2], 0.02).step()
-    assert losses.device.type == "meta"
-
-
-def test_in_bfloat16_the_loss_is_about_the_same() -> None:
-    torch.manual_seed(0)
-    target = ScenesTarget(torch.nn.functional.normalize(torch.randn(CODES, 8), dim=1), SMALL)
-    captions, codes = torch.randint(1, 60, (2, SLOTS)), torch.randint(CODES, (2, 256))
-    exact = token_losses(target, captions, codes)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = token_losses(target, captions, codes)
-    assert rounded.dtype == torch.float32
-    assert 0 < (rounded - exact).abs().mean() < 0.05
-    with mixed_precision("cpu"):
-        losses = token_losses(target, captions, codes)
-    assert torch.equal(losses, rounded if fast_in_bfloat16("cpu") else exact)

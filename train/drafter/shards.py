@@ -114,7 +114,8 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(path, "drafter data in safetensors", CheckpointError, _REMEDY):
-            self._file: Any = safe_open(path, "np")  # its methods have no types
+            untyped: Any = safe_open
+            self._file = untyped(path, "np")
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"format {short(metadata.get('format'))}, not {FORMAT}")
