@@ -192,19 +192,12 @@ def test_a_tree_with_more_children_than_there_are_codes_is_pruned(tree: str, sam
 
 
 @every_method
-@pytest.mark.parametrize("codes", [1, 2, 3])
-def test_images_of_very_few_codes_are_finished(method: MethodConfig, codes: int) -> None:
-    steps = steps_of(model(codes=codes), range(3), Sampling(cfg_scale=2.0), method)
-    assert [len(row) for row in codes_of(steps, 3)] == [codes] * 3
-
-
-@every_method
-@pytest.mark.parametrize("prefix", [1, 2, 8])
-def test_prefixes_of_any_length_work(method: MethodConfig, prefix: int) -> None:
-    engine = model(prefix=prefix)
+@pytest.mark.parametrize(("prefix", "codes"), [(1, 1), (2, 2), (8, 3), (8, CODES)])
+def test_prefixes_of_any_length_and_images_of_few_codes_work(method: MethodConfig, prefix: int, codes: int) -> None:
+    engine = model(prefix=prefix, codes=codes)
     given_prompts = [make_prompt(i, prefix, padding=max(0, prefix - 1 - i)) for i in range(3)]
     steps = list(decode(engine, given_prompts, range(3), Sampling(cfg_scale=2.0), method))
-    assert [len(row) for row in codes_of(steps, 3)] == [CODES] * 3
+    assert [len(row) for row in codes_of(steps, 3)] == [codes] * 3
 
 
 @every_method

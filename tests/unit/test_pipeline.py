@@ -50,26 +50,6 @@ def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -
             assert same(together, pipe(prompt, seed=3 + j, method=method), 2 * i + j)
 
 
-def test_greedy_eagle_draws_what_greedy_plain_decoding_draws(pipe: Pipeline) -> None:
-    plain = pipe(PROMPTS, temperature=0, method="ar")
-    drafted = pipe(PROMPTS, temperature=0, method="eagle")
-    assert all(same(plain, drafted, i, i) for i in range(3))
-    assert drafted.stats.target_passes < plain.stats.target_passes
-
-
-def test_every_seed_draws_another_image(pipe: Pipeline) -> None:
-    result = pipe("a red cube", seed=10, num_images=4)
-    assert result.seeds == [10, 11, 12, 13]
-    assert len({codes.tobytes() for codes in result.codes}) == 4
-
-
-def test_a_looser_bound_gives_more_tokens_per_pass(pipe: Pipeline) -> None:
-    tight = pipe(PROMPTS, method="lantern", delta=0.01, neighbors=8).stats
-    loose = pipe(PROMPTS, method="lantern", delta=0.6, neighbors=8).stats
-    assert loose.tokens_per_forward_pass > tight.tokens_per_forward_pass
-    assert loose.realised_tvd > tight.realised_tvd
-
-
 def test_several_threads_share_one_pipeline(words_bundle: Path) -> None:
     pipe = Pipeline.from_bundle(words_bundle, threads=1)  # nothing loaded by an earlier request
     with ThreadPoolExecutor(4) as pool:
