@@ -215,9 +215,7 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
 
     if not {"prompts", "class_ids", "embeddings"} & options.keys():
         found = "nothing to draw" if name is None else f"bundle {name} and nothing to draw"
-        raise RequestError(
-            found=found, remedy="give a prompt, or --class-id or --embeddings where a bundle takes those"
-        )
+        raise RequestError(found=found, remedy="give a prompt, --class-id or --embeddings, as the bundle takes them")
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")

@@ -66,9 +66,8 @@ class WordTokenizer:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         found = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
         expected = f"some of the {len(self.words)} words that this model knows, such as {', '.join(self.words[-3:])}"
-        return RequestError(
-            field="prompt", found=found, expected=expected, remedy="`lantern-rt inspect BUNDLE --words` lists them"
-        )
+        remedy = "`lantern-rt inspect BUNDLE --words` lists them"
+        return RequestError(field="prompt", found=found, expected=expected, remedy=remedy)
 
 
 class _WordLevel(BaseModel):

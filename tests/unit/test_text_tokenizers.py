@@ -91,7 +91,7 @@ def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(ids_
 
 
 def test_a_prompt_with_too_many_tokens_or_none_is_refused(ids_file: Path) -> None:
-    with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2; shorten it$"):
+    with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2$"):
         TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 2)
     with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
         TemplateTokenizer(load_tokenizer(ids_file)).encode("\u3000", 2)
