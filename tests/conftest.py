@@ -4,10 +4,8 @@ tuned to, or changes it."""
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,14 +25,6 @@ def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
-
-
-@pytest.fixture
-def even_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that nothing disturbs: every look at a clock finds it 0.05 ms later."""
-    ticks = itertools.count()
-    for name in ("monotonic", "perf_counter"):
-        monkeypatch.setattr(time, name, lambda: 5e-5 * next(ticks))
 
 
 # ---------------------------------------------------------------- exporting once

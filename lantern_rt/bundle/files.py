@@ -56,8 +56,8 @@ class Bundle:
         """The file of a role (`target`, `vq_decoder`, ...)."""
         entry = self.manifest.files.get(role)
         if entry is None:
-            known = ", ".join(sorted(self.manifest.files))
-            raise BundleError(f"no file `{role}`", field=f"bundle {self.folder}", expected=f"one of {known}")
+            expected = f"one of {', '.join(sorted(self.manifest.files))}"
+            raise BundleError(f"no file `{role}`", field=f"bundle {self.folder}", expected=expected)
         return self.folder / entry.path
 
     def code_embeddings(self) -> NDArray[np.float32]:
@@ -81,8 +81,7 @@ class Bundle:
     def _neighbors(self) -> Neighbors:
         codes, k = self.manifest.codebook_size, self.manifest.neighbors
         if not k:
-            problem = "has no neighbour table, which relaxed acceptance needs"
-            raise BundleError(problem, field=f"bundle {self.folder}")
+            raise BundleError("has no neighbour table", field=f"bundle {self.folder}")
         path = self.path("neighbors")
         indices = _read_array(path, "indices", (codes, k), ("uint8", "uint16", "uint32", "uint64"))
         distances = _read_array(path, "distances", (codes, k), ("float16", "float32"))
@@ -149,8 +148,7 @@ def _find(path_or_name: str | Path) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise BundleError(f"not a usable path ({brief(error)})", field=named) from error
     known = ", ".join(names) or "none in this installation"
-    remedy = f"give a bundle's folder or an embedded name: {known}"
-    raise BundleError(field=named, found=found, remedy=remedy)
+    raise BundleError(field=named, found=found, expected=f"a bundle's folder or an embedded name: {known}")
 
 
 def _read_manifest_text(folder: Path) -> bytes:
@@ -158,11 +156,9 @@ def _read_manifest_text(folder: Path) -> bytes:
     try:
         return read_plain_file(path, _MANIFEST_LIMIT)
     except FileNotFoundError as error:
-        remedy = "give a folder written by `lantern-rt export`"
-        raise BundleError(f"no {MANIFEST_FILE} in it", field=str(folder), remedy=remedy) from error
+        raise BundleError(f"no {MANIFEST_FILE} in it", field=str(folder), expected="an exported bundle") from error
     except (OSError, ValueError) as error:
-        problem = f"cannot be read ({brief(error)})"
-        raise BundleError(problem, field=str(path), expected="a short JSON text") from error
+        raise BundleError(f"cannot be read ({brief(error)})", field=str(path)) from error
 
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:

@@ -35,8 +35,7 @@ def read_again(
         RequestError: the picture has no recipe, or the bundle refuses it. BundleError: it is another bundle.
     """
     if (option := next(iter(options), None)) is not None:
-        found = f"it together with --from, and {picture} records that itself"
-        raise RequestError(field=option, found=found, remedy="leave one out")
+        raise RequestError(field=option, found=f"it together with --from {picture}, which records that itself")
     recipe = read_recipe(picture)
     if name is None and recipe.bundle not in embedded_names():  # a name in a file is never a path
         problem = f"was drawn by bundle {short(recipe.bundle)}"

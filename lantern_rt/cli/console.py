@@ -118,28 +118,26 @@ def print_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def progress(lines: bool = True, unit: str = "count") -> Iterator[Show]:
+def progress(lines: bool = True) -> Iterator[Show]:
     """Show on stderr what is being done, `[done/total]`, and how long it still takes.
 
     On a terminal these are bars; elsewhere a line every five seconds, from the second second on.
 
     Args:
         lines: elsewhere, print a line when a thing begins, too.
-        unit: of amounts, `count` or `bytes`.
     """
     if sys.stderr.isatty():
-        with _bars(unit) as show:
+        with _bars() as show:
             yield show
     else:
-        yield _Lines(lines, unit)
+        yield _Lines(lines)
 
 
 class _Lines:
     """Progress as lines."""
 
-    def __init__(self, lines: bool, unit: str) -> None:
+    def __init__(self, lines: bool) -> None:
         self._lines = lines
-        self._unit = unit
         self._next = time.monotonic() + QUIET
         self._starts: dict[str, tuple[float, int]] = {}  # when each thing began, and how much of it was done then
 
@@ -153,14 +151,14 @@ class _Lines:
             return
         self._next = now + INTERVAL
         began, first = self._starts[what]
-        line = f"{what} {_amount(self._unit, done, total)}"
+        line = f"{what} [{done:,}/{total:,}]"
         if done > first:
             line += f", about {_duration((now - began) / (done - first) * (total - done))} left"
         say(line)
 
 
 @contextmanager
-def _bars(unit: str) -> Iterator[Show]:
+def _bars() -> Iterator[Show]:
     """Progress as bars of a terminal; what has no amount goes when the next thing begins."""
     from rich import progress as rich
     from rich.console import Console
@@ -175,15 +173,10 @@ def _bars(unit: str) -> Iterator[Show]:
                 for task in bars.tasks:
                     bars.update(task.id, visible=bool(task.fields["amount"]))
                 tasks[what] = bars.add_task(printable(what), amount="")
-            amount = _amount(unit, done, total) if total else ""
+            amount = f"[{done:,}/{total:,}]" if total else ""
             bars.update(tasks[what], completed=done, total=total or None, amount=amount)
 
         yield show
-
-
-def _amount(unit: str, done: int, total: int) -> str:
-    scale, suffix = (1e6, " MB") if unit == "bytes" else (1, "")
-    return f"[{done / scale:,.0f}/{total / scale:,.0f}{suffix}]"
 
 
 def _duration(seconds: float) -> str:

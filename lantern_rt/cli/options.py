@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,19 +110,12 @@ class EngineOptions:
 
         return open_bundle(name, () if self.engines is None else open_engine_folder(self.engines).replaced())
 
-    def load(
-        self,
-        bundle: Bundle,
-        settings: Settings | None = None,
-        picture_threads: int | None = None,
-        prefix: int | None = None,
-    ) -> Pipeline:
+    def load(self, bundle: Bundle, settings: Settings | None = None, prefix: int | None = None) -> Pipeline:
         """Load the bundle's graphs, or the engines in their place.
 
         Args:
             bundle: an opened bundle.
             settings: what is to be decoded with; None where that is several things.
-            picture_threads: as of `Pipeline`.
             prefix: tokens of the longest prompt, if known.
 
         Raises:
@@ -140,8 +132,7 @@ class EngineOptions:
             check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), prefix)
         with progress(lines=False) as show:
             show("loading graphs")
-            options = {**asdict(self), "engines": engines, "picture_threads": picture_threads}
-            return Pipeline.from_bundle(bundle, **options)
+            return Pipeline.from_bundle(bundle, threads=self.threads, engines=engines, provider=self.provider)
 
 
 def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
@@ -149,5 +140,9 @@ def open_bundle(name: str, unread: Collection[str] = ()) -> Bundle:
     from ..bundle import files
     from .console import progress
 
-    with progress(lines=False, unit="bytes") as show:
-        return files.open_bundle(name, unread=unread, counted=partial(show, "checking the bundle's files"))
+    with progress(lines=False) as show:
+
+        def counted(done: int, total: int) -> None:
+            show("checking the bundle's files (MB)", -(-done // 10**6), -(-total // 10**6))
+
+        return files.open_bundle(name, unread=unread, counted=counted)

@@ -70,13 +70,6 @@ def check_output(path: Path, force: bool) -> None:
         check_parent(path)
 
 
-def check_png(path: Path, force: bool) -> None:
-    """`check_output` for a picture, whose name has to say so."""
-    if path.suffix.lower() != ".png":
-        raise OutputError(field=str(path), found=f"the ending {path.suffix or 'none'}", expected=".png")
-    check_output(path, force)
-
-
 def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
     """Refuse a goal that is there already, or that `force` would replace without being of this kind."""
     if not os.path.lexists(output):

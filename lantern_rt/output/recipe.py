@@ -54,9 +54,8 @@ def read_recipe(path: Path) -> Recipe:
     texts = {name: text for name, text in _read_texts(path).items() if name in Recipe.model_fields}
     for name, text in texts.items():
         if len(text) > TEXT_LIMIT:
-            field = f"{path}: text chunk {name}"
-            found = f"{len(text):,} characters"
-            raise RequestError(field=field, found=found, expected=f"at most {TEXT_LIMIT:,}", remedy=CURE)
+            found, expected = f"{len(text):,} characters", f"at most {TEXT_LIMIT:,}"
+            raise RequestError(field=f"{path}: text chunk {name}", found=found, expected=expected, remedy=CURE)
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:

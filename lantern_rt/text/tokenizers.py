@@ -65,8 +65,7 @@ class TemplateTokenizer:
         if not ids:
             raise RequestError(field="prompt", found="no token in it", expected="a few words")
         if len(ids) > slots:
-            found = f"{len(ids):,} tokens"
-            raise RequestError(field="prompt", found=found, expected=f"at most {slots:,}", remedy="shorten it")
+            raise RequestError(field="prompt", found=f"{len(ids):,} tokens", expected=f"at most {slots:,}")
         return np.array(ids, np.int64)
 
 

@@ -1,8 +1,9 @@
 """Captions of known words as ids, by the word list in a bundle's `tokenizer.json`.
 
 The file is a WordLevel tokenizer of the `tokenizers` library with ids 0 .. n - 1: `<pad>`, `<unk>`, then words of the
-letters a to z. Only the list is used. A word that the model was not trained on is an error, not `<unk>`: the image
-would silently lack what was asked for. For the same reason letters and digits outside a-z count as words.
+letters a to z. Only the list is used, whatever else the file says. A word that the model was not trained on is an
+error, not `<unk>`: the image would silently lack what was asked for. For the same reason letters and digits outside
+a-z count as words.
 """
 
 from __future__ import annotations
@@ -65,24 +66,8 @@ class WordTokenizer:
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         found = f"unknown word{'s' * (len(unknown) > 1)} {', '.join(named)}{more}"
         expected = f"some of the {len(self.words)} words that this model knows, such as {', '.join(self.words[-3:])}"
-        return RequestError(
-            field="prompt", found=found, expected=expected, remedy="`lantern-rt inspect BUNDLE --words` lists them"
-        )
-
-
-class _Normalizer(BaseModel):
-    type: Literal["Lowercase"]
-
-
-class _Pattern(BaseModel):
-    Regex: Literal["[a-z]+"]
-
-
-class _PreTokenizer(BaseModel):
-    type: Literal["Split"]
-    pattern: _Pattern
-    behavior: Literal["Removed"]
-    invert: Literal[True]
+        remedy = "`lantern-rt inspect BUNDLE --words` lists them"
+        return RequestError(field="prompt", found=found, expected=expected, remedy=remedy)
 
 
 class _WordLevel(BaseModel):
@@ -105,14 +90,12 @@ class _WordLevel(BaseModel):
 
 class _TokenizerFile(BaseModel):
     model: _WordLevel
-    normalizer: _Normalizer | None = None
-    pre_tokenizer: _PreTokenizer | None = None
 
 
 def read_tokenizer(path: Path) -> WordTokenizer:
     """Read and check a `tokenizer.json`, without the library, which would take 5 MB of a small model's 130.
 
-    Raises: BundleError: it is no tokenizer, or does more than list words.
+    Raises: BundleError: it lists no words.
     """
     with reading(path, "a tokenizer of known words", BundleError, "export the bundle again"):
         text = read_plain_file(path, _FILE_LIMIT)

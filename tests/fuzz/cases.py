@@ -1,25 +1,18 @@
-"""Hostile inputs, one a seed, put to the program; what must hold for each is checked here.
-
-`python cases.py KIND FIRST LAST` puts them in a process of its own, naming each before it begins.
-"""
+"""Hostile inputs, one a seed, put to the program; what must hold for each is checked here."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
 import random
 import resource
 import shutil
 import signal
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import pytest
+from bundle_folder import write_manifest
 from mutations import CONTROL, VALUES, damage, damage_graph, damage_json, damage_zip
 from plan_folder import write_plans
 from tiny_bundle import make_tiny_bundle
@@ -34,8 +27,7 @@ from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load
 SECONDS, MEMORY = 120, 2 << 30
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2", "auto")
 DATA = Path(__file__).parents[1] / "data"
-Call = Callable[[], object]
-Case = list[str] | Call  # words of a command line, or a call of the library
+Case = list[str] | Callable[[], object]  # words of a command line, or a call of the library
 
 
 class Originals:
@@ -56,14 +48,6 @@ class Originals:
         methods = {"balanced": {"method": "sjd", "window": 3}, "fast": {"method": "rows", "window": 2}}
         manifest["presets"] = {name: {"method": method, "figures": figures} for name, method in methods.items()}
         write_manifest(self.bundle, manifest)
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """With the sizes and hashes of the files as they are."""
-    for entry in manifest["files"].values():
-        data = (folder / entry["path"]).read_bytes()
-        entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
 
 
 # ---------------------------------------------------------------- kinds of input
@@ -210,14 +194,22 @@ KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
 # ---------------------------------------------------------------- what must hold
 
 
-def check(kind: str, seed: int, originals: Originals) -> int:
-    """Put a case to the program and check all that must hold; its exit code."""
+def check(kind: str, seed: int, originals: Originals, capture: pytest.CaptureFixture[str]) -> None:
+    """Put a case to the program and check all that must hold.
+
+    Args:
+        kind: of `KINDS`.
+        seed: of the case.
+        originals: sound inputs.
+        capture: of what is printed, also by libraries (`capfd`).
+    """
     rng = random.Random(f"{kind} {seed}")
-    with tempfile.TemporaryDirectory() as name, own_cache(Path(name, "cache")):
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
+        patch.setenv("LANTERN_RT_CACHE", str(folder / "cache"))
         (folder / "out").mkdir()
         case = KINDS[kind](originals, folder, rng)
-        code, text = in_process(case, folder)
+        code, text = outcome(case, capture)
         where = f"{kind} {seed}: {case}\n{text[-3000:]}"
         assert code in (0, 2, 130), f"exit code {code}: {where}"
         noise = [word for word in ("Traceback", "panicked", "Warning:") if word in text]
@@ -228,23 +220,11 @@ def check(kind: str, seed: int, originals: Originals) -> int:
         left = sorted(str(path.relative_to(folder)) for path in (folder / "out").rglob("*"))
         assert code == 0 or not left, f"left behind: {left} by {where}"
         assert not [path for path in left if ".partial" in path], f"left behind: {left} by {where}"
-    return code
 
 
-@contextlib.contextmanager
-def own_cache(folder: Path) -> Iterator[None]:
-    before = os.environ.get("LANTERN_RT_CACHE")
-    os.environ["LANTERN_RT_CACHE"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("LANTERN_RT_CACHE")
-        os.environ |= {} if before is None else {"LANTERN_RT_CACHE": before}
-
-
-def in_process(case: Case, folder: Path) -> tuple[int, str]:
-    """Exit code and all that was printed, also by libraries. Of calls, 2 and the message of an error that users can
-    cure; whatever else is raised would be a traceback."""
+def outcome(case: Case, capture: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and all that was printed. Of calls, 2 and the message of an error that users can cure; whatever else
+    is raised would be a traceback."""
 
     def cut_off(*_: object) -> None:
         raise AssertionError(f"hangs: {case}")
@@ -252,66 +232,17 @@ def in_process(case: Case, folder: Path) -> tuple[int, str]:
     before = signal.signal(signal.SIGALRM, cut_off)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.alarm(SECONDS)
+    code, error = 0, ""
     try:
-        with captured(folder / "printed") as texts:
-            code = run_program(case) if isinstance(case, list) else outcome(case)
+        if isinstance(case, list):
+            code = run_program(case)
+        else:
+            case()
+    except LanternError as refusal:
+        code, error = 2, str(refusal)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
     assert grown < MEMORY, f"{grown:,} bytes: {case}"
-    return code, texts[0]
-
-
-def outcome(call: Call) -> int:
-    try:
-        call()
-    except LanternError as error:
-        print(error)
-        return 2
-    return 0
-
-
-@contextlib.contextmanager
-def captured(path: Path) -> Iterator[list[str]]:
-    """What is written to the descriptors 1 and 2."""
-    texts: list[str] = []
-    saved = [os.dup(1), os.dup(2)]
-    with path.open("w+b") as file, os.fdopen(os.dup(file.fileno()), "w", 1, "utf-8", "surrogateescape") as python:
-        try:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            with contextlib.redirect_stdout(python), contextlib.redirect_stderr(python):
-                yield texts
-        finally:
-            python.flush()
-            for own, old in zip((1, 2), saved, strict=True):
-                os.dup2(old, own)
-                os.close(old)
-            file.seek(0)
-            texts.append(file.read().decode("utf-8", "replace"))
-
-
-def main(kind: str, first: int, last: int) -> int:
-    """Put the cases `first` .. `last` - 1; how many failed."""
-    failed = 0
-    codes: dict[int, int] = {}
-    with tempfile.TemporaryDirectory() as name:
-        originals = Originals(Path(name))
-        for seed in range(first, last):
-            print(f"{kind} {seed}", file=sys.stderr, flush=True)
-            try:
-                code = check(kind, seed, originals)
-                codes[code] = codes.get(code, 0) + 1
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # a library in Rust raises no Exception
-                failed += 1
-                print(f"FAILED {kind} {seed}: {type(error).__name__}: {str(error)[:2000]}", flush=True)
-    print(f"{kind} {first} .. {last - 1}: {failed} failed, exit codes {codes}", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    np.seterr(all="ignore")
-    sys.exit(min(1, main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    return code, "".join(capture.readouterr()) + error

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tiny_bundle import CELL
 from typer.testing import CliRunner
 
 import lantern_rt
@@ -67,29 +65,6 @@ def test_class_ids_are_named_in_files_and_json(program: Any, class_bundle: Path,
     assert files(tmp_path) == ["class-3-seed0.png", "class-7-seed0.png"]
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("ar", {"temperature": 0.0}),
-        ("eagle:tree=mc-25", {"top_p": 0.9}),
-        ("lantern:delta=0.3:neighbors=8", {"cfg_scale": 1.0}),
-        ("lantern++:lambda=3.0", {"top_k": 0}),
-        ("sjd:window=4:delta=0.1", {}),
-    ],
-)
-def test_methods_and_sampling_reach_the_pipeline(
-    program: Any, words_bundle: Path, method: str, options: dict[str, Any]
-) -> None:
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-    assert program("run", words_bundle, "red", "--output", "a.png", "--method", method, *words)[0] == 0
-    with Image.open("a.png") as image:
-        settings = json.loads(image.text["settings"])  # type: ignore[attr-defined]
-    name, *parameters = method.split(":")
-    assert settings["method"] == name
-    assert {one: settings[one] for one in options} == options
-    assert [f"{one.partition('=')[0]}={settings[one.partition('=')[0]]}" for one in parameters] == parameters
-
-
 def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_name(
     program: Any, words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,18 +84,6 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != old
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
     assert program(*run, "--method", "rows", "--num-images", 1)[1] == first
-
-
-def test_scale_enlarges_the_png(program: Any, words_bundle: Path) -> None:
-    assert program("run", words_bundle, "red", "--scale", 3, "--output", "big.png")[0] == 0
-    with Image.open("big.png") as image:
-        assert image.size == (18 * CELL, 18 * CELL)
-
-
-def test_a_trace_goes_to_a_file_with_a_picture_beside_it(program: Any, words_bundle: Path, tmp_path: Path) -> None:
-    code, _, err = program("run", words_bundle, "red", "--output", "red.png", "--trace", "red.npz")
-    assert (code, "trace: red.npz and red.trace.png" in err) == (0, True)
-    assert files(tmp_path) == ["red.npz", "red.png", "red.trace.png"]
 
 
 def test_files_of_one_name_in_one_request_are_numbered(tmp_path: Path) -> None:
@@ -165,13 +128,10 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--from", "a.png"], "prompt: found it together with --from"),
         (["red", "--output", "there.png"], "there.png: found a file, expected none; .*--force"),
         (["red", "--output", "x" * 300], "x+: cannot be written"),
-        (["red", "--trace", "x" * 300 + ".npz"], "x+.npz: cannot be written"),
         (["red", "--output", "red.jpg"], r"red.jpg: found the ending \.jpg"),
         (["red", "--output", "no/such/red.png"], "no/such/red.png: found no folder"),
         (["red", "--output", "/proc/red.png"], "/proc/red.png: cannot be written"),
         (["red", "--num-images", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
-        (["red", "--trace", "t.txt"], r"trace t.txt: found the ending .txt, expected \.npz"),
-        (["red", "--output", "t.trace.png", "--trace", "t.npz"], "t.trace.png: would hold an image and a trace"),
         (["red", "--seed", "x"], ".*--seed.*lantern-rt run --help"),
         (["red", "--colour"], "No such option"),
     ],
@@ -186,13 +146,6 @@ def test_bad_input_is_one_line_on_stderr_and_exit_code_2(
     assert re.match(f"lantern-rt: {reason.replace('BUNDLE', str(words_bundle))}", err), err
     assert files(tmp_path) == ["there.png"]
     assert (tmp_path / "there.png").read_text() == "mine"
-
-
-def test_a_damaged_bundle_is_one_line(program: Any, words_bundle: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(words_bundle, tmp_path / "copy")
-    (copy / "target.onnx").write_bytes((copy / "target.onnx").read_bytes()[:-7])
-    code, _, err = program("run", copy, "red")
-    assert (code, err.count("\n"), "target.onnx" in err) == (2, 1, True)
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,6 @@ def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes_at_this_speed(
         "codes [4,096/16,384], about 3 h 24 min left",
         "codes [16,384/16,384], about 0 s left",
     ]
-    with progress(lines=False, unit="bytes") as show:
-        show("reading", 0, 1_000_000_000)
-        clock[0] += 30
-        show("reading", 250_000_000, 1_000_000_000)
-    assert capsys.readouterr().err == "reading [250/1,000 MB], about 1 min 30 s left\n"
 
 
 def test_on_a_terminal_bars_show_how_much_is_done(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,9 @@ from pydantic import ValidationError
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
-from lantern_rt.errors import BundleError, RequestError
 from lantern_rt.prompts import ImageRequest
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.state import DrafterLayout, PrefixRow
-from lantern_rt.text.tokenizers import TemplateTokenizer, load_tokenizer
 
 ANOLE = TokenLayout(before=(0,), after=(140, 133), uncond=(0, 133))
 JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), uncond_fill=2)
@@ -92,46 +89,3 @@ def test_a_layout_goes_with_tokens_only() -> None:
         ConditionSpec(kind="words", prefix=4, layout=ANOLE)
     with pytest.raises(ValidationError, match="`layout` goes with kind `tokens` and with no other"):
         ConditionSpec(kind="tokens", prefix=4)
-
-
-# ---------------------------------------------------------------- the tokenizer
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
-        "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"},
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
-        },
-        "model": {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "red": 2, "cube": 3, "<?>": 4}, "unk_token": "<?>"},
-    }
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(tokenizer))
-    return file
-
-
-def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(path: Path) -> None:
-    assert TemplateTokenizer(load_tokenizer(path)).encode("a red cube", 8).tolist() == [1, 2, 3]
-    assert TemplateTokenizer(load_tokenizer(path), "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
-
-
-def test_a_prompt_with_too_many_tokens_or_none_is_refused(path: Path) -> None:
-    with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2; shorten it$"):
-        TemplateTokenizer(load_tokenizer(path)).encode("a red cube", 2)
-    with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
-        TemplateTokenizer(load_tokenizer(path)).encode("\u3000", 2)
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(path: Path) -> None:
-    path.write_text("{}")
-    with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle"):
-        load_tokenizer(path)

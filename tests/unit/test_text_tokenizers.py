@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import tokenizers
 
 from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
+from lantern_rt.text.captions import clean_caption
+from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 
 FILE = Path(__file__).parent.parent / "data" / "tiny-text-tokenizer" / "tokenizer.json"
 END = 1
@@ -59,3 +61,43 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes) 
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(BundleError, match=r"tokenizer\.json: expected a tokenizer, found .*; export the bundle again"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.fixture
+def ids_file(tmp_path: Path) -> Path:
+    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        "padding": {"strategy": {"Fixed": 8}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"},
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+        },
+        "model": {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "red": 2, "cube": 3, "<?>": 4}, "unk_token": "<?>"},
+    }
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(tokenizer))
+    return file
+
+
+def test_ids_are_the_texts_own_without_special_tokens_padding_or_truncation(ids_file: Path) -> None:
+    assert TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 8).tolist() == [1, 2, 3]
+    assert TemplateTokenizer(load_tokenizer(ids_file), "red {prompt} a").encode("cube", 8).tolist() == [2, 3, 1]
+
+
+def test_a_prompt_with_too_many_tokens_or_none_is_refused(ids_file: Path) -> None:
+    with pytest.raises(RequestError, match=r"^prompt: found 3 tokens, expected at most 2$"):
+        TemplateTokenizer(load_tokenizer(ids_file)).encode("a red cube", 2)
+    with pytest.raises(RequestError, match=r"^prompt: found no token in it, expected a few words$"):
+        TemplateTokenizer(load_tokenizer(ids_file)).encode("\u3000", 2)
+
+
+def test_recorded_prompts_are_cleaned_as_the_published_code_did() -> None:
+    pairs = json.loads((FILE.parents[1] / "llamagen-captions/cleaned.json").read_text("utf-8"))
+    assert len(pairs) > 200
+    assert [pair for pair in pairs if clean_caption(pair[0]) != pair[1]] == []
