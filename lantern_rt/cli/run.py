@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..checks import short, whole
-from ..errors import RequestError
+from ..errors import OutputError, RequestError
 from ..methods import METHODS
+from ..output.files import check_output
 from ..output.names import plan_outputs, slug
 from .console import print_json, print_text, progress, say
 from .options import (
@@ -34,6 +35,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..bundle.files import Bundle
+    from ..output.trace import Trace
     from ..pipeline import Pipeline
     from ..prompts import ImageRequest
     from ..requests import Request
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
 lantern-rt run scenes "a green cone on snow" "a red cube" --num-images 4 --output cones/ --scale 4
-lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4
+lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
 lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
 """
@@ -113,6 +115,12 @@ def run(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write every draft tree to this .npz, and a picture to NAME.trace.png.", rich_help_panel=OUTPUT
+        ),
+    ] = None,
     scale: Annotated[
         int, typer.Option(help="Enlarge the PNG this many times, 1 .. 16, bicubic.", rich_help_panel=OUTPUT)
     ] = 1,
@@ -127,6 +135,7 @@ def run(
     Each file is written as soon as its image is complete; an image that a file already holds is not drawn again. Paths
     of the files go to stdout, progress and a line of statistics to stderr.
     """
+    from ..output.trace import Trace
     from .again import read_again, same_picture
 
     whole("scale", scale, 1, 1, 16)
@@ -144,12 +153,13 @@ def run(
         stems = [f"{source.stem}-again"]
 
     def there(i: int, path: Path) -> bool:
-        drawn_anyway = json or force
+        drawn_anyway = json or trace or force
         return not drawn_anyway and same_picture(path, bundle, replace(request, images=[request.images[i]]), scale)
 
     outputs = plan_outputs(output, stems, force, there)
     missing = [i for i, (_, drawn) in enumerate(outputs) if not drawn]
     paths = [path for path, _ in outputs]
+    picture = None if trace is None else _check_trace(trace, paths, force)
     if len(missing) < len(paths):
         say(f"{len(paths) - len(missing)} of {len(paths)} images are there already; --force draws them again")
     if not missing:
@@ -159,9 +169,13 @@ def run(
     prefix = max(len(real) for image in request.images for real in image.real)
     pipeline = engine.load(bundle, request.settings, prefix=prefix)
     began = time.perf_counter()
+    grid = bundle.manifest.size(request.settings.size)
+    record = None if trace is None else Trace(grid.rows, grid.columns)
     request = replace(request, images=[request.images[i] for i in missing])
-    last = _draw(pipeline, request, [paths[i] for i in missing], scale, force)
+    last = _draw(pipeline, request, [paths[i] for i in missing], scale, record, force)
     assert last.stats is not None
+    if trace and picture and record:
+        _write_trace(trace, picture, record, force)
     if last.settings.choice is not None:
         say(last.settings.choice)
     say(
@@ -237,7 +251,9 @@ def _stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
     return f"{slug(embeddings.stem)}-{number}-seed{image.seed}"
 
 
-def _draw(pipeline: Pipeline, request: Request, paths: list[Path], scale: int, force: bool) -> StreamStep:
+def _draw(
+    pipeline: Pipeline, request: Request, paths: list[Path], scale: int, trace: Trace | None, force: bool
+) -> StreamStep:
     """Draw all images, each into its file as soon as it is complete; the last step."""
     from ..output.files import write_output
     from ..output.images import enlarge, png_bytes
@@ -245,8 +261,32 @@ def _draw(pipeline: Pipeline, request: Request, paths: list[Path], scale: int, f
     pending = dict(enumerate(paths))
     with progress(lines=False) as show:
         for step in pipeline.decode(request):
+            if trace is not None:
+                trace.add(step.step)
             show("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(paths) == step.total]:
                 image = enlarge(step.image(i), scale)
                 write_output(pending.pop(i), png_bytes(image, image.info), force)
     return step
+
+
+def _check_trace(trace: Path, outputs: list[Path], force: bool) -> Path:
+    """The picture's path beside the trace; both checked."""
+    if trace.suffix != ".npz":
+        raise OutputError(field=f"trace {trace}", found=f"the ending {trace.suffix or 'none'}", expected=".npz")
+    picture = trace.with_name(trace.stem.removesuffix(".trace") + ".trace.png")
+    for path in (trace, picture):
+        check_output(path, force)
+        if path.absolute() in [output.absolute() for output in outputs]:
+            problem = "would hold an image and a trace"
+            raise OutputError(problem, field=str(path), remedy="give one of them another name")
+    return picture
+
+
+def _write_trace(trace: Path, picture: Path, record: Trace, force: bool) -> None:
+    from ..output.files import write_output
+    from ..output.images import png_bytes
+
+    write_output(trace, record.npz_bytes(), force)
+    write_output(picture, png_bytes(record.picture(), {}), force)
+    say(f"trace: {trace} and {picture}")

@@ -1,1 +1,1 @@
-"""What leaves the program: files, folders, pictures and charts."""
+"""What leaves the program: files, folders, pictures, traces and charts."""

@@ -129,13 +129,15 @@ def test_inexact_methods_draw_pictures_of_any_shape_the_same_in_any_batch(pipe: 
 def test_a_picture_records_its_size_and_is_drawn_again(lumina_bundle: Path, tmp_path: Path) -> None:
     first, again = tmp_path / "fox.png", tmp_path / "again.png"
     common = ["run", str(lumina_bundle)]
-    asked = ["a red fox", "--size", "96x64", "--method", "ar"]
+    asked = ["a red fox", "--size", "96x64", "--method", "ar", "--trace", str(tmp_path / "fox.trace.npz")]
     assert run_program([*common, *asked, "--output", str(first)]) == 0
     assert run_program([*common, "--from", str(first), "--output", str(again)]) == 0
     with Image.open(first) as one, Image.open(again) as other:
         assert one.size == (24, 16)
         assert json.loads(one.info["settings"])["size"] == "96x64"
         assert one.tobytes() == other.tobytes()
+    with np.load(tmp_path / "fox.trace.npz") as trace:
+        assert trace["grid"].tolist() == [4, 6]
 
 
 def test_a_size_that_the_bundle_does_not_draw_is_refused_with_those_that_it_does(

@@ -86,6 +86,12 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     assert program(*run, "--method", "rows", "--num-images", 1)[1] == first
 
 
+def test_a_trace_goes_to_a_file_with_a_picture_beside_it(program: Any, words_bundle: Path, tmp_path: Path) -> None:
+    code, _, err = program("run", words_bundle, "red", "--output", "red.png", "--trace", "red.npz")
+    assert (code, "trace: red.npz and red.trace.png" in err) == (0, True)
+    assert files(tmp_path) == ["red.npz", "red.png", "red.trace.png"]
+
+
 def test_files_of_one_name_in_one_request_are_numbered(tmp_path: Path) -> None:
     (tmp_path / "red-2.png").touch()
     outputs = plan_outputs(str(tmp_path), ["red", "red", "blue"], False)
@@ -128,10 +134,13 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--from", "a.png"], "prompt: found it together with --from"),
         (["red", "--output", "there.png"], "there.png: found a file, expected none; .*--force"),
         (["red", "--output", "x" * 300], "x+: cannot be written"),
+        (["red", "--trace", "x" * 300 + ".npz"], "x+.npz: cannot be written"),
         (["red", "--output", "red.jpg"], r"red.jpg: found the ending \.jpg"),
         (["red", "--output", "no/such/red.png"], "no/such/red.png: found no folder"),
         (["red", "--output", "/proc/red.png"], "/proc/red.png: cannot be written"),
         (["red", "--num-images", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
+        (["red", "--trace", "t.txt"], r"trace t.txt: found the ending .txt, expected \.npz"),
+        (["red", "--output", "t.trace.png", "--trace", "t.npz"], "t.trace.png: would hold an image and a trace"),
         (["red", "--seed", "x"], ".*--seed.*lantern-rt run --help"),
         (["red", "--colour"], "No such option"),
     ],

@@ -76,14 +76,21 @@ def test_ctrl_c_exits_with_130_and_keeps_finished_images(tmp_path: Path) -> None
     assert [*tmp_path.glob(".*/*")] == []
 
 
-def test_a_full_disk_leaves_no_part_of_an_image(
-    words_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    large = make_tiny_bundle(tmp_path / "large", grid=24)
     monkeypatch.chdir(tmp_path)
-    with full_disk(100):
-        assert run_program(["run", str(words_bundle), "red", "--threads", "1", "--method", "sjd"]) == 2
-    assert "red-seed0.png: cannot be written (File too large)" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    run = ["run", str(large), "red", "--threads", "1", "--method", "sjd", "--trace", "a.npz"]
+    assert run_program(run) == 0
+    image = (tmp_path / "red-seed0.png").stat().st_size
+    assert image + 1024 < (tmp_path / "a.npz").stat().st_size  # room for the image only
+    for path in tmp_path.glob("*.*"):
+        path.unlink()
+    with full_disk(image + 1024):
+        assert run_program(run) == 2
+    assert "lantern-rt: a.npz: cannot be written (File too large)" in capsys.readouterr().err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["red-seed0.png"]
 
 
 def test_a_full_disk_leaves_no_part_of_the_cache(

@@ -15,6 +15,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import host
 from lantern_rt.engines.kv_cache import KVCache
+from lantern_rt.output.trace import Trace
 from lantern_rt.requests import Settings, resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "sjd:window=5", "auto")
@@ -77,7 +78,7 @@ def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
     pipe: Pipeline, words_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room_for(monkeypatch, words_bundle, 2)
-    grown, done = [np.zeros(0, np.int64)] * 5, 0
+    grown, done, trace = [np.zeros(0, np.int64)] * 5, 0, Trace(6, 6)
     for step in pipe.stream("red cube", num_images=5, method="eagle"):
         assert (step.stats is None) == (step.done < step.total)
         assert (step.done > done, step.total) == (True, 5 * 36)
@@ -86,6 +87,8 @@ def test_a_stream_of_more_images_than_fit_grows_to_all_and_has_statistics_once(
         assert all(np.array_equal(one, other) for one, other in zip(grown, step.codes, strict=True))
         assert {part.request for part in step.step.parts} <= {i for i, new in enumerate(step.new_codes) if len(new)}
         assert step.image(4).size == step.image(0).size
+        trace.add(step.step)
+    assert trace.accepted_per_cell().shape == (5, 36)
     assert all(
         np.array_equal(one, other) for one, other in zip(grown, pipe("red cube", num_images=5).codes, strict=True)
     )

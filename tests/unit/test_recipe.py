@@ -89,12 +89,12 @@ def test_classes_and_embedded_bundles_are_drawn_again(program: Any, class_bundle
     assert Path("a-again.png").read_bytes() == Path("a.png").read_bytes()
 
 
-def test_output_scale_and_force_stay_free(program: Any, words_bundle: Path, bundle: Bundle) -> None:
+def test_output_scale_trace_and_force_stay_free(program: Any, words_bundle: Path, bundle: Bundle) -> None:
     picture(Path("a.png"), texts(bundle))
-    again = (words_bundle, "--from", "a.png", "--output", "a.png", "--scale", 3)
+    again = (words_bundle, "--from", "a.png", "--output", "a.png", "--trace", "a.npz", "--scale", 3)
     assert program("run", *again)[0] == 2
     assert program("run", *again, "--force")[0] == 0
-    assert sorted(path.name for path in Path().iterdir()) == ["a.png"]
+    assert sorted(path.name for path in Path().iterdir()) == ["a.npz", "a.png", "a.trace.png"]
     with Image.open("a.png") as image:
         assert image.size == (72, 72)
     assert read_recipe(Path("a.png")).settings == SETTINGS

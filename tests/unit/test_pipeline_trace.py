@@ -1,0 +1,76 @@
+"""The trace of a decode: read back from its file, it explains every code."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lantern_rt import Pipeline
+from lantern_rt.output.trace import Trace
+from lantern_rt.results import StreamStep
+
+METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
+
+
+def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
+    trace = Trace(6, 6)
+    for number, step in enumerate(pipe.stream(["red cube", "green sphere"], seed=4, method=method)):
+        trace.add(step.step)
+        if steps is not None and number + 1 == steps:
+            break
+    return trace, step
+
+
+def read(trace: Trace) -> dict[str, NDArray[Any]]:
+    return dict(np.load(BytesIO(trace.npz_bytes()), allow_pickle=False))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_file_replays_the_decode(pipe: Pipeline, method: str) -> None:
+    trace, last = record(pipe, method)
+    file = read(trace)
+    replayed: list[list[int]] = [[], []]
+    for part, image in enumerate(file["part_image"]):
+        codes = replayed[image]
+        tokens = file["tree_tokens"][slice(*file["tree_offsets"][part : part + 2])]
+        parents = file["tree_parents"][slice(*file["tree_offsets"][part : part + 2])]
+        path = file["path_nodes"][slice(*file["path_offsets"][part : part + 2])]
+        if len(tokens):
+            assert tokens[0] == codes[-1]
+            assert (parents[path[1:]] == path[:-1]).all()
+        new_kv = [*tokens[path[1:]], file["part_bonus"][part]]
+        codes += new_kv[: file["part_committed"][part]]
+    assert replayed == [codes.tolist() for codes in last.codes]
+    np.testing.assert_array_equal(file["codes"], replayed)
+    assert file["grid"].tolist() == [6, 6]
+    assert (np.diff(file["part_step"]) >= 0).all()
+    assert (len(file["tree_tokens"]) > 0) == (method != "ar")
+
+
+def test_cells_are_coloured_by_what_their_pass_accepted(pipe: Pipeline) -> None:
+    trace, last = record(pipe, "eagle")
+    assert last.stats is not None
+    cells = trace.accepted_per_cell()
+    assert cells.shape == (2, 36)
+    assert (cells[:, 0] == 0).all()  # from the prefill
+    assert cells.max() == len(last.stats.accepted_lengths) - 1
+    picture = trace.picture()
+    grid = [[picture.getpixel((16 + 16 * (i % 6) + 8, 16 + 16 * (i // 6) + 8)) for i in range(36)]]
+    colours = {value: {colour for cell, colour in zip(cells[0], grid[0], strict=True) if cell == value} for value in
+               set(cells[0].tolist())}  # fmt: skip
+    assert all(len(found) == 1 for found in colours.values())
+    assert len(set.union(*colours.values())) == len(colours)
+
+
+def test_a_cancelled_decode_leaves_its_last_cells_empty(pipe: Pipeline) -> None:
+    trace, last = record(pipe, "lantern", steps=4)
+    codes = read(trace)["codes"]
+    for i in range(2):
+        known = len(last.codes[i])
+        assert (codes[i, :known] == last.codes[i]).all()
+        assert (codes[i, known:] == -1).all()
+    assert trace.picture().size == Trace(6, 6, trace.parts).picture().size
