@@ -59,6 +59,12 @@ def run(
             "one's name. [default: scenes, or that of --from]",
         ),
     ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="The same as a prompt in quotes; may be given several times.", rich_help_panel=SUBJECTS
+        ),
+    ] = None,
     class_id: Annotated[
         list[int] | None,
         typer.Option(
@@ -140,6 +146,7 @@ def run(
 
     whole("scale", scale, 1, 1, 16)
     name, prompts = _bundle_and_prompts(words or [])
+    prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
     settings = {"seed": seed, "num_images": num_images, "size": size, "method": method, "quality": quality}
     sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}

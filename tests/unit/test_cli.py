@@ -86,6 +86,11 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     assert program(*run, "--method", "rows", "--num-images", 1)[1] == first
 
 
+def test_a_prompt_may_be_an_option(program: Any, words_bundle: Path, tmp_path: Path) -> None:
+    assert program("run", words_bundle, "--prompt", "red cube", "--prompt", "green", "--method", "ar")[0] == 0
+    assert files(tmp_path) == ["green-seed0.png", "red-cube-seed0.png"]
+
+
 def test_a_trace_goes_to_a_file_with_a_picture_beside_it(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, _, err = program("run", words_bundle, "red", "--output", "red.png", "--trace", "red.npz")
     assert (code, "trace: red.npz and red.trace.png" in err) == (0, True)
