@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from small_models import CONFIG, randomise_norms, stored
+from small_models import CONFIG, randomise_norms
 from torch import nn
 
 from lantern_rt.bundle.manifest import Precision
@@ -82,10 +82,6 @@ def test_both_layouts_of_a_file_compute_the_same(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["normed heads, another epsilon", "deep head", "drafter with bias"])
 def test_weights_that_are_stored_smaller_are_the_same_to_both(name: str, rule: Rule, tmp_path: Path) -> None:
     assert furthest(GRAPHS[name], tmp_path, rule) < 1e-5
-
-
-def test_a_checkpoint_of_halves_is_the_same_to_both(tmp_path: Path) -> None:
-    assert furthest(stored(torch.float16), tmp_path, "lossless") < 1e-5
 
 
 @pytest.mark.parametrize("name", GRAPHS)
