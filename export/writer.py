@@ -106,7 +106,10 @@ def export_model(
         )
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
-        neighbours = _write_neighbours(paths["neighbors"], model, progress)
+        table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
+        np.savez(paths["neighbors"], **table._asdict())
+        neighbours = table.indices.shape[1]
+        del table  # it is large
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
             files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
@@ -139,13 +142,6 @@ def export_model(
         )
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
-
-
-def _write_neighbours(path: Path, model: Model, progress: Progress) -> int:
-    """Write the table of neighbours, which is large and needed no more; returns how many every code has."""
-    table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
-    np.savez(path, **table._asdict())
-    return len(table.indices[0])
 
 
 def check_output(output: Path, force: bool) -> None:

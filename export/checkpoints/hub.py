@@ -65,6 +65,7 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
         return Path(place)
     require_library("huggingface_hub", text, "export")
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     repository, file, revision = reference
     try:
@@ -78,8 +79,10 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
     except LanternError:
         raise
     except Exception as error:  # the library's errors and those of its network client share no base class
-        if refused := _refusal(text, error):
-            raise refused from error
+        if isinstance(error, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)):
+            problem = f"the hub refuses it ({brief(error)})"
+            remedy = "check the name, accept the terms on its page, or run `hf auth login`"
+            raise CheckpointError(problem, field=text, remedy=remedy) from error
         # What an earlier call left; whether it is whole is seen when it is read.
         cached = try_to_load_from_cache(repository, file or side_files[0], revision=revision)
         if not isinstance(cached, str):
@@ -99,18 +102,3 @@ def _choose_weights(text: str, files: Collection[str]) -> list[str]:
         expected = f"{SINGLE[0]} or alike"
         raise CheckpointError(field=text, found=listing(files), expected=expected, remedy=f"name one: {text}/FILE")
     return chosen
-
-
-def _refusal(text: str, error: Exception) -> CheckpointError | None:
-    """What the hub answered; None if it did not answer."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    answers = {
-        GatedRepoError: ("its owner asks for an agreement", "accept it on its page and log in with `hf auth login`"),
-        RepositoryNotFoundError: ("no such repository, or a private one", "check the name, or run `hf auth login`"),
-        RevisionNotFoundError: ("no such revision", "leave @ out for the newest"),
-    }
-    for kind, (problem, remedy) in answers.items():
-        if isinstance(error, kind):
-            return CheckpointError(problem, field=text, remedy=remedy)
-    return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from ..checkpoints.files import Config, listing, refusing
 from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
-from ..models.eagle import Drafting, EagleDrafter, read_drafter
+from ..models.eagle import EagleDrafter, read_drafter
 from ..models.llama import decoder_config, rename_llama
-from ..models.llamagen_vq import read_vqgan
+from ..models.llamagen_vq import VQGAN, read_vqgan
 from ..progress import silent
 from ..writer import Model
 from .common import check_grid, image_model
@@ -54,11 +54,6 @@ class Chameleon(NamedTuple):
     sources: list[tuple[str, Path]]
     names: Mapping[str, int]
     config: Config
-
-    def code_embeddings(self, further: int = 0) -> Tensor:
-        """Those of codes, and of some tokens behind them."""
-        end = max(self.codes) + 1
-        return arranged(self.embeddings, [*self.codes, *range(end, end + further)])
 
 
 class Kin(NamedTuple):
@@ -92,7 +87,7 @@ def read_anole(
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    check_tokenizer(target)
+    Checkpoint(target).tokenizer()  # before gigabytes are read
     image = read_vqgan(vq, progress)
     rows = grid or image.grid
     if rows is None:
@@ -100,21 +95,7 @@ def read_anole(
     if image.grid not in (None, rows):
         raise CheckpointError(field="grid", found=str(rows), expected=f"{image.grid}, as in the .yaml of vq, or none")
     model = read_chameleon(target, rows, progress=progress)
-    return image_model(
-        family="anole",
-        decoder=model.decoder,
-        code_embeddings=model.code_embeddings(),
-        condition=model.condition,
-        vq=image.vq,
-        sampling=_SAMPLING,
-        sources=[*model.sources, *image.sources],
-        drafting=None if drafter is None else read_chameleon_drafter(drafter, model, progress),
-    )
-
-
-def check_tokenizer(target: Path) -> None:
-    """Before gigabytes are read. Raises: CheckpointError: the folder has no tokenizer."""
-    Checkpoint(target).tokenizer()
+    return chameleon_model(model, image, drafter, progress, family="anole", sampling=_SAMPLING)
 
 
 @refusing
@@ -160,13 +141,29 @@ def read_chameleon(
     return Chameleon(decoder, embeddings, codes, condition, checkpoint.sources, names, config)
 
 
-def read_chameleon_drafter(folder: Path, target: Chameleon, progress: Progress = silent) -> Drafting:
-    """The drafter in a folder, for a target. Raises: CheckpointError."""
-    fits = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
-    tokens, first = len(target.embeddings), min(target.codes)
-    drafting = read_drafter(folder, target.decoder, tokens, fits, progress, code_offset=first)
-    arrange_codes(drafting.drafter, target.codes)
-    return drafting
+def chameleon_model(
+    target: Chameleon, image: VQGAN, drafter: Path | None, progress: Progress, further: int = 0, **fields: Any
+) -> Model:
+    """A bundle's model of a target, its image tokenizer and the drafter in a folder.
+
+    further: tokens behind those of codes that pictures contain; fields: as of `image_model`. Raises: CheckpointError.
+    """
+    drafting = None
+    if drafter is not None:
+        fits = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
+        tokens, first = len(target.embeddings), min(target.codes)
+        drafting = read_drafter(drafter, target.decoder, tokens, fits, progress, code_offset=first)
+        arrange_codes(drafting.drafter, target.codes)
+    end = max(target.codes) + 1
+    return image_model(
+        decoder=target.decoder,
+        code_embeddings=arranged(target.embeddings, [*target.codes, *range(end, end + further)]),
+        condition=target.condition,
+        vq=image.vq,
+        sources=[*target.sources, *image.sources],
+        drafting=drafting,
+        **fields,
+    )
 
 
 def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:

@@ -63,9 +63,8 @@ def image_model(
     codes = own.vocab_size
     pixels = own.grid * vq.config.scale
     if vq.config.codes != codes:
-        expected = f"{codes}, as the transformer has"
-        remedy = "give the VQ tokenizer that belongs to it"
-        raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected, remedy=remedy)
+        expected = f"{codes}: the VQ tokenizer that belongs to the transformer"
+        raise CheckpointError(field="vq", found=f"{vq.config.codes} codes", expected=expected)
     graphs = [target_graph(decoder, code_embeddings)]
     drafter = None
     if drafting is not None:

@@ -100,7 +100,6 @@ def _layout(generation: Config) -> TokenLayout:
     ids = dict(generation.values) | (dict(extra) if isinstance(extra, Mapping) else {})
     names = ("bos_token_id", "pad_token_id", "boi_token_id")
     if missing := [name for name in names if type(ids.get(name)) is not int]:
-        remedy = "give the folder that transformers' Janus loads from"
-        raise generation.error(", ".join(missing), "has none", expected="ids of tokens", remedy=remedy)
+        raise generation.error(", ".join(missing), "has none", expected="ids of tokens")
     start, padding, begin = (ids[name] for name in names)
     return TokenLayout(template=_TEMPLATE, before=(start,), after=(begin,), uncond_fill=padding)

@@ -8,7 +8,6 @@ unconditional row is these last three tokens alone. The files hold no image toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from ...bundle.manifest import Size, TokenLayout
@@ -19,8 +18,8 @@ from ..checkpoints.files import refusal, refusing
 from ..models.llamagen_vq import read_vqgan
 from ..progress import silent
 from ..writer import Model
-from .anole import LUMINA, PROMPT_TOKENS, Kin, check_tokenizer, read_chameleon, read_chameleon_drafter
-from .common import check_grid, image_model
+from .anole import LUMINA, PROMPT_TOKENS, Kin, chameleon_model, read_chameleon
+from .common import check_grid
 
 _TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
 _ROW_END = "<reserved08799>"
@@ -48,8 +47,6 @@ def read_lumina(
     if grid is None or grid % _PATCH:
         expected = "32, 48 or 64 for Lumina-mGPT of 512, 768 or 1024 pixels, which its files do not tell"
         raise CheckpointError(field="grid", found="nothing" if grid is None else str(grid), expected=expected)
-    check_tokenizer(target)
-    image = read_vqgan(vq, progress)  # its own resolution is that of its training
     patches = patch_sizes(grid // _PATCH)
     longest = max(_PATCH * high * (_PATCH * wide + 1) - 1 for high, wide in patches)
     sides = {side: f"<reserved{8800 + side:05d}>" for side in range(1, 1 + max(max(pair) for pair in patches))}
@@ -59,18 +56,15 @@ def read_lumina(
     behind = names[_ROW_END] - max(codes)
     if behind < 1:
         raise refusal(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="one behind the image tokens")
-    drafting = None if drafter is None else read_chameleon_drafter(drafter, model, progress)
-    size = partial(lumina_size, names=names)
-    return image_model(
+    return chameleon_model(
+        model,
+        read_vqgan(vq, progress),  # its own resolution is that of its training
+        drafter,
+        progress,
+        behind,
         family="lumina",
-        decoder=model.decoder,
-        code_embeddings=model.code_embeddings(behind),
-        condition=model.condition,
-        vq=image.vq,
         sampling=_SAMPLING,
-        sources=[*model.sources, *image.sources],
-        drafting=drafting,
-        sizes=[size(high, wide) for high, wide in patches],
+        sizes=[lumina_size(high, wide, names) for high, wide in patches],
         row_end=names[_ROW_END] - min(codes),
     )
 

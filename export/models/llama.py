@@ -70,8 +70,7 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
     configured = config.whole("num_key_value_heads")
     if rest or num_kv_heads < 1 or heads % num_kv_heads or configured not in (None, num_kv_heads):
         expected = f"those of {heads} heads of {head_dim} numbers and {configured or 'some'} key heads"
-        remedy = "check the numbers of heads in its configuration"
-        raise checkpoint.error(qkv, found=f"{rows} rows", expected=expected, remedy=remedy)
+        raise checkpoint.error(qkv, found=f"{rows} rows", expected=expected)
     return {
         "hidden_size": width,
         "num_layers": layers,

@@ -101,18 +101,6 @@ def test_pairs_are_read_in_the_order_that_the_caption_says(judged: Agreement) ->
     assert mixed < 0.65
 
 
-def test_what_a_caption_leaves_out_or_says_twice_is_not_asked_for(judged: Agreement) -> None:
-    scene = Scene("clear", "grass", (Solid("cube", "green", "large", "matte", 0.26),), 3)
-    image = Image.fromarray(render_scenes([scene])[0])
-    assert judged([image], ["small"]) == pytest.approx(1)  # nothing that is judged is named
-    plain, twice, whole = judged(
-        [image] * 3, ["a cube", "a cube on the left to the right", "a cube on green grass under a blue sky"]
-    )
-    assert twice == pytest.approx(plain, abs=1e-5)
-    assert whole > 0.9  # the grass is green, and not the cube: its colour is not named
-    assert judged([image], ["a red ball on green grass under a blue sky"]) == pytest.approx(0.5, abs=0.05)
-
-
 def test_a_trained_judge_becomes_the_same_graph_with_other_weights(
     judged: Agreement, pictures: np.ndarray, tmp_path: Path
 ) -> None:

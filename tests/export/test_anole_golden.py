@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llamagen_golden import DATA, Arrays, Run, golden, guide, manifest
+from llamagen_golden import DATA, Arrays, Run, close, golden, guide, manifest
 from numpy.typing import NDArray
 
 from lantern_rt.export.graph.graphs import HIDDEN
@@ -23,10 +23,6 @@ def target() -> Arrays:
 @pytest.fixture(scope="module")
 def drafter() -> Arrays:
     return golden("anole/drafter")
-
-
-def close(found: NDArray[np.float32], expected: NDArray[np.float32], tolerance: float = 1e-4) -> None:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance, strict=True)
 
 
 def embed(bundle: Path, ids: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +19,10 @@ from torch import Tensor, nn
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.manifest import DecoderSpec
 from lantern_rt.cli.main import run_program
-from lantern_rt.errors import CheckpointError, OutputError, ParityError, RequestError
+from lantern_rt.errors import OutputError, ParityError
 from lantern_rt.export.families.common import decoder_fields
-from lantern_rt.export.families.llamagen import read_llamagen
 from lantern_rt.export.graph.graphs import Graph, cases_of, target_graph
 from lantern_rt.export.graph.onnx_ops import Value
-from lantern_rt.export.graph.precision import Precisions
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.writer import Model, export_model
 from lantern_rt.output.files import folder_or_nothing
@@ -199,16 +196,6 @@ def test_nothing_half_written_stays_after_a_failure(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ctrl_c_in_the_middle_of_a_weight_leaves_nothing(tmp_path: Path) -> None:
-    def stop_halfway(what: str, done: int, total: int) -> None:
-        if what.startswith("writing target") and done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        export_model(parts(), tmp_path / "toy", progress=stop_halfway)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_progress_counts_everything_that_may_take_long(tmp_path: Path) -> None:
     amounts: dict[str, list[tuple[int, int]]] = {}
     model = replace(parts(), sources=[("target", C2I)])
@@ -237,12 +224,6 @@ def test_a_disk_that_is_too_full_is_noticed_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_precisions_are_recorded_in_the_manifest(tmp_path: Path) -> None:
-    goal = export_model(parts(), tmp_path / "toy", precisions=Precisions("int8-weights"))
-    assert open_bundle(goal).manifest.target.precision == "int8-weights"
-    assert open_bundle(export_model(parts(), tmp_path / "plain")).manifest.target.precision == "fp32"
-
-
 def test_a_failed_replacement_leaves_the_old_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goal = export_model(parts(), tmp_path / "toy")
     digest = open_bundle(goal).digest
@@ -266,30 +247,12 @@ def test_a_bundle_can_be_read_by_others(tmp_path: Path) -> None:
     assert goal.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def export(output: Path, **changes: Any) -> Path:
-    arguments: dict[str, Any] = {"target": C2I, "vq": VQ, "config": C2I.with_name("config.json"), **changes}
-    return export_model(read_llamagen(**arguments), output)
-
-
 def test_an_export_refuses_what_is_there_before_reading_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["export", "--target", str(tmp_path / "absent.pt"), "--vq", str(VQ), "--output", str(tmp_path)]
     assert run_program(command) == 2
     assert "is there already" in capsys.readouterr().err
-
-
-def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    for changes, error in (
-        ({"target": VQ}, CheckpointError),
-        ({"vq": C2I}, CheckpointError),
-        ({"drafter": tmp_path}, CheckpointError),
-        ({"config": None}, CheckpointError),
-        ({"grid": 0}, RequestError),
-    ):
-        with pytest.raises(error):
-            export(tmp_path / "toy", **changes)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_manifest_tells_where_a_bundle_came_from(t2i_drafter_bundle: Path, c2i_bundle: Path) -> None:

@@ -74,15 +74,6 @@ def test_reading_is_reported_in_megabytes_of_all_files_of_a_folder(tmp_path: Pat
     assert {0, 3, 5, 7} <= set(amounts)
 
 
-def test_the_bytes_of_a_file_are_counted_once_even_where_weights_share_numbers(tmp_path: Path) -> None:
-    table = torch.arange(100_000.0)
-    torch.save({"a": table, "b": table, "c": table[:5].clone()}, tmp_path / "a.pt")
-    counted: list[int] = []
-    read_weights(tmp_path / "a.pt", counted.append)
-    assert counted[0] == table.nbytes
-    assert sum(counted) == (tmp_path / "a.pt").stat().st_size
-
-
 # ---------------------------------------------------------------- LlamaGen
 
 

@@ -42,12 +42,6 @@ def test_equal_rows_are_neighbours_at_distance_zero_in_order_of_index() -> None:
     assert not table.distances.any()
 
 
-@pytest.mark.parametrize(("codes", "dtype"), [(256, np.uint8), (257, np.uint16)])
-def test_indices_take_the_smallest_type_that_holds_them(codes: int, dtype: type) -> None:
-    rows = np.random.default_rng(0).standard_normal((codes, 4))
-    assert neighbour_table(rows, 3).indices.dtype == dtype
-
-
 @pytest.mark.slow
 def test_a_full_codebook_needs_less_than_a_gigabyte() -> None:
     rows = np.random.default_rng(0).standard_normal((16384, 8), dtype=np.float32)

@@ -13,7 +13,7 @@ from onnx import TensorProto
 from small_models import stored
 
 from lantern_rt.bundle.manifest import Precision
-from lantern_rt.errors import CheckpointError, ParityError, RequestError
+from lantern_rt.errors import CheckpointError, RequestError
 from lantern_rt.export.graph.graphs import plan_graph
 from lantern_rt.export.graph.precision import (
     Storage,
@@ -144,17 +144,6 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
     onnx.checker.check_model(model)
     sizes = sum(part.bytes for name in plan.weights for part in plan.parts(name))
     assert sizes == expected
-
-
-@pytest.mark.parametrize("rule", ["fp16", "int8-weights"])
-def test_a_rounded_graph_that_differs_is_still_refused(tmp_path: Path, rule: Precision) -> None:
-    graph = stored(torch.float32)
-    plan = plan_graph(graph, rule)
-    path = plan.write(tmp_path / "target.onnx")[0]
-    with torch.no_grad():
-        dict(graph.module.named_parameters())["layers.1.attention.qkv.weight"][-1] += 1e-2
-    with pytest.raises(ParityError, match=r"new_key_values\.1\.value by"):
-        check_parity(graph, path, plan=plan)
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])

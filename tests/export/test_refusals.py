@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,34 +20,14 @@ from checkpoint_copies import (
     T2I,
     VQ,
     VQGAN,
+    changed,
     config_of,
     copied,
     edited,
     sharded,
 )
-from damaged_checkpoints import (
-    Read,
-    anole,
-    drafter,
-    drop,
-    early_row_end,
-    emu3,
-    emu3_tokenizer,
-    few_codes,
-    index,
-    lantern,
-    loose,
-    lumina,
-    move,
-    official,
-    swap_tokens,
-    text_encoder,
-    tokenizer,
-    vqgan,
-    without,
-    wrong_shard,
-)
 from emu3_copies import published
+from small_models import save_t5
 
 from lantern_rt.errors import CheckpointError, LanternError
 from lantern_rt.export.checkpoints.folders import Checkpoint
@@ -52,17 +36,148 @@ from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen, read_transformer
 from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.models.eagle import read_drafter
-from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
+from lantern_rt.export.models.llamagen_vq import read_vq
 from lantern_rt.export.models.t5 import read_text_encoder
 
+Read = Callable[[Path], object]  # makes a damaged copy in a folder and reads it
+
+
+def official(edit: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_transformer(
+        edited(folder, C2I, edit or (lambda weights: None)),
+        config=changed(config_of(C2I), folder / "config.json", **fields),
+    )
+
+
+def lantern(edit: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_transformer(copied(LANTERN / "t2i", folder, edit, **fields))
+
+
+def drafter(edit: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_llamagen(
+        T2I, VQ, drafter=copied(DRAFTER, folder / "drafter", edit, **fields), config=config_of(T2I)
+    )
+
+
+def anole(weights: Any = None, config: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_anole(copied(ANOLE, folder / "target", weights, config, **fields), VQGAN)
+
+
+def lumina(weights: Any = None, config: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_lumina(copied(LUMINA, folder / "target", weights, config, **fields), VQGAN, grid=4)
+
+
+def emu3(weights: Any = None, config: Any = None, **fields: Any) -> Read:
+    return lambda folder: read_emu3(copied(EMU3, folder / "target", weights, config, **fields), grid=4)
+
+
+def emu3_tokenizer(name: str, edit: Callable[[str], str], **fields: Any) -> Read:
+    def read(folder: Path) -> None:
+        target, vq = published(folder)
+        (target / name).write_text(edit((target / name).read_text()))
+        changed(target / "config.json", target / "config.json", **fields)
+        read_emu3(target, vq, grid=4)
+
+    return read
+
+
+def text_encoder(weights: Any = None, sizes: dict[str, Any] | None = None, **fields: Any) -> Read:
+    def read(folder: Path) -> None:
+        save_t5(folder / "saved", **(sizes or {}))
+        read_text_encoder(copied(folder / "saved", folder / "t5", weights, **fields), 32)
+
+    return read
+
+
+def vqgan(yaml: str | None) -> Read:
+    def read(folder: Path) -> None:
+        shutil.copytree(VQGAN, folder / "vq")
+        if yaml is None:
+            (folder / "vq/vqgan.yaml").unlink()
+        else:
+            (folder / "vq/vqgan.yaml").write_text(yaml)
+        read_anole(ANOLE, folder / "vq")
+
+    return read
+
+
+def index(content: Any) -> Read:
+    def read(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+        Checkpoint(folder).read()
+
+    return read
+
+
+def tokenizer(edit: Callable[[dict[str, Any]], object]) -> Read:
+    def read(folder: Path) -> None:
+        target = copied(ANOLE, folder / "target")
+        content = json.loads((target / "tokenizer.json").read_text())
+        edit(content)
+        (target / "tokenizer.json").write_text(json.dumps(content))
+        read_anole(target, VQGAN)
+
+    return read
+
+
+def without(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).unlink()
+    return folder
+
+
+def loose(folder: Path) -> None:
+    for name in ("a.pt", "b.pt"):
+        torch.save({"x": torch.ones(2)}, folder / name)
+    Checkpoint(folder).read()
+
+
+def wrong_shard(folder: Path) -> None:
+    shards = sharded(LANTERN / "t2i", folder / "shards")
+    shutil.copy(shards / "model-00001-of-00003.safetensors", shards / "model-00002-of-00003.safetensors")
+    Checkpoint(shards).read()
+
+
+def few_codes(folder: Path) -> None:
+    narrow = edited(folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]}))
+    read_llamagen(C2I, narrow, config=config_of(C2I))
+
+
+def drop(*prefixes: str) -> Callable[[dict[str, Any]], None]:
+    def edit(weights: dict[str, Any]) -> None:
+        for name in [name for name in weights if name.startswith(prefixes)]:
+            del weights[name]
+
+    return edit
+
+
+def move(one: str, other: str) -> Callable[[dict[str, Any]], None]:
+    return lambda weights: weights.update({other: weights.pop(one)})
+
+
+def swap_tokens(content: dict[str, Any]) -> None:
+    content["model"]["vocab"] |= {"<racm3:break>": 132, "<eoss>": 133}
+    content["added_tokens"] = []
+
+
+def early_row_end(folder: Path) -> None:
+    names = {"<reserved08799>": "<unk>", "<unk>": "<reserved08799>"}
+    target = copied(LUMINA, folder, config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 3, "<unk>": 142}))
+    content = json.loads((target / "tokenizer.json").read_text())
+    for entry in content["added_tokens"]:
+        entry["content"] = names.get(entry["content"], entry["content"])
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {names.get(name, name): token for name, token in vocabulary.items()}
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    read_lumina(target, VQGAN, grid=4)
+
+
 FREQUENCIES = {"freqs_cis": torch.zeros(1 + 25, 8, 2)}
-NAME = "model.layers.1.self_attn.o_proj.weight"
 
 # How it is read, how the field at fault ends, and what the error says is there or expected.
 REFUSALS: dict[str, tuple[Read, str, str]] = {
     # LlamaGen's official files
     "another width": (official(dim=128), "config.json: dim", "128 64"),
-    "other classes": (official(num_classes=1000), "config.json: num_classes", "1000 10"),
     "another condition": (official(model_type="t2i"), "config.json: model_type", "'t2i' 'c2i'"),
     "odd heads": (official(n_head=5), "config.json: n_head", "5 a number that divides the width 64"),
     "heads in words": (official(n_head="four"), "config.json: n_head", "'four' a whole number"),
@@ -70,7 +185,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "other key heads": (official(n_kv_head=2), "layers.0.attention.wqkv.weight", "192 rows 4 heads of 16"),
     "no square": (official(block_size=17), "config.json: block_size", "17 codes a square grid"),
     "no small number": (official(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
-    "a missing layer": (official(drop("layers.1.")), "config.json: n_layer", "3 1"),
     "a missing weight": (
         official(move("layers.1.attention.wo.weight", "layers.1.extra")),
         C2I.name,
@@ -87,11 +201,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "no grid": (official(block_size=None), "grid", "do not show 16 (256 pixels)"),
     "no heads": (lambda folder: read_transformer(C2I), C2I.name, "do not show the number of heads"),
     "a VQ tokenizer for a target": (lambda folder: read_transformer(VQ), VQ.name, "a VQ tokenizer"),
-    "a drafter for a target": (
-        lambda folder: read_transformer(DRAFTER / "pytorch_model.bin"),
-        "pytorch_model.bin",
-        "an EAGLE drafter",
-    ),
     "a target for a VQ tokenizer": (lambda folder: read_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
     "a missing level": (
         lambda folder: read_vq(edited(folder, VQ, drop("encoder.conv_blocks.4."))),
@@ -100,21 +209,8 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a VQ tokenizer of other codes": (few_codes, "vq", "100 codes 128"),
     # LANTERN's layout
-    "LANTERN's width": (lantern(hidden_size=128), "config.json: hidden_size", "128 64"),
-    "LANTERN's prefix": (lantern(cls_token_num=120), "config.json: cls_token_num", "120 8"),
     "LANTERN's condition": (lantern(input_type="video"), "config.json: input_type", "'video' 't2i' or 't2i2'"),
     "LANTERN's heads": (lantern(num_attention_heads=None), "", "do not show the number of heads num_attention_heads"),
-    "LANTERN's grid": (lantern(block_size=35), "config.json: block_size", "35 codes"),
-    "a missing projection": (
-        lantern(drop("model.layers.2.self_attn.k_proj.")),
-        "model.layers.2.self_attn.k_proj.weight",
-        "missing weight",
-    ),
-    "LANTERN's weights": (
-        lantern(move(NAME.replace("v_proj", "o_proj"), "extra")),
-        "",
-        "self_attn.o_proj.weight extra",
-    ),
     "no configuration": (
         lambda folder: read_transformer(without(copied(LANTERN / "t2i", folder), "config.json")),
         "",
@@ -131,9 +227,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a shard of another place": (wrong_shard, "model-00002-of-00003.safetensors", "missing: unexpected:"),
     "an index to elsewhere": (index({"weight_map": {"a": "../b.safetensors"}}), "'a'", "../b.safetensors"),
     "an index to a folder": (index({"weight_map": {"a": ".."}}), "'a'", "the name of a file beside it"),
-    "an index of numbers": (index({"weight_map": {"a": 3}}), "'a'", "3"),
     "an empty index": (index({"weight_map": {}}), "weight_map", "{}"),
-    "an index of nothing": (index({}), "weight_map", "None"),
     "a weight twice": (loose, "b.pt: x", "in a file before it"),
     "no weights": (lambda folder: Checkpoint(folder).read(), "", "no weights model.safetensors"),
     # Drafters
@@ -157,16 +251,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     },
     "a drafter's head width": (drafter(head_dim=8), "num_attention_heads", "4"),
     "a drafter's key heads": (drafter(num_key_value_heads=2), "{q,k,v}_proj.weight", "192 rows 2 key heads"),
-    "a drafter's final norm": (
-        drafter(lambda w: w.update({"norm.weight": torch.ones(64)})),
-        "drafter",
-        "unexpected: norm.weight",
-    ),
-    "a drafter of other codes": (
-        drafter(lambda w: w.update({"embed_tokens.weight": torch.ones(64, 48)})),
-        "embed_tokens.weight",
-        "[64, 48] [128, 64]",
-    ),
     "no drafter": (
         lambda folder: read_drafter(folder, read_transformer(T2I, config=config_of(T2I)).decoder),
         "",
@@ -176,13 +260,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_of(C2I)),
         "input_type",
         "'t2i' 'c2i'",
-    ),
-    "a drafter of other classes": (
-        lambda folder: read_llamagen(
-            C2I, VQ, drafter=copied(DRAFTER, folder, input_type="c2i", num_classes=11), config=config_of(C2I)
-        ),
-        "num_classes",
-        "11 10",
     ),
     "a drafter of another vocabulary": (
         lambda folder: read_anole(ANOLE, VQGAN, drafter=DRAFTER),
@@ -196,13 +273,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         "relative_attention_num_buckets",
         "6 for distances to 128",
     ),
-    "another T5's width": (text_encoder(sizes={"d_model": 48}), "config.json: d_model", "48 32"),
-    "a T5's weights": (
-        text_encoder(move("encoder.block.1.layer.0.SelfAttention.o.weight", "encoder.block.1.extra")),
-        "t5",
-        "encoder.block.1.layer.0.SelfAttention.o.weight encoder.block.1.extra",
-    ),
-    "a T5's inner width": (text_encoder(d_ff=80), "t5", "DenseReluDense.wi_0.weight [40, 32] [80, 32]"),
     "a T5's head width": (text_encoder(d_kv="two"), "t5/config.json", "the configuration of a T5"),
     "a T5 of too many layers": (text_encoder(num_layers=10**9), "num_layers", "1000000000 2"),
     "two tables of tokens": (
@@ -212,7 +282,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a tokenizer of more tokens": (text_encoder(sizes={"vocab_size": 50}), "token '9'", "id 55 at most 49"),
     "a tokenizer of other ends": (text_encoder(eos_token_id=5), "last token of a text", "1 5"),
-    "no text encoder": (lambda folder: read_text_encoder(folder, 32), "", "has no tokenizer.json"),
     "a text encoder for classes": (
         lambda folder: read_llamagen(LANTERN / "c2i", VQ, text_encoder=folder),
         "text_encoder",
@@ -226,11 +295,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "a far token": (tokenizer(lambda c: c["model"]["vocab"].update(far=176)), "'far'", "id 176 at most 175"),
     "a token elsewhere": (tokenizer(swap_tokens), "'<racm3:break>'", "id 132 id 133"),
-    "Anole's weights": (
-        anole(drop("model.layers.1.self_attn.q_norm.weight", "model.norm.weight")),
-        "target",
-        "missing: model.layers.1.self_attn.q_norm.weight, model.norm.weight",
-    ),
     **{
         f"Anole's {name}": (anole(**{name: value}), f"target/config.json: {name}", words)
         for name, value, words in (
@@ -259,8 +323,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "another size of pictures": (lambda folder: read_anole(ANOLE, VQGAN, grid=4), "grid", "4 8"),
     "broken YAML": (vqgan("model: ["), "vqgan.yaml", "YAML"),
     "an empty YAML": (vqgan("model: {params: {embed_dim: 16}}"), "ddconfig", "the model's settings"),
-    "no VQGAN": (lambda folder: read_vqgan(folder), "", "no .ckpt"),
-    "a VQ tokenizer for a VQGAN": (lambda folder: read_vqgan(VQ), VQ.name, "no VQGAN"),
     # Lumina-mGPT
     "odd norms": (
         lumina(lambda w: w.update({"model.layers.0.self_attn.q_norm.bias": torch.ones(3, 16)})),
@@ -273,11 +335,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         lumina(config=lambda c: c.pop("mask_image_logits")),
         "architectures",
         "without mask_image_logits family anole",
-    ),
-    "no end of row": (
-        lumina(config=lambda c: c["vocabulary_map"].pop("<reserved08799>")),
-        "vocabulary_map",
-        "lacks <reserved08799>",
     ),
     "a token without a row": (
         lumina(config=lambda c: c["vocabulary_map"].update({"<reserved08799>": 600})),
@@ -293,42 +350,16 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     ),
     "two image tokenizers": (lambda folder: read_emu3(EMU3, folder, grid=4), "vq", "none"),
     "no Emu3": (emu3(model_type="llama"), "model_type", "'llama' 'emu3' or 'Emu3'"),
-    "Emu3's vocabulary": (emu3(vocabulary_map=[]), "vocabulary_map", "[]"),
     "Emu3's tokens": (
         emu3(config=lambda c: c["vocabulary_map"].update({"<|extra_200|>": 5})),
         "tokenizer.json: token '<|extra_200|>'",
         "id 549 id 5",
     ),
-    "Emu3's positions": (
-        emu3(config=lambda c: c["text_config"].update(rope_scaling={"rope_type": "yarn"})),
-        "rope_parameters",
-        "'yarn' plain",
-    ),
-    "Emu3's default width": (
-        emu3(config=lambda c: c["text_config"].pop("hidden_size")),
-        "config.json: hidden_size",
-        "4096 48",
-    ),
     "Emu3's head": (emu3(drop("text_model.lm_head.")), "lm_head.weight", "missing weight"),
-    "Emu3's weights": (
-        emu3(drop("text_model.model.layers.1.mlp.up_proj.")),
-        "target",
-        "missing: text_model.model.layers.1.mlp.up_proj.weight",
-    ),
     "Emu3's frames": (
         emu3(lambda w: w.update({"vqmodel.encoder.time_conv.0.conv.conv.weight": torch.zeros(4, 4, 3, 3, 3)})),
         "vqmodel.encoder.time_conv.0.conv.conv.weight",
         "[4, 4, 3, 3, 3] for 4 frames 4 taps",
-    ),
-    "Emu3's image tokenizer": (
-        emu3(lambda w: w.update({"vqmodel.extra.weight": torch.zeros(2)})),
-        "target",
-        "unexpected: vqmodel.extra.weight",
-    ),
-    "a line without a rank": (
-        emu3_tokenizer("emu3.tiktoken", lambda text: text.replace("Ig== 1", "Ig==")),
-        "emu3.tiktoken",
-        "'Ig==' base 64",
     ),
     "a rank twice": (
         emu3_tokenizer("emu3.tiktoken", lambda text: text.replace("Ig== 1", "Ig== 0")),

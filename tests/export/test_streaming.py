@@ -14,9 +14,8 @@ from small_models import stored
 from torch import Tensor, nn
 
 from lantern_rt.cli.memory import PeakMemory, anonymous_memory
-from lantern_rt.export.checkpoints.deferred import computed, deferred, joined, transposed, without_weights
+from lantern_rt.export.checkpoints.deferred import computed, deferred
 from lantern_rt.export.checkpoints.files import read_weights
-from lantern_rt.export.checkpoints.folders import Checkpoint
 from lantern_rt.export.graph.graphs import Graph, cases_of, plan_graph, write_graph
 from lantern_rt.export.graph.onnx_ops import Value
 from lantern_rt.export.models.decoder import DecoderConfig
@@ -41,13 +40,6 @@ def test_a_deferred_tensor_is_computed_at_each_use_and_not_before() -> None:
     assert len(calls) == 2
 
 
-def test_joined_and_transposed_are_what_torch_computes() -> None:
-    parts = [torch.randn(rows, 5) for rows in (2, 3)]
-    whole = transposed(joined(parts))
-    assert whole.shape == (5, 5)
-    assert torch.equal(computed(whole), torch.cat(parts).t())
-
-
 @linux
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
 def test_reading_a_checkpoint_maps_it(tmp_path: Path, name: str) -> None:
@@ -64,16 +56,6 @@ def test_reading_a_checkpoint_maps_it(tmp_path: Path, name: str) -> None:
     assert (peak.bytes or 0) - before < 24 * MEGABYTE
 
 
-def test_a_module_is_filled_with_the_tensors_themselves() -> None:
-    with without_weights():
-        module = nn.Linear(3, 2)
-    weights = {"weight": torch.ones(2, 3, dtype=torch.bfloat16), "bias": torch.zeros(2)}
-    Checkpoint(Path("file.pt"), weights=weights).load_strict(module)
-    assert module.weight.data_ptr() == weights["weight"].data_ptr()
-    assert module.weight.dtype is torch.bfloat16
-    assert not module.weight.requires_grad
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
     tmp_path: Path, dtype: torch.dtype
@@ -82,13 +64,6 @@ def test_a_module_with_weights_of_any_type_is_written_and_computed_in_float32(
     path = write_graph(graph, tmp_path)[0]
     assert check_parity(graph, path) < 2e-5
     assert {p.dtype for p in graph.module.parameters()} == {dtype}
-
-
-@pytest.mark.parametrize("width", [4, 5, 16, 32])
-def test_any_head_width_keeps_its_scale(tmp_path: Path, width: int) -> None:
-    config = DecoderConfig(4 * width * 4, 1, 4, 4, 16, 20, 3, 2, spare_positions=8)
-    graph = stored(torch.float32, config)
-    assert check_parity(graph, write_graph(graph, tmp_path)[0]) < 2e-5
 
 
 def test_a_module_gets_its_own_weights_back_after_an_error() -> None:

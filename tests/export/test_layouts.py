@@ -1,0 +1,179 @@
+"""Every kind of decoder computes the same in both layouts, and nearly so in float16; bundles of it are whole."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from llamagen_golden import DATA
+from onnx import TensorProto
+from small_models import CONFIG, randomise_norms
+from torch import nn
+
+from lantern_rt import Pipeline, open_bundle
+from lantern_rt.bundle.manifest import Precision
+from lantern_rt.cli.main import run_program
+from lantern_rt.errors import CheckpointError, RequestError
+from lantern_rt.export.graph.graphs import Graph, in_half, plan_graph, target_graph, write_graph
+from lantern_rt.export.graph.precision import Rule, read_precisions
+from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
+from lantern_rt.export.parity import DeviceLayout, Sessions, check_parity, difference
+
+LLAMA = replace(CONFIG, rotary="sequence", rope_style="half", prefix_rotation="identity")
+TARGETS: dict[str, DecoderConfig] = {
+    "grid, interleaved": CONFIG,
+    "grid, half": replace(CONFIG, rope_style="half"),
+    "sequence, interleaved": replace(LLAMA, rope_style="interleaved"),
+    "sequence, half": LLAMA,
+    "prefix that turns": replace(CONFIG, prefix_rotation="identity"),
+    "a head of its own for every query": replace(CONFIG, num_kv_heads=4),
+    "one head for all queries": replace(CONFIG, num_kv_heads=1),
+    "normed heads": replace(LLAMA, query_key_norm=True),
+    "normed heads, another epsilon": replace(LLAMA, query_key_norm=True, norm_eps=1e-2),
+    "large epsilon": replace(CONFIG, norm_eps=1e-2),
+    "deep head": replace(LLAMA, head_hidden=48),
+    "scale is no power of two": replace(CONFIG, hidden_size=96),  # head_dim 24
+    "no norms": replace(CONFIG, input_norm=False, final_norm=False),
+    "more than 64 columns": replace(CONFIG, prefix=70, spare_positions=64),  # no pass has more nodes than positions
+}
+DRAFTERS: dict[str, tuple[DecoderConfig, bool]] = {
+    "drafter": (replace(CONFIG, final_norm=False), False),
+    "drafter with bias": (replace(CONFIG, final_norm=False), True),
+    "drafter without its first norm": (replace(CONFIG, num_layers=1, input_norm=False, final_norm=False), True),
+    "drafter of a sequence": (replace(LLAMA, final_norm=False, norm_eps=1e-6), True),
+}
+
+
+def target(config: DecoderConfig, scale: float = 0.1) -> Graph:  # small inputs, where an epsilon shows
+    torch.manual_seed(0)
+    decoder = Decoder(config)
+    randomise_norms(decoder)
+    return target_graph(decoder, scale * torch.randn(config.vocab_size, config.hidden_size))
+
+
+def drafter(config: DecoderConfig, bias: bool) -> Graph:
+    torch.manual_seed(0)
+    made = EagleDrafter(config, nn.Linear(config.hidden_size, config.vocab_size, bias=False), bias, tokens=50)
+    randomise_norms(made)
+    return drafter_graph(made)
+
+
+GRAPHS = {name: target(config) for name, config in TARGETS.items()}
+GRAPHS |= {name: drafter(*given) for name, given in DRAFTERS.items()}
+
+
+def furthest(graph: Graph, folder: Path, rule: Rule = "fp32") -> float:
+    """How far the two layouts of a graph's file are apart, on all of its cases."""
+    path, *_ = plan_graph(graph, rule).write(folder / f"{graph.role}.onnx")
+    plain, device, worst = Sessions(path, lean=True), DeviceLayout(graph, path, lean=True), 0.0
+    for inputs in graph.cases.values():
+        expected, found = plain.run(inputs), device.run(inputs)
+        assert found.keys() == expected.keys()
+        worst = max(worst, *(difference(found[name], expected[name]) for name in expected))
+    return worst
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_both_layouts_of_a_file_compute_the_same(name: str, tmp_path: Path) -> None:
+    assert furthest(GRAPHS[name], tmp_path) < 1e-5
+
+
+@pytest.mark.parametrize("rule", [*(rule for rule in get_args(Precision) if rule != "int8"), "lossless"])
+@pytest.mark.parametrize("name", ["normed heads, another epsilon", "deep head", "drafter with bias"])
+def test_weights_that_are_stored_smaller_are_the_same_to_both(name: str, rule: Rule, tmp_path: Path) -> None:
+    assert furthest(GRAPHS[name], tmp_path, rule) < 1e-5
+
+
+def test_columns_that_no_node_sees_do_not_matter(tmp_path: Path) -> None:
+    graph = GRAPHS["grid, interleaved"]
+    path, *_ = plan_graph(graph, "fp32").write(tmp_path / "target.onnx")
+    device, inputs = DeviceLayout(graph, path), dict(graph.cases["rows of different length"])
+    expected = device.run(inputs)
+    for name in [name for name in inputs if name.startswith("past_")]:
+        inputs[name] = inputs[name].copy()
+        inputs[name][CONFIG.prefix :, 0] = 1e4  # of the shorter row, past its end
+    for name, array in device.run(inputs).items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_it_computes_in_float16_what_the_module_computes_in_float32(name: str, tmp_path: Path) -> None:
+    graph = GRAPHS[name]
+    path, *_ = write_graph(in_half(graph), tmp_path)
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)  # every operation has inputs of one type
+    types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output)}
+    assert types.pop("logits") == TensorProto.FLOAT
+    assert types.pop("position_ids") == TensorProto.INT64
+    types.pop("input_ids", None)
+    assert set(types.values()) == {TensorProto.FLOAT16}
+    difference = check_parity(graph, path, tolerance=0.01)
+    assert difference > 1e-5  # it was not float32 after all
+
+
+def test_squares_beyond_float16_do_no_harm(tmp_path: Path) -> None:
+    graph = target(CONFIG, scale=2000)  # squares of 4,000,000; the largest number is 65,504
+    assert check_parity(graph, write_graph(in_half(graph), tmp_path)[0], tolerance=0.01) < 0.01
+
+
+def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
+    decoder = Decoder(CONFIG).eval()
+    with torch.no_grad():
+        decoder.layers[1].ffn.up.weight[0, 0] = 1e6
+    message = (
+        "weight layers.1.ffn.up.weight: its numbers (largest 1e+06) do not fit float16; export with precision bf16-safe"
+    )
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        write_graph(in_half(target_graph(decoder, torch.randn(40, 64))), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["ar", "lantern", "sjd"])
+def test_a_bundle_of_float16_says_so_and_draws(t2i_half_bundle: Path, method: str) -> None:
+    bundle = open_bundle(t2i_half_bundle)
+    manifest = bundle.manifest
+    assert (manifest.target.dtype, manifest.target.precision) == ("float16", "fp16")
+    assert manifest.drafter is not None
+    assert manifest.drafter.precision == "fp16"
+    rng = np.random.default_rng(0)
+    width = manifest.condition.caption_dim
+    assert width is not None
+    states = rng.standard_normal((1, manifest.condition.prefix, width), dtype=np.float32)
+    result = Pipeline.from_bundle(bundle, threads=1)(
+        embeddings=(states, np.ones((1, manifest.condition.prefix), np.int64)), method=method, seed=1
+    )
+    assert result.images[0].size == (manifest.image_width, manifest.image_height)
+
+
+def test_verify_measures_what_float16_does(t2i_half_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    t2i = DATA / "llamagen-t2i"
+    places = [t2i / "t2i_tiny.pt", DATA / "llamagen-vq/vq_tiny.pt", DATA / "lantern-drafter-llamagen"]
+    places += [t2i / "config.json"]
+    assert run_program(["verify", str(t2i_half_bundle), *map(str, places)]) == 0
+    assert run_program(["verify", str(t2i_half_bundle)]) == 0  # against ONNX's reference evaluator
+    assert "target" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compute": "half"}, "--compute: found 'half', expected float32 or float16"),
+        (
+            {"target": "int8-weights", "compute": "float16"},
+            "--precision: found int8-weights, but --compute float16 stores fp16; leave it out",
+        ),
+        (
+            {"drafter": "fp32", "compute": "float16"},
+            "--drafter-precision: found fp32, but --compute float16 stores fp16; leave it out",
+        ),
+    ],
+)
+def test_what_float16_does_not_go_with_is_refused(arguments: dict[str, str], message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{re.escape(message)}$"):
+        read_precisions(**arguments)
