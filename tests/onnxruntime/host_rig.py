@@ -42,11 +42,6 @@ class HostRig:
     def extend(self, cache: Any, codes: list[list[int]]) -> None:
         self.rig.extend(cache, codes, self.engine)  # type: ignore[arg-type]
 
-    def last_of(self, engine: TensorRTEngine) -> None:
-        """One pass of two nodes of another engine."""
-        zeros = np.zeros((1, 2), np.int64)
-        self.rig.run(engine.new_cache(1, 10), zeros, np.eye(2, dtype=bool), zeros, engine)  # type: ignore[arg-type]
-
     def last(self, cache: Any, codes: list[int]) -> np.ndarray:
         tokens = np.array([[code, 0] for code in codes])
         positions = np.repeat(cache.lengths[:, None], 2, 1)

@@ -14,6 +14,7 @@ from refusals import refused
 from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
+from lantern_rt.engines.decoder_tensors import kv_dtype
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.errors import BundleError, EngineError
@@ -293,17 +294,17 @@ def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_unknown_provider_is_refused(tiny: Rig) -> None:
-    with refused(EngineError, "provider: found 'abacus', expected one of cpu"):
-        OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE, provider="abacus")
+def test_keys_and_values_of_two_types_are_refused() -> None:
+    with pytest.raises(BundleError):
+        kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
 
 
-def test_a_missing_onnxruntime_comes_with_the_command_that_installs_it(
-    tiny: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[cpu\]'"):
-        OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE)
+def test_outputs_of_another_shape_than_declared_are_refused(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = tiny.load(ONE)._graph
+    monkeypatch.setattr(graph, "run", lambda feeds: [np.zeros((1, 5), np.float32)] * len(graph.outputs))
+    with pytest.raises(BundleError) as caught:
+        graph.run_checked({})
+    assert (caught.value.found, caught.value.expected) == ("[1, 5]", str(graph.outputs[0]))
 
 
 @pytest.mark.parametrize("length", [2, 7, 24])
