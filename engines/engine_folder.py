@@ -148,11 +148,8 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        command, remedy = data.get("command") if isinstance(data, dict) else None, _AGAIN
-        if isinstance(command, list) and all(isinstance(word, str) for word in command):
-            remedy = f"rebuild with `{shlex.join([*command, '--output', str(path), '--force'])}`"
         found = f"engine format {short(version)}"
-        raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=remedy)
+        raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=_AGAIN)
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
