@@ -14,7 +14,7 @@ from host_tensorrt import _Context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_graphs import TINY
-from tiny_rig import WIDE, Rig, close
+from tiny_rig import Rig
 
 from lantern_rt.engines.device_engine import DeviceBlock
 from lantern_rt.engines.kv_cache import KVCache
@@ -28,48 +28,6 @@ from lantern_rt.runtime.engine import Pass
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
     torch.set_num_threads(1)
     return HostRig(Rig(tmp_path_factory.mktemp("tiny"), TINY))
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
-    torch.set_num_threads(1)
-    return HostRig(Rig(tmp_path_factory.mktemp("wide"), WIDE))
-
-
-# ---------------------------------------------------------------- what is computed
-
-
-def test_ragged_rows_over_several_spans_equal_a_full_forward_of_each(tiny: HostRig) -> None:
-    rng = np.random.default_rng(1)
-    codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
-    cache = tiny.prefilled(4)
-    tiny.extend(cache, codes)
-    assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert tiny.engine.next_past_length(cache, 2) == 128
-    found = tiny.last(cache, [5, 6, 7, 8])
-    for row, last in enumerate([5, 6, 7, 8]):
-        close(found[row], tiny.rig.reference(row, [*codes[row], last])[-1])
-
-
-def test_a_tree_pass_gives_the_numbers_of_the_bundles_graph_without_the_nodes_added_to_it(wide: HostRig) -> None:
-    rng, nodes = np.random.default_rng(2), 7
-    among = np.eye(nodes, dtype=bool)
-    for node, parent in enumerate([-1, 0, 0, 1, 1, 2, 4]):
-        if parent >= 0:
-            among[node] |= among[parent]
-    tokens, paths = rng.integers(0, 256, (3, nodes)), [np.array([0, 1, 4, 6]), np.array([0, 2]), np.array([0])]
-    results = []
-    for engine in (wide.rig.engine, wide.engine):
-        cache: Any = wide.rig.prefilled(3, engine)
-        positions = cache.lengths[:, None] + np.array([0, 1, 1, 2, 2, 2, 3])
-        output = wide.rig.run(cache, tokens, among, positions, engine)
-        logits, hidden = (np.array(found[:, :nodes]) for found in (output.logits, output.hidden))
-        cache.append(output.new_kv, paths)
-        after = wide.rig.run(cache, tokens[:, :2], np.eye(2, dtype=bool), positions[:, :2], engine)
-        results.append((logits, hidden, np.array(after.logits[:, :2])))
-    assert wide.library.engines[-1].runs[-2][1]["position_ids"] == (3, 8)  # seven nodes ran as eight
-    for plain, found in zip(*results, strict=True):
-        close(found, plain)
 
 
 # ---------------------------------------------------------------- the cache and what comes back
