@@ -13,7 +13,6 @@ from .host import (
     cpu_quota,
     import_onnxruntime,
     installed_runtimes,
-    logical_cores,
     runtime_conflict,
     usable_cores,
 )
@@ -54,7 +53,7 @@ def host_report() -> HostReport:
         "system": f"{platform.system()} {platform.machine()}",
         "onnxruntime": _listed({name: installed[name] for name in installed_runtimes()}),
         "providers": ", ".join(providers) or "none",
-        "cores": f"{cores} physical usable of {logical_cores()} logical",
+        "cores": f"{cores} physical usable",
         "cpu quota": "none" if quota is None else f"{quota:g} cores",
         "memory": f"{_gib(available_memory())} available of {_gib(psutil.virtual_memory().total)}",
         "will use": f"ONNX Runtime on the CPU, threads: {cores}" if usable else "nothing: no backend is usable",

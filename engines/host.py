@@ -108,11 +108,6 @@ def runtime_conflict() -> EngineError | None:
     return EngineError(both, remedy=f"run `pip uninstall -y {' '.join(names)}`, then install the one you need")
 
 
-def logical_cores() -> int:
-    """Logical cores of this process."""
-    return len(_affinity())
-
-
 def _affinity() -> set[int]:
     """Logical cores of this process; all where the system has no affinity."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -95,10 +95,6 @@ class TensorRTBackend:
         """The installed library's version. Raises: EngineError with the command that installs it."""
         return str(import_library(self.name).__version__)
 
-    def driver(self) -> str | None:
-        """The CUDA version that the driver supports."""
-        return gpu.driver if (gpu := find_gpu()) else None
-
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
         if options.compute_capabilities:
