@@ -188,15 +188,6 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     return devices
 
 
-def attach(options: Any, provider: Provider, runtime: Any, records: bool = False) -> dict[str, Any]:
-    """Choose a provider for sessions of these options; returns what else such a session is made with."""
-    own = {**provider.options, **(provider.recording if records else {})}
-    if provider.plugin:  # the first device it lists
-        options.add_provider_for_devices(plugin_devices(provider, runtime)[:1], own)
-        return {}
-    return {"providers": [(provider.execution_provider, own)]}
-
-
 def check_taken(where: object, provider: Provider, session: Any) -> None:
     """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
     remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver and update {provider.package}"

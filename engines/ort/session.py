@@ -16,7 +16,7 @@ from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
 from ..graph_writer import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import DEFAULT_PROVIDER, attach, check_taken, find_provider
+from .providers import DEFAULT_PROVIDER, check_taken, find_provider, plugin_devices
 from .turns import turn
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
@@ -137,9 +137,12 @@ def load_session(
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
     try:
-        given = attach(options, chosen, runtime, records)
+        own = {**chosen.options, **(chosen.recording if records else {})}
+        providers = [] if chosen.plugin else [(chosen.execution_provider, own)]
+        if chosen.plugin:  # the first device it lists
+            options.add_provider_for_devices(plugin_devices(chosen, runtime)[:1], own)
         with turn(provider):
-            session = runtime.InferenceSession(graph, options, enable_fallback=False, **given)
+            session = runtime.InferenceSession(graph, options, providers=providers or None, enable_fallback=False)
     except Exception as error:
         what = brief(error, 200)
         if type(error).__name__ in _DAMAGE:

@@ -19,7 +19,6 @@ from lantern_rt.engines.ort.providers import (
     PROVIDERS,
     Provider,
     Providers,
-    attach,
     check_taken,
     find_provider,
 )
@@ -136,15 +135,13 @@ def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(m
     assert refusal(check_provider, "cuda").remedy.startswith("install cuDNN")
 
 
-def test_a_plugin_is_registered_once_and_its_first_device_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_registered", set())
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
-    runtime, chosen = Runtime(CPU, devices=(WEBGPU, WEBGPU)), []
-    options = SimpleNamespace(add_provider_for_devices=lambda devices, given: chosen.append((devices, given)))
+    runtime = Runtime(CPU, devices=(WEBGPU, WEBGPU))
     for _ in range(2):
-        assert attach(options, find_provider("webgpu", runtime), runtime) == {}
+        assert find_provider("webgpu", runtime).plugin
     assert runtime.registered == [(WEBGPU, "plugin.so")]
-    assert chosen == [([SimpleNamespace(ep_name=WEBGPU)], {})] * 2
 
 
 @pytest.mark.parametrize(
