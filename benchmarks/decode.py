@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from lantern_rt import LanternError, Pipeline, __version__
 from lantern_rt.compare.bench import bench, default_methods, summarize
 from lantern_rt.compare.turns import Prompts, parse_methods, read_bundle_prompts
 from lantern_rt.engines.doctor import host_report
-from lantern_rt.engines.host import processor, read_bandwidth
+from lantern_rt.engines.host import processor
 from lantern_rt.engines.memory import weight_bytes
 from lantern_rt.runtime.engine import Engine, Pass
 from lantern_rt.runtime.passes import causal_pass
@@ -123,6 +124,23 @@ def compare(pipeline: Pipeline, methods: Sequence[str], images: int) -> list[dic
         rows.append(summarize(own, by_method[0]) | times)
     print_table(rows, PLAIN_COLUMNS | {"outside_engines": ".1%", "tvd_per_token": ".4f", "method": ""})
     return rows
+
+
+def read_bandwidth(size: int, threads: int) -> float:
+    """Bytes per second at which `threads` threads read an array of `size` bytes, at least a megabyte; best of five.
+
+    The bound of a pass, which has to read all weights once. Each thread looks for the largest number of its share,
+    which costs little beside reading it. An array that fits in a cache is read from there, as weights would be.
+    """
+    numbers = np.ones(max(size, 2**20) // 4, np.float32)
+    shares = np.array_split(numbers, threads)
+    seconds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(6):  # the first warms up
+            began = time.perf_counter()
+            list(pool.map(np.max, shares))
+            seconds.append(time.perf_counter() - began)
+    return numbers.nbytes / min(seconds[1:])
 
 
 def main() -> None:

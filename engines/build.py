@@ -60,7 +60,6 @@ def build_engines(
             backend=backend.name,
             builder_version=version,
             compute_capabilities=capabilities,
-            driver=backend.driver(),
             precision=bundle.manifest.target.dtype,
             bundle=bundle.manifest.name,
             bundle_sha256=bundle.digest,

@@ -25,7 +25,7 @@ from ..user_files import read_plain_file, reading
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
-FORMAT_VERSION = "3.0"
+FORMAT_VERSION = "4.0"
 _LIMIT = 1 << 20  # bytes of engine.json; it has a few thousand
 _AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -48,15 +48,13 @@ class BuiltGraph(Part):
 class EngineManifest(Part):
     """The whole of `engine.json`.
 
-    compute_capabilities: GPUs that the plans run on. driver: the CUDA version of the building host's, None without a
-    GPU. command: what builds them again, without `--output`.
+    compute_capabilities: GPUs that the plans run on. command: what builds them again, without `--output`.
     """
 
     format_version: str
     backend: str
     builder_version: str
     compute_capabilities: tuple[str, ...]
-    driver: str | None
     precision: str
     bundle: str
     bundle_sha256: Hash
@@ -148,11 +146,8 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
         data = json.loads(text)
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        command, remedy = data.get("command") if isinstance(data, dict) else None, _AGAIN
-        if isinstance(command, list) and all(isinstance(word, str) for word in command):
-            remedy = f"rebuild with `{shlex.join([*command, '--output', str(path), '--force'])}`"
         found = f"engine format {short(version)}"
-        raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=remedy)
+        raise EngineError(field=str(file), found=found, expected=FORMAT_VERSION, remedy=_AGAIN)
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:

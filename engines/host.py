@@ -1,4 +1,4 @@
-"""What this host offers a backend: cores, memory and how fast it is read, and ONNX Runtime."""
+"""What this host offers a backend: cores, memory, and ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import importlib.metadata
 import os
 import platform
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..checks import brief
 from ..errors import EngineError
@@ -53,23 +49,6 @@ def import_onnxruntime() -> Any:
             problem = f"onnxruntime cannot be imported ({brief(error, 200)})"
             raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[cpu]'`") from error
     return onnxruntime
-
-
-def read_bandwidth(size: int, threads: int) -> float:
-    """Bytes per second at which `threads` threads read an array of `size` bytes, at least a megabyte; best of five.
-
-    The bound of a pass, which has to read all weights once. Each thread looks for the largest number of its share,
-    which costs little beside reading it. An array that fits in a cache is read from there, as weights would be.
-    """
-    numbers = np.ones(max(size, 2**20) // 4, np.float32)
-    shares = np.array_split(numbers, threads)
-    seconds = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(6):  # the first warms up
-            began = time.perf_counter()
-            list(pool.map(np.max, shares))
-            seconds.append(time.perf_counter() - began)
-    return numbers.nbytes / min(seconds[1:])
 
 
 def processor() -> str:
@@ -127,11 +106,6 @@ def runtime_conflict() -> EngineError | None:
         return None
     both = f"{' and '.join(names)} are both installed and overwrite each other's files"
     return EngineError(both, remedy=f"run `pip uninstall -y {' '.join(names)}`, then install the one you need")
-
-
-def logical_cores() -> int:
-    """Logical cores of this process."""
-    return len(_affinity())
 
 
 def _affinity() -> set[int]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..bundle.files import Bundle
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import NotOnnx, float_weights
@@ -34,12 +32,22 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     """A graph's weights as ONNX Runtime keeps them on a CPU, where every pass reads them once.
 
     Floats are loaded as float32, however they are stored; integers stay what they are.
+    Raises: BundleError: the graph cannot be read, or claims what no file holds.
     """
     manifest = bundle.manifest
     precision = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
     if precision is not None and precision.precision in (*INTEGERS, PRODUCTS):
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
-    return 4 * count_weights(bundle.path(role))
+    path = bundle.path(role)
+    try:
+        weights = float_weights(path)
+        if not 0 <= weights < MOST_WEIGHTS:
+            raise NotOnnx("more weights than any file holds")
+    except (NotOnnx, ValueError, OSError) as error:
+        raise BundleError(
+            field=str(path), found=brief(error), expected="an ONNX graph", remedy="export the bundle again"
+        ) from error
+    return 4 * weights
 
 
 def check_products(bundle: Bundle, where: str) -> None:
@@ -52,16 +60,3 @@ def check_products(bundle: Bundle, where: str) -> None:
             found=where,
             remedy="export it with --precision fp32 or fp16, or use provider cpu",
         )
-
-
-def count_weights(path: Path) -> int:
-    """Floating-point weights of a graph. Raises: BundleError: it cannot be read, or claims what no file holds."""
-    try:
-        weights = float_weights(path)
-        if not 0 <= weights < MOST_WEIGHTS:
-            raise NotOnnx("more weights than any file holds")
-    except (NotOnnx, ValueError, OSError) as error:
-        raise BundleError(
-            field=str(path), found=brief(error), expected="an ONNX graph", remedy="export the bundle again"
-        ) from error
-    return weights

@@ -52,12 +52,6 @@ class BuildOptions:
             raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected="tensorrt-rtx")
 
 
-def capacity(manifest: Manifest, role: str, max_nodes: int) -> int:
-    """Columns of a cache: a whole image and the largest pass; a multiple of `SPAN_STEP`."""
-    drafted = round_up(max_nodes) if role == "drafter" else 0  # cached until the draft has been verified
-    return round_up(manifest.condition.prefix + manifest.picture_tokens + max_nodes) + drafted
-
-
 def capacity_of(built: Sequence[Profile]) -> int:
     """Columns of a cache for passes of these profiles."""
     return max(profile.columns[2] for profile in built)
@@ -69,7 +63,9 @@ def profiles(manifest: Manifest, role: str, options: BuildOptions) -> tuple[Prof
         return (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     rows = (1, min(2, options.max_rows), options.max_rows)
     nodes = options.max_nodes
-    largest = capacity(manifest, role, nodes)
+    largest = round_up(manifest.condition.prefix + manifest.picture_tokens + nodes)  # an image and the largest pass
+    if role == "drafter":
+        largest += round_up(nodes)  # cached until the draft has been verified
     columns = (SPAN_STEP, max(SPAN_STEP, round_up(largest // 2)), largest)
     return (
         Profile(name="ar", rows=rows, nodes=(2, 2, 2), columns=columns),

@@ -8,11 +8,10 @@ from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Tensor
-from ..host import import_onnxruntime
 from .device import Device
 from .engine import OrtDeviceEngine, OrtEngine
-from .providers import DEFAULT_PROVIDER, PROVIDERS, Providers, find_provider
-from .session import GraphSession, check_convolutions
+from .providers import DEFAULT_PROVIDER, PROVIDERS, Providers
+from .session import GraphSession, check_provider
 
 
 class OrtGraphs:
@@ -24,11 +23,9 @@ class OrtGraphs:
 
     def __init__(self, bundle: Bundle, threads: int, providers: Providers) -> None:
         self._bundle, self._threads, self._providers = bundle, threads, providers
-        runtime = import_onnxruntime()
         for name in {providers.main, *providers.own.values()}:
-            if find_provider(name, runtime).library:
-                check_convolutions(name)
-        self._device = Device(providers.main) if PROVIDERS[providers.main].resident else None
+            check_provider(name)
+        self._device = Device(providers.main) if PROVIDERS[providers.main].memory != "cpu" else None
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""

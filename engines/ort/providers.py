@@ -8,11 +8,9 @@ The graphs that run once an image may have a provider of their own.
 from __future__ import annotations
 
 import importlib
-import io
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,12 +26,11 @@ _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 class Provider(NamedTuple):
     """A provider: ONNX Runtime's name for it, the package that has it, its options, and how it differs from others.
 
-    memory: where its values are, as ONNX Runtime names it. resident: decoders run in the device layout, with all that
-    passes share in that memory; elsewhere in the bundle's own, from the host's. plain: it does not take the op
-    Attention, and float16 on some devices only. plugin: the module of a package beside onnxruntime that has its
-    library. library: what it loads from further packages, and has no convolutions without. leaves: roles that run on
-    the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and codes do not.
-    recording: further options with which it records passes as graphs; none: it cannot.
+    memory: where its values are, as ONNX Runtime names it; unless on the CPU, decoders run in the device layout. plain:
+    it does not take the op Attention, and float16 on some devices only. plugin: its library comes in the package's
+    module, beside onnxruntime. library: what it loads from further packages, and has no convolutions without. leaves:
+    roles that run on the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and
+    codes do not. recording: further options with which it records passes as graphs; none: it cannot.
     """
 
     name: str
@@ -41,9 +38,8 @@ class Provider(NamedTuple):
     package: str
     options: dict[str, str]
     memory: str = "cpu"
-    resident: bool = False
     plain: bool = False
-    plugin: str = ""
+    plugin: bool = False
     library: str = ""
     leaves: tuple[str, ...] = ()
     rounds: bool = False
@@ -58,7 +54,6 @@ _ALL = (
         "onnxruntime-gpu[cuda,cudnn]",
         {"use_tf32": "0"},  # float32 stays float32: TF32 products would not be those of another number of nodes
         memory="cuda",
-        resident=True,
         library="cuDNN",
         recording={"enable_cuda_graph": "1"},
     ),
@@ -68,9 +63,8 @@ _ALL = (
         "onnxruntime-ep-webgpu",
         {},
         memory="gpu",
-        resident=True,
         plain=True,
-        plugin="onnxruntime_ep_webgpu",
+        plugin=True,
         leaves=("condition",),
         recording={"enableGraphCapture": "1"},
     ),
@@ -79,14 +73,14 @@ _ALL = (
         "OpenVINOExecutionProvider",
         "onnxruntime-ep-openvino",
         {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'},  # else bfloat16, where the CPU has it
-        plugin="onnxruntime_ep_openvino",
+        plugin=True,
     ),
     Provider(
         "openvino-bf16",
         "OpenVINOExecutionProvider",
         "onnxruntime-ep-openvino",
         {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "bf16"}}'},  # float32 where the CPU has no bfloat16
-        plugin="onnxruntime_ep_openvino",
+        plugin=True,
         rounds=True,
     ),
     Provider(
@@ -95,8 +89,7 @@ _ALL = (
         "onnxruntime-ep-nv-tensorrt-rtx",
         {},
         memory="cuda",
-        resident=True,
-        plugin="onnxruntime_ep_nv_tensorrt_rtx",
+        plugin=True,
     ),
     Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
     Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
@@ -154,13 +147,14 @@ _lock = threading.Lock()
 
 def find_provider(name: str, runtime: Any) -> Provider:
     """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
-    if (provider := _named(name)).plugin:
+    provider = _named(name)
+    if provider.plugin:
         plugin_devices(provider, runtime)
     elif provider.execution_provider not in runtime.get_available_providers():
         raise EngineError(
-            f"onnxruntime {runtime.__version__} has no {provider.execution_provider}",
             field=f"provider {name}",
-            found=", ".join(runtime.get_available_providers()),
+            found=f"onnxruntime {runtime.__version__} with {', '.join(runtime.get_available_providers())}",
+            expected=provider.execution_provider,
             remedy=f"install {provider.package} instead of the onnxruntime you have",
         )
     return provider
@@ -173,51 +167,25 @@ def _named(name: str) -> Provider:
 
 
 def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
-    """The devices of a plugin, which is registered before. Raises: EngineError: it is not installed, or has none."""
+    """The devices of a plugin, registered before. Raises: EngineError: it is not installed, does not load, has none."""
+    field, module = f"provider {provider.name}", provider.package.replace("-", "_")
     with _lock:
-        if provider.plugin not in _registered:
-            try:
-                path = importlib.import_module(provider.plugin).get_library_path()
+        try:
+            if module not in _registered:
+                path = importlib.import_module(module).get_library_path()
                 runtime.register_execution_provider_library(provider.execution_provider, path)
-            except ModuleNotFoundError as error:
-                missing = f"no module {provider.plugin}, which is installed beside onnxruntime"
-                raise EngineError(
-                    field=f"provider {provider.name}", found=missing, remedy=f"run `pip install {provider.package}`"
-                ) from error
-            except Exception as error:
-                raise EngineError(
-                    f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})",
-                    field=f"provider {provider.name}",
-                    remedy=f"check the device's driver, or update onnxruntime and {provider.package}",
-                ) from error
-            _registered.add(provider.plugin)
+                _registered.add(module)
+        except ModuleNotFoundError as error:
+            remedy = f"run `pip install {provider.package}`"
+            raise EngineError(f"no module {module}", field=field, remedy=remedy) from error
+        except Exception as error:
+            problem = f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})"
+            remedy = f"check the device's driver, or update onnxruntime and {provider.package}"
+            raise EngineError(problem, field=field, remedy=remedy) from error
     devices = [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
     if not devices:
-        raise EngineError(
-            "ONNX Runtime finds no device that it runs on",
-            field=f"provider {provider.name}",
-            remedy=f"install the device's driver, or use provider {DEFAULT_PROVIDER}",
-        )
+        raise EngineError("ONNX Runtime finds no device that it runs on", field=field, remedy="install its driver")
     return devices
-
-
-def attach(options: Any, provider: Provider, runtime: Any, records: bool = False) -> dict[str, Any]:
-    """Choose a provider for sessions of these options; returns what else such a session is made with."""
-    own = {**provider.options, **(provider.recording if records else {})}
-    if provider.plugin:  # the first device it lists
-        options.add_provider_for_devices(plugin_devices(provider, runtime)[:1], own)
-        return {}
-    return {"providers": [(provider.execution_provider, own)]}
-
-
-def preload(provider: Provider, runtime: Any) -> None:
-    """Load the libraries that a provider needs and does not find by itself.
-
-    CUDA's and cuDNN's come as packages whose folders no loader searches. What is missing shows when the provider loads.
-    """
-    if provider.library:
-        with redirect_stdout(io.StringIO()):
-            runtime.preload_dlls()
 
 
 def check_taken(where: object, provider: Provider, session: Any) -> None:

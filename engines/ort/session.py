@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from ...user_files import reading
 from ..contracts import Array, DTypes, Tensor
 from ..graph_writer import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import DEFAULT_PROVIDER, PROVIDERS, attach, check_taken, find_provider, preload
+from .providers import DEFAULT_PROVIDER, check_taken, find_provider, plugin_devices
 from .turns import turn
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
@@ -22,8 +24,8 @@ _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {
 # as waking up: passes of `scenes` took 1.35 ms instead of 2.1 ms with threads that sleep at once, of less processor
 # time. Threads that spin for longer, as they do by default, hold up whatever else runs there.
 SPIN = 10
-# Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _UNRECORDED = -1  # the number of passes that are run op by op
+# Errors of ONNX Runtime that mean a damaged file; all others mean a graph that it cannot run.
 _DAMAGE = {"InvalidProtobuf", "InvalidGraph", "NoSuchFile", "NoModel"}
 
 
@@ -121,7 +123,9 @@ def load_session(
     """A session of a file, or of a graph as bytes with its weights in `folder`. Raises: EngineError, BundleError."""
     runtime = import_onnxruntime()
     chosen = find_provider(provider, runtime)
-    preload(chosen, runtime)
+    if chosen.library:  # CUDA's and cuDNN's come as packages whose folders no loader searches; what lacks shows later
+        with redirect_stdout(io.StringIO()):
+            runtime.preload_dlls()
     options = runtime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN))
@@ -133,9 +137,12 @@ def load_session(
     options.log_severity_level = 4  # errors arrive as exceptions; do not print them as well
     graph, where = (source, folder or "a helper graph") if isinstance(source, bytes) else (str(source), source)
     try:
-        given = attach(options, chosen, runtime, records)
+        own = {**chosen.options, **(chosen.recording if records else {})}
+        providers = [] if chosen.plugin else [(chosen.execution_provider, own)]
+        if chosen.plugin:  # the first device it lists
+            options.add_provider_for_devices(plugin_devices(chosen, runtime)[:1], own)
         with turn(provider):
-            session = runtime.InferenceSession(graph, options, enable_fallback=False, **given)
+            session = runtime.InferenceSession(graph, options, providers=providers or None, enable_fallback=False)
     except Exception as error:
         what = brief(error, 200)
         if type(error).__name__ in _DAMAGE:
@@ -148,20 +155,22 @@ def load_session(
     return session
 
 
-def check_convolutions(provider: str) -> None:
-    """Raises: EngineError unless the provider runs one, which some do only with a library of their own.
+def check_provider(name: str) -> None:
+    """Raises: EngineError: the provider is not installed, or cannot run a convolution for lack of its library.
 
-    Image decoders are made of them, and would fail when a whole image has been decoded.
+    Image decoders are made of convolutions, and would fail when a whole image has been decoded.
     """
-    session = load_session(convolution_graph(), 1, provider)
+    provider = find_provider(name, import_onnxruntime())
+    if not provider.library:
+        return
+    session = load_session(convolution_graph(), 1, name)
     try:
         session.run(None, {"image": np.zeros((1, 1, 2, 2), np.float32), "kernel": np.zeros((1, 1, 1, 1), np.float32)})
     except Exception as error:
-        chosen = PROVIDERS[provider]
         raise EngineError(
             f"ONNX Runtime cannot run a convolution ({brief(error, 200)})",
-            field=f"provider {provider}",
-            remedy=f"install {chosen.library}: {chosen.package}",
+            field=f"provider {name}",
+            remedy=f"install {provider.library}: {provider.package}",
         ) from error
 
 

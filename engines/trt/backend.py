@@ -95,10 +95,6 @@ class TensorRTBackend:
         """The installed library's version. Raises: EngineError with the command that installs it."""
         return str(import_library(self.name).__version__)
 
-    def driver(self) -> str | None:
-        """The CUDA version that the driver supports."""
-        return gpu.driver if (gpu := find_gpu()) else None
-
     def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
         """Those asked for, or that of this host's GPU."""
         if options.compute_capabilities:
@@ -134,7 +130,11 @@ class TensorRTBackend:
         network = builder.create_network(0 if typed is None else 1 << int(typed))
         parser = library.OnnxParser(network, logger)
         if not parser.parse(model, str(path)):  # the path is where weights in other files lie
-            raise self._refusal(path, *self._parse_failure(parser, first(errors)))
+            what = f"this graph: {first(errors)}"
+            if parser.num_errors:
+                error = parser.get_error(0)
+                what = f"node `{error.node_name()}` ({error.node_operator()}): {' '.join(error.desc().split())[:200]}"
+            raise self._refusal(path, f"cannot parse {what}", f"update {self.name}, or export the bundle again")
         config = builder.create_builder_config()
         config.clear_flag(library.BuilderFlag.TF32)  # float32 is what a float32 bundle promises
         if self.name == "tensorrt-rtx":
@@ -182,15 +182,6 @@ class TensorRTBackend:
             if name not in known:
                 raise RequestError(field="compute_capability", found=short(name), expected=f"one of {', '.join(known)}")
             config.set_compute_capability(known[name], i)
-
-    def _parse_failure(self, parser: Any, words: str) -> tuple[str, str]:
-        """What a parser does not take of a graph, as far as it says so, and the remedy."""
-        if not parser.num_errors:
-            return f"cannot parse this graph: {words}", "export the bundle again"
-        error = parser.get_error(0)
-        reason = f"{error.code().name.replace('_', ' ').lower()} ({' '.join(error.desc().split())[:200]})"
-        problem = f"cannot parse node `{error.node_name()}` ({error.node_operator()}): {reason}"
-        return problem, f"update {self.name}, or build with another --backend"
 
     def _refusal(self, path: Path, problem: str, remedy: str) -> EngineError:
         return EngineError(f"{self.name} {self.version()} {problem}", field=str(path), remedy=remedy)

@@ -49,16 +49,17 @@ def first(errors: Sequence[str]) -> str:
 class Kernels:
     """Kernels that TensorRT-RTX compiles while plans of a folder run, kept in this user's cache folder, by GPU.
 
-    Of a library that compiles none, nothing.
+    TensorRT compiles none. plans: none where nothing is kept.
     """
 
     def __init__(self, plans: EngineFolder | None) -> None:
         self._cache: Any = None
-        self._path, self._size = None, 0
-        with suppress(OutputError):  # no home folder
-            if plans is not None:
-                what = f"{plans.manifest.model_dump_json()} {find_gpu()}"
-                name = hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+        self._path: Path | None = None
+        if plans is not None:
+            name = hashlib.blake2b(
+                f"{plans.manifest.model_dump_json()} {find_gpu()}".encode(), digest_size=16
+            ).hexdigest()
+            with suppress(OutputError):  # no home folder
                 self._path = cache_folder() / "kernels" / f"{name}.bin"
 
     def make_context(self, engine: Any, strategy: Any) -> Any:
@@ -69,20 +70,19 @@ class Kernels:
         config.set_execution_context_allocation_strategy(strategy)
         if self._cache is None:
             self._cache = config.create_runtime_cache()
-            with suppress(OSError, ValueError, RuntimeError):
-                data = read_plain_file(self._path, _LIMIT) if self._path else b""
-                self._size = len(data) if data and self._cache.deserialize(data) else 0  # False: of another driver
+            if self._path is not None:
+                with suppress(OSError, ValueError, RuntimeError):  # of another driver, or damaged
+                    self._cache.deserialize(read_plain_file(self._path, _LIMIT))
         config.set_runtime_cache(self._cache)
         return engine.create_execution_context(config)
 
     def save(self) -> None:
-        """Write the file if there are more kernels now; where it cannot be written, they are compiled again."""
-        if self._path is None or self._cache is None:
-            return
-        with suppress(OSError, TypeError, RuntimeError):  # what the bindings raise where the library returns nothing
-            if len(data := bytes(memoryview(self._cache.serialize()))) > self._size:
-                replace_file(self._path, data)
-                self._size = len(data)
+        """Write the file; where it cannot be written, kernels are compiled again."""
+        if self._path is not None and self._cache is not None:
+            with suppress(
+                OSError, TypeError, RuntimeError
+            ):  # what the bindings raise where the library returns nothing
+                replace_file(self._path, bytes(memoryview(self._cache.serialize())))
 
 
 class Plan:
@@ -189,7 +189,6 @@ class Plan:
             chosen = context.set_optimization_profile_async(profile, _DEFAULT_STREAM)
             self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
             self._contexts[profile] = context
-            self._kernels.save()
         return self._contexts[profile]
 
     def _check(self, success: bool, what: str) -> None:

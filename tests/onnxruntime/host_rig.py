@@ -37,17 +37,12 @@ class HostRig:
 
     def prefilled(self, rows: int, capacity: int = 300) -> Any:
         """A cache that holds the first `rows` prefixes."""
-        return self.rig.prefilled(rows, self.engine, capacity)  # type: ignore[arg-type]
+        return self.rig.prefilled(rows, self.engine, capacity)
 
     def extend(self, cache: Any, codes: list[list[int]]) -> None:
-        self.rig.extend(cache, codes, self.engine)  # type: ignore[arg-type]
-
-    def last_of(self, engine: TensorRTEngine) -> None:
-        """One pass of two nodes of another engine."""
-        zeros = np.zeros((1, 2), np.int64)
-        self.rig.run(engine.new_cache(1, 10), zeros, np.eye(2, dtype=bool), zeros, engine)  # type: ignore[arg-type]
+        self.rig.extend(cache, codes, self.engine)
 
     def last(self, cache: Any, codes: list[int]) -> np.ndarray:
         tokens = np.array([[code, 0] for code in codes])
         positions = np.repeat(cache.lengths[:, None], 2, 1)
-        return self.rig.run(cache, tokens, np.eye(2, dtype=bool), positions, self.engine).logits[:, 0]  # type: ignore[arg-type]
+        return self.rig.run(cache, tokens, np.eye(2, dtype=bool), positions, self.engine).logits[:, 0]

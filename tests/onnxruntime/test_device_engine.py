@@ -80,40 +80,6 @@ def after(engine: OrtDeviceEngine, cache: DeviceCache, codes: list[int]) -> Floa
 CODES: list[list[int]] = [[0, 1, 2], [3] * 20, [1, 2], [], [2, 0, 3, 1] * 22]
 
 
-@pytest.mark.parametrize(("first", "second"), [((0, 2), (2, 5)), ((2, 5), (0, 2))], ids=["larger", "smaller"])
-def test_rows_that_join_and_leave_caches_keep_what_they_hold(
-    target: OrtDeviceEngine, first: tuple[int, int], second: tuple[int, int]
-) -> None:
-    last = [1, 0, 2, 3, 1]
-    capacities = {(0, 2): 40, (2, 5): 150}
-
-    def cache(own: tuple[int, int]) -> DeviceCache:
-        return holding(target, own[0], CODES[slice(*own)], capacities[own])
-
-    alone = {own: after(target, cache(own), last[slice(*own)]) for own in (first, second)}
-    joined, rows = cache(first), [*range(*first), *range(*second)]
-    joined.extend(cache(second))
-    assert joined.capacity == 150
-    assert joined.lengths.tolist() == [SMALL.prefix + len(CODES[row]) for row in rows]
-    expected = np.concatenate([*alone.values()])
-    np.testing.assert_allclose(after(target, joined, [last[row] for row in rows]), expected, atol=1e-5)
-    kept = np.array([4, 0, 3])
-    joined.keep_rows(kept)
-    np.testing.assert_allclose(after(target, joined, [last[rows[row]] for row in kept]), expected[kept], atol=1e-5)
-    output = target.run(causal(target, joined, [[last[rows[row]], 1] for row in kept]), joined)  # and go on
-    joined.append(output.new_kv, [np.arange(2)] * 3)
-    undisturbed = [holding(target, rows[r], [[*CODES[rows[r]], last[rows[r]], 1]], 150) for r in kept]
-    for own, one in zip(after(target, joined, [2, 2, 2]), undisturbed, strict=True):
-        np.testing.assert_allclose(own, after(target, one, [2])[0], atol=1e-5)
-
-
-def test_entries_that_were_truncated_are_forgotten(target: OrtDeviceEngine) -> None:
-    cache = holding(target, 0, [[0, 1, 2, 3, 0], [3, 3, 3]], 40)
-    cache.truncate(np.array([SMALL.prefix + 2, SMALL.prefix + 3]))
-    expected = holding(target, 0, [[0, 1], [3, 3, 3]], 40)
-    np.testing.assert_allclose(after(target, cache, [2, 2]), after(target, expected, [2, 2]), atol=1e-5)
-
-
 def test_a_row_that_is_nearly_full_shares_passes_with_rows_of_many_nodes(target: OrtDeviceEngine) -> None:
     full, fresh = [1] * 118, [2, 1]
     cache = holding(target, 0, [full, fresh], capacity=127)

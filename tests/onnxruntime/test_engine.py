@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_rig import HostRig
 from refusals import refused
 from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 
+from lantern_rt.engines.decoder_tensors import kv_dtype
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
 from lantern_rt.errors import BundleError, EngineError
@@ -34,25 +36,36 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     return Rig(tmp_path_factory.mktemp("wide"), WIDE)
 
 
-def last_logits(rig: Rig, cache: KVCache, codes: list[int]) -> np.ndarray:
+@pytest.fixture(scope="session", params=["cpu", "device", "plan"])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    """A decoder behind each of the engines."""
+    torch.set_num_threads(1)
+    rig = Rig(tmp_path_factory.mktemp("rig"), TINY, request.param)
+    if request.param == "plan":
+        rig.engine = HostRig(rig).engine
+    return rig
+
+
+def last_logits(rig: Rig, cache: Any, codes: list[int]) -> np.ndarray:
     """Logits after one more code per row; what the cache holds decides them."""
     tokens = np.array([[code, 0] for code in codes])
     output = rig.run(cache, tokens, np.eye(2, dtype=bool), np.repeat(cache.lengths[:, None], 2, 1))
     return output.logits[:, 0]
 
 
-def test_ragged_rows_equal_a_full_forward_of_each(tiny: Rig) -> None:
+def test_ragged_rows_equal_a_full_forward_of_each(rig: Rig) -> None:
     rng = np.random.default_rng(1)
-    codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 12, 3)]
-    cache = tiny.prefilled(4)
-    tiny.extend(cache, codes)
-    assert cache.lengths.tolist() == [11, 4, 16, 7]
-    found = last_logits(tiny, cache, [5, 6, 7, 8])
+    codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
+    cache = rig.prefilled(4)
+    rig.extend(cache, codes)
+    assert cache.lengths.tolist() == [11, 4, 67, 7]
+    assert rig.engine.next_past_length(cache, 2) == 128
+    found = last_logits(rig, cache, [5, 6, 7, 8])
     for row, last in enumerate([5, 6, 7, 8]):
-        close(found[row], tiny.reference(row, [*codes[row], last])[-1])
+        close(found[row], rig.reference(row, [*codes[row], last])[-1])
 
 
-def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(tiny: Rig) -> None:
+def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(rig: Rig) -> None:
     parents = [-1, 0, 0, 1, 1, 2, 4]
     depth = [0, 1, 1, 2, 2, 2, 3]
     among = np.eye(7, dtype=bool)
@@ -60,58 +73,57 @@ def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(tiny:
         if parent >= 0:
             among[node] |= among[parent]
     tokens = np.random.default_rng(2).integers(0, 48, (2, 7))
-    cache = tiny.prefilled(2)
-    output = tiny.run(cache, tokens, among, cache.lengths[:, None] + np.array(depth))
+    cache = rig.prefilled(2)
+    output = rig.run(cache, tokens, among, cache.lengths[:, None] + np.array(depth))
     for row in range(2):
         for node in range(7):
             path = tokens[row, among[node]].tolist()
-            close(output.logits[row, node], tiny.reference(row, path)[-1])
+            close(output.logits[row, node], rig.reference(row, path)[-1])
     paths = [[0, 1, 4, 6], [0, 2]]
     cache.append(output.new_kv, [np.array(path) for path in paths])
     assert cache.lengths.tolist() == [8, 6]
-    found = last_logits(tiny, cache, [1, 2])
+    found = last_logits(rig, cache, [1, 2])
     for row in range(2):
-        close(found[row], tiny.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
+        close(found[row], rig.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
 
 
-def test_truncated_entries_are_forgotten_and_overwritten(tiny: Rig) -> None:
-    cache = tiny.prefilled(2)
-    tiny.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
+def test_truncated_entries_are_forgotten_and_overwritten(rig: Rig) -> None:
+    cache = rig.prefilled(2)
+    rig.extend(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
     cache.truncate(np.array([5, 7]))
-    close(last_logits(tiny, cache, [9, 9])[1], tiny.reference(1, [5, 6, 7, 9])[-1])
-    tiny.extend(cache, [[10, 11], [12]])
-    found = last_logits(tiny, cache, [9, 9])
-    close(found[0], tiny.reference(0, [1, 10, 11, 9])[-1])
-    close(found[1], tiny.reference(1, [5, 6, 7, 12, 9])[-1])
+    close(last_logits(rig, cache, [9, 9])[1], rig.reference(1, [5, 6, 7, 9])[-1])
+    rig.extend(cache, [[10, 11], [12]])
+    found = last_logits(rig, cache, [9, 9])
+    close(found[0], rig.reference(0, [1, 10, 11, 9])[-1])
+    close(found[1], rig.reference(1, [5, 6, 7, 12, 9])[-1])
 
 
-def test_kept_rows_go_on_in_their_new_order(tiny: Rig) -> None:
-    cache = tiny.prefilled(3)
+def test_kept_rows_go_on_in_their_new_order(rig: Rig) -> None:
+    cache = rig.prefilled(3)
     codes = [[1, 2, 3], [4], [5, 6]]
-    tiny.extend(cache, codes)
+    rig.extend(cache, codes)
     cache.keep_rows(np.array([2, 0]))
     assert cache.lengths.tolist() == [6, 7]
-    found = last_logits(tiny, cache, [7, 7])
+    found = last_logits(rig, cache, [7, 7])
     for place, row in enumerate([2, 0]):
-        close(found[place], tiny.reference(row, [*codes[row], 7])[-1])
+        close(found[place], rig.reference(row, [*codes[row], 7])[-1])
 
 
-def test_rows_of_another_cache_go_on_beside_ones_own(tiny: Rig) -> None:
-    cache, joining = tiny.prefilled(2), tiny.engine.new_cache(1, 100)
+def test_rows_of_another_cache_go_on_beside_ones_own(rig: Rig) -> None:
+    cache, joining = rig.prefilled(2), rig.engine.new_cache(1, 100)
     codes: list[list[int]] = [[1, 2, 3] * 25, [4], [5, 6]]
-    tiny.extend(cache, codes[:2])
-    other = tiny.prefilled(3)
-    tiny.extend(other, [[], [], codes[2]])
+    rig.extend(cache, codes[:2])
+    other = rig.prefilled(3)
+    rig.extend(other, [[], [], codes[2]])
     other.keep_rows(np.array([2]))
-    assert isinstance(joining, KVCache)
     joining.keep_rows(np.array([], np.int64))
     joining.extend(other)
     cache.extend(joining)
     assert cache.lengths.tolist() == [79, 5, 6]
     assert cache.capacity == max(other.capacity, 100)
-    found = last_logits(tiny, cache, [7, 8, 9])
+    found = last_logits(rig, cache, [7, 8, 9])
     for row, last in enumerate([7, 8, 9]):
-        close(found[row], tiny.reference(row, [*codes[row], last])[-1])
+        close(found[row], rig.reference(row, [*codes[row], last])[-1])
 
 
 def test_the_past_is_handed_over_without_a_copy(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,17 +305,17 @@ def test_a_damaged_graph_is_one_line(tiny: Rig, tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_unknown_provider_is_refused(tiny: Rig) -> None:
-    with refused(EngineError, "provider: found 'abacus', expected one of cpu"):
-        OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE, provider="abacus")
+def test_keys_and_values_of_two_types_are_refused() -> None:
+    with pytest.raises(BundleError):
+        kv_dtype("target.onnx", {"past_key_values.0.key": np.float16, "past_key_values.0.value": np.float32})
 
 
-def test_a_missing_onnxruntime_comes_with_the_command_that_installs_it(
-    tiny: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(EngineError, match=r"pip install 'lantern-rt\[cpu\]'"):
-        OrtEngine(tiny.path, spec_of(TINY), tiny.table, ONE)
+def test_outputs_of_another_shape_than_declared_are_refused(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = tiny.load(ONE)._graph
+    monkeypatch.setattr(graph, "run", lambda feeds: [np.zeros((1, 5), np.float32)] * len(graph.outputs))
+    with pytest.raises(BundleError) as caught:
+        graph.run_checked({})
+    assert (caught.value.found, caught.value.expected) == ("[1, 5]", str(graph.outputs[0]))
 
 
 @pytest.mark.parametrize("length", [2, 7, 24])

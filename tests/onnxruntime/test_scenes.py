@@ -65,19 +65,6 @@ def test_a_prompt_among_others_gives_its_own_codes(pipe: Pipeline, batches: Batc
     assert alone.codes[0].tolist() == batches[method].codes[1].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_eight_prompts_together_give_bit_for_bit_the_images_of_the_same_eight_alone(
-    pipe: Pipeline, method: str
-) -> None:
-    texts, seeds = prompts(8), list(range(20, 28))
-    together = pipe(texts, seed=seeds, method=method)
-    for i, (text, seed) in enumerate(zip(texts, seeds, strict=True)):
-        alone = pipe(text, seed=seed, method=method)
-        assert alone.codes[0].tolist() == together.codes[i].tolist()
-        assert alone.images[0].tobytes() == together.images[i].tobytes()
-
-
 def test_greedy_eagle_and_sjd_give_the_codes_of_greedy_ar(pipe: Pipeline) -> None:
     texts = prompts(2)
     plain = codes_of(pipe, texts, [0] * 2, method="ar", temperature=0)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from host_rig import HostRig
+from host_rig import PROFILES, HostRig
+from host_tensorrt import _Context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_graphs import TINY
-from tiny_rig import WIDE, Rig, close
+from tiny_rig import Rig
 
 from lantern_rt.engines.device_engine import DeviceBlock
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.slabs import Slabs
+from lantern_rt.errors import EngineError
 from lantern_rt.runtime.engine import Pass
 
 
@@ -24,48 +28,6 @@ from lantern_rt.runtime.engine import Pass
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
     torch.set_num_threads(1)
     return HostRig(Rig(tmp_path_factory.mktemp("tiny"), TINY))
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
-    torch.set_num_threads(1)
-    return HostRig(Rig(tmp_path_factory.mktemp("wide"), WIDE))
-
-
-# ---------------------------------------------------------------- what is computed
-
-
-def test_ragged_rows_over_several_spans_equal_a_full_forward_of_each(tiny: HostRig) -> None:
-    rng = np.random.default_rng(1)
-    codes = [rng.integers(0, 48, n).tolist() for n in (7, 0, 63, 3)]
-    cache = tiny.prefilled(4)
-    tiny.extend(cache, codes)
-    assert cache.lengths.tolist() == [11, 4, 67, 7]
-    assert tiny.engine.next_past_length(cache, 2) == 128
-    found = tiny.last(cache, [5, 6, 7, 8])
-    for row, last in enumerate([5, 6, 7, 8]):
-        close(found[row], tiny.rig.reference(row, [*codes[row], last])[-1])
-
-
-def test_a_tree_pass_gives_the_numbers_of_the_bundles_graph_without_the_nodes_added_to_it(wide: HostRig) -> None:
-    rng, nodes = np.random.default_rng(2), 7
-    among = np.eye(nodes, dtype=bool)
-    for node, parent in enumerate([-1, 0, 0, 1, 1, 2, 4]):
-        if parent >= 0:
-            among[node] |= among[parent]
-    tokens, paths = rng.integers(0, 256, (3, nodes)), [np.array([0, 1, 4, 6]), np.array([0, 2]), np.array([0])]
-    results = []
-    for engine in (wide.rig.engine, wide.engine):
-        cache: Any = wide.rig.prefilled(3, engine)
-        positions = cache.lengths[:, None] + np.array([0, 1, 1, 2, 2, 2, 3])
-        output = wide.rig.run(cache, tokens, among, positions, engine)
-        logits, hidden = (np.array(found[:, :nodes]) for found in (output.logits, output.hidden))
-        cache.append(output.new_kv, paths)
-        after = wide.rig.run(cache, tokens[:, :2], np.eye(2, dtype=bool), positions[:, :2], engine)
-        results.append((logits, hidden, np.array(after.logits[:, :2])))
-    assert wide.library.engines[-1].runs[-2][1]["position_ids"] == (3, 8)  # seven nodes ran as eight
-    for plain, found in zip(*results, strict=True):
-        close(found, plain)
 
 
 # ---------------------------------------------------------------- the cache and what comes back
@@ -161,14 +123,6 @@ def test_a_chain_is_in_place_and_a_trees_nodes_move_in_one_operation(monkeypatch
         twin.check()
 
 
-def test_nodes_are_accepted_once() -> None:
-    twin, rows = Twin(1, slabs=SLABS), [np.array([0, 2])]
-    write = twin.cache.encode(Pass(np.zeros((1, 4), np.int64), np.zeros((1, 4, 68), bool)), 4)["write"]
-    twin.cache.append(write, rows)
-    with pytest.raises(ValueError, match="a pass that was not the last one"):
-        twin.cache.append(write, rows)
-
-
 def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tiny: HostRig) -> None:
     cache, among = tiny.prefilled(2), np.eye(2, dtype=bool)
     positions = cache.lengths[:, None] + np.arange(2)
@@ -219,3 +173,49 @@ def test_nodes_added_to_a_pass_see_the_first_column_and_nobody_sees_them() -> No
     assert bits[1, 2, :6].all()
     assert encoded["write"].tolist() == [20, 3]
     assert encoded["position_ids"].tolist() == [[5, 5, 5, 0, 0, 0, 0, 0]] * 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refusal(call: Callable[[], object]) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        call()
+    return caught.value
+
+
+def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_it(tiny: HostRig) -> None:
+    engine = tiny.engine
+    error = refusal(lambda: engine.new_cache(5, 10))
+    assert (error.found, error.remedy) == ("5 rows", "rebuild with `lantern-rt build-engine tiny --max-rows 5`")
+    assert refusal(lambda: engine.new_cache(1, 500)).found == "474 columns of a cache"
+    cache = engine.new_cache(1, 340)
+    for length, nodes, found in ((0, 25, "25 nodes in one pass"), (319, 2, "384 columns of a cache")):
+        cache.lengths = np.array([length])
+        assert refusal(lambda nodes=nodes: engine.next_past_length(cache, nodes)).found == found
+
+
+def test_a_file_that_is_no_plan_is_refused(tiny: HostRig, tmp_path: Path) -> None:
+    (junk := tmp_path / "junk.plan").write_bytes(b"junk")
+    assert refusal(lambda: tiny.load(junk)).problem.startswith("host_tensorrt 1.0 does not load this plan: Seriali")
+    assert refusal(lambda: tiny.load(tmp_path / "none.plan")).problem.startswith("cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"profiles": PROFILES[:1]}, "2 profiles"),
+        ({"num_layers": 1}, "a tensor `past_key_values.1.key`"),
+        ({"num_layers": 3}, "no tensor `past_key_values.2.key`"),
+        ({"vocab_size": 47}, "`logits` as float32 [-1, -1, 48]"),
+        ({"dtype": "float16"}, "`embeddings` as float32 [-1, 64]"),
+    ],
+)
+def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, change: dict[str, Any], found: str) -> None:
+    assert refusal(lambda: tiny.load(**change)).found == found
+
+
+def test_a_run_that_fails_without_a_word_is_named(tiny: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Context, "execute_v2", lambda self, addresses: False)
+    error = refusal(lambda: tiny.prefilled(1))
+    assert error.problem == "host_tensorrt 1.0 does not run this plan: no reason given"

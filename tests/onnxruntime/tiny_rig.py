@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.kv_cache import KVCache
-from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.device import Device
+from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import Pass, PassOutput
@@ -43,21 +44,26 @@ def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
 
 
 class Rig:
-    """An engine, the torch module it was exported from, and the code table of both."""
+    """An engine, the torch module it was exported from, and the code table of both.
 
-    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+    on: what `engine` runs the graph as: of the host's NumPy buffers, or on a device, which is the host, too.
+    """
+
+    def __init__(self, folder: Path, config: DecoderConfig, on: str = "cpu") -> None:
         torch.manual_seed(0)
         self.config, self.decoder = config, Decoder(config).eval()
         self.path, rng = folder / "target.onnx", np.random.default_rng(0)
         self.table = rng.normal(size=(config.vocab_size, config.hidden_size)).astype(np.float32)
         self.prefix = rng.normal(size=(8, config.prefix, config.hidden_size)).astype(np.float32)
         write_graph(target_graph(self.decoder, torch.from_numpy(self.table)), folder)
-        self.engine = self.load(ONE)
+        self.engine: Any = self.load(ONE)
+        if on == "device":
+            self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, ONE, Device("cpu"))
 
     def load(self, threads: int) -> OrtEngine:
         return OrtEngine(self.path, spec_of(self.config), self.table, threads)
 
-    def prefilled(self, rows: int, engine: OrtEngine | None = None, capacity: int = 300) -> KVCache:
+    def prefilled(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
         """A cache that holds the first `rows` prefixes."""
         engine, n = engine or self.engine, self.config.prefix
         cache = engine.new_cache(rows, capacity)
@@ -67,11 +73,11 @@ class Rig:
 
     def run(
         self,
-        cache: KVCache,
+        cache: Any,
         tokens: np.ndarray | None,
         among: np.ndarray,
         positions: np.ndarray,
-        engine: OrtEngine | None = None,
+        engine: Any = None,
     ) -> PassOutput:
         """A pass over tokens (or prefixes) where `among[i, j]` says whether node i sees node j."""
         engine = engine or self.engine
@@ -83,7 +89,7 @@ class Rig:
         embeds = self.prefix[:rows] if tokens is None else None
         return engine.run(Pass(positions=positions, attention_mask=attention_mask, tokens=tokens, embeds=embeds), cache)
 
-    def extend(self, cache: KVCache, codes: list[list[int]], engine: OrtEngine | None = None) -> None:
+    def extend(self, cache: Any, codes: list[list[int]], engine: Any = None) -> None:
         """Append each row's codes, two nodes a pass, the shorter rows padded with a node they drop."""
         for start in range(0, max(map(len, codes)), 2):
             parts = [row[start : start + 2] for row in codes]

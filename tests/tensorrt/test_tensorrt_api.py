@@ -42,14 +42,6 @@ COMPILING = {  # of a library that compiles kernels where a plan runs
     ],
     "IRuntimeCache": ["serialize", "deserialize"],
 }  # fmt: skip
-# As the bindings print them, without the modules' own names.
-SIGNATURES = {
-    ("ICudaEngine", "create_execution_context"): "strategy: tensorrt.ExecutionContextAllocationStrategy",
-    ("IExecutionContext", "set_optimization_profile_async"): "profile_index: typing.SupportsInt, stream_handle: ",
-    ("IExecutionContext", "set_input_shape"): "name: str, shape: tuple) -> bool",
-    ("IExecutionContext", "execute_v2"): "bindings: collections.abc.Sequence[typing.SupportsInt]) -> bool",
-    ("OnnxParser", "parse"): "model: typing_extensions.Buffer, path: str = None) -> bool",
-}
 
 
 @pytest.fixture(params=MODULES)
@@ -73,15 +65,6 @@ def test_compiled_kernels_can_be_kept(kind: str) -> None:
     assert [member for member in COMPILING[kind] if not hasattr(getattr(library, kind), member)] == []
     contexts = library.ICudaEngine.create_execution_context.__doc__
     assert "runtime_config: tensorrt_rtx_bindings.tensorrt_rtx.IRuntimeConfig" in contexts
-
-
-@pytest.mark.parametrize("call", SIGNATURES, ids=lambda call: call[1])
-def test_calls_have_the_arguments_that_are_given(name: str, call: tuple[str, str]) -> None:
-    described = getattr(getattr(import_library(name), call[0]), call[1]).__doc__
-    plain = described.replace("tensorrt_rtx_bindings.tensorrt_rtx.", "tensorrt.").replace(
-        "tensorrt.tensorrt.", "tensorrt."
-    )
-    assert SIGNATURES[call] in plain
 
 
 def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:

@@ -40,7 +40,6 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
         backend=OPTIONS.backend,
         builder_version=VERSION,
         compute_capabilities=OPTIONS.compute_capabilities,
-        driver=None,
         precision=opened.manifest.target.dtype,
         bundle=opened.manifest.name,
         bundle_sha256=opened.digest,

@@ -165,8 +165,3 @@ def test_what_another_pass_wrote_is_refused() -> None:
     with pytest.raises(ValueError, match="a pass that was not the last one on this cache"):
         columns.cache.append(earlier, nothing)
     columns.cache.append(columns.cache.written, nothing)
-
-
-@pytest.mark.parametrize(("nodes", "padded"), [(1, 2), (2, 2), (3, 4), (33, 64), (64, 64), (65, 128), (129, 192)])
-def test_passes_have_one_of_few_numbers_of_nodes(nodes: int, padded: int) -> None:
-    assert node_count(nodes) == padded

@@ -11,7 +11,7 @@ import pytest
 
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host
-from lantern_rt.engines.doctor import cuda_problems, host_report
+from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import import_onnxruntime, thread_count
 from lantern_rt.errors import EngineError
 
@@ -56,21 +56,13 @@ def test_ctrl_c_while_onnxruntime_is_imported_is_no_missing_library(monkeypatch:
         import_onnxruntime()
 
 
-@pytest.mark.parametrize(
-    ("library", "gpu", "installed", "words"),
-    [
-        (None, True, {"nvidia-cudnn-cu13": "9.13"}, []),
-        (None, True, {}, ["cuDNN is not among the packages"]),
-        ("libcublasLt.so.13: no such file", False, {}, ["libcublasLt.so.13", "found no NVIDIA GPU and driver"]),
-    ],
-)
-def test_what_provider_cuda_lacks_is_told(
-    monkeypatch: pytest.MonkeyPatch, library: str | None, gpu: bool, installed: dict[str, str], words: list[str]
-) -> None:
-    monkeypatch.setattr(doctor, "_missing_library", lambda: library)
-    problems = cuda_problems(installed, gpu)
-    assert len(problems) == len(words)
-    assert all(word in problem for word, problem in zip(words, problems, strict=True))
+def test_an_installed_provider_that_cannot_run_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(doctor, "_installed", lambda: {"onnxruntime-ep-webgpu": "1"})
+    monkeypatch.setattr(doctor, "installed_runtimes", list)
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
+    (problem,) = host_report().problems
+    assert problem.startswith("provider webgpu: no module onnxruntime_ep_webgpu")
 
 
 @pytest.mark.parametrize("threads", [0, 1025, True, "2"])

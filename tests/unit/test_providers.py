@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,58 +19,45 @@ from lantern_rt.engines.ort.providers import (
     PROVIDERS,
     Provider,
     Providers,
-    attach,
     check_taken,
     find_provider,
-    preload,
 )
-from lantern_rt.engines.ort.session import GraphSession, check_convolutions
+from lantern_rt.engines.ort.session import GraphSession, check_provider
 from lantern_rt.engines.ort.turns import Turns
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
 WEBGPU, CUDA, CPU = "WebGpuExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"
+PLUGIN = "onnxruntime_ep_webgpu"
 
 
-@dataclass
-class Node:
-    op_type: str
+def session(*taken: str, **nodes: list[str]) -> Any:
+    """Stands in for a session on these providers; nodes: what ops each of them runs."""
+    parts = [
+        SimpleNamespace(ep_name=name, get_nodes=lambda ops=ops: [SimpleNamespace(op_type=op) for op in ops])
+        for name, ops in nodes.items()
+    ]
+    return SimpleNamespace(get_providers=lambda: taken, get_provider_graph_assignment_info=lambda: parts)
 
 
-@dataclass
-class Part:
-    ep_name: str
-    ops: list[str]
-
-    def get_nodes(self) -> list[Node]:
-        return [Node(op) for op in self.ops]
-
-
-@dataclass
-class OldSession:
-    providers: list[str]
-
-    def get_providers(self) -> list[str]:
-        return self.providers
-
-
-@dataclass
-class Session(OldSession):
-    parts: list[Part]
-
-    def get_provider_graph_assignment_info(self) -> list[Part]:
-        return self.parts
-
-
-@dataclass
 class Runtime:
-    """Stands in for the onnxruntime module."""
+    """Stands in for the onnxruntime module, which plugins can be registered with."""
 
-    providers: list[str]
     __version__ = "1.31.1"
 
-    def get_available_providers(self) -> list[str]:
+    def __init__(self, *providers: str, devices: tuple[str, ...] = ()) -> None:
+        self.providers, self.devices, self.registered = providers, devices, list[tuple[str, str]]()
+
+    def get_available_providers(self) -> tuple[str, ...]:
         return self.providers
+
+    def register_execution_provider_library(self, name: str, path: str) -> None:
+        if path == "broken.so":
+            raise RuntimeError("libvulkan.so.1: cannot open shared object file")
+        self.registered.append((name, path))
+
+    def get_ep_devices(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(ep_name=name) for name in (CPU, *self.devices)]
 
 
 def refusal(call: Callable[..., object], *arguments: object) -> EngineError:
@@ -123,107 +109,51 @@ def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monke
 
 
 def test_a_provider_that_this_onnxruntime_lacks_comes_with_the_package_that_has_it() -> None:
-    error = refusal(find_provider, "cuda", Runtime(["AzureExecutionProvider", CPU]))
-    assert error.found == f"AzureExecutionProvider, {CPU}"
+    error = refusal(find_provider, "cuda", Runtime("AzureExecutionProvider", CPU))
+    assert (error.found, error.expected) == (f"onnxruntime 1.31.1 with AzureExecutionProvider, {CPU}", CUDA)
     assert "onnxruntime-gpu[cuda,cudnn]" in error.remedy
-    assert find_provider("cuda", Runtime([CUDA, CPU])).execution_provider == CUDA
+    assert find_provider("cuda", Runtime(CUDA, CPU)).execution_provider == CUDA
 
 
-def test_a_provider_that_did_not_load_stops_instead_of_running_on_the_cpu() -> None:
-    assert refusal(check_taken, GRAPH, PROVIDERS["cuda"], Session([CPU], [])).found == CPU
-
-
-def test_nodes_that_a_provider_leaves_to_the_cpu_are_counted_by_op() -> None:
-    parts = [Part(CUDA, ["MatMul"] * 3), Part(CPU, ["MatMul", "Shape", "Softmax", "MatMul"])]
-    error = refusal(check_taken, GRAPH, PROVIDERS["cuda"], Session([CUDA, CPU], parts))
-    assert "3 nodes of this graph (2 MatMul, 1 Softmax)" in error.problem
-    check_taken(GRAPH, PROVIDERS["cuda"], Session([CUDA, CPU], [Part(CPU, ["Shape", "Concat", "MemcpyToHost"])]))
-
-
-def test_an_onnxruntime_that_cannot_tell_is_refused_for_every_provider_but_the_cpu() -> None:
-    assert refusal(check_taken, GRAPH, PROVIDERS["openvino"], OldSession(["OpenVINOExecutionProvider", CPU])).expected
-    check_taken(GRAPH, PROVIDERS["cpu"], OldSession([CPU]))
-
-
-def test_cudas_libraries_are_loaded_before_its_provider_and_nothing_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    loaded: list[str] = []
-
-    class Talking(Runtime):
-        def preload_dlls(self) -> None:
-            loaded.append("cudart")
-            print("Failed to load libcudnn.so.9")
-
-    preload(PROVIDERS["cpu"], Talking([CPU]))
-    assert loaded == []
-    preload(PROVIDERS["cuda"], Talking([CUDA, CPU]))
-    assert loaded == ["cudart"]
-    assert capsys.readouterr() == ("", "")
+def test_a_provider_runs_the_whole_graph_or_loading_stops() -> None:
+    cuda = PROVIDERS["cuda"]
+    assert refusal(check_taken, GRAPH, cuda, session(CPU)).found == CPU
+    left = session(CUDA, CPU, **{CUDA: ["MatMul"] * 3, CPU: ["MatMul", "Shape", "Softmax", "MatMul"]})
+    assert "3 nodes of this graph (2 MatMul, 1 Softmax)" in refusal(check_taken, GRAPH, cuda, left).problem
+    check_taken(GRAPH, cuda, session(CUDA, CPU, **{CPU: ["Shape", "Concat", "MemcpyToHost"]}))
 
 
 def test_a_provider_without_convolutions_is_refused_before_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
-    check_convolutions("cpu")
+    check_provider("cpu")
 
-    class NoConvolutions:
-        def run(self, *_: object) -> None:
-            raise RuntimeError("NOT_IMPLEMENTED: cuDNN is not there")
+    def fail(*_: object) -> None:
+        raise RuntimeError("NOT_IMPLEMENTED: cuDNN is not there")
 
-    monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: NoConvolutions())
-    assert refusal(check_convolutions, "cuda").remedy.startswith("install cuDNN")
-
-
-class Plugins(Runtime):
-    """Stands in for an onnxruntime that plugins can be registered with."""
-
-    def __init__(self, *found: str) -> None:
-        super().__init__([CPU])
-        self.found, self.registered = found, list[tuple[str, str]]()
-
-    def register_execution_provider_library(self, name: str, path: str) -> None:
-        if path == "broken.so":
-            raise RuntimeError("libvulkan.so.1: cannot open shared object file")
-        self.registered.append((name, path))
-
-    def get_ep_devices(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(ep_name=name) for name in (CPU, *self.found)]
+    monkeypatch.setattr("lantern_rt.engines.ort.session.find_provider", lambda name, runtime: PROVIDERS[name])
+    monkeypatch.setattr("lantern_rt.engines.ort.session.load_session", lambda *_: SimpleNamespace(run=fail))
+    assert refusal(check_provider, "cuda").remedy.startswith("install cuDNN")
 
 
-@pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The module of a plugin, in a process where none is registered."""
+def test_a_plugin_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_registered", set())
-    module = SimpleNamespace(get_library_path=lambda: "plugin.so")
-    monkeypatch.setitem(sys.modules, PROVIDERS["webgpu"].plugin, module)
-    return module
-
-
-@pytest.mark.usefixtures("plugin")
-def test_a_plugin_is_registered_once_and_its_first_device_chosen() -> None:
-    runtime, chosen = Plugins(WEBGPU, WEBGPU), []
-    options = SimpleNamespace(add_provider_for_devices=lambda devices, given: chosen.append((devices, given)))
+    monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace(get_library_path=lambda: "plugin.so"))
+    runtime = Runtime(CPU, devices=(WEBGPU, WEBGPU))
     for _ in range(2):
-        assert attach(options, find_provider("webgpu", runtime), runtime) == {}
+        assert find_provider("webgpu", runtime).plugin
     assert runtime.registered == [(WEBGPU, "plugin.so")]
-    assert chosen == [([SimpleNamespace(ep_name=WEBGPU)], {})] * 2
 
 
+@pytest.mark.parametrize(
+    ("path", "words"), [("plugin.so", "no device"), ("broken.so", "libvulkan"), (None, "no module onnxruntime_ep")]
+)
 def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
-    plugin: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, path: str | None, words: str
 ) -> None:
-    assert "no device" in refusal(find_provider, "webgpu", Plugins("OtherExecutionProvider")).problem
-    providers._registered.clear()
-    plugin.get_library_path = lambda: "broken.so"
-    assert "libvulkan" in refusal(find_provider, "webgpu", Plugins(WEBGPU)).problem
-    monkeypatch.setitem(sys.modules, PROVIDERS["webgpu"].plugin, None)
-    assert refusal(find_provider, "webgpu", Plugins()).remedy == "run `pip install onnxruntime-ep-webgpu`"
-
-
-def test_plugins_have_modules_of_their_packages_names() -> None:
-    for provider in PROVIDERS.values():
-        assert provider.plugin in ("", provider.package.replace("-", "_"))
-        assert provider.resident == (provider.memory != "cpu")
+    monkeypatch.setattr(providers, "_registered", set())
+    module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
+    monkeypatch.setitem(sys.modules, PLUGIN, module)
+    assert words in refusal(find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
 
 
 def test_who_records_waits_for_the_others_and_they_wait_for_it() -> None:

@@ -1,0 +1,198 @@
+"""Lumina-mGPT's and Emu3's whole greedy generations, grids of several shapes, from prompts to pictures.
+
+The published solver of Lumina-mGPT lets the model write the size itself; here it is part of the prompt, which gives
+the same state.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from device_pipeline import device_pipeline
+from PIL import Image
+
+from lantern_rt import Pipeline
+from lantern_rt.cli.main import run_program
+from lantern_rt.engines.ort.engine import OrtDeviceEngine
+from lantern_rt.results import StreamStep
+from lantern_rt.service import Service
+
+DATA = Path(__file__).parent.parent / "data"
+EMU3_SUFFIX = " masterpiece, film grained, best quality."  # of the published program; a bundle adds it to prompts
+GOLDEN = {family: np.load(DATA / family / "golden.npz") for family in ("lumina-mgpt", "emu3")}
+LUMINA: list[dict[str, Any]] = json.loads((DATA / "lumina-mgpt" / "traces.json").read_text())
+Pipelines = Callable[..., Pipeline]
+
+
+class Run(NamedTuple):
+    """A recorded generation: what is asked for, codes `[rows, columns]`, the ids written for them, and its picture."""
+
+    family: str
+    options: dict[str, Any]
+    codes: list[list[int]]
+    written: list[int]
+    first_code: int
+    row_end: int | None  # its id, where that is not as far from the bundle's as those of codes are
+    picture: str
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.options['size']}-cfg{self.options['cfg_scale']:g}"
+
+
+def lumina(trace: dict[str, Any]) -> Run:
+    size, ids = f"{trace['width']}x{trace['height']}", trace["generated_ids"]
+    options = {"prompts": trace["caption"], "size": size, "temperature": 0, "cfg_scale": trace["cfg"]}
+    picture = f"run{trace['prompt']}_{trace['name']}_image"
+    # behind the last row: its end, that of the image, of the turn
+    return Run("lumina", options, trace["codes"], ids[3:-3], ids[3] - trace["codes"][0][0], None, picture)
+
+
+def emu3(trace: dict[str, Any]) -> Run:
+    rows, columns = trace["grid"]
+    options = {"size": f"{2 * columns}x{2 * rows}", "temperature": 0, "cfg_scale": trace["cfg"]}
+    options["prompts"] = trace["text"].removesuffix(EMU3_SUFFIX)
+    # behind the last code: the ends of its row, of frame, image and sequence
+    return Run("emu3", options, trace["codes"], trace["generated_ids"][:-4], 557, 549, f"{trace['name']}_uint8")
+
+
+EMU3 = json.loads((DATA / "emu3" / "traces.json").read_text())
+RUNS = [*map(lumina, LUMINA), *(emu3(trace) for trace in EMU3 if trace["name"].split("_")[-1].startswith("cfg"))]
+TREES = ["eagle:tree=chain-4", "eagle:tree=mc-25", "eagle:tree=dynamic-59-5-10"]
+METHODS = {  # no grid is wider, so `rows` is exact, too
+    "lumina": ["ar", "sjd:window=1", "sjd:window=7", *TREES, "rows:window=6"],
+    "emu3": ["ar", "sjd:window=1", "sjd:window=7", "rows:window=12"],
+}
+EXACT = [(family, method) for family, methods in METHODS.items() for method in methods]
+
+
+@pytest.fixture(scope="module")
+def pipes(request: pytest.FixtureRequest) -> Pipelines:
+    """Pipelines by family; on_device: drawn by the graphs that accelerators run, here on the CPU."""
+
+    @cache
+    def load(family: str, on_device: bool = False) -> Pipeline:
+        bundle = request.getfixturevalue(f"{family}_bundle")
+        pipe = device_pipeline(bundle) if on_device else Pipeline.from_bundle(bundle, threads=1)
+        assert isinstance(pipe.engines.target, OrtDeviceEngine) == on_device
+        return pipe
+
+    return load
+
+
+@pytest.mark.parametrize(("run", "method"), [(run, method) for run in RUNS for method in METHODS[run.family]], ids=str)
+def test_greedy_generations_of_every_grid_give_the_published_ids_and_pictures(
+    pipes: Pipelines, run: Run, method: str
+) -> None:
+    pipe, shape = pipes(run.family), np.shape(run.codes)
+    result = pipe(**run.options, method=method)
+    assert result.codes[0].reshape(shape).tolist() == run.codes
+    raster = replace(pipe.model(pipe.engines, []).raster, codes=result.codes[0].size, columns=shape[1])
+    spelled, row_end = raster.spell(result.codes[0]), pipe.bundle.manifest.row_end
+    written = spelled + run.first_code
+    if run.row_end is not None:
+        written[spelled == row_end] = run.row_end
+    assert written.tolist() == run.written
+    golden = GOLDEN["emu3" if run.family == "emu3" else "lumina-mgpt"]
+    if run.picture in golden:
+        assert np.abs(np.asarray(result.images[0]).astype(int) - golden[run.picture]).max() <= 1
+
+
+def test_greedy_generations_have_published_pictures() -> None:
+    golden = {*GOLDEN["lumina-mgpt"], *GOLDEN["emu3"]}
+    assert sum(run.picture in golden for run in RUNS) >= 6
+
+
+@pytest.mark.parametrize("trace", LUMINA, ids=lambda trace: f"{trace['latent']}-cfg{trace['cfg']:g}")
+def test_prompts_are_laid_out_as_the_published_solver_does(pipes: Pipelines, trace: dict[str, Any]) -> None:
+    (image,) = pipes("lumina").check(**lumina(trace).options).images
+    assert image.tokens is not None
+    cond, uncond = (ids.tolist() for ids in image.tokens)
+    assert cond == [*trace["prompt_ids"], *trace["generated_ids"][:3]]
+    assert uncond == (trace["unconditional_prefix"] or trace["generated_ids"][:3])
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize(("family", "method"), EXACT)
+def test_requests_for_several_sizes_share_passes_and_give_the_published_codes(
+    pipes: Pipelines, family: str, method: str, on_device: bool
+) -> None:
+    runs = [run for run in RUNS if run.family == family]
+    heard: queue.Queue[tuple[int, StreamStep | BaseException]] = queue.Queue()
+    with Service(pipes(family, on_device), together=len(runs)) as service:
+        for i, run in enumerate(runs):
+            listener = partial(lambda i, news: heard.put((i, news)), i)
+            service.submit(listener, **run.options, steps=False, method=method)
+        found = dict(heard.get(timeout=60) for _ in runs)
+    for i, run in enumerate(runs):
+        step, shape = found[i], np.shape(run.codes)
+        assert isinstance(step, StreamStep), step
+        assert step.codes[0].reshape(shape).tolist() == run.codes
+        scale = 4 if family == "lumina" else 2
+        assert step.image(0).size == (scale * shape[1], scale * shape[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("lumina", "64x64"),
+        ("lumina", "64x128"),
+        ("lumina", "128x32"),
+        ("emu3", "8x8"),
+        ("emu3", "10x8"),
+        ("emu3", "24x4"),
+    ],
+)
+def test_a_seed_names_one_picture_whatever_exact_method_draws_it(pipes: Pipelines, family: str, size: str) -> None:
+    pipe = pipes(family)
+    expected = pipe("a red fox", size=size, seed=5, method="ar")
+    for method in METHODS[family][1:-1]:
+        assert np.array_equal(pipe("a red fox", size=size, seed=5, method=method).codes[0], expected.codes[0])
+    nats = pipe.likelihoods(expected.codes, "a red fox", size=size)[0]
+    assert 0 < nats.nats < 2 * nats.entropy
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("lumina", "lantern"), ("lumina", "lantern++")]
+    + [(family, method) for family in METHODS for method in ("sjd:lambda=2", "rows:window=2")],
+)
+def test_inexact_methods_draw_pictures_of_any_shape_the_same_in_any_batch(
+    pipes: Pipelines, family: str, method: str
+) -> None:
+    pipe, captions = pipes(family), ["a red fox", "a boat on a lake at night in the rain"]
+    size = "64x96" if family == "lumina" else "6x10"
+    together = pipe(captions, size=size, seed=[1, 2], method=method)
+    for caption, seed, codes in zip(captions, (1, 2), together.codes, strict=True):
+        assert np.array_equal(pipe(caption, size=size, seed=seed, method=method).codes[0], codes)
+
+
+def test_a_picture_records_its_size_and_is_drawn_again(lumina_bundle: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "fox.png", tmp_path / "again.png"
+    common = ["run", str(lumina_bundle)]
+    options = ["a red fox", "--size", "96x64", "--method", "ar", "--trace", str(tmp_path / "fox.trace.npz")]
+    assert run_program([*common, *options, "--output", str(first)]) == 0
+    assert run_program([*common, "--from", str(first), "--output", str(again)]) == 0
+    with Image.open(first) as one, Image.open(again) as other:
+        assert one.size == (24, 16)
+        assert json.loads(one.info["settings"])["size"] == "96x64"
+        assert one.tobytes() == other.tobytes()
+    with np.load(tmp_path / "fox.trace.npz") as trace:
+        assert trace["grid"].tolist() == [4, 6]
+
+
+def test_a_size_that_the_bundle_does_not_draw_is_refused_with_those_that_it_does(
+    lumina_bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_program(["run", str(lumina_bundle), "a fox", "--size", "512x512"]) == 2
+    listed = "128x32, 128x64, 96x64, 96x96, 64x96, 64x128, 32x128, 64x64"
+    assert f"--size: found '512x512', expected {listed}" in capsys.readouterr().err
+    assert run_program(["inspect", str(lumina_bundle)]) == 0
+    assert listed in " ".join(capsys.readouterr().out.split())
