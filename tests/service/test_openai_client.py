@@ -129,6 +129,7 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "extra_body": {"method": "magic"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "sjd:window=x"}}, "method"),
         ({"prompt": "red cube", "extra_body": {"method": "ar:window=3"}}, "method"),
+        ({"prompt": "red cube", "extra_body": {"method": "eagle:tree=/tmp/tree.json"}}, "method"),  # the server's file
         ({"prompt": "red cube", "extra_body": {"method": "auto:quality=best"}}, "quality_budget"),
         ({"prompt": "red cube", "extra_body": {"temperature": -1}}, "temperature"),
         ({"prompt": "red cube", "extra_body": {"seed": 1.5}}, "seed"),

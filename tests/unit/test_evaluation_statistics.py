@@ -9,6 +9,7 @@ from evaluation_graphs import quiet
 from lantern_rt.compare.evaluate import frechet_figure
 from lantern_rt.compare.statistics import estimate, frechet_distance
 
+
 def test_a_shift_alone_is_a_frechet_distance_of_its_square() -> None:
     features = np.random.default_rng(0).normal(size=(50, 3))
     assert frechet_distance(features, features + np.array([3.0, 0.0, 4.0])) == pytest.approx(25)
