@@ -136,7 +136,7 @@ def test_errors_are_those_of_the_client(tiny_client: openai.OpenAI) -> None:
         ({"prompt": "red cube", "extra_body": {"seed": 2**70}}, "seed"),
         ({"prompt": "red cube", "extra_body": {"quality_budget": "TVD=0.1"}}, "quality_budget"),
         ({"prompt": "red cube", "extra_body": {"quality_budget": "fast"}}, "quality_budget"),
-        ({"prompt": "red cube", "extra_body": {"class_id": 3}}, None),
+        ({"prompt": "red cube", "extra_body": {"class_id": 3}}, "prompt"),
         ({"prompt": "red cube", "extra_body": {"deadline": 1e9}}, "deadline"),
         ({"prompt": "red cube", "n": 2, "stream": True}, "n"),
         ({"prompt": "red cube", "partial_images": 2}, "partial_images"),
