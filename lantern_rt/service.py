@@ -123,10 +123,9 @@ class Service:
         return self._images
 
     @property
-    def drawing(self) -> tuple[int, int]:
-        """Images that share passes now, and nodes of a pass for each."""
-        active = self._scheduler.active
-        return len(active), max((request.nodes for request in active), default=0)
+    def running(self) -> int:
+        """Images that share passes now."""
+        return len(self._scheduler.active)
 
     def submit(
         self,

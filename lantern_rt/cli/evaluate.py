@@ -12,7 +12,7 @@ import typer
 from ..bundle.files import Bundle
 from ..bundle.manifest import Preset
 from ..bundle.presets import write_presets as write_into_bundle
-from ..checks import require_library, whole
+from ..checks import whole
 from ..compare.evaluate import ImageSet
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, read_preprocessing
@@ -87,9 +87,8 @@ def evaluate(
     """Compare the images of methods with plain decoding's, on the same prompts and seeds.
 
     By default several degrees of relaxation that the bundle can run. How images are prepared for a graph stands in the
-    preprocessor_config.json beside it. Needs lantern-rt[cpu,eval].
+    preprocessor_config.json beside it. Needs lantern-rt[cpu].
     """
-    require_library("scipy", "eval", "eval")
     if write_presets and temperature is not None:
         raise RequestError(
             "presets are of the bundle's own sampling", field="temperature", remedy="leave it or --write-presets out"

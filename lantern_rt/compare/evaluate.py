@@ -4,14 +4,13 @@ A second plain set, with other seeds, is the reference of all that compares sets
 compared with it too, and what comes out is the floor: no method can be told from plain decoding below it.
 
 A seed has one exact image, which every exact method draws, but for rounding: where its tokens are the same, there is
-nothing to measure but the passes. How near others come to it is compared image by image.
+nothing to measure but the passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,22 +20,7 @@ from ..errors import RequestError
 from ..output.images import blank
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
-from .statistics import (
-    NEAREST,
-    RESAMPLES,
-    Figure,
-    Floats,
-    Ints,
-    by_prompt,
-    distances,
-    estimate,
-    estimate_mean,
-    frechet_distance,
-    kernel_terms,
-    mean_over_pairs,
-    median_distance,
-    precision_recall,
-)
+from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, frechet_distance
 from .turns import MethodRun, Prompts, Run, Show, scored, take_turns
 
 MIN_PROMPTS = 2
@@ -114,24 +98,21 @@ def evaluate(
     figures = _single_figures(list(compared.values()), images.seeds)
     if agreement is not None:
         figures["agreement"] = _agreement_figure(agreement, images, drawn, show)
-    source = None
     if features is not None:
         sets: list[Floats] = []
         for own_images in drawn.values():
             sets.append(features(own_images))
             show("features", len(sets), len(drawn))
-        bandwidth = median_distance(sets[-1])
-        source = {**features.facts, "num_features": sets[-1].shape[1], "bandwidth": bandwidth}
-        figures |= feature_figures(sets[:-1], sets[-1], images.seeds, bandwidth, show)
+        figures["frechet"] = frechet_figure(sets[:-1], sets[-1], images.seeds, show)
     columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
     report = {
         "prompts": labels,
         "seeds_per_prompt": images.seeds,
         "first_seed": images.first_seed,
         "images_per_method": images.count,
-        "features": source,
+        "features": None if features is None else {**features.facts, "num_features": sets[-1].shape[1]},
         "agreement": None if agreement is None else agreement.facts,
-        "notes": _notes(images, source, compared, reference),
+        "notes": _notes(images, None if features is None else sets[-1].shape[1], compared, reference),
         "methods": [
             {
                 "method": label,
@@ -191,93 +172,65 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
     """Figures of single images, by the runs of every method."""
     scores = [[score for one in runs for score in one.likelihoods] for runs in methods]
     codes = np.stack([_codes(runs) for runs in methods])  # [methods, images, cells]
-    same = codes == codes[0]
     tvd = [
         [image.realised_tvd / codes.shape[2] for one in runs for image in one.statistics.per_image] for runs in methods
     ]
     return {
         "tokens_per_forward_pass": estimate_mean([_tokens_per_pass(runs) for runs in methods], seeds),
         "tvd": estimate_mean(tvd, seeds),
-        "same_tokens": estimate_mean(list(same.mean(2)), seeds),
-        "same_start": estimate_mean(list(np.logical_and.accumulate(same, 2).mean(2)), seeds),
+        "same_tokens": estimate_mean(list((codes == codes[0]).mean(2)), seeds),
         "excess_nll": estimate_mean([[score.nats - score.entropy for score in row] for row in scores], seeds),
-        "nll": estimate_mean([[score.nats for score in row] for row in scores], seeds),
     }
 
 
-def feature_figures(
-    sets: Sequence[Floats], reference: Floats, seeds: int, bandwidth: float, show: Show
-) -> dict[str, Figure]:
-    """Figures of `sets`, features `[prompts x seeds, width]` of every method, against those of the reference.
-
-    `distance_to_exact` is missing where plain images do not depend on the seed: it counts in distances between seeds.
-    """
+def frechet_figure(sets: Sequence[Floats], reference: Floats, seeds: int, show: Show) -> Figure:
+    """Frechet distances of `sets`, features `[prompts x seeds, width]` of every method, to those of the reference."""
     prompts = len(reference) // seeds
-    of_prompts = np.arange(len(reference)).reshape(prompts, seeds)
-    resamples, evaluated = _RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES, count()
+    by_prompt = np.arange(len(reference)).reshape(prompts, seeds)
+    resamples = _RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES
+    evaluated = 0
 
-    def frechet(chosen: Ints) -> list[float]:
-        images = of_prompts[chosen].ravel()
-        show("Frechet distances", next(evaluated), resamples)
+    def distances(chosen: Ints) -> list[float]:
+        nonlocal evaluated
+        show("Frechet distances", evaluated, resamples)
+        evaluated += 1
+        images = by_prompt[chosen].ravel()
         return [frechet_distance(own[images], reference[images]) for own in sets]
 
-    def over_pairs(tables: Sequence[Floats]) -> Figure:
-        return estimate(lambda chosen: [mean_over_pairs(table, chosen) for table in tables], prompts)
-
-    gaps = by_prompt([np.linalg.norm(own - sets[0], axis=1) for own in sets], seeds)
-    units = np.array([distances(sets[0][images], reference[images]).mean() for images in of_prompts])
-
-    def to_exact(chosen: Ints) -> Floats:
-        return np.asarray(gaps[:, chosen].mean(1) / (units[chosen].mean() or units.mean()))
-
-    precision, recall = zip(*(precision_recall(own, reference) for own in sets), strict=True)
-    apart = [distances(own, own) for own in sets]
-    within = [[mean_over_pairs(table, images) for images in of_prompts] for table in apart]
-    return {
-        **({"distance_to_exact": estimate(to_exact, prompts)} if units.any() else {}),
-        "frechet": estimate(frechet, prompts, resamples, moved=True),
-        "kernel": over_pairs([kernel_terms(own, reference, seeds, bandwidth) for own in sets]),
-        "precision": estimate_mean(precision, seeds),
-        "recall": estimate_mean(recall, seeds),
-        # of one prompt where every prompt has several, else of any two
-        "diversity": over_pairs(apart) if seeds == 1 else estimate_mean(within, 1),
-    }
+    return estimate(distances, prompts, resamples, moved=True)
 
 
 def _notes(
-    images: ImageSet, features: dict[str, Any] | None, compared: Mapping[str, Sequence[Run]], reference: Sequence[Run]
+    images: ImageSet, width: int | None, compared: Mapping[str, Sequence[Run]], reference: Sequence[Run]
 ) -> list[str]:
-    """What limits the figures. compared: runs by label, plain decoding first; reference: those with other seeds."""
+    """What limits the figures.
+
+    Args:
+        images: that were drawn.
+        width: features of an image; None without features.
+        compared: runs by label, plain decoding first.
+        reference: runs with other seeds.
+    """
     notes = []
     prompts = len(images.prompts.items)
     if prompts < ENOUGH_PROMPTS:
         notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
-    if features is None:
+    if width is None:
+        notes.append("No Frechet distance: the bundle has no vq_encoder and --features was not given.")
+    elif images.count < IMAGES_PER_FEATURE * width:
         notes.append(
-            "No features: the bundle has no vq_encoder and --features was not given, so distances of images, "
-            "precision, recall and diversity are missing."
+            f"{images.count} images for {width} features, expected at least {IMAGES_PER_FEATURE * width}: ar's own "
+            "Frechet distance is mostly an effect of so few, and small differences drown in it."
         )
-    else:
-        needed = IMAGES_PER_FEATURE * features["num_features"]
-        if images.count < needed:
-            notes.append(
-                f"{images.count} images for {features['num_features']} features, expected at least {needed}: ar's own "
-                "Frechet distance is mostly an effect of so few, and small differences drown in it."
-            )
-        notes.append(f"Distances between {features['name']} say nothing about those of another feature extractor.")
-        if images.count <= NEAREST:
-            notes.append(f"Precision and recall need more than {NEAREST} images.")
     plain = next(iter(compared.values()))
     if reference[0].settings.sampling.greedy:
-        notes.append(
-            "Temperature 0: plain images do not depend on the seed, so ar is at distance 0 from itself, and distances "
-            "to its image of a seed have no measure."
-        )
+        notes.append("Temperature 0: images of ar do not depend on the seed, so ar is at distance 0 from itself.")
     else:
         shared = (_codes(plain) == _codes(reference)).mean()
         notes.append(f"Images of ar with other seeds share {shared:.0%} of the tokens: only what shares more is near.")
-    unmeasured = [label for label, own in compared.items() if not own[-1].settings.method.measured]
     notes += [
-        f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say." for label in unmeasured
+        f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say."
+        for label, own in compared.items()
+        if not own[-1].settings.method.measured
     ]
     return notes

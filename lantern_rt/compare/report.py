@@ -24,23 +24,14 @@ class Column(NamedTuple):
     better: str
 
 
-DISTANCE = "less is better"
 COLUMNS = {
     "tokens_per_forward_pass": Column("tokens per forward pass", 2, "more is faster"),
     "tvd": Column("TVD per token", 4, "0 is exact"),
     "same_tokens": Column("share of tokens as in ar's image", 3, "1: the same image"),
-    "same_start": Column("share of the image before another token", 3, "1: the same image"),
     "excess_nll": Column("excess NLL, nats per token", 4, "as ar's"),
-    "nll": Column("NLL, nats per token", 3, "as ar's"),
     "agreement": Column("prompt agreement", 4, "more is better"),
-    "distance_to_exact": Column("distance to ar's image of the seed", 3, "0: the same image, 1: another seed's"),
-    "frechet": Column("Frechet distance", 4, DISTANCE),
-    "kernel": Column("kernel distance", 3, DISTANCE),
-    "precision": Column("precision", 3, "as ar's"),
-    "recall": Column("recall", 3, "as ar's"),
-    "diversity": Column("diversity", 3, "as ar's"),
+    "frechet": Column("Frechet distance", 4, "less is better, ar's own is the floor"),
 }
-AGAINST_AR = ("same_tokens", "same_start", "distance_to_exact")  # need no difference beside them
 
 
 def text_report(report: Mapping[str, Any]) -> str:
@@ -75,7 +66,7 @@ def _cells(method: Mapping[str, Any], name: str) -> tuple[str, str]:
     decimals = COLUMNS[name].decimals
     value = _interval(figure, f".{decimals}f")
     difference = _interval(figure["difference_to_ar"], f"+.{decimals}f")
-    return value, "" if method["method"] == "ar" or name in AGAINST_AR else f"against ar {difference}"
+    return value, "" if method["method"] == "ar" or name == "same_tokens" else f"against ar {difference}"
 
 
 def _interval(figure: Mapping[str, float], kind: str) -> str:
@@ -94,45 +85,22 @@ def html_report(
         title: its heading.
     """
     columns = _columns(report)
-    settings = []
     figures: list[tuple[str, ...]] = []
     for method in report["methods"]:
-        choice = "" if method["choice"] is None else f"{method['choice']}: "
-        values = ", ".join(f"{name} {value}" for name, value in method["settings"].items())
-        settings.append((escape(method["method"]), escape(choice + values)))
-        if not method["figures"]:
-            figures.append((escape(method["method"]), escape(_same(method))))
-            continue
-        cells = ["{}<small>{}</small>".format(*_cells(method, name)) for name in columns]
-        for i, (name, column) in enumerate(columns.items()):
-            if column.better == DISTANCE and method["figures"][name]["above_ar_interval"]:
-                cells[i] = f'<span class="far">{cells[i]}</span>'
+        cells = [_same(method)]
+        if method["figures"]:
+            cells = ["{}<small>{}</small>".format(*_cells(method, name)) for name in columns]
         figures.append((escape(method["method"]), *cells))
     headings = [f"{column.heading}<small>{column.better}</small>" for column in columns.values()]
     notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     parts = [
         html_table([(escape(name), escape(text)) for name, text in facts.items()]),
-        f"<ul>{notes}</ul>" if notes else "",
-        f"<h2>Figures</h2><p>{escape(_meaning(report))}</p>{html_table(figures, ['method', *headings])}",
-        f"<h2>Settings</h2>{html_table(settings)}<h2>Images</h2>{_grid(report, images)}",
+        f"<p>{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each; with 95 % bootstrap intervals, "
+        "differences to ar paired by prompt.</p>",
+        html_table(figures, ["method", *headings]),
+        f"<ul>{notes}</ul>{_grid(report, images)}",
     ]
     return html_page(title, "".join(parts))
-
-
-def _meaning(report: Mapping[str, Any]) -> str:
-    """What the figures are of."""
-    words = (
-        f"{len(report['prompts'])} prompts, {report['seeds_per_prompt']} seeds each. Beside every figure stands its "
-        "95 % bootstrap interval, under it the difference to ar, paired by prompt. "
-    )
-    if report["agreement"]:
-        words += f"Prompt agreement is what {report['agreement']['name']} says of an image and its prompt. "
-    if report["features"]:
-        words += (
-            f"Sets of images are compared by {report['features']['name']} with images of ar that have other seeds, so "
-            "ar's own distance is the floor. Red: above ar's interval."
-        )
-    return words
 
 
 def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:

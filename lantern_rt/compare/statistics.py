@@ -1,8 +1,4 @@
-"""Figures that compare two sets of feature vectors, and bootstrap intervals. Needs SciPy (extra `eval`).
-
-torchmetrics is not used: it would be the only part of evaluating that needs PyTorch, its Frechet distance takes 200 to
-400 times as long, which a bootstrap repeats a thousand times, and of fewer images than features it loses eight digits.
-"""
+"""Frechet distances of sets of feature vectors, and bootstrap intervals of the figures of methods."""
 
 from __future__ import annotations
 
@@ -14,24 +10,11 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 Statistic = Callable[[Ints], Sequence[float] | Floats]  # indices of prompts -> a figure of every method
 Figure = list[dict[str, Any]]  # one of every method, as `estimate` gives it
 
-NEAREST = 3  # of precision and recall, as published
-KERNEL_SCALE = 1000  # of kernel distances, as published for CMMD
 CONFIDENCE = 0.95
 RESAMPLES = 1000
-
-
-# ---------------------------------------------------------------- sets of features
-
-
-def distances(own: Floats, other: Floats, metric: str = "euclidean") -> Floats:
-    """Distances `[n, m]` of the rows of `own [n, width]` and `other [m, width]`."""
-    from scipy.spatial.distance import cdist  # type: ignore[import-untyped]
-
-    return np.asarray(cdist(own, other, metric))
 
 
 def frechet_distance(own: Floats, other: Floats) -> float:
@@ -51,56 +34,6 @@ def _covariance_root(features: Floats) -> Floats:
     """X with X' X the covariance of `features [n, width]`, in as few rows as needed."""
     centred = (features - features.mean(0)) / np.sqrt(len(features) - 1)
     return np.asarray(np.linalg.qr(centred, mode="r")) if len(centred) > centred.shape[1] else centred
-
-
-def precision_recall(own: Floats, reference: Floats) -> tuple[Bools, Bools]:
-    """Which of `own [n, width]` lie on the manifold of `reference [m, width]`, and which of those on that of `own`.
-
-    That is: no farther from one of its points than that point's third neighbour. The shares of both are precision and
-    recall (Kynkaanniemi et al. 2019).
-    """
-    between = distances(own, reference)
-    own_radii, reference_radii = (  # column 0 is the point itself
-        np.sort(distances(each, each), 1)[:, min(NEAREST, len(each) - 1)] for each in (own, reference)
-    )
-    near, near_own = between <= reference_radii, between <= own_radii[:, None]
-    return np.asarray(near.any(axis=1)), np.asarray(near_own.any(axis=0))
-
-
-def median_distance(features: Floats) -> float:
-    """Median Euclidean distance of two rows of `features [n, width]` (n >= 2); 1 where most are the same."""
-    return float(np.median(distances(features, features)[np.triu_indices(len(features), 1)])) or 1.0
-
-
-def kernel_terms(own: Floats, reference: Floats, seeds: int, bandwidth: float) -> Floats:
-    """Terms `[prompts, prompts]` of the kernel distance of `own` and `reference`, `[prompts x seeds, width]` each.
-
-    Their mean over pairs of different prompts (`mean_over_pairs`) is an unbiased estimate of the squared maximum mean
-    discrepancy with a Gaussian kernel, times 1000 (CMMD, Jayasumana et al. 2024): the one-sample U-statistic of Gretton
-    et al. 2012. As no prompt is paired with itself, neither counting an image twice nor that both sets show the same
-    prompts moves it; it may fall below 0.
-    """
-    prompts = len(own) // seeds
-
-    def kernel(first: Floats, second: Floats) -> Floats:
-        values = np.exp(distances(first, second, "sqeuclidean") / (-2 * bandwidth**2))
-        return np.asarray(values.reshape(prompts, seeds, prompts, seeds).mean((1, 3)))
-
-    between = kernel(own, reference)
-    terms = kernel(own, own) + kernel(reference, reference) - between - between.T
-    np.fill_diagonal(terms, 0)
-    return KERNEL_SCALE * terms
-
-
-def mean_over_pairs(values: Floats, chosen: Ints) -> float:
-    """Mean of `values [n, n]`, with 0 on the diagonal, over pairs of `chosen`, which may name a row twice; a row is no
-    pair with itself."""
-    counts = np.bincount(chosen, minlength=len(values)).astype(np.float64)
-    pairs = counts.sum() ** 2 - counts @ counts
-    return float(counts @ values @ counts / pairs) if pairs else 0.0
-
-
-# ---------------------------------------------------------------- intervals
 
 
 def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, moved: bool = False) -> Figure:
@@ -130,12 +63,7 @@ def _intervals(found: Floats, draws: Floats) -> list[dict[str, float]]:
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]
 
 
-def by_prompt(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Floats:
-    """Means `[methods, prompts]` over a prompt's images, of `values [methods, prompts x seeds]`."""
-    return np.asarray(np.array(values, np.float64).reshape(len(values), -1, seeds).mean(2))
-
-
-def estimate_mean(values: Sequence[Sequence[float] | Bools | Floats], seeds: int) -> Figure:
+def estimate_mean(values: Sequence[Sequence[float] | Floats], seeds: int) -> Figure:
     """The mean of `values [methods, prompts x seeds]`, estimated."""
-    table = by_prompt(values, seeds)
+    table = np.array(values, np.float64).reshape(len(values), -1, seeds).mean(2)  # [methods, prompts]
     return estimate(lambda chosen: table[:, chosen].mean(1), table.shape[1])

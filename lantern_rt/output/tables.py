@@ -10,7 +10,7 @@ from ..errors import printable
 _STYLE = (
     "body{font-family:sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:.5em 0 1.5em}"
     "td,th{text-align:left;padding:.25em 1em .25em 0;vertical-align:top;border-bottom:1px solid #ddd}"
-    "small{color:#666;display:block}img{display:block;width:128px}.far{color:#b00}"
+    "small{color:#666;display:block}img{display:block;width:128px}"
 )
 
 

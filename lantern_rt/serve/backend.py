@@ -22,11 +22,10 @@ ACCEPTED: Event = {"type": "accepted"}  # a request has its place; clients are n
 
 
 class Load(NamedTuple):
-    """Images that share passes now, those that wait, and nodes of a pass for each."""
+    """Images that share passes now, and those that wait."""
 
     running: int
     waiting: int
-    nodes: int
 
 
 class ImageBackend(Protocol):
@@ -83,8 +82,8 @@ class LocalBackend:
     def load(self) -> Load:
         """What there is to do now."""
         service = self.pipeline.service
-        running, nodes = service.drawing
-        return Load(running, max(0, service.images - running), nodes)
+        running = service.running
+        return Load(running, max(0, service.images - running))
 
     async def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
         """Draw a request, as `ImageBackend` has it."""

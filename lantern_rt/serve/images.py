@@ -109,12 +109,9 @@ class _Call:
                 async for part in self._http.stream():
                     body += part
                     if len(body) > limits.body:
-                        raise HttpError(
-                            413, field="body", expected=f"at most {limits.body:,} bytes", remedy="shorten it"
-                        )
+                        raise HttpError(413, field="body", expected=f"at most {limits.body:,} bytes")
         except TimeoutError as error:
-            problem = f"not all of it was there after {limits.body_seconds:g} s"
-            raise HttpError(408, problem, field="body", remedy="send it faster") from error
+            raise HttpError(408, f"not all of it was there after {limits.body_seconds:g} s", field="body") from error
         return body
 
     async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
@@ -129,13 +126,8 @@ class _Call:
                 except StopAsyncIteration:
                     return
                 except TimeoutError as error:
-                    raise HttpError(
-                        504,
-                        f"the image was not done after {request.deadline:g} s",
-                        field="deadline",
-                        remedy="give more time, or ask for fewer images",
-                        code="deadline_exceeded",
-                    ) from error
+                    problem = f"the image was not done after {request.deadline:g} s"
+                    raise HttpError(504, problem, "deadline_exceeded", field="deadline") from error
                 yield update
 
     async def _stream(self, request: ImagesRequest, updates: AsyncGenerator[Event | Completion, None]) -> Completion:

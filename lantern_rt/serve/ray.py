@@ -176,7 +176,7 @@ class RayBackend:
 
     def load(self) -> Load:
         """Requests that replicas have accepted from this ingress, and those that wait here for one."""
-        return Load(self._running, self._waiting, 0)
+        return Load(self._running, self._waiting)
 
     async def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
         """Draw a request, and once more from its beginning by another replica whenever one dies.

@@ -1,4 +1,4 @@
-"""What all requests of a server share: models, limits, keys, whether it takes work, logs."""
+"""What all requests of a server share: models, limits, keys, whether it takes work, metrics, logs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import hashlib
 import hmac
 import json
 import logging
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.requests import Request
 
 from ..checks import short
 from ..errors import RequestError
 from ..user_files import read_plain_file, reading
 from .backend import ImageBackend
-from .metrics import Metrics
-from .protocol import HttpError
+from .protocol import Completion, HttpError
 
 _LOG = logging.getLogger(__name__)
-_TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 MAX_KEYS_FILE = 1 << 20  # bytes
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # buckets of histograms
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,57 @@ def read_keys(path: Path) -> list[bytes]:
         lines = [line.strip() for line in read_plain_file(path, MAX_KEYS_FILE).decode("utf-8-sig").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise RequestError(
-            field="api_key_file",
-            found=f"no key in {path}",
-            expected="one a line",
-            remedy="leave the file out, or add one",
-        )
+        raise RequestError(field="api_key_file", found=f"no key in {path}", expected="one a line")
     if not all(key.isascii() for key in keys):
-        problem = f"a key in {path} has other characters than ASCII, which no header carries"
-        raise RequestError(problem, field="api_key_file", remedy="change it")
+        raise RequestError(
+            field="api_key_file", found=f"a key in {path} that is not ASCII", expected="what a header carries"
+        )
     return [_hash(key) for key in keys]
+
+
+class Metrics:
+    """Counters of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"lantern_{name}", what, ("model", *labels), registry=registry)
+
+        def histogram(name: str, what: str) -> Histogram:
+            return Histogram(f"lantern_{name}_seconds", what, ("model",), buckets=SECONDS, registry=registry)
+
+        self.requests = counter("requests", "Requests that were answered, by HTTP status.", "code")
+        self.images = counter("images", "Images drawn, by method.", "method")
+        self.aborted = counter("aborted", "Requests that ended early: disconnected, deadline.", "reason")
+        self.tokens = counter("tokens", "Codes drawn.")
+        self.passes = counter("target_passes", "Target passes, counted for every image that took part.")
+        self.tvd = counter("realised_tvd", "Total variation that relaxed acceptance gave away, summed over codes.")
+        self.queue = histogram("queue", "Seconds before a request's first pass.")
+        self.request = histogram("request", "Seconds of a whole request.")
+        self.picture = histogram("picture", "Seconds a request took to decode and encode its pictures.")
+        self._running = Gauge("lantern_images_running", "Images that share passes now.", ("model",), registry=registry)
+        self._waiting = Gauge("lantern_images_waiting", "Images that wait.", ("model",), registry=registry)
+
+    def finished(self, completion: Completion) -> None:
+        """Count a request that was drawn; methods by name only, as clients may make up any number of parameters."""
+        figures = completion.figures
+        model = figures.model
+        self.images.labels(model, figures.method.partition(":")[0]).inc(len(figures.seeds))
+        self.tokens.labels(model).inc(completion.output_tokens)
+        self.passes.labels(model).inc(figures.target_passes)
+        self.tvd.labels(model).inc(figures.realised_tvd_per_token * completion.output_tokens)
+        self.queue.labels(model).observe(figures.queue_seconds)
+        self.request.labels(model).observe(figures.seconds)
+        self.picture.labels(model).observe(figures.picture_seconds)
+
+    def text(self, backends: Iterable[ImageBackend]) -> bytes:
+        """All of it in Prometheus' text format."""
+        for backend in backends:
+            for gauge, value in zip((self._running, self._waiting), backend.load(), strict=True):
+                gauge.labels(backend.name).set(value)
+        return generate_latest(self.registry)
 
 
 class ServerState:
@@ -119,11 +159,9 @@ class ServerState:
 
     def log(self, request: Request, facts: dict[str, Any]) -> None:
         """One line of JSON about a request; never its prompt."""
-        trace = _TRACE.fullmatch(request.headers.get("traceparent", ""))
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "request_id": request.state.request_id,
-            **({"trace_id": trace[1]} if trace else {}),
             "path": request.url.path,
             **facts,
         }

@@ -40,9 +40,6 @@ SERVICES = COMPOSE["services"]
 CMD: list[str] = json.loads(instructions("CMD")[0])
 
 
-# ---------------------------------------------------------------- metrics
-
-
 def expressions() -> list[str]:
     """Everything in PromQL: panels, alerts, and what the variable of the dashboard lists."""
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
@@ -81,9 +78,6 @@ def test_every_metric_of_ours_is_on_the_dashboard(metrics: dict[str, set[str]]) 
     assert {name for name in own if not re.search(rf"\b{name}(_bucket)?\b", shown)} == set()
 
 
-# ---------------------------------------------------------------- files and ports
-
-
 def test_what_compose_mounts_and_builds_exists() -> None:
     build = SERVICES["lantern-rt"]["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
@@ -110,24 +104,6 @@ def test_everything_is_reached_at_the_port_it_listens_at() -> None:
         port, "9090", "3000",
     ]  # fmt: skip
     assert all(mapping.startswith("127.0.0.1:") for service in SERVICES.values() for mapping in service["ports"])
-
-
-def test_what_is_mounted_is_what_the_configurations_name() -> None:
-    (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
-    (provider,) = read("grafana/provisioning/dashboards/lantern-rt.yaml")["providers"]
-    grafana, prometheus = (
-        dict(mount.split(":")[:2] for mount in SERVICES[name]["volumes"]) for name in ("grafana", "prometheus")
-    )
-    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert source["url"] == "http://prometheus:9090"
-    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {source["uid"]}
-    assert grafana["./grafana/dashboards"] == provider["options"]["path"]
-    assert home == f"{provider['options']['path']}/lantern-rt.json"
-    assert prometheus["./prometheus.yml"] == "/etc/prometheus/prometheus.yml"
-    assert [prometheus[f"./{name}"] for name in read("prometheus.yml")["rule_files"]] == ["/etc/prometheus/alerts.yml"]
-
-
-# ---------------------------------------------------------------- the image
 
 
 @pytest.mark.parametrize("command", [CMD, SERVICES["lantern-rt"]["command"]], ids=["Dockerfile", "compose.yaml"])

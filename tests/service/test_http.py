@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import http.client
 import json
 import socket
 from collections.abc import Callable
@@ -55,13 +54,6 @@ def test_a_wrong_body_is_refused_in_one_line(
     assert "\n" not in error["message"]
     assert len(error["message"]) < 500
     assert "Traceback" not in tiny.log
-
-
-def test_files_of_the_server_are_nobodys_trees(tiny: RunningServer, tmp_path: Path) -> None:
-    (tmp_path / "tree.json").write_text("[[0]]")
-    status, answer = tiny.post({"prompt": "red cube", "method": f"eagle:tree={tmp_path}/tree.json"})
-    assert status == 400
-    assert answer["error"]["param"] == "method"
 
 
 def test_paths_and_methods_that_do_not_exist_are_told_so(tiny: RunningServer) -> None:
@@ -131,8 +123,7 @@ def test_requests_are_counted_and_logged_without_their_prompts(tiny: RunningServ
     names = ("lantern_requests_total", "lantern_tokens_total", "lantern_target_passes_total")
     labels: list[dict[str, str]] = [{"model": "tiny", "code": "200"}, {"model": "tiny"}, {"model": "tiny"}]
     before = [tiny.metric(name, **own) for name, own in zip(names, labels, strict=True)]
-    trace = "0af7651916cd43dd8448eb211c80319c"
-    headers = {"x-request-id": "mine-1", "traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+    headers = {"x-request-id": "mine-1"}
     assert tiny.post({"prompt": "red cube", "n": 2, "method": "ar", "seed": 1}, **headers)[0] == 200
     until(lambda: tiny.metric(names[0], **labels[0]) > before[0])
     after = [tiny.metric(name, **own) for name, own in zip(names, labels, strict=True)]
@@ -140,7 +131,7 @@ def test_requests_are_counted_and_logged_without_their_prompts(tiny: RunningServ
     assert after[2] - before[2] >= 72, "ties take passes, too"
     until(lambda: any(line["request_id"] == "mine-1" for line in tiny.lines()))
     line = next(line for line in tiny.lines() if line["request_id"] == "mine-1")
-    assert (line["status"], line["method"], line["images"], line["trace_id"]) == (200, "ar", 2, trace)
+    assert (line["status"], line["method"], line["images"]) == (200, "ar", 2)
     assert tiny.post({"prompt": "red dragon"}, **{"x-request-id": "mine-2"})[0] == 400
     assert tiny.post(b'{"prompt": "red dragon', **{"x-request-id": "mine-3"})[0] == 400
     until(lambda: any(line["request_id"] == "mine-3" for line in tiny.lines()))
@@ -268,13 +259,3 @@ def test_metrics_tell_methods_apart_by_their_names_only(tiny: RunningServer) -> 
     assert tiny.post({"prompt": "red cube", "method": "sjd:window=5"})[0] == 200
     until(lambda: tiny.metric("lantern_images_total", method="sjd", model="tiny") >= 1)
     assert "window" not in tiny.get("/metrics")[1]
-
-
-def test_connections_are_used_again(tiny: RunningServer) -> None:
-    connection = http.client.HTTPConnection(tiny.address, timeout=60)
-    for asked in ({"prompt": "red cube"}, {"prompt": "wrong"}, {"prompt": "red cube", "stream": True}) * 2:
-        connection.request("POST", GENERATIONS, json.dumps(asked).encode(), JSON)
-        answer = connection.getresponse()
-        assert answer.read()
-        assert answer.status == (400 if asked["prompt"] == "wrong" else 200)
-    connection.close()

@@ -186,20 +186,6 @@ def test_too_many_requests_are_told_when_to_come_again(served: Served) -> None:
         assert 1 <= int(headers["retry-after"]) <= 10
 
 
-def test_an_image_outlives_every_replica_there_is(served: Served, scenes_pipe: Pipeline) -> None:
-    asked = {"prompt": PROMPTS[1], "seed": 7, "method": "ar", "stream": True, "partial_images": 1}
-    with served.steady.open(asked) as connection:
-        answer = connection.getresponse()
-        body = answer.read1()  # it was taken, or drawn to half
-        for replica in served.processes("steady"):
-            replica.kill()
-        body += answer.read()
-    picture = events(body)[-1][1]["b64_json"]
-    assert pixels(picture) == scenes_pipe(PROMPTS[1], seed=7, method="ar").images[0].tobytes()
-    assert served.log().count("lost a replica") >= 1
-    until(lambda: served.replicas("steady") == 2)
-
-
 def test_when_a_node_dies_its_requests_are_drawn_elsewhere_and_give_the_same_images(
     served: Served, scenes_pipe: Pipeline
 ) -> None:

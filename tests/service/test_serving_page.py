@@ -63,9 +63,6 @@ def curl(server: RunningServer, command: str) -> Any:
     return json.loads(body)
 
 
-# ---------------------------------------------------------------- what runs
-
-
 @pytest.mark.parametrize(("number", "files"), [(0, ["cube.png"]), (1, ["final.png", "partial-0.png", "partial-1.png"])])
 def test_the_programs_of_the_page_run_as_written(
     scenes: RunningServer, tmp_path: Path, number: int, files: list[str]
@@ -114,9 +111,6 @@ def test_a_line_of_the_log_has_the_fields_of_the_page(scenes: RunningServer) -> 
     scenes.post({"prompt": "a red cube on sand"})
     until(lambda: len(scenes.lines()) > before)
     assert shape(scenes.lines()[-1]) == shape(shown)
-
-
-# ---------------------------------------------------------------- what is listed
 
 
 def test_every_field_of_a_request_is_on_the_page_and_no_other() -> None:

@@ -6,23 +6,8 @@ import numpy as np
 import pytest
 from evaluation_graphs import quiet
 
-from lantern_rt.compare.evaluate import feature_figures
-from lantern_rt.compare.statistics import (
-    Floats,
-    estimate,
-    frechet_distance,
-    kernel_terms,
-    mean_over_pairs,
-    median_distance,
-    precision_recall,
-)
-
-# ---------------------------------------------------------------- distances
-
-
-def test_the_frechet_distance_of_a_set_to_itself_is_zero() -> None:
-    features = np.random.default_rng(0).normal(size=(50, 7))
-    assert frechet_distance(features, features) == pytest.approx(0, abs=1e-12)
+from lantern_rt.compare.evaluate import frechet_figure
+from lantern_rt.compare.statistics import estimate, frechet_distance
 
 
 def test_a_shift_alone_is_a_frechet_distance_of_its_square() -> None:
@@ -42,13 +27,12 @@ def test_the_frechet_distance_of_two_gaussians_is_the_closed_form() -> None:
 
 @pytest.mark.parametrize("width", [5, 40])
 def test_the_frechet_distance_agrees_with_the_matrix_square_root(width: int) -> None:
-    from scipy.linalg import sqrtm
-
     rng = np.random.default_rng(2)
     own, other = rng.normal(size=(60, width)), rng.normal(1, 2, size=(70, width)) @ rng.normal(size=(width, width))
     first, second = np.cov(own.T), np.cov(other.T)
     shift = own.mean(0) - other.mean(0)
-    expected = shift @ shift + np.trace(first + second - 2 * np.real(sqrtm(first @ second)))
+    overlap = np.sqrt(np.maximum(np.linalg.eigvals(first @ second).real, 0)).sum()  # trace of the square root
+    expected = shift @ shift + np.trace(first + second) - 2 * overlap
     assert frechet_distance(own, other) == pytest.approx(expected, rel=1e-6)
 
 
@@ -57,84 +41,6 @@ def test_fewer_pictures_than_features_have_a_frechet_distance_too() -> None:
     own = rng.normal(size=(6, 30))
     assert frechet_distance(own, own) == pytest.approx(0, abs=1e-12)
     assert frechet_distance(own, rng.normal(size=(8, 30))) > 1
-
-
-def test_points_are_on_the_manifold_within_the_reach_of_its_points() -> None:
-    line = np.arange(10.0)[:, None]  # the third neighbour is at most 3 away
-    assert precision_recall(np.array([[4.5], [-3.0], [12.1]]), line)[0].tolist() == [True, True, False]
-    assert precision_recall(line, np.array([[4.5], [-3.0], [12.1]]))[1].tolist() == [True, True, False]
-    assert all(on.all() for on in precision_recall(line, line))
-
-
-def test_a_collapsed_set_has_precision_and_no_recall() -> None:
-    rng = np.random.default_rng(4)
-    reference, own = rng.normal(size=(200, 2)), rng.normal(scale=0.01, size=(200, 2))
-    precision, recall = precision_recall(own, reference)
-    assert precision.mean() > 0.95
-    assert recall.mean() < 0.1
-
-
-def test_a_row_chosen_twice_is_no_pair_with_itself() -> None:
-    distances = np.abs(np.subtract.outer([0.0, 1.0, 3.0], [0.0, 1.0, 3.0]))
-    assert mean_over_pairs(distances, np.array([0, 1, 2])) == pytest.approx(2)
-    assert mean_over_pairs(distances, np.array([0, 0, 2])) == pytest.approx(3)
-    assert mean_over_pairs(distances, np.array([1, 1])) == 0
-
-
-def pairs_of(own: Floats, reference: Floats, bandwidth: float, seeds: int = 1) -> float:
-    return mean_over_pairs(kernel_terms(own, reference, seeds, bandwidth), np.arange(len(own) // seeds))
-
-
-def test_the_kernel_distance_is_the_unbiased_estimate_over_pairs_of_different_prompts() -> None:
-    rng = np.random.default_rng(8)
-    own, reference = rng.normal(size=(6, 3)), rng.normal(1, 1, size=(6, 3))  # three prompts, two seeds each
-
-    def kernel(a: Floats, b: Floats) -> float:
-        return float(np.exp(-np.square(a - b).sum() / (2 * 1.5**2)))
-
-    terms = [
-        kernel(own[i], own[j]) + kernel(reference[i], reference[j]) - kernel(own[i], reference[j]) * 2
-        for i in range(6)
-        for j in range(6)
-        if i // 2 != j // 2
-    ]
-    assert pairs_of(own, reference, 1.5, seeds=2) == pytest.approx(1000 * np.mean(terms))
-
-
-def test_the_kernel_distance_of_two_gaussians_is_the_closed_form() -> None:
-    """E k(x, y) of unit Gaussians in two dimensions, `shift` apart: s^2 / (s^2 + 2) exp(-shift^2 / (2 s^2 + 4))."""
-    rng = np.random.default_rng(9)
-    own, reference = rng.normal(size=(1500, 2)), rng.normal(size=(1500, 2)) + np.array([2.0, 0.0])
-    square = 1.5**2
-    expected = 2 * square / (square + 2) * (1 - np.exp(-4 / (2 * square + 4)))
-    assert pairs_of(own, reference, 1.5) == pytest.approx(1000 * expected, rel=0.05)
-
-
-def test_at_a_wide_kernel_unit_vectors_are_as_far_apart_as_their_means() -> None:
-    """What a bandwidth of 10 does to CLIP's embeddings: 1000 |m1 - m2|^2 / 100."""
-    rng = np.random.default_rng(10)
-    own, reference = rng.normal(size=(400, 5)), rng.normal(1, 1, size=(400, 5))
-    own, reference = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (own, reference))
-    shift = own.mean(0) - reference.mean(0)
-    assert pairs_of(own, reference, 10) == pytest.approx(10 * shift @ shift, rel=0.02)
-
-
-def test_the_kernel_distance_of_the_same_model_is_zero_on_average_however_few_pictures() -> None:
-    rng = np.random.default_rng(11)
-    found = []
-    for _ in range(300):
-        prompts = 2 * rng.normal(size=(8, 3))  # both sets show the same prompts
-        found.append(pairs_of(prompts + rng.normal(size=(8, 3)), prompts + rng.normal(size=(8, 3)), 2))
-    assert abs(np.mean(found)) < 3 * np.std(found) / len(found) ** 0.5
-    assert min(found) < 0
-
-
-def test_the_median_distance_is_one_where_there_is_none() -> None:
-    assert median_distance(np.array([[0.0], [1.0], [3.0]])) == 2
-    assert median_distance(np.zeros((5, 2))) == 1
-
-
-# ---------------------------------------------------------------- intervals
 
 
 def test_intervals_of_a_mean_cover_it_about_as_often_as_they_say() -> None:
@@ -166,32 +72,9 @@ def test_a_figure_that_never_varies_has_an_interval_of_no_width() -> None:
 def test_the_same_distribution_is_within_the_floor_and_another_is_not() -> None:
     rng = np.random.default_rng(7)
     sets = [rng.normal(size=(120, 4)), rng.normal(size=(120, 4)), rng.normal(0.8, 1, size=(120, 4))]
-    figures = feature_figures(sets, rng.normal(size=(120, 4)), 2, 2.0, quiet)
-    frechet = figures["frechet"]
+    frechet = frechet_figure(sets, rng.normal(size=(120, 4)), 2, quiet)
     assert [one["above_ar_interval"] for one in frechet] == [False, False, True]
     differences = [one["difference_to_ar"] for one in frechet]
     assert differences[1]["low"] < 0 < differences[1]["high"]
     assert differences[2]["low"] > 1
-    kernel = figures["kernel"]
-    assert not kernel[1]["above_ar_interval"]
-    assert kernel[0]["low"] < 0 < kernel[0]["high"] < kernel[2]["low"]
-    assert all(one["low"] <= one["value"] <= one["high"] for figure in figures.values() for one in figure)
-
-
-def test_distances_to_exact_images_are_in_distances_of_two_seeds() -> None:
-    rng = np.random.default_rng(12)
-    prompts = np.repeat(10 * rng.normal(size=(60, 4)), 2, 0)  # two seeds each
-    exact, others, reference = (prompts + rng.normal(size=(120, 4)) for _ in range(3))
-    nudged = exact + np.array([0.5, 0, 0, 0])
-    same, near, far = feature_figures([exact, nudged, others], reference, 2, 2.0, quiet)["distance_to_exact"]
-    assert (same["value"], same["low"], same["high"]) == (0, 0, 0)
-    between = [np.linalg.norm(exact[i] - reference[i // 2 * 2 + k]) for i in range(120) for k in range(2)]
-    assert near["value"] == pytest.approx(0.5 / np.mean(between))
-    assert near["low"] < near["value"] < near["high"] < far["low"] < 1 < far["high"]
-
-
-def test_prompts_whose_images_are_all_alike_have_a_distance_to_exact_images_as_long_as_others_differ() -> None:
-    exact, reference, nudged = np.zeros((2, 1)), np.array([[0.0], [2.0]]), np.array([[0.0], [1.0]])
-    (_, near) = feature_figures([exact, nudged], reference, 1, 1.0, quiet)["distance_to_exact"]
-    assert (near["value"], near["low"], near["high"]) == (0.5, 0, 0.5)  # a resample may be the first prompt alone
-    assert "distance_to_exact" not in feature_figures([exact, nudged], exact, 1, 1.0, quiet)
+    assert all(one["low"] <= one["value"] <= one["high"] for one in frechet)

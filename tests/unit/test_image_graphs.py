@@ -49,9 +49,6 @@ def agreement_of(graph: Path) -> Agreement:
     return Agreement(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 
-# ---------------------------------------------------------------- features
-
-
 @pytest.mark.parametrize("batch", ["n", 1, 3])
 def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path, batch: int | str) -> None:
     images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in (0, 51, 102, 153)]
@@ -97,9 +94,6 @@ def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
         Features(make_features(tmp_path / "f.onnx", size=9), Preprocessing(size=8), 1)
     assert error.value.expected.startswith("9 x 9")
-
-
-# ---------------------------------------------------------------- agreement with prompts
 
 
 @pytest.mark.parametrize("pictures", ["n", 1, 3])
