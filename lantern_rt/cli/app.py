@@ -40,6 +40,7 @@ class _Command(TyperCommand):
             return super().invoke(ctx)
         except LanternError as error:
             names = {one.name: one.opts[-1] for one in self.params if one.param_type_name == "option"}
+            names.pop("prompt", None)  # most give it without the option
             field = error.field.replace("-", "_").replace(" ", "_")
             alias = _OPTIONS.get(field, error.field)
             error.field = names.get(field) or names.get(alias, alias)

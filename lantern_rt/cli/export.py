@@ -52,7 +52,6 @@ def export(
     config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
     grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where no file says it.")] = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
-    name: Annotated[str | None, typer.Option(help="The bundle's name. [default: the output folder's]")] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +94,7 @@ def export(
     with PeakMemory() as peak, progress() as show:
         model = read_family(family, options, show)
         say(_summary(model))
-        export_model(model, output, name=name, precisions=precisions, force=force, progress=show)
+        export_model(model, output, precisions=precisions, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
     say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
