@@ -19,7 +19,7 @@ import numpy as np
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import Weight, graph_weights
 from ..errors import BundleError
-from ..user_files import reading
+from ..inputs import reading
 from .contracts import Tensor
 from .decoder_tensors import device_tensors
 from .graph_writer import DecoderWriter, GraphWriter

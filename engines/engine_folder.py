@@ -19,9 +19,8 @@ from pydantic import Field, ValidationError
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Part
-from ..checks import brief, explain, short
 from ..errors import EngineError
-from ..user_files import read_plain_file, reading
+from ..inputs import brief, explain, read_plain_file, reading, short
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"

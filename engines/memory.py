@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..bundle.files import Bundle
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..bundle.onnx_scan import NotOnnx, float_weights
-from ..checks import brief
 from ..errors import BundleError, RequestError
+from ..inputs import brief
 
 FFN_RATIO = 3  # intermediate_size over hidden_size: 8/3 in Llama-style models, rounded up
 MOST_WEIGHTS = 1 << 50

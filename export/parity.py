@@ -24,8 +24,8 @@ from ..engines.contracts import Progress
 from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
 from ..errors import BundleError, ParityError
+from ..inputs import reading
 from ..runtime.engine import Pass
-from ..user_files import reading
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import Arrays, Graph
 from .graph.precision import GraphFile, fake_quantize, round_nodes

@@ -22,10 +22,9 @@ from pydantic import BaseModel
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Manifest, Precision
-from ..checks import short
 from ..engines.contracts import Progress
 from ..errors import BundleError, CheckpointError
-from ..user_files import reading
+from ..inputs import reading, short
 from .checkpoints.deferred import computed
 from .graph.graphs import HIDDEN, Arrays
 from .graph.precision import Precisions

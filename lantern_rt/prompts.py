@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from .bundle.files import Bundle
 from .bundle.manifest import ConditionSpec, Size
-from .checks import brief, short, whole
 from .errors import RequestError
+from .inputs import brief, short, whole
 from .methods import Embeddings
 from .text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
 from .text.words import WordTokenizer, read_tokenizer

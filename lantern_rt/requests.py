@@ -14,8 +14,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from .bundle.manifest import Manifest
-from .checks import explain, short, whole
 from .errors import BundleError, RequestError, TreeError
+from .inputs import explain, short, whole
 from .methods import (
     METHODS,
     PARAMETERS,

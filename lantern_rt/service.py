@@ -22,8 +22,8 @@ import numpy as np
 from .auto.memory import images_together
 from .auto.race import Race
 from .auto.store import TuningKey
-from .checks import whole
 from .errors import BusyError, LanternError, RequestError
+from .inputs import whole
 from .methods import Ar, Auto, Eagle, Options
 from .pipeline import Pipeline
 from .requests import Request, Settings, resolve_settings

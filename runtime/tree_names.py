@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..checks import short
 from ..errors import TreeError
-from ..user_files import read_plain_file, reading
+from ..inputs import read_plain_file, reading, short
 from .tree import DynamicTree, StaticTree
 
 _FILE_LIMIT = 1 << 20  # bytes

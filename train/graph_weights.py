@@ -13,7 +13,7 @@ from onnx.external_data_helper import load_external_data_for_tensor, uses_extern
 from torch import Tensor
 
 from ..errors import BundleError
-from ..user_files import reading
+from ..inputs import reading
 
 _REMEDY = "export the bundle again"
 _INTEGERS = (".int8", ".int4")

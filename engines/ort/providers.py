@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...checks import brief, short
 from ...errors import EngineError
+from ...inputs import brief, short
 
 DEFAULT_PROVIDER = "cpu"  # ONNX Runtime's own kernels: they run every graph, and others may fall back to them
 # Copies, and nodes on shapes and indices, which providers leave on the CPU on purpose: a few numbers, needed there.

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ...checks import brief
 from ...errors import BundleError, EngineError
-from ...user_files import reading
+from ...inputs import brief, reading
 from ..contracts import Array, DTypes, Tensor
 from ..graph_writer import convolution_graph
 from ..host import import_onnxruntime, thread_count

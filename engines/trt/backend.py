@@ -15,8 +15,8 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...checks import brief, short
 from ...errors import EngineError, RequestError
+from ...inputs import brief, short
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Progress, Tensor
 from ..device_graph import WORD, device_graph

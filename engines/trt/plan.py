@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import EngineError, OutputError
+from ...inputs import read_plain_file
 from ...output.files import cache_folder, replace_file
-from ...user_files import read_plain_file
 from ..contracts import DTypes, Tensor
 from ..engine_folder import EngineFolder
 from ..gpu import find_gpu

@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from ...checks import brief, short
 from ...errors import CheckpointError
-from ...user_files import read_plain_file, reading
+from ...inputs import brief, read_plain_file, reading, short
 
 Weights = dict[str, Tensor]
 Reader = TypeVar("Reader", bound=Callable[..., Any])

@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 
 from torch import Tensor, nn
 
-from ...checks import short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
+from ...inputs import short
 from ..progress import count_megabytes, silent
 from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ...checks import brief, require_library
 from ...errors import CheckpointError, LanternError
+from ...inputs import brief, require_library
 from .files import listing
 from .folders import INDEX, SINGLE, choose_files, read_index
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...checks import require_library, short
+from ...inputs import require_library, short
 from .files import read_text, refusal, refusing
 
 

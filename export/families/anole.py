@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...bundle.manifest import TokenLayout
-from ...checks import short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
+from ...inputs import short
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, listing, refusing

@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from ...bundle.manifest import DecoderSpec, DecodingDefaults, DrafterSpec, Size
-from ...checks import short
 from ...errors import CheckpointError, RequestError
+from ...inputs import short
 from ...methods import Eagle, Lantern, LanternPlusPlus, Sampling
 from ..checkpoints.files import TOKENIZER
 from ..graph.conditions import Condition

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...checks import short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
+from ...inputs import short
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config, refusing

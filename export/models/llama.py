@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...checks import short
+from ...inputs import short
 from ..checkpoints.deferred import joined
 from ..checkpoints.files import Config
 from ..checkpoints.folders import Checkpoint

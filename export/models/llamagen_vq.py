@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from ...checks import brief
 from ...engines.contracts import Progress
+from ...inputs import brief
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_text, refusal, refusing
 from ..checkpoints.folders import Checkpoint

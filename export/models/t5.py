@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import brief, require_library
 from ...engines.contracts import Progress
+from ...inputs import brief, require_library
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, listing, read_tokenizer, refusal, refusing
 from ..checkpoints.folders import Checkpoint

@@ -13,9 +13,9 @@ from typing import Annotated
 from pydantic import Field
 
 from ..errors import LanternError, OutputError
+from ..inputs import read_plain_file, reading
 from ..methods import Config, Method, Quality
 from ..output.files import cache_folder, replace_file
-from ..user_files import read_plain_file, reading
 from .race import Record
 
 FILE_LIMIT = 1 << 22  # bytes

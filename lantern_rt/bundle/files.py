@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from ..checks import brief, explain, short
 from ..errors import BundleError
-from ..user_files import read_plain_file, reading
+from ..inputs import brief, explain, read_plain_file, reading, short
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from ..bundle.files import Bundle, embedded_names
-from ..checks import short
 from ..errors import BundleError, LanternError, RequestError
+from ..inputs import short
 from ..methods import PARAMETERS, Auto, MethodConfig
 from ..output.recipe import CURE, Recipe, read_recipe
 from ..prompts import bundle_tokenizer

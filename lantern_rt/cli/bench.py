@@ -7,11 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..checks import whole
 from ..compare.bench import bench as run_bench
 from ..compare.bench import default_methods, summarize
 from ..compare.turns import parse_methods, read_bundle_prompts
 from ..engines.host import processor
+from ..inputs import whole
 from ..pipeline import Pipeline
 from .console import print_json, print_table, print_text, progress
 from .options import (

@@ -12,7 +12,6 @@ import typer
 from ..bundle.files import Bundle
 from ..bundle.manifest import Preset
 from ..bundle.presets import write_presets as write_into_bundle
-from ..checks import whole
 from ..compare.evaluate import ImageSet
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, read_preprocessing
@@ -22,6 +21,7 @@ from ..compare.turns import parse_methods, read_bundle_prompts
 from ..engines.doctor import host_report
 from ..engines.host import usable_cores
 from ..errors import RequestError
+from ..inputs import whole
 from ..methods import Quality
 from ..output.files import check_new_folder, folder_or_nothing
 from ..output.names import slug

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..checks import require_library
+from ..inputs import require_library
 from .console import print_text, progress, say
 from .memory import PeakMemory
 from .options import ForceOption

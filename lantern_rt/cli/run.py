@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..checks import short, whole
 from ..errors import OutputError, RequestError
+from ..inputs import short, whole
 from ..methods import METHODS
 from ..output.files import check_output
 from ..output.names import plan_outputs, slug

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..checks import require_library, whole
 from ..errors import RequestError
+from ..inputs import require_library, whole
 from .console import say
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
 

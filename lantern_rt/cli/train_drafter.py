@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..checks import require_library, whole
+from ..inputs import require_library, whole
 from .console import print_text, progress, say
 from .options import (
     ENGINE,

@@ -8,10 +8,10 @@ import typer
 
 from ..auto.store import forget_tuning, tuning_path
 from ..bundle.files import open_bundle
-from ..checks import whole
 from ..compare.tune import RaceResult
 from ..compare.tune import tune as run_races
 from ..compare.turns import read_bundle_prompts
+from ..inputs import whole
 from .console import print_json, print_table, print_text, progress
 from .options import (
     BundleArgument,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..bundle.manifest import Manifest
-from ..checks import require_library
 from ..errors import CheckpointError
+from ..inputs import require_library
 from ..output.files import check_output, write_output
 from ..output.tables import html_page, html_table, text_table
 from .console import print_text, progress

@@ -15,11 +15,10 @@ from tokenizers import Tokenizer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
-from ..checks import brief
 from ..engines.host import import_onnxruntime, usable_cores
 from ..errors import RequestError
+from ..inputs import brief, open_plain_file, read_plain_file, reading
 from ..prompts import bundle_tokenizer
-from ..user_files import open_plain_file, read_plain_file, reading
 from .statistics import Floats, Ints
 
 BATCH = 8  # images in one run, where the graph leaves it open

@@ -17,15 +17,14 @@ import numpy as np
 from PIL.Image import Image
 
 from ..bundle.files import Bundle
-from ..checks import whole
 from ..errors import RequestError
+from ..inputs import read_plain_file, reading, whole
 from ..pipeline import Pipeline
 from ..requests import SAMPLING, Settings, check_request, resolve_settings
 from ..results import Ints
 from ..runtime.likelihood import Likelihood
 from ..runtime.statistics import Statistics
 from ..text.embeddings import read_embeddings
-from ..user_files import read_plain_file, reading
 
 PLAIN = "ar"
 MAX_PROMPTS = 100_000

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..checks import brief
 from ..errors import OutputError
+from ..inputs import brief
 
 try:
     import fcntl

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 from PIL.PngImagePlugin import PngImageFile
 from pydantic import Field, Json, ValidationError, model_validator
 
-from ..checks import brief, explain, short
 from ..errors import RequestError
+from ..inputs import brief, explain, open_plain_file, short
 from ..methods import Config, MethodName
-from ..user_files import open_plain_file
 
 HEAD_LIMIT = 1 << 16  # bytes of a file that are read; texts stand before the pixels
 TEXT_LIMIT = 1 << 14  # characters of a text, unpacked

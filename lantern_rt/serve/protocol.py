@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..checks import explain, short
 from ..errors import BusyError, LanternError, RequestError
+from ..inputs import explain, short
 from ..methods import PARAMETERS, Quality
 from ..requests import SAMPLING
 

@@ -13,8 +13,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..asynchronous import AsyncPipeline
-from ..checks import brief, short
 from ..errors import RequestError
+from ..inputs import brief, short
 from .app import make_app
 from .backend import LocalBackend
 from .state import Limits, ServerState

@@ -16,9 +16,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.requests import Request
 
-from ..checks import short
 from ..errors import RequestError
-from ..user_files import read_plain_file, reading
+from ..inputs import read_plain_file, reading, short
 from .backend import ImageBackend
 from .protocol import Completion, HttpError
 

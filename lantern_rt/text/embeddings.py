@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import RequestError
-from ..user_files import open_plain_file, reading
+from ..inputs import open_plain_file, reading
 
 BYTES_LIMIT = 1 << 30  # of an array, unpacked
 _CURE = "write it with numpy.savez(FILE, embeddings=states, mask=mask)"

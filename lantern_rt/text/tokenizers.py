@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import short
 from ..errors import BundleError, RequestError
-from ..user_files import read_plain_file, reading
+from ..inputs import read_plain_file, reading, short
 from .captions import clean_caption
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, StrictInt, field_validator
 
-from ..checks import short
 from ..errors import BundleError, RequestError
-from ..user_files import read_plain_file, reading
+from ..inputs import read_plain_file, reading, short
 
 PAD, UNKNOWN = "<pad>", "<unk>"
 _WORD = re.compile(r"[^\W_]+")

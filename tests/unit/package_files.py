@@ -9,7 +9,7 @@ import lantern_rt
 # From low to high: a module imports from its own layer and those before it.
 LAYERS = (
     ("errors",),
-    ("inputs", "checks", "user_files", "methods"),
+    ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
     ("engines", "requests", "prompts"),
     ("auto", "results"),

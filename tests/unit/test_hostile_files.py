@@ -25,11 +25,11 @@ from lantern_rt.compare.turns import read_prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE, open_engine_folder
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BundleError, EngineError, LanternError, TreeError, printable
+from lantern_rt.inputs import reading
 from lantern_rt.output.recipe import read_recipe
 from lantern_rt.runtime.tree_names import named_tree
 from lantern_rt.text.tokenizers import CaptionTokenizer, load_tokenizer
 from lantern_rt.text.words import read_tokenizer
-from lantern_rt.user_files import reading
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\u200f\x7f\r"
 

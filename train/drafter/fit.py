@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import __version__
-from ...checks import brief, short
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...export.models.eagle import EagleDrafter
+from ...inputs import brief, reading, short
 from ...output.files import check_new_folder, write_output
-from ...user_files import reading
 from ..muon import Muon
 from ..precision import mixed_precision
 from .batches import Batch, make_batch, shuffled_pictures

@@ -19,10 +19,9 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from ...bundle.manifest import Manifest
-from ...checks import short
 from ...errors import CheckpointError
+from ...inputs import reading, short
 from ...output.files import write_output
-from ...user_files import reading
 
 FORMAT = "lantern-rt drafter data 1"
 _HELD_OUT = 23  # every so many pictures, one is for validation; a prime, so that no class is always that one
