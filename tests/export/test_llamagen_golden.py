@@ -42,6 +42,7 @@ def test_teacher_forced_logits_and_hidden_states_are_reproduced(family: Family) 
     close(logits, family.golden["tf_logits"])
     close(hidden, family.golden["tf_hidden"])
     close(guide(logits, 4.0), family.golden["tf_logits_cfg4"], GUIDED)
+    close(family.target(guided=False).forced(family.tokens(1))[0], family.golden["tf_logits_nocfg"])
 
 
 def test_token_by_token_equals_all_tokens_at_once(family: Family) -> None:
