@@ -1,7 +1,7 @@
 """Decoding methods and sampling: what each may be told, within which limits, and what it means.
 
 One class a method. Its fields are the method's parameters, wherever they are written: in a manifest, a request, options
-of the command line, method strings such as `lantern++:lambda=3:tree=chain-4`, acceptance statistics and pictures. The
+of the command line, method strings such as `lantern++:lambda=3:tree=chain-4`, presets and pictures. The
 runtime reads the same objects. None of a parameter means that the method does without it.
 """
 
