@@ -1,14 +1,13 @@
-"""What decoding costs on this host: passes, the memory bound, and the host's own share.
+"""What passes cost on this host, and the memory bound.
 
-    python benchmarks/decode.py                            # LlamaGen-B's sizes, random weights; minutes
-    python benchmarks/decode.py --shape GPT-XL --methods ar --threads 1
+    python benchmarks/decode.py                            # LlamaGen-B's sizes, random weights; a minute
+    python benchmarks/decode.py --shape GPT-XL --threads 1
     python benchmarks/decode.py --bundle bundles/llamagen-b
     python benchmarks/decode.py --smoke                    # tiny: does it still run?
 
-Two parts. *Passes*: milliseconds of a pass against its nodes at half an image, two rows (one image with guidance),
-beside the time it takes to read the target's weights once. *Methods*: every method against plain decoding, as
-`lantern-rt bench` compares them, and the share of decoding that is spent outside the engines. Needs
-`lantern-rt[export]`. Nothing is judged.
+Milliseconds of a pass against its nodes at half an image, two rows (one image with guidance), beside the time it takes
+to read the target's weights once. `lantern-rt bench --wide` has whole methods. Needs `lantern-rt[export]`. Nothing is
+judged.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +29,7 @@ import numpy as np
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import LanternError, Pipeline, __version__
-from lantern_rt.compare.bench import bench, default_methods, summarize
-from lantern_rt.compare.turns import Prompts, parse_methods, read_bundle_prompts
+from lantern_rt.cli.console import print_table
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import processor
 from lantern_rt.engines.memory import weight_bytes
@@ -40,27 +39,48 @@ from lantern_rt.runtime.passes import causal_pass
 ROWS = 2  # one image with guidance
 NODES = (2, 4, 8, 16, 32, 64)
 REPEATS = 20  # of a pass of each size
-PLAIN_COLUMNS = {"speed_up": ".2f", "tokens_per_forward_pass": ".2f", "target_ms": ".2f", "drafter_ms": ".2f"}
+PASS_COLUMNS = {
+    "graph": "{graph}",
+    "nodes": "{nodes:d}",
+    "ms": "{ms:.2f}",
+    "relative": "{relative:.2f}",
+    "bound": "{bound_share:.0%}",
+}
+BENCH_COLUMNS = {
+    "method": "{method}",
+    "speed-up": "{speed_up:.2f}",
+    "tokens per pass": "{tokens_per_forward_pass:.2f}",
+    "target": "{share[target]:.0%}",
+    "drafter": "{share[drafter]:.0%}",
+    "host": "{share[host]:.0%}",
+    "TVD per token": "{tvd_per_token:.4f}",
+}
 
 
-def measure(
-    pipeline: Pipeline, bandwidth: float, methods: Sequence[str], images: int, repeats: int = REPEATS
-) -> dict[str, Any]:
-    """Print and return both parts for one pipeline; bandwidth: bytes per second."""
+def measure_passes(pipeline: Pipeline, bandwidth: float, repeats: int = REPEATS) -> dict[str, Any]:
+    """Print and return what passes of one pipeline cost; bandwidth: bytes per second."""
     manifest = pipeline.bundle.manifest
     size = weight_bytes(pipeline.bundle, "target") // (2 if manifest.target.dtype == "float16" else 1)
     bound = size / bandwidth
     print(f"\n{manifest.name}, {manifest.codes_per_image} tokens: target weights {size / 1e6:.0f} MB", end="")
-    print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s")
+    print(f", read once in {1e3 * bound:.2f} ms at {bandwidth / 1e9:.1f} GB/s", flush=True)
     passes = []
     for graph in ("target", "drafter") if manifest.drafter else ("target",):
         seconds = pass_seconds(pipeline, graph, ROWS, repeats)
         for nodes, cost in seconds.items():
             row = {"graph": graph, "nodes": nodes, "ms": 1e3 * cost, "relative": cost / seconds[NODES[0]]}
             passes.append(row | {"bound_share": bound / cost if graph == "target" else None})
-    print_table(passes, {"graph": "", "nodes": "d", "ms": ".2f", "relative": ".2f", "bound_share": ".0%"})
-    rows = compare(pipeline, methods, images)
-    return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes, "methods": rows}
+    print_table(PASS_COLUMNS, passes)
+    return {"name": manifest.name, "bound_ms": 1e3 * bound, "passes": passes}
+
+
+def bench(bundle: Path, methods: Sequence[str], count: int, *options: str) -> list[dict[str, Any]]:
+    """Print and return what `lantern-rt bench` says of methods; none: all that the bundle can run."""
+    command = [sys.executable, "-m", "lantern_rt", "bench", str(bundle), "--count", str(count), "--json", *options]
+    command += [word for method in methods for word in ("--method", method)]
+    rows: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["rows"]
+    print_table(BENCH_COLUMNS, rows)
+    return rows
 
 
 def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dict[int, float]:
@@ -94,38 +114,6 @@ def pass_seconds(pipeline: Pipeline, graph: str, rows: int, repeats: int) -> dic
     return {nodes: statistics.median(values) for nodes, values in seconds.items()}
 
 
-def print_table(rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    """Print rows under their keys; columns: those to show, and how."""
-    lines = [[f"{row[key]:{kind}}" if row[key] is not None else "" for key, kind in columns.items()] for row in rows]
-    lines.insert(0, [key.replace("_", " ") for key in columns])
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    for line in lines:
-        print("  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
-
-
-def compare(pipeline: Pipeline, methods: Sequence[str], images: int) -> list[dict[str, Any]]:
-    """Methods against plain decoding; outside_engines: a share of decoding, without text and pictures."""
-    manifest = pipeline.bundle.manifest
-    runs = parse_methods(methods or default_methods(manifest), {}, pipeline.bundle)
-    if manifest.condition.kind == "tokens":  # random models of prompts bring none
-        prompts = Prompts("prompts", ["a red cube on sand"])
-    else:
-        prompts = read_bundle_prompts(pipeline.bundle)
-    by_method = bench(pipeline, runs, prompts, 1, images, lambda *_: None)
-    rows = []
-    for own in by_method:
-        stats = [one.statistics for one in own]
-        drafted = [one.drafter_seconds / one.drafter_passes for one in stats if one.drafter_passes]
-        times = {
-            "target_ms": 1e3 * statistics.median(one.target_seconds / one.target_passes for one in stats),
-            "drafter_ms": 1e3 * statistics.median(drafted) if drafted else None,
-            "outside_engines": sum(one.host_seconds for one in stats) / sum(one.seconds for one in stats),
-        }
-        rows.append(summarize(own, by_method[0]) | times)
-    print_table(rows, PLAIN_COLUMNS | {"outside_engines": ".1%", "tvd_per_token": ".4f", "method": ""})
-    return rows
-
-
 def read_bandwidth(size: int, threads: int) -> float:
     """Bytes per second at which `threads` threads read an array of `size` bytes, at least a megabyte; best of five.
 
@@ -144,12 +132,10 @@ def read_bandwidth(size: int, threads: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What decoding costs on this host.")
+    parser = argparse.ArgumentParser(description="What passes cost on this host.")
     parser.add_argument("--shape", choices=SHAPES, default="GPT-B", help="published sizes, random weights")
     parser.add_argument("--bundle", help="a bundle instead")
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
-    parser.add_argument("--methods", nargs="+", default=(), help="[default: all that the bundle can run]")
-    parser.add_argument("--images", type=int, default=3, help="of every method, at least 3")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, few repeats")
     arguments = parser.parse_args()
@@ -162,7 +148,7 @@ def main() -> None:
         pipeline = Pipeline.from_bundle(bundle, arguments.threads)
         threads = pipeline.engines.threads
         bandwidth = read_bandwidth(weight_bytes(pipeline.bundle, "target"), threads)
-        figures = measure(pipeline, bandwidth, arguments.methods, arguments.images, 2 if arguments.smoke else REPEATS)
+        figures = measure_passes(pipeline, bandwidth, 2 if arguments.smoke else REPEATS)
     if arguments.json:
         report = {"lantern_rt": __version__, "host": asdict(host), "processor": processor(), "threads": threads}
         arguments.json.write_text(json.dumps(report | figures, indent=2) + "\n", encoding="utf-8")

@@ -6,9 +6,9 @@
     python benchmarks/gpu_check.py --smoke               # tiny sizes on the CPU: does the script itself run?
 
 Runs `pytest -m gpu`, then bundles of LlamaGen's sizes with random weights through ONNX Runtime's CUDA provider, and as
-plans through TensorRT and TensorRT-RTX: what `decode.py` prints, the bound being the bandwidth of device memory, and
-the memory taken. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed, does not fit the GPU's
-memory, or is not built by a library, is left out, and said so.
+plans through TensorRT and TensorRT-RTX: what `decode.py` prints, the bound being the bandwidth of device memory, the
+memory taken, and `lantern-rt bench`. Needs `lantern-rt[gpu,export,dev]` and an NVIDIA driver. What is not installed,
+does not fit the GPU's memory, or is not built by a library, is left out, and said so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from decode import REPEATS, measure
+from decode import REPEATS, bench, measure_passes
 from random_bundle import SHAPES, random_bundle
 
 from lantern_rt import EngineError, LanternError, Pipeline, __version__, open_bundle
@@ -44,7 +44,7 @@ GPT = [name for name in SHAPES if name.startswith("GPT-")]
 def main() -> None:
     """Tests, then one model after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: LlamaGen's")
+    parser.add_argument("--shape", choices=GPT, action="append", help="default: LlamaGen's")
     parser.add_argument("--compute", choices=("float16", "float32"), action="append", help="default: both")
     parser.add_argument("--backend", choices=BACKENDS, action="append", help="default: all that are installed")
     parser.add_argument("--methods", nargs="+", default=(), help="method strings [default: all]")
@@ -77,28 +77,30 @@ def main() -> None:
                 bundle = random_bundle(shape, Path(folder) / name, compute)
                 for backend in backends:
                     try:
-                        pipeline = load(bundle, backend, provider)
+                        place = (
+                            {"provider": provider} if backend == "onnxruntime" else {"engines": build(bundle, backend)}
+                        )
+                        pipeline = Pipeline.from_bundle(bundle, **place)
                         print(f"\n{name} {compute}, {backend}", end="")
-                        figures = measure(pipeline, bandwidth, arguments.methods, 3, repeats)
+                        figures = measure_passes(pipeline, bandwidth, repeats)
                         figures |= {"memory": query("memory.used"), "backend": backend, "compute": compute}
-                        del pipeline  # makes room for the next
-                        report["models"].append(figures)
                         print(f"  device memory in use, by anybody: {figures['memory']}")
-                    except LanternError as error:
+                        del pipeline  # makes room for the next
+                        options = [f"--{option}={value}" for option, value in place.items()]
+                        report["models"].append(figures | {"methods": bench(bundle, arguments.methods, 3, *options)})
+                    except (LanternError, subprocess.CalledProcessError) as error:
                         print(f"{name} {compute}, {backend}: left out: {error}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def load(bundle: Path, backend: str, provider: str) -> Pipeline:
-    """The bundle in a backend; plans are built first."""
-    if backend == "onnxruntime":
-        return Pipeline.from_bundle(bundle, provider=provider)
-    engines = bundle.with_name(f"{bundle.name}-{backend}")
-    options, began = BuildOptions(backend, max_rows=2), time.perf_counter()
+def build(bundle: Path, backend: str) -> Path:
+    """A folder of plans of the bundle."""
+    engines, began = bundle.with_name(f"{bundle.name}-{backend}"), time.perf_counter()
+    options = BuildOptions(backend, max_rows=2)
     build_engines(open_bundle(bundle), str(bundle), options, engines, False, lambda what, done, total: None)
     print(f"built plans in {time.perf_counter() - began:.0f} s", flush=True)
-    return Pipeline.from_bundle(bundle, engines=engines)
+    return engines
 
 
 def device_bandwidth(provider: str, size: int) -> float:

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import NODES, REPEATS, pass_seconds, print_table
+from decode import NODES, REPEATS, pass_seconds
 
 from lantern_rt import LanternError, Pipeline, __version__
+from lantern_rt.cli.console import print_table
 from lantern_rt.compare.turns import MethodRun, read_bundle_prompts, run
 from lantern_rt.engines.host import processor
 from lantern_rt.export.verify import agree, divergence
@@ -43,6 +44,7 @@ from recipes.scenes.restore import restore_work
 PRECISIONS = ("fp32", "int8", "int8-weights", "int4-weights")
 METHODS = ("ar", "sjd:window=3", "sjd:window=7", "sjd:window=11:lambda=5", "rows:window=8", "rows:window=6")
 ONE_PICTURE = ("fp32", "int8")  # where exact methods draw what `ar` draws
+KEY_COLUMNS = {"precision": "{precision}", "method": "{method}"}
 TOGETHER = 8  # images drawn together where time does not count
 
 
@@ -65,8 +67,8 @@ def passes(pipelines: dict[str, Pipeline], rows: int, repeats: int) -> None:
     table = []
     for precision, pipeline in pipelines.items():
         seconds = pass_seconds(pipeline, "target", rows, repeats)
-        table.append({"precision": precision, **{str(nodes): 1e3 * cost for nodes, cost in seconds.items()}})
-    print_table(table, {"precision": "", **{str(nodes): ".2f" for nodes in NODES}})
+        table.append({"precision": precision} | {f"n{nodes}": 1e3 * cost for nodes, cost in seconds.items()})
+    print_table({"precision": "{precision}"} | {str(nodes): f"{{n{nodes}:.2f}}" for nodes in NODES}, table)
 
 
 def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) -> None:
@@ -85,7 +87,8 @@ def speed(pipelines: dict[str, Pipeline], methods: Sequence[str], turns: int) ->
         tokens = statistics.fmean(one[key].statistics.tokens_per_forward_pass for one in by_turn)
         table.append({"precision": key[0], "method": key[1], "speed_up": statistics.median(gains), "tokens": tokens})
     print(f"\nwhole images one at a time, {turns} turns: median speed-up, tokens per forward pass")
-    print_table(table, {"speed_up": ".2f", "tokens": ".2f", "precision": "", "method": ""})
+    columns = {"speed-up": "{speed_up:.2f}", "tokens per pass": "{tokens:.2f}"}
+    print_table(KEY_COLUMNS | columns, table)
 
 
 def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int) -> None:
@@ -120,7 +123,8 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
         far, share = np.concatenate(apart[precision]), np.concatenate(same[precision]).mean()
         table.append({"precision": precision, "mean_kl": far.mean(), "largest_kl": far.max(), "agreement": share})
     print(f"\ndistributions at the codes of {len(prompts)} images")
-    print_table(table, {"mean_kl": ".1e", "largest_kl": ".1e", "agreement": ".1%", "precision": ""})
+    columns = {"mean KL": "{mean_kl:.1e}", "largest KL": "{largest_kl:.1e}", "agreement": "{agreement:.1%}"}
+    print_table({"precision": "{precision}"} | columns, table)
     rows: list[dict[str, Any]] = []
     for key in keys:
         row: dict[str, Any] = {"precision": key[0], "method": key[1]}
@@ -130,8 +134,8 @@ def quality(pipelines: dict[str, Pipeline], methods: Sequence[str], images: int)
         rows.append(row)
     right = np.mean(shown["fp32", "ar"])
     print(f"\nof {len(prompts)} images against ar in float32 (which shows {right:.1%}): excess nats a token, points")
-    formats = {"excess": "+.4f", "excess_error": ".4f", "points": "+.2f", "points_error": ".2f"}
-    print_table(rows, formats | {"precision": "", "method": ""})
+    columns = {"excess": "{excess:+.4f} +- {excess_error:.4f}", "points": "{points:+.2f} +- {points_error:.2f}"}
+    print_table(KEY_COLUMNS | columns, rows)
 
 
 def conditional_logits(pipeline: Pipeline, request: dict[str, Any], codes: Sequence[np.ndarray]) -> np.ndarray:

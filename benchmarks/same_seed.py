@@ -7,7 +7,7 @@ python benchmarks/same_seed.py docs/methods/rows.png ar rows:window=8 rows:windo
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from statistics import mean
 
@@ -28,9 +28,7 @@ SEED, MARGIN = 3, 22
 def main(path: str, methods: Sequence[str]) -> None:
     """Draw all, and write one PNG."""
     pipeline = Pipeline.from_bundle("scenes")
-    rows = [
-        (method, [pipeline(prompt, seed=SEED, method=method) for prompt in PROMPTS]) for method in methods or METHODS
-    ]
+    rows = [(method, [pipeline(prompt, seed=SEED, method=method) for prompt in PROMPTS]) for method in methods]
     width, height = (size // 2 for size in rows[0][1][0].images[0].size)
     sheet = Image.new("RGB", (width * len(PROMPTS), (height + MARGIN) * len(rows)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
@@ -45,4 +43,8 @@ def main(path: str, methods: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", help="a PNG file")
+    parser.add_argument("methods", nargs="*", default=METHODS)
+    arguments = parser.parse_args()
+    main(arguments.output, arguments.methods)

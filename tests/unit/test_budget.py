@@ -1,6 +1,6 @@
 """What the project may weigh. A number is raised only by the commit that names the user of what it adds.
 
-The aim is 17,000 lines of product, 19,000 of tests and 1,500 of benchmarks: until then these numbers fall.
+The aim is 17,000 lines of product and 19,000 of tests: until then these numbers fall.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-LINES = {PRODUCT: 21_300, ("tests",): 21_550, ("benchmarks",): 1_600}
+LINES = {PRODUCT: 21_300, ("tests",): 21_550, ("benchmarks",): 1_500}
 LONGEST_FILE = 400
 WORDS = 13_000
 OPTIONS = 95
