@@ -101,9 +101,7 @@ class Ar(MethodConfig):
     method: Literal["ar"] = "ar"
 
 
-Tree = Annotated[
-    str, Field(min_length=1, description="Draft tree: a name such as chain-4 or mc-25, or a .json file of paths.")
-]
+Tree = Annotated[str, Field(min_length=1, description="Draft tree by name, such as chain-4, mc-25 or tree-2-10-1.")]
 
 
 class Drafted(MethodConfig):

@@ -32,7 +32,7 @@ from .methods import (
 )
 from .prompts import ImageRequest, PromptTokenizer, class_requests, embedding_requests, text_requests
 from .runtime.tree import StaticTree
-from .runtime.tree_names import named_tree, tree_name
+from .runtime.tree_names import named_tree
 
 SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
@@ -174,22 +174,18 @@ def _neighborhood(manifest: Manifest, name: str, parameters: Mapping[str, Any]) 
 def _tree(manifest: Manifest, name: Any, by_bundle: bool) -> str:
     """The name of a tree that exists and fits the codebook; a file's tree by a name that holds its shape."""
     if not isinstance(name, str):
-        raise TreeError(field="tree", found=short(name), expected="a name or a .json file")
+        raise TreeError(field="tree", found=short(name), expected="a name")
     try:
-        if by_bundle and name.endswith(".json"):
-            raise TreeError("a bundle names a tree, it cannot point to a file")
         shape = named_tree(name)
     except TreeError as error:
         if by_bundle:
             raise BundleError(f"default tree {short(name)}: {error}", field=f"bundle {manifest.name}") from error
         raise
-    if not isinstance(shape, StaticTree):
-        return name
-    widest = max(map(len, shape.children))
+    widest = max(map(len, shape.children)) if isinstance(shape, StaticTree) else 0
     if widest > manifest.codebook_size:
         expected = f"at most codebook_size {manifest.codebook_size}"
         raise TreeError(field="tree", found=f"a node with {widest} children", expected=expected)
-    return tree_name(shape.paths) if name.endswith(".json") else name
+    return name
 
 
 def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:

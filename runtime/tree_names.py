@@ -1,18 +1,12 @@
-"""Trees by name: the published static trees, chains, dynamic trees, and trees from JSON files."""
+"""Trees by name: the published static trees, chains, dynamic trees, and static ones that are spelled out."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
-from pathlib import Path
 
 from ..errors import TreeError
-from ..inputs import read_plain_file, reading, short
+from ..inputs import short
 from .tree import DynamicTree, StaticTree
-
-_FILE_LIMIT = 1 << 20  # bytes
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def _grow(counts: str) -> tuple[tuple[int, ...], ...]:
@@ -38,8 +32,9 @@ def named_tree(spec: str) -> StaticTree | DynamicTree:
     """The tree that `spec` names.
 
     Args:
-        spec: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, a name that `tree_name` gave,
-            or the path of a JSON file holding a list of paths such as [[0], [1], [0, 0]].
+        spec: a published name, `chain-N`, `dynamic-NODES`, `dynamic-NODES-DEPTH-BRANCH`, or `tree-LEVELS`: per level,
+            how many children each node of the level above has, by digits 0 .. 9, a .. z. `tree-2-10-1` is a root with
+            two children, of which the first has one child, and that one another.
 
     Raises:
         TreeError: it is anything else.
@@ -56,35 +51,5 @@ def named_tree(spec: str) -> StaticTree | DynamicTree:
         except ValueError as error:
             expected = "one digit (0 .. 9, a .. z) a level for each node of the level above"
             raise TreeError(field="tree", found=short(spec), expected=expected) from error
-    if spec.endswith(".json"):
-        return _read_tree(Path(spec))
     names = ", ".join([*sorted(PUBLISHED), "chain-N", "dynamic-NODES[-DEPTH-BRANCH]", "tree-LEVELS"])
-    raise TreeError(field="tree", found=short(spec), expected=f"{names} or a .json file")
-
-
-def tree_name(paths: Iterable[tuple[int, ...]]) -> str:
-    """A name that holds a tree's whole shape: per level, how many children each node of the level above has.
-
-    `tree-2-10-1` is a root with two children, of which the first has one child, and that one another. Counts are
-    digits 0 .. 9, a .. z, so no node may have more than 35 children.
-    """
-    listed = sorted(set(paths))
-    level: list[tuple[int, ...]] = [()]
-    name = "tree"
-    while any(children := [[path for path in listed if path[:-1] == parent] for parent in level]):
-        if max(map(len, children)) > 35:
-            raise TreeError(field="tree", found=f"{max(map(len, children))} children", expected="at most 35 a node")
-        name += "-" + "".join(_DIGITS[len(group)] for group in children)
-        level = [path for group in children for path in group]
-    return name
-
-
-def _read_tree(path: Path) -> StaticTree:
-    with reading(path, "a tree in JSON", TreeError, "give a list of paths such as [[0], [1], [0, 0]]"):
-        paths = json.loads(read_plain_file(path, _FILE_LIMIT).decode())
-    if isinstance(paths, dict):
-        paths = paths.get("paths")
-    listed = isinstance(paths, list) and all(isinstance(p, list) for p in paths)
-    if not listed or not all(type(rank) is int for p in paths for rank in p):
-        raise TreeError(field=str(path), found="other JSON", expected="a list of paths such as [[0], [1], [0, 0]]")
-    return StaticTree(tuple(tuple(p) for p in paths))
+    raise TreeError(field="tree", found=short(spec), expected=names)

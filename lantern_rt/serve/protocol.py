@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import BusyError, LanternError, RequestError
-from ..inputs import explain, short
+from ..inputs import explain
 from ..methods import PARAMETERS, Quality
 from ..requests import SAMPLING
 
@@ -110,8 +110,6 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
     if request.output_compression is not None and request.format == "png":
         why = "png has none"
         raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
-    if ".json" in (request.method or ""):  # files are the server's
-        raise HttpError(400, field="method", found=short(request.method), expected="a tree by its name")
     if request.deadline is not None and request.deadline > max_deadline:
         most = f"at most {max_deadline:g} s, the server's"
         raise HttpError(400, field="deadline", found=f"{request.deadline:g} s", expected=most)

@@ -138,14 +138,13 @@ def test_words_of_the_command_line_cannot_reach_the_terminal(capsys: pytest.Capt
 @pytest.mark.parametrize(
     "read",
     [
-        lambda path: named_tree(str(path)),
         read_prompts,
         read_tokenizer,
         read_recipe,
         lambda path: open_bundle(path.parent),
         lambda path: open_engine_folder(path.parent),
     ],
-    ids=["tree", "prompts", "tokenizer", "picture", "bundle", "engines"],
+    ids=["prompts", "tokenizer", "picture", "bundle", "engines"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
 def test_pipes_and_endless_devices_are_refused_at_once(
@@ -164,7 +163,7 @@ def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(1 << 40)
-    for read in (lambda path: named_tree(str(path)), read_prompts, read_tokenizer):
+    for read in (read_prompts, read_tokenizer):
         with refused(LanternError, f"{large}: ", "more than "):
             read(large)
 
@@ -174,18 +173,20 @@ def test_files_that_are_too_large_are_refused_unread(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["dynamic-999-99-99", "dynamic-129", "dynamic-64-33-9", "dynamic-64-9-33", "chain-33", "chain-99", "tree-zz"],
+    [
+        "dynamic-999-99-99",
+        "dynamic-129",
+        "dynamic-64-33-9",
+        "dynamic-64-9-33",
+        "chain-33",
+        "chain-99",
+        "tree-zz",
+        "tree-z-" + 35 * "3",
+    ],
 )
 def test_trees_too_large_to_draft_are_refused(name: str) -> None:
     with refused(TreeError, "tree"):
         named_tree(name)
-
-
-def test_a_tree_of_512_nodes_wide_or_deep_is_refused_from_a_file(tmp_path: Path) -> None:
-    for paths in ([[rank] for rank in range(511)], [[0] * depth for depth in range(1, 512)]):
-        (tmp_path / "tree.json").write_text(json.dumps(paths))
-        with refused(TreeError, "tree: found 512 nodes, expected at most 128; give a smaller tree"):
-            named_tree(str(tmp_path / "tree.json"))
 
 
 def test_a_bundle_with_too_large_a_tree_is_refused(folder: Path) -> None:

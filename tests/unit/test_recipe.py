@@ -57,21 +57,17 @@ def picture(path: Path, texts: dict[str, str]) -> Path:
     [
         [],
         ["--method", "ar", "--temperature", "0"],
-        ["--method", "eagle:tree=paths.json", "--top-p", "0.9"],
+        ["--method", "eagle:tree=tree-2-10", "--top-p", "0.9"],
         ["--method", "lantern:delta=0.3:neighbors=8:residual=neighborhood"],
         ["--method", "lantern++:lambda=3", "--top-k", "0"],
         ["--method", "sjd:window=4:delta=0.1", "--cfg-scale", "1"],
         ["--method", "sjd", "--seed", str(2**63 - 3)],
     ],
 )
-def test_a_picture_is_drawn_again_bit_by_bit(
-    program: Any, words_bundle: Path, tmp_path: Path, arguments: list[str]
-) -> None:
-    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0]]")
+def test_a_picture_is_drawn_again_bit_by_bit(program: Any, words_bundle: Path, arguments: list[str]) -> None:
     prompt = ("Red cube\N{HORIZONTAL ELLIPSIS} on sand", "--num-images", 3, "--output", "first/", "--json")
     code, out, _ = program("run", words_bundle, *prompt, *arguments)
     assert code == 0
-    (tmp_path / "paths.json").unlink()
     *_, last = json.loads(out)["images"]
     code, out, _ = program("run", words_bundle, "--from", last["output"], "--json")
     assert code == 0

@@ -1,4 +1,4 @@
-"""Tree shapes, filled trees, trees by name and from files, and the published static trees."""
+"""Tree shapes, filled trees, trees by name, and the published static trees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lantern_rt.errors import TreeError
 from lantern_rt.runtime.tree import DraftTree, DynamicTree, StaticTree
-from lantern_rt.runtime.tree_names import named_tree, tree_name
+from lantern_rt.runtime.tree_names import named_tree
 
 DATA = Path(__file__).parent.parent / "data"
 GOLDEN = json.loads((DATA / "lantern-drafter-llamagen" / "static_trees.json").read_text(encoding="utf-8"))
@@ -187,34 +187,14 @@ def test_names_give_chains_dynamic_trees_and_defaults() -> None:
     assert named_tree("dynamic-40") == DynamicTree(40, 5, 10)
 
 
-@pytest.mark.parametrize("name", ["", "oak", "chain", "chain-0", "chain--1", "dynamic", "dynamic-1", "dynamic-9-9"])
+@pytest.mark.parametrize(
+    "name", ["", "oak", "chain", "chain-0", "chain--1", "dynamic", "dynamic-1", "dynamic-9-9", "tree-2-1", "oak.json"]
+)
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(TreeError):
         named_tree(name)
 
 
-@given(path_sets())
-def test_a_trees_own_name_holds_its_whole_shape(paths: list[tuple[int, ...]]) -> None:
-    shape = StaticTree(tuple(paths))
-    assert named_tree(tree_name(paths)) == shape
-
-
-@pytest.mark.parametrize("text", ["[[0, 0], [0], [1]]", '{"paths": [[0, 0], [0], [1]]}'])
-def test_a_json_file_holds_a_list_of_paths_or_an_object_with_one(tmp_path: Path, text: str) -> None:
-    (tmp_path / "oak.json").write_text(text, encoding="utf-8")
-    assert named_tree(str(tmp_path / "oak.json")) == StaticTree(((0,), (1,), (0, 0)))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"[[0]", b"3", b"[0, 1]", b"[[0], [true]]", b"[[0], [0.5]]", b'{"nodes": 3}', b"\xef\xbb\xbf[[0]]",
-        b"[" * 100_000, b"\xff\xfe\x00", None,
-    ],
-)  # fmt: skip
-def test_a_file_that_holds_no_tree_is_refused_by_its_name(tmp_path: Path, data: bytes | None) -> None:
-    file = tmp_path / "tree.json"
-    if data is not None:
-        file.write_bytes(data)
-    with pytest.raises(TreeError, match=r"tree\.json: "):
-        named_tree(str(file))
+def test_levels_of_digits_spell_a_static_tree() -> None:
+    assert named_tree("tree-2-10-1") == StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))
+    assert named_tree("tree-a") == StaticTree(tuple((rank,) for rank in range(10)))
