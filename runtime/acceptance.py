@@ -122,7 +122,8 @@ def walk(
         siblings = tree.structure.children[node]
         if not siblings:
             return Acceptance(path, choice(node), tvd, p, relaxed_nodes)
-        q, stream = tree.proposals.get(node), decisions(node)
+        q = tree.proposal(node)
+        stream = decisions(node)
         for child in siblings:
             token = int(tree.tokens[child])
             uniform = stream.random()

@@ -10,7 +10,7 @@ acceptance they take the most probable tokens instead, as does greedy decoding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,7 +24,7 @@ from .passes import MINIMUM_NODES, stack_padding, unmask_committed
 from .sampling import Probabilities, best_codes, guide, shape_distribution, shape_logits
 from .state import Model, Request
 from .statistics import Clock
-from .tree import DraftTree, DynamicTree, Proposals, StaticTree, TreeBuilder, subtree
+from .tree import DraftTree, DynamicTree, StaticTree, TreeBuilder, certain, subtree
 from .tree_names import named_tree
 
 MOST_SLOTS = 64  # committed ones of a row that are run together, its prefix apart
@@ -286,28 +286,27 @@ class EagleDrafter(Drafter):
         tokens = np.zeros((requests, shape.nodes), np.int64)
         alive = np.zeros((requests, shape.nodes), bool)  # nodes whose token has been drawn
         tokens[:, 0], alive[:, 0] = roots, True
-        makers: list[dict[int, Callable[[], Probabilities]]] = [{} for _ in range(requests)]
+        levels: list[Level] = []
         for depth, inner in enumerate(shape.levels):
             if depth > 0:
                 slots = np.searchsorted(shape.levels[depth - 1], shape.parents[inner])
                 level = self._expand(tokens[:, inner], np.repeat(slots[None], requests, 0), depth, level)
             level = self._cross(level, depth)
+            levels.append(level)
             most = max(len(shape.children[node]) for node in inner)
             for r, (codes, scores) in enumerate(self._best(level, depth, most, noisy=True)):
-                drawn = np.isfinite(scores).sum(1)  # the best come first
+                counts = np.isfinite(scores).sum(1)  # the best come first
                 for slot in np.flatnonzero(alive[r, inner]).tolist():
-                    filled = shape.children[int(inner[slot])][: drawn[slot]]
+                    filled = shape.children[int(inner[slot])][: counts[slot]]
                     tokens[r, filled], alive[r, filled] = codes[slot, : len(filled)], True
-            if self.relaxed:
-                for own, request, rows, live in zip(makers, self.requests, self._rows(), alive, strict=True):
-                    for slot in np.flatnonzero(live[inner] & (not request.sampling.greedy)).tolist():
-                        make = partial(_distribution, level, rows, slot, request.sampling)
-                        own[int(inner[slot])] = make  # logits are read of those nodes that are walked
-        leaf_orders = [shape.leaves if one.sampling.greedy else None for one in self.requests]  # sampling knows no ties
-        drawn = zip(tokens, makers, leaf_orders, strict=True)
-        trees = [DraftTree(own, shape.parents, Proposals(made), order) for own, made, order in drawn]
-        # a peaked distribution may run out of codes
-        return [t if own.all() else subtree(t, np.flatnonzero(own)) for t, own in zip(trees, alive, strict=True)]
+        trees: list[DraftTree] = []
+        for request, rows, codes, drawn in zip(self.requests, self._rows(), tokens, alive, strict=True):
+            proposal = partial(_proposal, shape, levels, rows, request.sampling) if self.relaxed else certain
+            leaf_order = shape.leaves if request.sampling.greedy else None  # sampling knows no ties
+            tree = DraftTree(codes, shape.parents, proposal, leaf_order)
+            # a peaked distribution may run out of codes
+            trees.append(tree if drawn.all() else subtree(tree, np.flatnonzero(drawn)))
+        return trees
 
     def _draft_dynamic(self, shape: DynamicTree, roots: Ints, level: Level) -> list[DraftTree]:
         builders = [TreeBuilder(int(root)) for root in roots]
@@ -334,8 +333,11 @@ def _tokens_below(request: Request, depth: int) -> int:
     return request.raster.place(root + depth) - request.raster.place(root)
 
 
-def _distribution(level: Level, rows: Ints, slot: int, sampling: Sampling) -> Probabilities:
-    """Of a request's `rows [sides]` at one slot of a level."""
+def _proposal(shape: StaticTree, levels: list[Level], rows: Ints, sampling: Sampling, node: int) -> Probabilities:
+    """What the children of a node were drawn from, for a request's `rows [sides]`."""
+    depth = len(shape.paths[node - 1]) if node else 0
+    level = levels[depth]
+    slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]]
     return shape_distribution(guide(logits, sampling), sampling)
 

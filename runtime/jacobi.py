@@ -86,9 +86,8 @@ class Window:
             first_column = len(before) % self.columns == 0 and len(before) >= self.columns
             self.codes.append(before[-self.columns if first_column else -1])
             self.proposals.append(None)
-        proposals = {node: q for node, q in enumerate(self.proposals) if q is not None}
         tokens = np.array([committed[-1], *self.codes], np.int64)
-        return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, proposals)
+        return DraftTree(tokens, np.arange(length + 1, dtype=np.int64) - 1, [*self.proposals].__getitem__)
 
     def advance(self, accepted: int, target: TargetOutput) -> None:
         """Re-draft what a pass that accepted so many left over."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -381,7 +381,3 @@ def _rows_of(requests: Iterable[Request]) -> dict[Request, slice]:
 def _first_cell(request: Request, draft: Draft) -> int:
     """The cell that depth 0 of a draft stands in."""
     return 0 if isinstance(draft, RowBatch) else len(request.codes) - 1
-
-
-def _logits(output: PassOutput, rows: slice, nodes: slice | Sequence[int]) -> Any:
-    return output.logits[rows, nodes]  # [sides, nodes, vocab_size]

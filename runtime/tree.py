@@ -5,9 +5,9 @@ A `StaticTree` fixes the shape in advance; a `DynamicTree` (EAGLE-2) only bounds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -107,22 +107,8 @@ class DynamicTree:
             raise TreeError(field="tree", found=f"{self.nodes} nodes", expected=expected)
 
 
-class Proposals(Mapping[int, Probabilities]):
-    """Distributions by node that are computed when they are asked for: a walk visits few nodes of a tree."""
-
-    def __init__(self, make: Mapping[int, Callable[[], Probabilities]]) -> None:
-        self._make, self._made = make, dict[int, Probabilities]()
-
-    def __getitem__(self, node: int) -> Probabilities:
-        if node not in self._made:
-            self._made[node] = self._make[node]()
-        return self._made[node]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
+def certain(node: int) -> None:
+    """Of children that nothing was drawn for."""
 
 
 @dataclass(eq=False)
@@ -131,9 +117,9 @@ class DraftTree:
 
     tokens: Ints  # int64 `[nodes]`
     parents: Ints  # int64 `[nodes]`, -1 for the root; a parent comes before its children
-    # for each node with sampled children the distribution they were drawn from without replacement, in the
-    # children's order; a node without an entry has deterministic children (q = 1)
-    proposals: Mapping[int, Probabilities] = field(default_factory=dict)
+    # gives the distribution that a node's children were drawn from without replacement, in their order; None where they
+    # are certain (q = 1). Computed when it is called for: a walk visits few nodes
+    proposal: Callable[[int], Probabilities | None] = certain
     # leaves in the order in which siblings are tried and ties between equally long greedy paths are broken; node
     # order by default
     leaf_order: Sequence[int] | None = None
@@ -240,5 +226,4 @@ def subtree(tree: DraftTree, kept: Ints) -> DraftTree:
     """The tree of some nodes in their order, every one's parent among them."""
     renumber = np.full(tree.nodes + 1, -1, np.int64)
     renumber[kept] = np.arange(len(kept))
-    proposals = {int(renumber[node]): partial(tree.proposals.__getitem__, node) for node in tree.proposals}
-    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], Proposals(proposals))
+    return DraftTree(tree.tokens[kept], renumber[tree.parents[kept]], lambda node: tree.proposal(int(kept[node])))

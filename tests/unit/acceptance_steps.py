@@ -55,7 +55,7 @@ def step_output(
     """Distribution of the first code of a step whose root has the drafted children, and its realised TVD."""
     output, realised = np.zeros_like(p), 0.0
     for weight, codes in drafts:
-        tree = DraftTree(np.array([0, *codes]), np.array([-1] + [0] * len(codes)), {} if q is None else {0: q})
+        tree = DraftTree(np.array([0, *codes]), np.array([-1] + [0] * len(codes)), lambda node: q)
         for chance, accepted in enumerated(tree, lambda node: p, rule):
             realised += weight * chance * accepted.realised_tvd
             if len(accepted.path) > 1:

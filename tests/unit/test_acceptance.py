@@ -238,7 +238,7 @@ def test_a_step_of_two_drawn_codes_moves_by_no_more_than_its_bound(data: st.Data
     found = np.zeros((size, size))
     for x, y in itertools.product(range(size), repeat=2):
         if q[-1][x] and q[x][y]:
-            chain = DraftTree(np.array([0, x, y]), np.array([-1, 0, 1]), {0: q[-1], 1: q[x]})
+            chain = DraftTree(np.array([0, x, y]), np.array([-1, 0, 1]), {0: q[-1], 1: q[x]}.get)
             found += q[-1][x] * q[x][y] * joint(chain, p, rule)[0]
     assert tvd(found, of_the_model(p)) <= bound(rule, d=2) + TOLERANCE
 

@@ -183,7 +183,7 @@ def test_new_positions_copy_the_left_neighbour_or_the_upper_one_in_the_first_col
     tree = window_of().draft([0, 1, 2, 3, 4], 20)
     assert tree.tokens.tolist() == [4, 4, 3, 3, 3], "the second starts a row and takes what is above it"
     assert window_of().draft([5], 20).tokens.tolist() == [5, 5, 5, 5, 5], "the first row has nothing above it"
-    assert tree.proposals == {}
+    assert [tree.proposal(node) for node in range(4)] == [None] * 4
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
 
 
@@ -205,6 +205,7 @@ def test_after_a_pass_the_rest_of_the_window_moves_up_and_is_redrafted() -> None
     assert window.codes == [2, 3, 4]
     tree = window.draft([1, 1, 7], 20)
     assert tree.tokens.tolist() == [7, 2, 3, 4, 2], "the new position starts a row and takes what is above it"
-    assert [int(q.argmax()) for q in tree.proposals.values()] == [2, 3, 4]
+    proposals = [tree.proposal(node) for node in range(4)]
+    assert [None if q is None else int(q.argmax()) for q in proposals] == [2, 3, 4, None]
     window.advance(4, target)
     assert window.codes == []

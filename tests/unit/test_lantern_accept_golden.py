@@ -49,7 +49,7 @@ def recorded_tree(case: dict[str, Any]) -> tuple[DraftTree, NDArray[np.float32],
         inner = np.unique(shape.parents[1:]).tolist()
         drawn_from = GOLDEN[f"{name}_draft_q"].astype(np.float64)
         proposals = dict(zip(inner, drawn_from, strict=True))
-    tree = DraftTree(GOLDEN[f"{name}_tree_tokens"], shape.parents, proposals, [path[-1] for path in leaves])
+    tree = DraftTree(GOLDEN[f"{name}_tree_tokens"], shape.parents, proposals.get, [path[-1] for path in leaves])
     return tree, GOLDEN[f"{name}_node_logits"], leaves
 
 
