@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bundle.manifest import DecoderSpec, DrafterSpec
 from ..methods import Sampling
-from ..runtime.device import DeviceLogits, Resident, SampleRequest
+from ..runtime.device import DeviceLogits, SampleRequest
 from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
 from .columns import ColumnCache, Places, SideBySideCache, fill_up
 from .contracts import Array, Executable, Tensor
@@ -64,7 +64,7 @@ class DeviceBlock(SideBySideCache, DeviceCache):
         self.slabs.move(slab, source, target, np.arange(0, slab.shape[1], self.columns))
 
 
-class DeviceRows(Resident):
+class DeviceRows:
     """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
     bound: the pass whose output they are, not to be run again meanwhile. lease: held, so that no other cache runs it.

@@ -12,14 +12,6 @@ from .engine import Floats, Ints
 from .noise import Noise
 
 
-class Resident(ABC):
-    """Rows that stay on a device, unchanged for as long as they are referred to: what a later pass may read there."""
-
-    @abstractmethod
-    def __getitem__(self, key: Any, /) -> Any:
-        """The rows at `key`, as NumPy would index them."""
-
-
 @dataclass(frozen=True)
 class SampleRequest:
     """Where codes are to be drawn for one request, and how."""
@@ -31,8 +23,12 @@ class SampleRequest:
     positions: Ints  # whose noise it is, int64 `[count]`
 
 
-class DeviceLogits(Resident):
+class DeviceLogits(ABC):
     """Logits `[rows, nodes, vocab_size]` on a device that guides, filters and draws there."""
+
+    @abstractmethod
+    def __getitem__(self, key: Any, /) -> Any:
+        """The rows at `key`, as NumPy would index them."""
 
     @abstractmethod
     def draws(self, sampling: Sampling) -> bool:

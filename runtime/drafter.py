@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from ..methods import Drafted, Sampling
-from .device import DeviceLogits, Resident, SampleRequest
+from .device import DeviceLogits, SampleRequest
 from .drafting import Commit, Drafter
 from .engine import Bools, Cache, Engine, Floats, HiddenView, Ints, Pass, PassOutput, Rows
 from .passes import MINIMUM_NODES, stack_padding, unmask_committed
@@ -88,7 +88,8 @@ class EagleDrafter(Drafter):
                 pending = self.pending[one.request] = Pending([row.drafter_tokens(self.layout) for row in rows])
             pending.hidden = [[_read(states) for states in earlier] for earlier in pending.hidden]
             pending.tokens.append(one.request.raster.spell(one.tokens, len(one.request.codes) - len(one.tokens)))
-            pending.hidden.append(one.hidden())
+            sides = enumerate(one.nodes, one.rows.start)
+            pending.hidden.append([HiddenView(one.hidden, np.full(len(kept), row), kept) for row, kept in sides])
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
@@ -267,7 +268,7 @@ class EagleDrafter(Drafter):
         codes[:, :slots] = tokens[self.request_of] + self.layout.code_offset
         before = np.repeat(level.nodes[:, :1], padded, 1)
         before[:, :slots] = level.nodes[np.arange(rows)[:, None], parents[self.request_of]]
-        states = _take(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), before)
+        states = HiddenView(level.hidden, np.repeat(np.arange(rows)[:, None], padded, 1), before)
         sees = np.zeros((requests, slots, drafted + slots), bool)
         sees[:, :, :drafted] = level.sees[np.arange(requests)[:, None], parents]
         sees[:, :, drafted:] = np.eye(slots, dtype=bool)
@@ -340,12 +341,6 @@ def _proposal(shape: StaticTree, levels: list[Level], rows: Ints, sampling: Samp
     slot = np.searchsorted(shape.levels[depth], node)
     logits: Floats = level.logits[rows, level.nodes[rows, slot]]
     return shape_distribution(guide(logits, sampling), sampling)
-
-
-def _take(source: Rows, rows: Ints, nodes: Ints) -> Floats | HiddenView:
-    """Hidden states of an output at `rows` and `nodes`, both of any one shape; left on the device where they stay."""
-    taken = HiddenView(source, rows, nodes)
-    return taken if isinstance(source, Resident) else taken.read()
 
 
 def _read(states: Floats | HiddenView) -> Floats:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from .device import Resident
-from .engine import Floats, HiddenView, Ints, PassOutput
+from .engine import Ints, Rows
 from .grid import RowBatch
 from .state import Request
 from .target import TargetOutput
@@ -24,9 +23,8 @@ class Commit(NamedTuple):
     request: Request  # whose codes have it already
     tokens: Ints  # int64 `[count]`, the root of the next draft last
     nodes: list[Ints]  # per row those whose keys and values were kept, int64 `[kept]`
-    # gives the target's hidden states at these nodes, per row float32 `[kept, hidden_size]`, or where they stay
-    # on a device
-    hidden: Callable[[], list[Floats | HiddenView]]
+    rows: slice  # the request's, of the pass
+    hidden: Rows  # the target's hidden states, of all rows and nodes of the pass
     target: TargetOutput  # what the target said
 
 
@@ -45,11 +43,3 @@ class Drafter:
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Forget these requests."""
-
-
-def hidden_states(output: PassOutput, rows: slice, nodes: list[Ints]) -> list[Floats | HiddenView]:
-    """Hidden states of some rows at these nodes of each, float32 `[nodes, hidden_size]`; left on a device if there."""
-    stays = isinstance(output.hidden, Resident)
-    places = zip(range(rows.start, rows.stop), nodes, strict=True)
-    views = (HiddenView(output.hidden, np.full(len(own), row), own) for row, own in places)
-    return [view if stays else view.read() for view in views]

@@ -56,7 +56,7 @@ class Pass(NamedTuple):
 
 
 class PassOutput(NamedTuple):
-    """Output of one pass."""
+    """Output of one pass, unchanged for as long as it is referred to: a later pass may read its hidden states."""
 
     logits: Rows  # float32 `[rows, nodes, vocab_size]`
     hidden: Rows  # float32 `[rows, nodes, hidden_size]`

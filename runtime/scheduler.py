@@ -20,7 +20,7 @@ from ..methods import Drafted
 from .acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
 from .device import DeviceLogits, SampleRequest
 from .drafter import EagleDrafter
-from .drafting import Commit, Draft, Drafter, hidden_states
+from .drafting import Commit, Draft, Drafter
 from .engine import Cache, Floats, Ints, Pass, PassOutput
 from .grid import PassLayout, Placed, RowBatch
 from .jacobi import JacobiDrafter
@@ -157,7 +157,7 @@ class Scheduler:
             request.codes += codes.tolist()
             steps.append(RequestStep(request.index, codes, 1))
             nodes = [np.arange(length) for length in lengths[own]]
-            commits.append(Commit(request, codes, nodes, partial(hidden_states, output, own, nodes), answer))
+            commits.append(Commit(request, codes, nodes, own, output.hidden, answer))
         self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
         self._join(requests, cache)
         self._commit(commits)
@@ -193,8 +193,7 @@ class Scheduler:
             request.codes += step.codes.tolist()
             request.noise.forget(len(request.codes))
             nodes = [kept] * len(request.rows)
-            hidden = partial(hidden_states, output, self._rows[request], nodes)
-            commits.append(Commit(request, step.codes, nodes, hidden, answer))
+            commits.append(Commit(request, step.codes, nodes, self._rows[request], output.hidden, answer))
             steps.append(step)
         assert self._cache is not None
         self.target_clock.append(self._cache, output.new_kv, [nodes for one in commits for nodes in one.nodes])

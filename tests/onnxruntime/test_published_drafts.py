@@ -89,15 +89,14 @@ class Run:
     def calls(self) -> Iterator[tuple[int, DraftTree]]:
         """Draft four times, each time with more tokens committed; the call's number and its tree."""
         family = self.family
-        tokens, (cond, uncond) = (
-            family.golden["token_ids"][0] - family.layout.code_offset,
-            family.golden["target_hidden"],
-        )
+        tokens = family.golden["token_ids"][0] - family.layout.code_offset
         done = 0
         for call, end in enumerate(np.cumsum([family.prefix, *ACCEPTED]).tolist()):
-            hidden = [cond[done:end], uncond[max(done, family.padding) : end]]
+            nodes = [np.arange(done, end), np.arange(max(done, family.padding), end)]
             committed = tokens[max(done + 1, family.prefix) : end + 1]
-            self.drafts.commit([Commit(self.request, committed, [], lambda hidden=hidden: hidden, NOTHING)])
+            self.drafts.commit(
+                [Commit(self.request, committed, nodes, slice(0, 2), family.golden["target_hidden"], NOTHING)]
+            )
             (tree,) = self.drafts.draft([self.request])
             yield call, tree
             done = end

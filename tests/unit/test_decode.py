@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -268,21 +268,9 @@ def append_the_first(cache: ToyCache, new_kv: Any, accepted_indices: list[NDArra
     append(cache, new_kv, [np.arange(len(pick)) if cache.contiguous else pick for pick in accepted_indices])
 
 
-def hidden_states(wrong: Callable[[list[Commit]], list[list[Any]]]) -> Callable[[Any, list[Commit]], None]:
-    """Drafts get the hidden states that `wrong` makes of what was committed, per request a list of rows."""
-
-    def changed(drafts: Any, committed: list[Commit]) -> None:
-        hidden = wrong(committed)
-        commit(drafts, [one._replace(hidden=partial(list, rows)) for one, rows in zip(committed, hidden, strict=True)])
-
-    return changed
-
-
-def of_another_request(committed: list[Commit]) -> list[list[Any]]:
-    hidden = [one.hidden() for one in committed]
-    same = [i for i, rows in enumerate(hidden) if len(rows[0]) == len(hidden[0][0])]
-    moved = dict(zip(same, same[1:] + same[:1], strict=True))
-    return [hidden[moved.get(i, i)] for i in range(len(hidden))]
+def hidden_states(wrong: Callable[[NDArray[np.float32]], Any]) -> Callable[[Any, list[Commit]], None]:
+    """Drafts get what `wrong` makes of the hidden states of a pass, `[rows, nodes, hidden_size]`."""
+    return lambda drafts, committed: commit(drafts, [one._replace(hidden=wrong(one.hidden)) for one in committed])
 
 
 SLIPS: dict[str, tuple[Any, str, Any]] = {
@@ -295,12 +283,8 @@ SLIPS: dict[str, tuple[Any, str, Any]] = {
     "other nodes are committed": (ToyCache, "append", append_the_first),
     "drafts are not rolled back": (ToyCache, "truncate", lambda cache, lengths: None),
     "rows change places": (ToyCache, "keep_rows", lambda cache, rows: keep_rows(cache, rows[::-1])),
-    "hidden states of others": (drafting.EagleDrafter, "commit", hidden_states(of_another_request)),
-    "hidden states are late": (
-        drafting.EagleDrafter,
-        "commit",
-        hidden_states(lambda all_: [[np.roll(rows, 1, 0) for rows in one.hidden()] for one in all_]),
-    ),
+    "hidden states of others": (drafting.EagleDrafter, "commit", hidden_states(lambda hidden: np.roll(hidden, 2, 0))),
+    "hidden states are late": (drafting.EagleDrafter, "commit", hidden_states(lambda hidden: np.roll(hidden, 1, 1))),
 }
 
 

@@ -12,7 +12,7 @@ from toy_engine import codes_of
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
 from lantern_rt.runtime.passes import prefill_pass, stack_padding
 from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
@@ -99,8 +99,9 @@ def test_every_row_counts_its_own_positions_and_the_drafter_reads_its_own_tokens
     first = drafter.passes[0]
     assert first.tokens is not None
     assert first.tokens.tolist() == [[1, 2, 3, 4, OFFSET + codes[0][0]], [51, OFFSET + codes[0][0], 0, 0, 0]]
-    assert first.hidden is not None
-    assert not first.hidden[1, 2:].any()
+    assert isinstance(first.hidden, HiddenView)
+    assert first.hidden.rows[:, 0].tolist() == [0, 1]
+    assert first.hidden.nodes[0].tolist() == [0, 1, 2, 3, 4]
     assert first.positions[:, 0].tolist() == [0, 0]
     later = drafter.passes[1]
     assert later.tokens is not None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lantern_rt.methods import MethodConfig, Sampling
 from lantern_rt.runtime.decode import Step
-from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.engine import HiddenView, Pass, PassOutput
 from lantern_rt.runtime.state import DrafterLayout, Model, PrefixRow, Prompt
 
 Hashes = NDArray[np.uint64]
@@ -251,8 +251,9 @@ class ToyDrafter(ToyEngine):
         assert batch.tokens is not None
         assert batch.hidden is not None
         assert batch.embeds is None
-        before, slot_of_hidden = from_floats(batch.hidden), batch.hidden[..., 3].astype(np.int64)
-        origin, padding = batch.hidden[..., 4], batch.hidden[..., 5] > 0
+        hidden = batch.hidden.read() if isinstance(batch.hidden, HiddenView) else batch.hidden
+        before, slot_of_hidden = from_floats(hidden), hidden[..., 3].astype(np.int64)
+        origin, padding = hidden[..., 4], hidden[..., 5] > 0
         first = self.prefix - 1  # the slot that holds the first code
         in_prefix = batch.positions < first
         code = self.target.code_hash(batch.tokens, slot_of_hidden + 1)
