@@ -33,7 +33,6 @@ from .models.decoder import LayerStack
 from .progress import silent
 
 onnxruntime: Any = import_onnxruntime()
-TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's largest value above
 # Of noise over signal: where activations are rounded to 8 bits, last bits decide which way some go, and layers add up.
 # Found on random codes: 0.1 with the trained target of the scenes bundle.
 INTEGER_TOLERANCE = 0.3
@@ -42,19 +41,12 @@ _SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 
 
-def check_parity(
-    graph: Graph,
-    path: Path,
-    tolerance: float = TOLERANCE,
-    plan: GraphFile | None = None,
-    progress: Progress = silent,
-) -> float:
+def check_parity(graph: Graph, path: Path, plan: GraphFile | None = None, progress: Progress = silent) -> float:
     """Compare a graph that was just written with its module, on the graph's cases.
 
     Args:
-        graph: with the module.
+        graph: with the module, and what `difference` is tolerated; products of integers have a limit of `noise`.
         path: the file.
-        tolerance: of `difference`; products of integers have their own, of `noise`.
         plan: what the file was written from, so that the module's weights are rounded as there.
         progress: runs done, of how many.
 
@@ -69,7 +61,7 @@ def check_parity(
     # Fused products of integer weights round activations as well: look at the graph without them.
     lean = large or bool({"int8", "int4"} & kinds)
     measure = noise if integers else difference
-    tolerance = INTEGER_TOLERANCE if integers else tolerance
+    tolerance = INTEGER_TOLERANCE if integers else graph.tolerance
     worst: dict[str, tuple[float, str]] = {}  # per tensor, with the case
     for case, results, expected in compare(graph, path, cases, plan, lean, integers, progress):
         for name, array in expected.items():

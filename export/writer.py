@@ -114,7 +114,7 @@ def export_model(
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
             files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
-            check_parity(graph, files[0], graph.tolerance, plan, progress)
+            check_parity(graph, files[0], plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(computed(model.code_embeddings).float().numpy()))
         for role, (file, content) in model.files.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ...errors import CheckpointError, LanternError
 from ...inputs import brief, require_library
@@ -22,24 +21,6 @@ _REFERENCE = re.compile(
     rf"hf:(?P<repository>{_PART}/{_PART})(?:/(?P<file>{_PART}(?:/{_PART})*))?(?:@(?P<revision>.+))?"
 )
 _CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
-
-
-class Reference(NamedTuple):
-    """A repository, one file of it or what it holds as a whole, and a revision or None for the newest."""
-
-    repository: str
-    file: str | None
-    revision: str | None
-
-
-def parse_reference(text: str) -> Reference | None:
-    """A reference, or None for a plain path. Raises: CheckpointError if it is a malformed reference."""
-    if not text.startswith("hf:"):
-        return None
-    if not (match := _REFERENCE.fullmatch(text)):
-        expected = "hf:owner/name, hf:owner/name/file, either with @revision, or a path on this machine"
-        raise CheckpointError(field=text, problem=f"expected {expected}")
-    return Reference(match["repository"], match["file"], match["revision"])
 
 
 def cached_origin(path: Path) -> str | None:
@@ -57,17 +38,20 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
 
     Raises:
         EngineError: `huggingface_hub` is not installed.
-        CheckpointError: nothing of this name, or it can neither be reached nor is in the cache.
+        CheckpointError: a malformed reference, nothing of this name, or it can neither be reached nor is in the cache.
     """
     text = place.as_posix() if isinstance(place, Path) else place
-    reference = parse_reference(text)
-    if reference is None:
+    if not text.startswith("hf:"):
         return Path(place)
+    match = _REFERENCE.fullmatch(text)
+    if match is None:
+        expected = "hf:owner/name, hf:owner/name/file, either with @revision, or a path on this machine"
+        raise CheckpointError(f"expected {expected}", field=text)
     require_library("huggingface_hub", text, "export")
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    repository, file, revision = reference
+    repository, file, revision = match.group("repository", "file", "revision")
     try:
         info = HfApi().model_info(repository, revision=revision)
         files = [sibling.rfilename for sibling in info.siblings or []]

@@ -56,20 +56,9 @@ class Chameleon(NamedTuple):
     config: Config
 
 
-class Kin(NamedTuple):
-    """What sets a model of this architecture apart; tokens: the names that its pictures and prompts need."""
-
-    architecture: str
-    tokens: Sequence[str]
-    layout: Callable[[Mapping[str, int]], TokenLayout]
-
-
 def _layout(names: Mapping[str, int]) -> TokenLayout:
     start, end, begin = (names[name] for name in PROMPT_TOKENS)
     return TokenLayout(before=(start,), after=(end, begin), uncond=(start, begin))
-
-
-_ANOLE = Kin(CHAMELEON, PROMPT_TOKENS, _layout)
 
 
 @refusing
@@ -100,15 +89,24 @@ def read_anole(
 
 @refusing
 def read_chameleon(
-    folder: Path, grid: int, kin: Kin = _ANOLE, picture_tokens: int = 0, progress: Progress = silent
+    folder: Path,
+    grid: int,
+    architecture: str = CHAMELEON,
+    tokens: Sequence[str] = PROMPT_TOKENS,
+    layout: Callable[[Mapping[str, int]], TokenLayout] = _layout,
+    picture_tokens: int = 0,
+    progress: Progress = silent,
 ) -> Chameleon:
     """The decoder in a Hugging Face folder.
 
     Args:
         folder: config.json, tokenizer.json and weights.
         grid: rows of codes of its pictures.
-        kin: which model of this architecture is expected.
+        architecture: the class in transformers that the model is expected to be of.
+        tokens: names that its pictures and prompts need.
+        layout: of prompts, by the ids of all names.
         picture_tokens: of the longest picture, where that is not grid * grid.
+        progress: how much of the weights is read.
 
     Raises:
         CheckpointError: it is another model.
@@ -117,15 +115,15 @@ def read_chameleon(
     config, tokenizer = checkpoint.config(), checkpoint.tokenizer()
     config.expect("model_type", "chameleon")
     usual = LUMINA if _MARK in config.values else CHAMELEON
-    architecture = config.get("architectures", [usual])
-    if architecture != [kin.architecture] or usual != kin.architecture:
-        found = f"{short(architecture)} {'with' if usual == LUMINA else 'without'} {_MARK}"
+    configured = config.get("architectures", [usual])
+    if configured != [architecture] or usual != architecture:
+        found = f"{short(configured)} {'with' if usual == LUMINA else 'without'} {_MARK}"
         remedy = "family anole takes Anole, family lumina Lumina-mGPT"
-        raise config.error("architectures", found=found, expected=f"a {kin.architecture}", remedy=remedy)
-    codes, names = _read_vocabulary(config, kin.tokens)
+        raise config.error("architectures", found=found, expected=f"a {architecture}", remedy=remedy)
+    codes, names = _read_vocabulary(config, tokens)
     checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
-    highest = max(*codes, *(names[name] for name in kin.tokens))
+    highest = max(*codes, *(names[name] for name in tokens))
     for name in _NAMES:
         rows = checkpoint.shape(name)[0]
         if rows <= highest:
@@ -136,8 +134,8 @@ def read_chameleon(
     embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
     checkpoint.weights["head.weight"] = arranged(head, codes)
     checkpoint.load_strict(decoder)
-    named_tokens = {name: names[name] for name in kin.tokens}
-    condition = token_condition(embeddings, decoder.config.prefix, kin.layout(names), tokenizer, named_tokens)
+    named_tokens = {name: names[name] for name in tokens}
+    condition = token_condition(embeddings, decoder.config.prefix, layout(names), tokenizer, named_tokens)
     return Chameleon(decoder, embeddings, codes, condition, checkpoint.sources, names, config)
 
 
@@ -157,6 +155,7 @@ def chameleon_model(
     end = max(target.codes) + 1
     return image_model(
         decoder=target.decoder,
+        # A drafter embeds tokens as far behind the first code as they are here, so none in between is left out.
         code_embeddings=arranged(target.embeddings, [*target.codes, *range(end, end + further)]),
         condition=target.condition,
         vq=image.vq,

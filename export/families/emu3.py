@@ -7,21 +7,23 @@ codes ends with a token of its own. Transformers' configurations leave out what 
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from ...bundle.manifest import Size, TokenLayout
 from ...engines.contracts import Progress
 from ...errors import CheckpointError
+from ...inputs import require_library, short
 from ...methods import Sampling
 from ..checkpoints.deferred import joined, without_weights
 from ..checkpoints.files import Config, read_text, read_tokenizer, refusal, refusing
 from ..checkpoints.folders import Checkpoint
-from ..checkpoints.tiktoken import convert_tiktoken
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.emu3_vq import load_emu3_vq
@@ -181,3 +183,39 @@ def _visual_tokens(path: Path, library: Tokenizer) -> range:
     if first is None or any(tokens.get(_VISUAL.format(code)) != first + code for code in range(count)):
         raise refusal(path, found=f"{count} visual tokens", expected="those of codes 0, 1, ... in a row")
     return range(first, first + count)
+
+
+@refusing
+def convert_tiktoken(path: Path, pattern: str, special: Sequence[str]) -> bytes:
+    """The content of a `tokenizer.json` for a file of tiktoken: lines of a token in base 64 and its rank.
+
+    Args:
+        path: the file of ranks.
+        pattern: what parts a text, after it is composed (Unicode NFC).
+        special: tokens that have the ids behind the ranks.
+
+    Raises:
+        CheckpointError: the file holds no ranks 0, 1, ... of tokens that contain all bytes.
+        EngineError: transformers is not installed.
+    """
+    require_library("transformers", str(path), "export")
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    converter: Any = TikTokenConverter(path, pattern, extra_special_tokens=special)  # type: ignore[no-untyped-call]
+    converter.load_tiktoken_bpe = _read_ranks  # the library's own reader needs the package tiktoken
+    tokenizer = converter.converted()
+    tokenizer.normalizer = normalizers.NFC()
+    return str(tokenizer.to_str()).encode()
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for line in read_text(path).splitlines():
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise refusal(path, found=short(line), expected="a token in base 64 and its rank") from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise refusal(path, problem="expected the ranks 0, 1, ..., each once, and all bytes among the tokens")
+    return ranks

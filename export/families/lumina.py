@@ -18,7 +18,7 @@ from ..checkpoints.files import refusal, refusing
 from ..models.llamagen_vq import read_vqgan
 from ..progress import silent
 from ..writer import Model
-from .anole import LUMINA, PROMPT_TOKENS, Kin, chameleon_model, read_chameleon
+from .anole import LUMINA, PROMPT_TOKENS, chameleon_model, read_chameleon
 from .common import check_grid
 
 _TEMPLATE = "Generate an image of {size} according to the following prompt:\n{prompt}"
@@ -50,8 +50,8 @@ def read_lumina(
     patches = patch_sizes(grid // _PATCH)
     longest = max(_PATCH * high * (_PATCH * wide + 1) - 1 for high, wide in patches)
     sides = {side: f"<reserved{8800 + side:05d}>" for side in range(1, 1 + max(max(pair) for pair in patches))}
-    kin = Kin(LUMINA, (*PROMPT_TOKENS, _ROW_END, *sides.values()), _layout)
-    model = read_chameleon(target, grid, kin, longest, progress)
+    tokens = (*PROMPT_TOKENS, _ROW_END, *sides.values())
+    model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest, progress)
     names, codes = model.names, model.codes
     behind = names[_ROW_END] - max(codes)
     if behind < 1:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from json import dumps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,17 +11,16 @@ import typer
 from ..bundle.manifest import Manifest
 from ..errors import CheckpointError
 from ..inputs import require_library
-from ..output.files import check_output, write_output
-from ..output.tables import html_page, html_table, text_table
+from ..output.tables import text_table
 from .console import print_text, progress
-from .options import BundleArgument, ForceOption, JsonOption, open_bundle
+from .options import BundleArgument, JsonOption, open_bundle
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
 
 EXAMPLES = """
 lantern-rt verify scenes
-lantern-rt verify bundles/llamagen-b c2i_B_256.pt vq_ds16_c2i.pt --report b.html
+lantern-rt verify bundles/llamagen-b c2i_B_256.pt vq_ds16_c2i.pt
 """
 
 
@@ -36,16 +33,12 @@ def verify(
             "config, those that there were, in this order. [default: ONNX's reference evaluator on small inputs]"
         ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the tables to this .html as well.")] = None,
     json: JsonOption = False,
-    force: ForceOption = False,
 ) -> None:
     """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
 
     Needs lantern-rt[cpu,export].
     """
-    if report:
-        check_output(report, force)
     opened = open_bundle(bundle)
     options = _match(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
@@ -60,8 +53,6 @@ def verify(
             result = compare(opened, model, options["target"], show)
         else:
             result = compare(opened, progress=show)
-    if report:
-        write_output(report, html_report(result).encode(), force)
     if json:
         print_text(dumps(result.as_dict()))  # differences may be infinite
     else:
@@ -89,14 +80,6 @@ def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     if "grid" in FAMILIES[manifest.family]:
         options["grid"] = manifest.grid_rows
     return options
-
-
-def html_report(result: Verification) -> str:
-    """Tables and verdict as one page that needs nothing else."""
-    body = f"<p>Precision {result.precision}; against {escape(result.against)}; digest {result.digest}.</p>"
-    for title, (header, *rows) in _tables(result):
-        body += f"<h2>{title}</h2>" + html_table([[escape(text) for text in row] for row in rows], header)
-    return html_page(f"{result.bundle}: verification {'passed' if result.passed else 'failed'}", body)
 
 
 def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:

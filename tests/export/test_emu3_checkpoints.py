@@ -20,8 +20,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from lantern_rt.export.checkpoints.deferred import computed
-from lantern_rt.export.checkpoints.tiktoken import convert_tiktoken
-from lantern_rt.export.families.emu3 import NEGATIVE, SUFFIX, grids, picture_size, prompt_layout, read_emu3
+from lantern_rt.export.families.emu3 import (
+    NEGATIVE,
+    SUFFIX,
+    convert_tiktoken,
+    grids,
+    picture_size,
+    prompt_layout,
+    read_emu3,
+)
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.writer import Model
 from lantern_rt.runtime.grid import Raster

@@ -17,7 +17,7 @@ import pytest
 from llamagen_golden import DATA, manifest
 
 from lantern_rt.errors import CheckpointError, EngineError
-from lantern_rt.export.checkpoints.hub import cached_origin, fetch, parse_reference
+from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 
 pytest.importorskip("huggingface_hub")
 ROOT = Path(__file__).parent.parent.parent
@@ -216,23 +216,10 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("hf:a/b", ("a/b", None, None)),
-        ("hf:a/b@v1.0", ("a/b", None, "v1.0")),
-        ("hf:a/b@refs/pr/3", ("a/b", None, "refs/pr/3")),
-        ("hf:a-1/b.c_d/x/y.pt@v1", ("a-1/b.c_d", "x/y.pt", "v1")),
-    ],
-)
-def test_a_reference_has_repository_file_and_revision(text: str, parts: tuple[str | None, ...]) -> None:
-    assert parse_reference(text) == parts
-
-
 @pytest.mark.parametrize("text", ["hf:", "hf:a", "hf:/a/b", "hf:a/b@", "hf:a/../b", "hf:a/b/../../c", "hf:a/b/ c"])
 def test_a_malformed_reference_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"expected hf:owner/name, hf:owner/name/file"):
-        parse_reference(text)
+        fetch(text)
 
 
 def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:

@@ -79,20 +79,13 @@ def test_near_ties_count_as_agreement_and_nothing_else() -> None:
     assert agree(expected, found).tolist() == [True, False, True]
 
 
-def test_a_bundle_agrees_with_its_checkpoint(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "report.html"
-    code, out, err = program(capsys, "verify", c2i_bundle, *C2I_FILES, "--report", page)
+def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = program(capsys, "verify", c2i_bundle, *C2I_FILES)
     assert code == 0, out
     assert out.strip().endswith("passed")
     for name in ("logits", "prefix_embeds", "images", "pre_quant", "new_key_values.2.value"):
         assert name in out
-        assert name in page.read_text()
     assert "comparing target.onnx" in err
-    code, _, err = program(capsys, "verify", c2i_bundle, "--report", page)
-    assert code == 2
-    assert "report.html: found a file" in err
 
 
 def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
@@ -183,6 +176,8 @@ def altered(bundle: Path, goal: Path, role: str, edit: Callable[[Path], Any]) ->
     path = goal / manifest["files"][role]["path"]
     edit(path)
     manifest["files"][role] = FileEntry.of(path).model_dump()
+    if (goal / "class.data").is_file():
+        manifest["files"]["class.data"] = FileEntry.of(goal / "class.data").model_dump()
     (goal / "bundle.json").write_text(json.dumps(manifest))
     return goal
 
@@ -266,50 +261,9 @@ def first_weight(model: onnx.ModelProto) -> TensorProto:
     return next(one for one in model.graph.initializer if len(one.dims) == 2)
 
 
-DAMAGE: dict[str, Callable[[onnx.ModelProto], Any]] = {
-    "an operator that is unknown": lambda model: setattr(model.graph.node[0], "op_type", "Nothing"),
-    "a missing input": lambda model: model.graph.node[0].input.__setitem__(0, "nowhere"),
-    "no operators": lambda model: model.graph.ClearField("node"),
-    "no outputs": lambda model: model.graph.ClearField("output"),
-    "a name in another language": lambda model: setattr(model.graph.node[0], "domain", "not.there"),
-    "an operator set of the future": lambda model: setattr(model.opset_import[0], "version", 4000),
-    "a weight of another size": lambda model: first_weight(model).dims.__setitem__(0, 7),
-    "a weight of an unknown type": lambda model: setattr(first_weight(model), "data_type", 99),
-    "a weight of negative size": lambda model: first_weight(model).dims.__setitem__(0, -5),
-    "an input of an unknown type": lambda model: setattr(
-        model.graph.input[0].type.tensor_type, "elem_type", TensorProto.STRING
-    ),
-    "an endless input": lambda model: setattr(model.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", 1 << 50),
-    "no inputs": lambda model: model.graph.ClearField("input"),
-    "a cycle": lambda model: model.graph.node[0].input.append(model.graph.node[-1].output[0]),
-}
+def external(key: str, value: str) -> Callable[[Path], None]:
+    """The first weight in a file of its own, which the graph describes falsely."""
 
-
-@pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_graph_ends_in_one_line_with_its_name(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, against: list[object]
-) -> None:
-    bundle = altered(c2i_bundle, tmp_path / "b", "condition", edit_model(DAMAGE[what]))
-    code, _, err = program(capsys, "verify", bundle, *against)
-    assert code == 2
-    line = err.splitlines()[-1]
-    assert line.startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
-    assert len(line) < 600
-
-
-@pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
-@pytest.mark.parametrize(
-    ("key", "value"), [("offset", "9999999999"), ("length", "-4"), ("offset", "x"), ("length", "9")]
-)
-def test_damaged_external_data_end_in_one_line_with_the_graphs_name(
-    c2i_bundle: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    key: str,
-    value: str,
-    against: list[object],
-) -> None:
     def edit(path: Path) -> None:
         model = onnx.load(path)
         weight = first_weight(model)
@@ -319,13 +273,45 @@ def test_damaged_external_data_end_in_one_line_with_the_graphs_name(
         next(entry for entry in weight.external_data if entry.key == key).value = value
         path.write_bytes(model.SerializeToString())
 
-    bundle = altered(c2i_bundle, tmp_path / "b", "condition", edit)
-    manifest = json.loads((bundle / "bundle.json").read_text())
-    manifest["files"]["condition.data"] = FileEntry.of(bundle / "class.data").model_dump()
-    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    return edit
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    name: edit_model(change)
+    for name, change in {
+        "an operator that is unknown": lambda model: setattr(model.graph.node[0], "op_type", "Nothing"),
+        "a missing input": lambda model: model.graph.node[0].input.__setitem__(0, "nowhere"),
+        "no operators": lambda model: model.graph.ClearField("node"),
+        "no outputs": lambda model: model.graph.ClearField("output"),
+        "an operator set of the future": lambda model: setattr(model.opset_import[0], "version", 4000),
+        "a weight of another size": lambda model: first_weight(model).dims.__setitem__(0, 7),
+        "a weight of an unknown type": lambda model: setattr(first_weight(model), "data_type", 99),
+        "an input of text": lambda model: setattr(
+            model.graph.input[0].type.tensor_type, "elem_type", TensorProto.STRING
+        ),
+        "an endless input": lambda model: setattr(
+            model.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", 1 << 50
+        ),
+        "no inputs": lambda model: model.graph.ClearField("input"),
+        "a cycle": lambda model: model.graph.node[0].input.append(model.graph.node[-1].output[0]),
+    }.items()
+} | {
+    f"weights at {key} {value}": external(key, value)
+    for key, value in (("offset", "9999999999"), ("length", "-4"), ("offset", "x"), ("length", "9"))
+}
+
+
+@pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_graph_ends_in_one_line_with_its_name(
+    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, against: list[object]
+) -> None:
+    bundle = altered(c2i_bundle, tmp_path / "b", "condition", DAMAGE[what])
     code, _, err = program(capsys, "verify", bundle, *against)
     assert code == 2
-    assert err.splitlines()[-1].startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
+    line = err.splitlines()[-1]
+    assert line.startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
+    assert len(line) < 600
 
 
 def test_what_a_bundle_says_of_itself_does_not_reach_the_terminal_through_verify(
