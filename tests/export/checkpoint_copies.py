@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llamagen_golden import DATA
+from goldens import DATA
 from safetensors.torch import load_file, save_file
 
 C2I, T2I, VQ = (
@@ -18,6 +18,7 @@ C2I, T2I, VQ = (
 DRAFTER, LANTERN = DATA / "lantern-drafter-llamagen", DATA / "lantern-llamagen-hf"
 ANOLE, ANOLE_DRAFTER, VQGAN = DATA / "anole/target", DATA / "anole/drafter", DATA / "chameleon-vqgan"
 LUMINA, EMU3 = DATA / "lumina-mgpt/model", DATA / "emu3/model"
+EMU3_ORIGINAL = DATA / "emu3/original"
 Weights = dict[str, torch.Tensor]
 Edit = Callable[[Any], object]
 
@@ -75,3 +76,22 @@ def sharded(source: Path, goal: Path, ending: str = "safetensors", shards: int =
         weight_map |= dict.fromkeys(part, name)
     (goal / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return goal
+
+
+def published(folder: Path) -> tuple[Path, Path]:
+    """Emu3's checkpoint as published: the folders of Emu3-Gen and of Emu3-VisionTokenizer."""
+    target, vq = folder / "Emu3-Gen", folder / "Emu3-VisionTokenizer"
+    weights = load_file(EMU3 / "model.safetensors")
+    parts: dict[Path, dict[str, torch.Tensor]] = {target: {}, vq: {}}
+    for name, shape, theirs, _ in json.loads((EMU3_ORIGINAL / "weight_names.json").read_text()):
+        place = target if theirs.startswith("text_model.") else vq
+        parts[place][name] = weights.pop(theirs).reshape(shape)
+    assert not weights
+    for place, named in parts.items():
+        place.mkdir()
+        save_file(named, place / "model.safetensors")
+    shutil.copyfile(EMU3_ORIGINAL / "llm_config.json", target / "config.json")
+    shutil.copyfile(EMU3_ORIGINAL / "vq_config.json", vq / "config.json")
+    for name in ("emu3.tiktoken", "emu3_vision_tokens.txt"):
+        shutil.copyfile(EMU3_ORIGINAL / name, target / name)
+    return target, vq

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llamagen_golden import DATA
+from goldens import DATA
 from torch import nn
 
 from lantern_rt.export.graph.graphs import Graph, target_graph

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llamagen_golden import DATA
+from goldens import DATA
 from torch import Tensor, nn
 
 from lantern_rt.bundle.files import open_bundle

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_copies import ANOLE, ANOLE_DRAFTER, LUMINA, VQGAN, copied, sharded
-from llamagen_golden import DATA
+from goldens import DATA
 from safetensors.torch import load_file
 
 from lantern_rt.export.families.anole import arrange_codes, read_anole, read_chameleon

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_copies import C2I, DRAFTER, LANTERN, T2I, changed, config_of, copied, edited, sharded
-from llamagen_golden import golden
+from goldens import golden
 from safetensors.torch import load_file, save_file
 from torch import nn
 

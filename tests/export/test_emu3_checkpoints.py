@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_copies import EMU3, copied
-from emu3_copies import ORIGINAL, published
+from checkpoint_copies import EMU3, EMU3_ORIGINAL, copied, published
+from goldens import DATA
 from hypothesis import given
 from hypothesis import strategies as st
-from llamagen_golden import DATA
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -158,9 +157,9 @@ def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def ranked() -> tuple[Tokenizer, dict[bytes, int]]:
-    lines = (ORIGINAL / "emu3.tiktoken").read_text().splitlines()
+    lines = (EMU3_ORIGINAL / "emu3.tiktoken").read_text().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(str.split, lines)}
-    return Tokenizer.from_buffer(convert_tiktoken(ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
+    return Tokenizer.from_buffer(convert_tiktoken(EMU3_ORIGINAL / "emu3.tiktoken", r"[a-z ]+|\S", ())), ranks
 
 
 @given(text=st.text("aeilnorst dgu", min_size=1, max_size=40))

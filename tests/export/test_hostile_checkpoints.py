@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from llamagen_golden import DATA
+from goldens import DATA
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from llamagen_golden import DATA, manifest
+from goldens import DATA, manifest
 
 from lantern_rt.errors import CheckpointError, EngineError
 from lantern_rt.export.checkpoints.hub import cached_origin, fetch

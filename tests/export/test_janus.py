@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llamagen_golden import Run, manifest
+from goldens import Run, embed
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
@@ -112,11 +112,9 @@ def test_prompt_and_codes_give_transformers_hidden_states_and_logits(model: Any,
     codes = torch.randint(CODES, (2, 10), generator=torch.Generator().manual_seed(1))
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(codes)], 1)
     hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
-    spec = manifest(bundle).target
-    run = Run(bundle / "target.onnx", spec.num_kv_heads, spec.head_dim, spec.num_layers, 2)
-    condition = Sessions(bundle / "condition.onnx").run({"token_ids": ids.numpy(), "uncond_ids": ids.numpy()})
+    run = Run(bundle, rows=2)
     table = np.load(bundle / "code_embeddings.npy")
-    parts = [run.step(input_embeds=condition["prefix_embeds"]), run.step(input_embeds=table[codes.numpy()])]
+    parts = [run.step(input_embeds=embed(bundle, ids.numpy())), run.step(input_embeds=table[codes.numpy()])]
     close(np.concatenate([part["hidden_states"] for part in parts], 1), hidden)
     close(np.concatenate([part["logits"] for part in parts], 1), model.model.generation_head(hidden), 3e-4)
 

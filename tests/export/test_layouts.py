@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from llamagen_golden import DATA
+from goldens import DATA
 from onnx import TensorProto
 from small_models import CONFIG, randomise_norms
 from torch import nn

@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from llamagen_golden import DATA
+from goldens import DATA
 
 from lantern_rt.export.neighbours import neighbour_table
 

@@ -24,9 +24,9 @@ from checkpoint_copies import (
     config_of,
     copied,
     edited,
+    published,
     sharded,
 )
-from emu3_copies import published
 from small_models import save_t5
 
 from lantern_rt.errors import CheckpointError, LanternError

@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from emu3_copies import Sides, embed
-from llamagen_golden import DATA, GUIDED, Arrays, close, golden, manifest
+from goldens import DATA, GUIDED, Arrays, Sides, close, embed, golden, manifest
 from numpy.typing import NDArray
 
 from lantern_rt.export.graph.graphs import HIDDEN

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_copies import copied
-from llamagen_golden import DATA, manifest
+from goldens import DATA, manifest
 from small_models import save_t5
 
 from lantern_rt import Pipeline

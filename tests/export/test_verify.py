@@ -26,7 +26,7 @@ from checkpoint_copies import (
     copied,
     edited,
 )
-from llamagen_golden import DATA
+from goldens import DATA
 from onnx import TensorProto, external_data_helper
 
 from lantern_rt import Pipeline

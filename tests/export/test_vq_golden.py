@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from llamagen_golden import Arrays, close, golden
+from goldens import Arrays, close, golden
 
 from lantern_rt.export.parity import Sessions
 from lantern_rt.output.images import to_image
