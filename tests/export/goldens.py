@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 from numpy.typing import NDArray
 
 from lantern_rt.bundle.manifest import Manifest
@@ -37,6 +39,19 @@ def embed(bundle: Path, ids: Any) -> NDArray[np.float32]:
     out = Sessions(bundle / "condition.onnx").run({"token_ids": tokens, "uncond_ids": tokens[:, :1]})
     np.testing.assert_array_equal(out["uncond_embeds"], out["prefix_embeds"][:, :1])
     return out["prefix_embeds"]
+
+
+def observed(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
+    """Values inside a graph, which nothing is fused in."""
+    model = onnx.load(path)
+    for name in names:
+        if name not in {value.name for value in model.graph.output}:
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it dies of an empty past
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(names, feeds))
 
 
 class Run:

@@ -1,8 +1,7 @@
-"""Graphs for prompt agreement: the scenes judge, and CLIP exported as the documentation says."""
+"""The scenes judge as a graph for prompt agreement."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -116,62 +115,3 @@ def test_a_trained_judge_becomes_the_same_graph_with_other_weights(
         wanted = other.state_dict()[name].float()
         torch.testing.assert_close(weight.float(), wanted.half().float() if weight.ndim > 1 else wanted)
     assert (open_judge(tmp_path / JUDGE_FILE)(images, captions) != again).all()
-
-
-# ---------------------------------------------------------------- CLIP
-
-
-def test_clip_exported_as_documented_gives_the_cosine_of_both_encoders(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = ["<pad>", "<start>", "<end>", "a", "red", "cube"]
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    torch.manual_seed(0)
-    clip = transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config={**sizes, **ends, "vocab_size": len(words), "max_position_embeddings": 8},
-            vision_config={**sizes, "image_size": 32, "patch_size": 16},
-            projection_dim=8,
-        )
-    ).eval()
-
-    class Score(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = clip
-
-        def forward(self, images: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            found = self.model(input_ids=ids, pixel_values=images)
-            return 100 * (found.image_embeds * found.text_embeds).sum(-1)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            Score().eval(),
-            (torch.zeros(2, 3, 32, 32), torch.ones(2, 5, dtype=torch.int64)),
-            tmp_path / "clip.onnx",
-            input_names=["images", "ids"],
-            dynamic_axes={"images": {0: "n"}, "ids": {0: "n", 1: "length"}},
-            dynamo=False,
-        )
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "<pad>"))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    library.post_processor = tokenizers.processors.TemplateProcessing(
-        "<start> $A <end>", None, [("<start>", 1), ("<end>", 2)]
-    )
-    library.save(str(tmp_path / "tokenizer.json"))
-    half = (0.5, 0.5, 0.5)
-    agreement = Agreement(
-        tmp_path / "clip.onnx", Preprocessing(image_mean=half, image_std=half), open_bundle("scenes"), 1
-    )
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
-    prompts = ["a red cube", "cube", "red cube"]
-    found = agreement([Image.fromarray(picture) for picture in pixels], prompts)
-    for i, prompt in enumerate(prompts):
-        ids = torch.tensor([[1, *(words.index(word) for word in prompt.split()), 2]])
-        with torch.no_grad():
-            expected = clip(input_ids=ids, pixel_values=to_tensor(pixels[i : i + 1]))
-        cosine = torch.nn.functional.cosine_similarity(expected.image_embeds, expected.text_embeds)
-        assert found[i] == pytest.approx(100 * cosine.item(), abs=1e-3)

