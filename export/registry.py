@@ -23,14 +23,6 @@ FAMILIES = {
 }
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 _OPTIONAL_VQ = ("emu3",)  # whose target may hold it
-# Fetched with weights, where they are there.
-_SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "emu3.tiktoken",
-    "emu3_vision_tokens.txt",
-)
 
 
 def check_family(family: str, options: Mapping[str, Any]) -> None:
@@ -63,7 +55,7 @@ def read_family(family: str, options: Mapping[str, Any], progress: Progress = si
     arguments = {name: value for name, value in options.items() if value is not None}
     for role in CHECKPOINTS:
         if role in arguments:
-            arguments[role] = fetch(arguments[role], _SIDE_FILES)
+            arguments[role] = fetch(arguments[role])
     progress("reading checkpoints", 0, 0)
     read = getattr(import_module(f".families.{family}", __package__), f"read_{family}")
     model: Model = read(**arguments, progress=progress)

@@ -26,7 +26,7 @@ from ..engines.contracts import Progress
 from ..errors import BundleError, CheckpointError
 from ..inputs import reading, short
 from .checkpoints.deferred import computed
-from .graph.graphs import HIDDEN, Arrays
+from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.precision import Precisions
 from .neighbours import neighbour_table
 from .parity import Sessions, compare, difference, narrowed, widened
@@ -118,22 +118,26 @@ def verify(
     manifest = bundle.manifest
     precisions = Precisions(manifest.target.precision, manifest.drafter.precision if manifest.drafter else None)
     result = Verification(manifest.name, bundle.digest, against, manifest.target.precision)
-    roles = [role for role, entry in manifest.files.items() if entry.path.endswith(".onnx")]
-    if model is not None:
+    graphs: dict[str, Graph | None]
+    if model is None:
+        graphs = {role: None for role, entry in manifest.files.items() if entry.path.endswith(".onnx")}
+    else:
         _check_sizes(manifest, model, against)
         _compare_arrays(bundle, model, result, progress)
-    graphs = {} if model is None else {graph.role: graph for graph in model.graphs if graph.role in roles}
-    for role in graphs if model is not None else roles:
+        graphs = {graph.role: graph for graph in model.graphs if graph.role in manifest.files}
+    for role, graph in graphs.items():
         path, precision = bundle.path(role), precisions.of(role)
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
-            if model is None:
+        with (
+            np.errstate(all="ignore"),
+            warnings.catch_warnings(action="ignore"),
+            reading(path, "a graph that runs", BundleError, "export the bundle again"),
+        ):
+            if graph is None:
                 progress(f"comparing {path.name}", 0, 1)
                 pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
             else:
-                graph = graphs[role]
                 pairs = compare(graph, path, [*graph.cases], integers=precision == "int8", progress=progress)
-            with reading(path, "a graph that runs", BundleError, "export the bundle again"):
-                _add_graph(role, pairs, precision, result)
+            _add_graph(role, pairs, precision, result)
     return result
 
 
@@ -173,16 +177,15 @@ def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress
 
 
 def _evaluate(path: Path, manifest: Manifest) -> tuple[str, Arrays, Arrays]:
-    """A graph's outputs in ONNX Runtime and by the reference evaluator. Raises: BundleError."""
+    """A graph's outputs in ONNX Runtime and by the reference evaluator."""
     from onnx.reference import ReferenceEvaluator
 
-    with reading(path, "a graph that runs", BundleError, "export the bundle again"):
-        graph = onnx.load(path, load_external_data=False).graph
-        halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
-        inputs = _small_inputs(graph.input, manifest)
-        outputs = map(widened, ReferenceEvaluator(str(path)).run(None, narrowed(inputs, halves)))
-        expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
-        return "", Sessions(path).run(inputs), expected
+    graph = onnx.load(path, load_external_data=False).graph
+    halves = {value.name for value in graph.input if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16}
+    inputs = _small_inputs(graph.input, manifest)
+    outputs = map(widened, ReferenceEvaluator(str(path)).run(None, narrowed(inputs, halves)))
+    expected = dict(zip((output.name for output in graph.output), outputs, strict=True))
+    return "", Sessions(path).run(inputs), expected
 
 
 def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> Arrays:

@@ -8,7 +8,7 @@ HF_HUB_OFFLINE). Nothing that is fetched is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from ...errors import CheckpointError, LanternError
@@ -20,6 +20,8 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REFERENCE = re.compile(
     rf"hf:(?P<repository>{_PART}/{_PART})(?:/(?P<file>{_PART}(?:/{_PART})*))?(?:@(?P<revision>.+))?"
 )
+# Fetched with weights, where they are there.
+_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "emu3.tiktoken", "emu3_vision_tokens.txt")
 _CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
 
 
@@ -29,12 +31,11 @@ def cached_origin(path: Path) -> str | None:
     return match and f"hf:{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
-def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Path:
+def fetch(place: Path | str) -> Path:
     """The file or folder that a path or reference names, fetched if need be.
 
     Args:
         place: a path, which is returned as it is, or a reference.
-        side_files: what is fetched of a folder besides its weights, as far as it is there.
 
     Raises:
         EngineError: `huggingface_hub` is not installed.
@@ -55,7 +56,7 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
     try:
         info = HfApi().model_info(repository, revision=revision)
         files = [sibling.rfilename for sibling in info.siblings or []]
-        patterns = [file] if file else [*_choose_weights(text, files), *side_files]
+        patterns = [file] if file else [*_choose_weights(text, files), *_SIDE_FILES]
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         index = folder / patterns[0]
         if index.name in INDEX:  # its files, of the same commit
@@ -68,7 +69,7 @@ def fetch(place: Path | str, side_files: Sequence[str] = ("config.json",)) -> Pa
             remedy = "check the name, accept the terms on its page, or run `hf auth login`"
             raise CheckpointError(problem, field=text, remedy=remedy) from error
         # What an earlier call left; whether it is whole is seen when it is read.
-        cached = try_to_load_from_cache(repository, file or side_files[0], revision=revision)
+        cached = try_to_load_from_cache(repository, file or _SIDE_FILES[0], revision=revision)
         if not isinstance(cached, str):
             problem = f"the hub cannot be reached ({brief(error)})"
             remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"

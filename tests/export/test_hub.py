@@ -43,7 +43,7 @@ from lantern_rt.errors import LanternError
 from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 for place in sys.argv[1:]:
     try:
-        path = fetch(place, ("config.json", "tokenizer.json"))
+        path = fetch(place)
         files = sorted(path.iterdir() if path.is_dir() else [path])
         print(json.dumps([str(path), [cached_origin(file) for file in files]]))
     except LanternError as error:
