@@ -74,7 +74,7 @@ class Engines:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
             self._graphs = find_backend(folder.manifest.backend).open(bundle, folder, self.threads)
-        self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings())
+        self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
 
     @property

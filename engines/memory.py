@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import DecoderSpec, DrafterSpec
-from ..bundle.onnx_scan import NotOnnx, float_weights
+from ..bundle.onnx_scan import float_weights
 from ..errors import BundleError, RequestError
 from ..inputs import brief
 
@@ -42,8 +42,8 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     try:
         weights = float_weights(path)
         if not 0 <= weights < MOST_WEIGHTS:
-            raise NotOnnx("more weights than any file holds")
-    except (NotOnnx, ValueError, OSError) as error:
+            raise ValueError("more weights than any file holds")
+    except (ValueError, OSError) as error:
         raise BundleError(
             field=str(path), found=brief(error), expected="an ONNX graph", remedy="export the bundle again"
         ) from error

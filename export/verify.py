@@ -163,9 +163,9 @@ def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _compare_arrays(bundle: Bundle, model: Model, result: Verification, progress: Progress) -> None:
     """Add rows for all that a bundle holds besides graphs."""
     embeddings = computed(model.code_embeddings).float().numpy()
-    result.add("code_embeddings", "rows", difference(bundle.code_embeddings(), embeddings), _ARRAY_LIMIT)
+    result.add("code_embeddings", "rows", difference(bundle.code_embeddings, embeddings), _ARRAY_LIMIT)
     if bundle.manifest.neighbors:
-        own = bundle.neighbors()
+        own = bundle.neighbors
         counted = partial(progress, "sorting neighbours")
         table = neighbour_table(model.codebook, bundle.manifest.neighbors, counted)
         indices = difference(own.indices.astype(table.indices.dtype), table.indices)

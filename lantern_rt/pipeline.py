@@ -117,7 +117,7 @@ class Pipeline:
         """
         self.engines.load_all()
         if self.bundle.manifest.neighbors:
-            self.bundle.neighbors()
+            _ = self.bundle.neighbors
         self._run_decoders()
         _LOG.info("warmed up bundle %s", self.bundle.manifest.name)
 
@@ -293,7 +293,7 @@ class Pipeline:
             manifest.target.max_positions,
             DrafterLayout(**layout),
             grid.columns,
-            self.bundle.neighbors().indices if neighbors else None,
+            self.bundle.neighbors.indices if neighbors else None,
             engines.rounding,
             engines.most_nodes,
             manifest.row_end,

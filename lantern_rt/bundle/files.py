@@ -34,6 +34,7 @@ GRAPHS = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")  # roles
 EMBEDDED = Path(__file__).resolve().parent.parent / "bundles"
 _MANIFEST_LIMIT = 1 << 20  # bytes; a manifest has a few thousand
 _HEADER_LIMIT = 1 << 16  # bytes of an .npy header, generously
+_AGAIN = "copy or export the bundle again"
 
 
 class Neighbors(NamedTuple):
@@ -59,16 +60,9 @@ class Bundle:
             raise BundleError(f"no file `{role}`", field=f"bundle {self.folder}", expected=expected)
         return self.folder / entry.path
 
+    @cached_property
     def code_embeddings(self) -> NDArray[np.float32]:
         """Input rows of the target for codes and the end of a row, float32 `[tokens, hidden_size]`, mapped."""
-        return self._code_embeddings
-
-    def neighbors(self) -> Neighbors:
-        """The neighbour table; an error if the bundle has none."""
-        return self._neighbors
-
-    @cached_property
-    def _code_embeddings(self) -> NDArray[np.float32]:
         path = self.path("code_embeddings")
         tokens = max(self.manifest.codebook_size, (self.manifest.row_end or 0) + 1)
         table = _read_array(path, None, (tokens, self.manifest.target.hidden_size), ("float32",))
@@ -77,7 +71,8 @@ class Bundle:
         return table
 
     @cached_property
-    def _neighbors(self) -> Neighbors:
+    def neighbors(self) -> Neighbors:
+        """The neighbour table. Raises: BundleError: the bundle has none, or a damaged one."""
         codes, k = self.manifest.codebook_size, self.manifest.neighbors
         if not k:
             raise BundleError("has no neighbour table", field=f"bundle {self.folder}")
@@ -201,24 +196,19 @@ def _check_file(folder: Path, role: str, entry: FileEntry, counted: Callable[[in
     try:
         real = path.resolve(strict=True)
         if not real.is_relative_to(folder.resolve()):
-            raise _altered(path, "a link that leaves the bundle's folder", "a file in it")
+            raise _refusal(path, "a link that leaves the bundle's folder", "a file in it")
         if not real.is_file():
-            raise _altered(path, "a folder or device", "a file")
+            raise _refusal(path, "a folder or device", "a file")
         size = real.stat().st_size
         if size != entry.bytes:
-            raise _altered(path, f"{size:,} bytes", f"{entry.bytes:,}")
+            raise _refusal(path, f"{size:,} bytes", f"{entry.bytes:,}")
         sha256 = entry.sha256 if counted is None else file_sha256(real, counted)
         if sha256 != entry.sha256:
-            raise _altered(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
+            raise _refusal(path, f"sha256 {sha256[:12]}...", f"{entry.sha256[:12]}...")
     except FileNotFoundError as error:
-        raise _altered(path, "no file", f"{short(role)} there") from error
+        raise _refusal(path, "no file", f"{short(role)} there") from error
     except (OSError, RuntimeError) as error:
         raise BundleError(f"cannot be read ({brief(error)})", field=str(path)) from error
-
-
-def _altered(path: Path, found: str, expected: str) -> BundleError:
-    remedy = "the file is incomplete or altered, copy the bundle again"
-    return BundleError(field=str(path), found=found, expected=expected, remedy=remedy)
 
 
 def _check_references(path: Path, home: PurePosixPath, own: set[str]) -> None:
@@ -246,30 +236,19 @@ def _read_array(path: Path, name: str | None, shape: tuple[int, ...], dtypes: tu
             size = archive.getinfo(f"{name}.npy").file_size
             if size > math.prod(shape) * 8 + _HEADER_LIMIT:
                 raise _refusal(path, f"`{name}` of {size:,} bytes unpacked", f"an array {list(shape)}")
-            array = _read_packed(archive.read(f"{name}.npy"))
+            array = np.lib.format.read_array(BytesIO(archive.read(f"{name}.npy")), allow_pickle=False)
     if array.shape != shape or array.dtype not in map(np.dtype, dtypes):
         found = f"{name or 'array'} {array.dtype.name} {list(array.shape)}"
         raise _refusal(path, found, f"{' or '.join(dtypes)} {list(shape)}")
     return array
 
 
-def _read_packed(data: bytes) -> NDArray[Any]:
-    """The array in the bytes of an .npy: as large as they are, whatever the header says."""
-    file = BytesIO(data)
-    if (version := np.lib.format.read_magic(file)) != (1, 0):
-        raise ValueError(f"an array of format {version}")
-    shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
-    if dtype.hasobject or not dtype.itemsize:
-        raise ValueError(f"an array of {dtype}")
-    return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape, order="F" if by_columns else "C")
-
-
 def _refusal(path: Path, found: str, expected: str) -> BundleError:
-    return BundleError(field=str(path), found=found, expected=expected, remedy="export the bundle again")
+    return BundleError(field=str(path), found=found, expected=expected, remedy=_AGAIN)
 
 
 def _expecting(path: Path, what: str) -> AbstractContextManager[None]:
-    return reading(path, what, BundleError, "export the bundle again")
+    return reading(path, what, BundleError, _AGAIN)
 
 
 def _finite(text: str) -> float:

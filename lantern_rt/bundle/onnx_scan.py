@@ -30,17 +30,17 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "tensor": {13: "entry"},
     "entry": {},
 }
-_FLOATS = {1, 10, 16}  # TensorProto.FLOAT, FLOAT16, BFLOAT16
-_NUMPY = {1: "float32", 10: "float16"}
-
-
-class NotOnnx(ValueError):  # noqa: N818
-    """The bytes are not an ONNX model."""
+_DTYPES = {1: "float32", 3: "int8", 10: "float16", 22: "int4"}  # of weights that bundles have, by TensorProto's numbers
 
 
 def external_locations(path: Path) -> set[str]:
-    """The `location` of every tensor that an ONNX file keeps elsewhere. Raises: NotOnnx, OSError."""
-    found: set[str] = set()
+    """The files that an ONNX graph keeps tensors in, as it names them.
+
+    Raises:
+        ValueError: it is no ONNX graph, or has weights in a form that a runtime takes unchecked.
+        OSError: it cannot be read.
+    """
+    locations: set[str] = set()
     with _mapped(path) as (data, model):
         todo, graphs = [("model", model)], 0
         while todo:
@@ -53,22 +53,12 @@ def external_locations(path: Path) -> set[str]:
                 elif kind == "entry":
                     texts[number] = data[value]
             if texts.get(1, b"").startswith(b"prepacked"):
-                raise NotOnnx("weights in a form made for one processor, which a runtime takes unchecked")
+                raise ValueError("weights in a form made for one processor, which a runtime takes unchecked")
             if texts.get(1) == b"location":
-                found.add(texts.get(2, b"").decode("utf-8", "backslashreplace"))
+                locations.add(texts.get(2, b"").decode("utf-8", "backslashreplace"))
     if not graphs:
-        raise NotOnnx("no graph in it")
-    return found
-
-
-def float_weights(path: Path) -> int:
-    """How many numbers the float weights of a graph hold, wherever they are stored. Raises: NotOnnx, OSError."""
-    total = 0
-    with _mapped(path) as (data, model):
-        for tensor in _inside(data, model, 7, 5):  # graph, initializer
-            kind, sizes = (list(_varints(data, _inside(data, tensor, number))) for number in (2, 1))
-            total += math.prod(sizes) if set(kind) & _FLOATS else 0
-    return total
+        raise ValueError("no graph in it")
+    return locations
 
 
 class Weight(NamedTuple):
@@ -82,8 +72,16 @@ class Weight(NamedTuple):
     dtype: str
     place: tuple[str, int, int] | None
 
-    def array(self, folder: Path) -> NDArray[np.floating[Any]]:
-        """The numbers; `folder` holds the graph. Raises: NotOnnx, OSError."""
+    def array(self, folder: Path) -> NDArray[Any]:
+        """Read the numbers; those of four bits as int8.
+
+        Args:
+            folder: that of the graph.
+
+        Raises:
+            ValueError: there are more or fewer than the shape says.
+            OSError: the file of the weights cannot be read.
+        """
         if self.place is None:
             fields = _fields(self.message, slice(0, len(self.message)))
             data = next((self.message[value] for number, value in fields if number == 9), b"")
@@ -92,30 +90,41 @@ class Weight(NamedTuple):
             with (folder / location).open("rb") as file:
                 file.seek(offset)
                 data = file.read(length)
-        if not self.dtype or len(data) != math.prod(self.shape) * np.dtype(self.dtype).itemsize:
-            raise NotOnnx("a weight of another size than its shape says")
-        return np.frombuffer(data, self.dtype).reshape(self.shape)
+        if self.dtype == "int4":  # two in a byte, the low half first
+            packed = np.frombuffer(data, np.int8)
+            numbers = np.stack([packed << 4 >> 4, packed >> 4], -1).ravel()[: 2 * len(data) - math.prod(self.shape) % 2]
+        elif self.dtype:
+            numbers = np.frombuffer(data, self.dtype)
+        else:
+            raise ValueError("a weight of a type that bundles do not have")
+        return numbers.reshape(self.shape)
 
 
 def graph_weights(path: Path) -> dict[str, Weight]:
-    """The initialisers of a graph by name. Raises: NotOnnx, OSError."""
-    found: dict[str, Weight] = {}
+    """The initialisers of a graph by name. Raises: ValueError: it is no ONNX graph. OSError."""
+    weights: dict[str, Weight] = {}
     with _mapped(path) as (data, model):
         for tensor in _inside(data, model, 7, 5):  # graph, initializer
             shape, kinds = (tuple(_varints(data, _inside(data, tensor, number))) for number in (1, 2))
             (name,) = (data[value].decode() for value in _inside(data, tensor, 8))
             entries = [{n: data[value].decode() for n, value in _fields(data, e)} for e in _inside(data, tensor, 13)]
             own = {entry.get(1, ""): entry.get(2, "") for entry in entries}
-            place = (own["location"], int(own.get("offset", 0)), int(own["length"])) if "location" in own else None
-            found[name] = Weight(data[tensor], shape, _NUMPY.get(kinds[0], ""), place)
-    return found
+            numbers = int(own.get("offset", 0)), int(own.get("length", 0))
+            place = (own["location"], *numbers) if "location" in own else None
+            weights[name] = Weight(data[tensor], shape, _DTYPES.get(sum(kinds), ""), place)
+    return weights
+
+
+def float_weights(path: Path) -> int:
+    """How many numbers the float weights of a graph hold. Raises: ValueError: it is no ONNX graph. OSError."""
+    return sum(math.prod(one.shape) for one in graph_weights(path).values() if one.dtype.startswith("float"))
 
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[tuple[mmap.mmap, slice]]:
     """The bytes of a file, and where its outermost message lies."""
     if not path.stat().st_size:
-        raise NotOnnx("the file is empty")
+        raise ValueError("the file is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         yield data, slice(0, len(data))
 
@@ -141,9 +150,9 @@ def _fields(data: mmap.mmap | bytes, message: slice) -> Iterator[tuple[int, slic
         elif wire in (1, 5):
             at = start + (8 if wire == 1 else 4)
         else:
-            raise NotOnnx(f"wire type {wire} at byte {at}: no ONNX file")
+            raise ValueError(f"wire type {wire} at byte {at}: no ONNX file")
         if at > end:
-            raise NotOnnx("a field runs past the end: cut short, or no ONNX file")
+            raise ValueError("a field runs past the end: cut short, or no ONNX file")
         if wire in (0, 2):
             yield tag >> 3, slice(start, at)
 
@@ -164,4 +173,4 @@ def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
         shift, at = shift + 7, at + 1
         if data[at - 1] < 0x80:
             return value, at
-    raise NotOnnx("a number runs past the end: cut short, or no ONNX file")
+    raise ValueError("a number runs past the end: cut short, or no ONNX file")

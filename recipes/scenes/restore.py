@@ -69,7 +69,7 @@ def _target(bundle: Bundle, codebook: Tensor) -> ScenesTarget:
         for name, tensor in target.named_parameters()
         if name in ("words.weight", "slots", "uncond_embedding")
     }
-    tables = {"code_embedding": torch.from_numpy(bundle.code_embeddings().copy()), "code_head": stored["head.weight"].T}
+    tables = {"code_embedding": torch.from_numpy(bundle.code_embeddings.copy()), "code_head": stored["head.weight"].T}
     for part, table in tables.items():  # all in the learned rows, nothing in the map of features
         own = getattr(target, part)
         condition |= {f"{part}.rows": table, f"{part}.map": torch.zeros_like(own.map), f"{part}.features": own.features}

@@ -250,7 +250,7 @@ def test_a_neighbour_table_with_a_damaged_header_is_refused_by_name(folder: Path
         archive.writestr("indices.npy", damaged)
         archive.writestr("distances.npy", damaged)
     with refused(BundleError, str(path)):
-        reopened(folder).neighbors()
+        _ = reopened(folder).neighbors
 
 
 def test_a_table_stored_by_columns_is_read_as_what_it_is(folder: Path) -> None:
@@ -258,7 +258,7 @@ def test_a_table_stored_by_columns_is_read_as_what_it_is(folder: Path) -> None:
     with np.load(path) as table:
         indices, distances = table["indices"], table["distances"]
     np.savez(path, indices=np.asfortranarray(indices), distances=np.asfortranarray(distances))
-    found = reopened(folder).neighbors()
+    found = reopened(folder).neighbors
     assert np.array_equal(found.indices, indices)
     assert np.array_equal(found.distances, distances)
 

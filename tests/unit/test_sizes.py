@@ -79,4 +79,4 @@ def test_the_table_of_embeddings_reaches_the_end_of_a_row(tmp_path: Path) -> Non
     folder = make_bundle(tmp_path / "tiny")
     write_manifest(folder, read_manifest(folder) | {"row_end": 16})
     with refused(BundleError, "code_embeddings.npy", "[16, 8]", "[17, 8]"):
-        open_bundle(folder).code_embeddings()
+        _ = open_bundle(folder).code_embeddings

@@ -64,7 +64,7 @@ def read_target(bundle: Bundle) -> Target:
     config = _drafter_config(bundle, graph)
     if config.rotary == "grid":
         _check_rotation(bundle, graph, config)
-    embeddings = torch.from_numpy(np.array(bundle.code_embeddings()))
+    embeddings = torch.from_numpy(np.array(bundle.code_embeddings))
     code_offset = 0
     if manifest.condition.kind == "tokens":
         codes = embeddings
