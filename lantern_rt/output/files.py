@@ -52,7 +52,9 @@ def replace_file(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name[:50]}.{os.getpid()}.{threading.get_ident()}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        partial.write_bytes(data)
+        partial.unlink(missing_ok=True)  # of a killed program, or a link or pipe that is not written to
+        with partial.open("xb") as file:
+            file.write(data)
         os.replace(partial, path)
     except BaseException:  # also Ctrl-C
         with suppress(OSError):
@@ -65,7 +67,7 @@ def check_output(path: Path, force: bool) -> None:
     with refusing(path):
         if path.is_dir():
             raise OutputError(field=str(path), found="a folder", expected="a file name")
-        if path.exists() and not force:
+        if os.path.lexists(path) and not force:  # a link to nowhere, too
             raise OutputError(field=str(path), found="a file", expected="none", remedy=_OTHER_NAME)
         check_parent(path)
 
@@ -86,7 +88,7 @@ def check_new_folder(output: Path, force: bool, marker: str, kind: str) -> None:
 def write_output(path: Path, data: bytes, force: bool) -> None:
     """Write a whole file or nothing; creates the file's folder. Raises: OutputError."""
     with refusing(path), _with_parents(path):
-        if not force and path.exists():
+        if not force and os.path.lexists(path):
             raise OutputError("a file appeared meanwhile", field=str(path), remedy=_OTHER_NAME)
         replace_file(path, data)
 
@@ -145,23 +147,23 @@ def _hidden_folder(goal: Path) -> Iterator[Path]:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether no other program works in `folder`, which none can claim meanwhile; a killed program claims nothing."""
+    """Whether this user made `folder` and no program works in it, nor can claim it meanwhile.
+
+    A killed program claims nothing. Raises: OSError: it is no folder, or cannot be opened.
+    """
     if fcntl is None:
         yield False
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield _lock(handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = os.fstat(handle).st_uid == os.geteuid()
+        except OSError:  # another program's, or a disk without locks
+            ours = False
+        yield ours
     finally:
         os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def check_parent(path: Path) -> None:

@@ -44,7 +44,8 @@ def plan_outputs(
                 return [_one_file(folder, stems, force, drawn)]
             if folder.suffix:
                 raise OutputError(field=output, found=f"the ending {folder.suffix}", expected="a .png file or a folder")
-        if not folder.exists():
+        new = not os.path.lexists(folder)
+        if new:
             check_parent(folder)
         outputs: list[tuple[Path, bool]] = []
         taken: set[Path] = set()
@@ -53,13 +54,13 @@ def plan_outputs(
                 path = folder / f"{stem}{f'-{number}' if number > 1 else ''}.png"
                 if path in taken:
                     continue
-                there = path.exists() and not force
+                there = os.path.lexists(path) and not force
                 if not there or drawn(i, path):
                     break
             taken.add(path)
             outputs.append((path, there))
     for path, there in outputs:
-        if folder.exists() and not there:
+        if not new and not there:
             check_output(path, force)
     return outputs
 

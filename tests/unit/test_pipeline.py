@@ -68,7 +68,7 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
     engines, bundle = type(pipe.engines), type(pipe.bundle)
     drafter, neighbors = engines.drafter, bundle.neighbors
     monkeypatch.setattr(engines, "drafter", property(lambda self: loaded.append("drafter") or drafter.fget(self)))
-    monkeypatch.setattr(bundle, "neighbors", lambda self: loaded.append("neighbors") or neighbors(self))
+    monkeypatch.setattr(bundle, "neighbors", property(lambda self: loaded.append("neighbors") or neighbors.func(self)))
     pipe("red", method="ar")
     assert loaded == []
     pipe("red", method="eagle")

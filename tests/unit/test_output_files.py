@@ -1,0 +1,65 @@
+"""Writing beside files of strangers: nothing is waited for, followed or removed that this user did not make."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lantern_rt.errors import OutputError
+from lantern_rt.output.files import check_output, folder_or_nothing, replace_file, write_output
+from lantern_rt.output.names import plan_outputs
+
+
+def write_folder(goal: Path) -> None:
+    with folder_or_nothing(goal, False, "bundle.json", "bundle") as folder:
+        (folder / "bundle.json").touch()
+
+
+def test_pipes_links_and_folders_of_others_beside_the_goal_are_left(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".goal.pipe.partial")
+    (tmp_path / "own").mkdir()
+    (tmp_path / ".goal.link.partial").symlink_to(tmp_path / "own")
+    (tmp_path / ".goal.killed.partial").mkdir()
+    names = {".goal.pipe.partial", ".goal.link.partial", "goal", "own"}
+    if not os.geteuid():  # only root can give a folder away
+        (tmp_path / ".goal.theirs.partial").mkdir()
+        os.chown(tmp_path / ".goal.theirs.partial", 12345, -1)
+        names.add(".goal.theirs.partial")
+    write_folder(tmp_path / "goal")
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_file_grows_in_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    monkeypatch.setattr("threading.get_ident", lambda: 8)
+    (tmp_path / "precious").write_text("precious")
+    partial = tmp_path / ".a.png.7.8.partial"
+    if kind == "pipe":
+        os.mkfifo(partial)
+    else:
+        partial.symlink_to(tmp_path / "precious")
+    replace_file(tmp_path / "a.png", b"picture")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "precious"}
+
+
+@pytest.mark.parametrize("target", ["nowhere", "a.png"], ids=["to nowhere", "in a circle"])
+def test_a_link_counts_as_a_file_wherever_it_leads(tmp_path: Path, target: str) -> None:
+    link = tmp_path / "a.png"
+    link.symlink_to(tmp_path / target)
+    for refuse in (
+        lambda: check_output(link, False),
+        lambda: write_output(link, b"", False),
+        lambda: plan_outputs(str(link), ["a"], False),
+    ):
+        with pytest.raises(OutputError) as refusal:
+            refuse()
+        assert refusal.value.field == str(link)
+    assert plan_outputs(str(tmp_path), ["a"], False) == [(tmp_path / "a-2.png", False)]
+    check_output(link, True)
+    write_output(link, b"picture", True)
+    assert not link.is_symlink()
+    assert not (tmp_path / "nowhere").exists()
