@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations import CONTROL, VALUES, damage, damage_json
+from mutations import CONTROL, VALUES, damage, damage_json, damage_safetensors
 from torch import Tensor
 
 from lantern_rt.export.families.llamagen import read_llamagen
@@ -47,7 +46,10 @@ def damaged_checkpoint(folder: Path, rng: random.Random) -> Callable[[], object]
     if rng.random() < 0.4:
         target = Path(shutil.copytree(DATA / "lantern-llamagen-hf/c2i", folder / "target"))
         hurt = rng.choice((target / "config.json", target / "model.safetensors"))
-        hurt.write_bytes(_damaged_safetensors(hurt, rng) if hurt.suffix != ".json" else _damaged_json(hurt, rng))
+        if hurt.suffix == ".json":
+            hurt.write_bytes(_damaged_json(hurt, rng))
+        else:
+            hurt.write_bytes(damage_safetensors(hurt.read_bytes(), rng))
         return partial(read_llamagen, target, vq)
     name = rng.choice(("llamagen-c2i/c2i_tiny.pt", "llamagen-t2i/t2i_tiny.pt"))
     target, config = folder / "target.pt", folder / "config.json"
@@ -67,15 +69,6 @@ def damaged_checkpoint(folder: Path, rng: random.Random) -> Callable[[], object]
 
 def _damaged_json(path: Path, rng: random.Random) -> bytes:
     return damage_json(path.read_text(), rng)
-
-
-def _damaged_safetensors(path: Path, rng: random.Random) -> bytes:
-    data = path.read_bytes()
-    if rng.random() < 0.4:
-        return damage(data, rng)
-    size = int.from_bytes(data[:8], "little")
-    header = damage_json(json.dumps(json.loads(data[8 : 8 + size])), rng)
-    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 def _damage_weights(path: Path, rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""Damage to files, drawn from a seeded generator: to bytes, to JSON, to zip archives, to graphs."""
+"""Damage to files, drawn from a seeded generator: to bytes, to JSON, to archives, pictures and graphs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import random
 import zipfile
+import zlib
 from typing import Any
 
 import onnx
@@ -20,6 +21,7 @@ VALUES: tuple[Any, ...] = (
     *([], {}, [[]], [1, 2, 3], [None] * 100, {"a": {"b": []}}, {CONTROL: CONTROL}, [0] * 2_000),
     _DIGITS,
 )
+_CHUNKS = b"tEXt zTXt iTXt iCCP tRNS PLTE gAMA sRGB cHRM pHYs eXIf acTL fcTL fdAT IHDR abcd".split()
 
 
 def damage(data: bytes, rng: random.Random) -> bytes:
@@ -94,6 +96,42 @@ def damage_zip(data: bytes, rng: random.Random) -> bytes:
             way = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2))
             new.writestr(name, damage(member, rng) if name == hurt else member, way)
     return packed.getvalue()
+
+
+def damage_png(data: bytes, rng: random.Random) -> bytes:
+    """A PNG one of whose chunks is hurt, missing, doubled, renamed or followed by another; or hurt as bytes."""
+    if rng.random() < 0.4:
+        return damage(data, rng)
+    chunks = []
+    at = 8
+    while at < len(data):
+        end = at + 8 + int.from_bytes(data[at : at + 4])
+        chunks.append((data[at + 4 : at + 8], data[at + 8 : end]))
+        at = end + 4
+    index = rng.randrange(len(chunks))
+    name, body = chunks[index]
+    other = rng.choice(_CHUNKS)
+    chunks[index : index + 1] = rng.choice(
+        (
+            [],
+            [(name, body)] * 2,
+            [(other, body)],
+            [(name, damage(body, rng))],
+            [(name, body), (other, rng.randbytes(rng.choice((0, 4, 8, 26, 40))))],
+            [(name, body), (other, b"prompt\0\0" + zlib.compress(bytes(1 << 23), 9))],
+        )
+    )
+    written = [len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4) for name, body in chunks]
+    return data[:8] + b"".join(written)
+
+
+def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
+    """A file of tensors whose header is hurt, or any of its bytes."""
+    if rng.random() < 0.4:
+        return damage(data, rng)
+    size = int.from_bytes(data[:8], "little")
+    header = damage_json(json.dumps(json.loads(data[8 : 8 + size])), rng)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
 def damage_graph(data: bytes, rng: random.Random) -> bytes:

@@ -1,4 +1,4 @@
-"""A bundle folder whose graphs are stubs: everything `open_bundle` looks at, nothing that computes."""
+"""The manifest of a bundle's folder, read and written again, and the smallest graph."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-
-CODES, WIDTH, K = 16, 8, 5
-ZEROS = "0" * 64
 
 
 def stub_graph(location: str | None = None) -> bytes:
@@ -26,64 +21,6 @@ def _field(number: int, payload: bytes) -> bytes:
     return bytes([number << 3 | 2, len(payload)]) + payload
 
 
-def neighbor_table() -> dict[str, np.ndarray]:
-    line = np.random.default_rng(0).normal(size=CODES)
-    distance = np.abs(line[:, None] - line)
-    np.fill_diagonal(distance, np.inf)
-    indices = distance.argsort(1)[:, :K]
-    return {
-        "indices": indices.astype(np.uint8),
-        "distances": np.take_along_axis(distance, indices, 1).astype(np.float16),
-    }
-
-
-def make_bundle(folder: Path) -> Path:
-    """Write a valid bundle into `folder`."""
-    folder.mkdir(parents=True)
-    for role in ("target", "vq_decoder", "condition", "drafter"):
-        (folder / f"{role}.onnx").write_bytes(stub_graph("target.onnx.data" if role == "target" else None))
-    (folder / "target.onnx.data").write_bytes(bytes(64))
-    np.save(folder / "code_embeddings.npy", np.random.default_rng(1).normal(size=(CODES, WIDTH)).astype(np.float32))
-    np.savez_compressed(folder / "neighbors.npz", **neighbor_table())
-    sizes = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "vocab_size": CODES}
-    files = {
-        "target": "target.onnx",
-        "target.data": "target.onnx.data",
-        "vq_decoder": "vq_decoder.onnx",
-        "condition": "condition.onnx",
-        "drafter": "drafter.onnx",
-        "code_embeddings": "code_embeddings.npy",
-        "neighbors": "neighbors.npz",
-    }
-    manifest = {
-        "format_version": "3.0",
-        "name": "tiny",
-        "family": "test",
-        "grid_rows": 4,
-        "grid_columns": 4,
-        "codebook_size": CODES,
-        "image_height": 16,
-        "image_width": 16,
-        "neighbors": K,
-        "target": sizes | {"max_positions": 32},
-        "drafter": sizes,
-        "condition": {"kind": "class", "prefix": 1, "classes": 10},
-        "sampling": {"cfg_scale": 4.0},
-        "decoding": {
-            "method": "lantern",
-            "methods": [{"method": "lantern", "tree": "dynamic", "neighbors": K, "delta": 0.1}],
-        },
-        "files": {role: {"path": name, "sha256": ZEROS, "bytes": 0} for role, name in files.items()},
-        "provenance": {
-            "exporter": "test 1",
-            "sources": [{"role": "target", "name": "w.pt", "sha256": ZEROS}],
-            "licence": "Apache-2.0",
-        },
-    }
-    write_manifest(folder, manifest)
-    return folder
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((folder / "bundle.json").read_text())
     return manifest
@@ -95,3 +32,15 @@ def write_manifest(folder: Path, manifest: dict[str, Any], rehash: bool = True) 
         data = (folder / entry["path"]).read_bytes()
         entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     (folder / "bundle.json").write_text(json.dumps(manifest, indent=2))
+
+
+def set_field(manifest: dict[str, Any], path: str, value: object) -> None:
+    """Set a field by its dotted name; None removes it."""
+    *outer, last = path.split(".")
+    part: Any = manifest
+    for key in outer:
+        part = part[int(key) if isinstance(part, list) else key]
+    if value is None:
+        del part[last]
+    else:
+        part[last] = value

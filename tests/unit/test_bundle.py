@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,17 +14,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundle_folder import CODES, WIDTH, K, make_bundle, neighbor_table, read_manifest, stub_graph, write_manifest
+from bundle_folder import read_manifest, set_field, stub_graph, write_manifest
+from tiny_bundle import CODES, WIDTH, K
 
 from lantern_rt.bundle import files as bundle_module
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.bundle.onnx_scan import external_locations
 from lantern_rt.errors import BundleError
 
+SQUARE = {"name": "24x24", "rows": 6, "columns": 6, "tokens": [7]}
+WIDE = {"name": "36x12", "rows": 3, "columns": 9, "tokens": [8]}
+EMPTY = {"kind": "tokens", "prefix": 4, "layout": {"after": [3], "uncond": []}}
+
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_bundle(tmp_path / "tiny")
+def folder(class_bundle: Path, tmp_path: Path) -> Path:
+    """One that takes classes, of 6 x 6 tokens in pictures of 24 x 24 pixels."""
+    return Path(shutil.copytree(class_bundle, tmp_path / "tiny"))
 
 
 def refusal(path: Path | str, verify: bool = True) -> str:
@@ -53,9 +60,9 @@ def test_a_valid_bundle_opens_with_its_tables(folder: Path) -> None:
 
 
 def test_an_embedded_bundle_opens_by_name_before_a_folder_of_that_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    class_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_bundle(tmp_path / "embedded" / "tiny")
+    shutil.copytree(class_bundle, tmp_path / "embedded" / "tiny")
     (tmp_path / "tiny").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bundle_module, "EMBEDDED", tmp_path / "embedded")
@@ -71,10 +78,10 @@ def test_a_path_that_is_no_folder_is_one_line(name: str) -> None:
 
 
 def test_an_altered_file_is_found_by_its_hash(folder: Path) -> None:
-    data = bytearray((folder / "target.onnx.data").read_bytes())
-    data[5] ^= 1
-    (folder / "target.onnx.data").write_bytes(data)
-    assert re.search(r"target\.onnx\.data: found sha256 \w+\.\.\., expected \w+\.\.\.", refusal(folder))
+    data = bytearray((folder / "target.onnx").read_bytes())
+    data[data.index(b"head")] ^= 1
+    (folder / "target.onnx").write_bytes(data)
+    assert re.search(r"target\.onnx: found sha256 \w+\.\.\., expected \w+\.\.\.", refusal(folder))
     assert open_bundle(folder, verify=False)
 
 
@@ -98,7 +105,7 @@ def test_bytes_are_counted_as_they_are_hashed() -> None:
 def test_a_truncated_file_is_found_even_without_hashing(folder: Path) -> None:
     path = folder / "code_embeddings.npy"
     path.write_bytes(path.read_bytes()[:-4])
-    assert "found 636 bytes, expected 640" in refusal(folder, verify=False)
+    assert "found 1,148 bytes, expected 1,152" in refusal(folder, verify=False)
 
 
 def test_a_missing_file_is_named_with_its_role(folder: Path) -> None:
@@ -136,33 +143,60 @@ def test_a_manifest_that_cannot_be_read_says_why(folder: Path, text: bytes, expe
         ("target.hidden_size", "8", "field `target.hidden_size`: found '8', expected integer"),
         ("target.hidden_size", 8.5, "field `target.hidden_size`: found 8.5"),
         ("target.depth", 3, "field `target.depth`: unknown, expected it left out"),
-        ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 16"),
+        ("target.vocab_size", 15, "target vocab_size 15 is not codebook_size 32"),
         ("sampling.top_p", 1.5, "field `sampling.top_p`: found 1.5, expected less than or equal to 1"),
         ("decoding.method", "magic", "field `decoding.method`: found 'magic', expected 'ar'"),
         ("decoding.methods", [{"method": "lantern", "lambda": 2.0}], "lambda`: unknown, expected it left out"),
         ("decoding.methods", [{"method": "ar"}, {"method": "ar"}], "method ar has defaults twice"),
-        ("decoding.methods.0.delta", 2.0, "`decoding.methods.0.lantern.delta`: found 2.0, expected less than 1"),
-        ("decoding.methods.0.lambda", 2.0, "`decoding.methods.0.lantern.lambda`: unknown"),
+        ("decoding.methods.1.delta", 2.0, "`decoding.methods.1.lantern.delta`: found 2.0, expected less than 1"),
+        ("decoding.methods.1.lambda", 2.0, "`decoding.methods.1.lantern.lambda`: unknown"),
         ("presets", {"strict": {}}, "presets.strict"),
-        ("neighbors", 16, "field `neighbors`: found 16, expected less than codebook_size 16"),
+        ("neighbors", 32, "field `neighbors`: found 32, expected less than codebook_size 32"),
         ("files.target.sha256", "zz", "field `files.target.sha256`: found 'zz'"),
         ("files.tar\nget", 1, "field `files.tar get`: found 1"),
+        ("condition.cleaning", "llamagen", "`cleaning` goes with kind `text`"),
+        ("condition.caption_dim", 32, "`caption_dim` goes with kind `embeddings`"),
+        ("condition", {"kind": "text", "prefix": 4, "cleaning": "other"}, "expected 'llamagen'"),
+        ("condition", {"kind": "text", "prefix": 4}, "`files` lacks tokenizer"),
+        ("condition", {**EMPTY, "kind": "words"}, "`layout` goes with kind `tokens`"),
+        ("condition", {"kind": "tokens", "prefix": 4}, "`layout` goes with kind `tokens`"),
+        ("condition", {**EMPTY, "layout": {"after": [1]}}, "`uncond` and `uncond_fill` are two ways"),
+        ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "uncond_fill": 1}}, "set one"),
+        ("condition", {**EMPTY, "layout": {"after": [], "uncond": [1]}}, "at least 1 item"),
+        ("condition", {**EMPTY, "layout": {"after": [1], "uncond": [1], "template": "none"}}, "match pattern"),
+        ("sizes", [WIDE], "`sizes` lacks the default grid, 6 x 6"),
+        ("sizes", [SQUARE, {**WIDE, "name": "24x24"}], "`sizes` has a name or a grid twice"),
+        ("sizes", [SQUARE, {**SQUARE, "name": "25x25"}], "`sizes` has a name or a grid twice"),
+        ("sizes", [SQUARE, {**WIDE, "name": "wide"}], "match pattern"),
+        ("sizes", [SQUARE, {**WIDE, "columns": 0}], "greater than or equal to 1"),
+        ("sizes", [SQUARE, {**WIDE, "rows": 60, "columns": 2}], "take 120 positions, but .* is 101"),
+        ("row_end", 31, "row_end 31 is a code, expected a row behind the 32 of them"),
+        ("row_end", 2_000_000, "row_end 2000000 is a code, expected a row behind"),
     ],
 )
 def test_a_wrong_manifest_field_is_named_with_what_was_found(
     folder: Path, path: str, value: object, expected: str
 ) -> None:
     manifest = read_manifest(folder)
-    *outer, last = path.split(".")
-    part: Any = manifest
-    for key in outer:
-        part = part[int(key) if isinstance(part, list) else key]
-    if value is None:
-        del part[last]
-    else:
-        part[last] = value
+    set_field(manifest, path, value)
     write_manifest(folder, manifest, rehash=False)
     assert re.search(expected, refusal(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"image_width": 8192, "sizes": [SQUARE, WIDE]}, "size 36x12 has more than 8192 pixels along a side"),
+        ({"condition": EMPTY}, "`uncond` is empty, and so are the tokens of a size"),
+        ({"condition": EMPTY, "sizes": [SQUARE, {**WIDE, "tokens": []}]}, "`uncond` is empty, and so are the tokens"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(folder: Path, changes: dict[str, Any], expected: str) -> None:
+    files = read_manifest(folder)["files"]
+    rewrite(folder, **changes, files={**files, "tokenizer": files["target"]})
+    assert expected in refusal(folder)
+    rewrite(folder, **{**changes, "image_width": 24, "sizes": [SQUARE, WIDE]})
+    assert open_bundle(folder).manifest.size("36x12").tokens == (8,)
 
 
 def test_a_newer_minor_format_explains_an_unknown_field(folder: Path) -> None:
@@ -266,7 +300,7 @@ NO_ARRAY = "without pickled objects"
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        (np.zeros((CODES, WIDTH + 1), np.float32), r"float32 \[16, 9\], expected float32 \[16, 8\]"),
+        (np.zeros((CODES, WIDTH + 1), np.float32), r"float32 \[32, 9\], expected float32 \[32, 8\]"),
         (np.zeros((CODES, WIDTH)), "float64"),
         (HOLE, "found NaN or infinity"),
         (np.full((CODES, WIDTH), None, object), NO_ARRAY),
@@ -285,14 +319,15 @@ def test_a_wrong_code_table_is_refused(folder: Path, table: np.ndarray | bytes, 
 
 
 def test_a_wrong_neighbor_table_is_refused(folder: Path) -> None:
-    table = neighbor_table()
+    with np.load(folder / "neighbors.npz") as archive:
+        table = dict(archive)
     indices, distances = table["indices"], table["distances"]
     beyond, own, hole = indices.copy(), indices.copy(), distances.copy()
     beyond[2, 1], own[7, 0], hole[0, 4] = CODES, 7, np.nan
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"indices": indices[:, :4]}, "uint8 [16, 4]"),
+        ({"indices": indices[:, :4]}, "uint8 [32, 4]"),
         ({"indices": indices.astype(np.int64)}, "int64"),
-        ({"indices": beyond}, "found index 16, expected 0 .. 15"),
+        ({"indices": beyond}, "found index 32, expected 0 .. 31"),
         ({"indices": own}, "found code 7 among its own neighbours"),
         ({"distances": distances[:, ::-1]}, "nearest first"),
         ({"distances": hole}, "finite"),

@@ -10,16 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_rt import Pipeline, open_bundle
 from lantern_rt.bundle.files import Bundle
-from lantern_rt.cli.again import recorded_request
-from lantern_rt.errors import BundleError, RequestError
-from lantern_rt.methods import PARAMETERS
 from lantern_rt.output.images import png_bytes
 from lantern_rt.output.recipe import HEAD_LIMIT, TEXT_LIMIT, read_recipe
 from lantern_rt.runtime.noise import FORMAT
@@ -234,66 +229,3 @@ def test_pixels_are_not_looked_at_and_foreign_chunks_do_not_count(bundle: Bundle
     data = (tmp_path / "a.png").read_bytes()
     (tmp_path / "a.png").write_bytes(data[: data.index(b"IDAT") + 4])
     assert read_recipe(tmp_path / "a.png").seed == 7
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file for every example of a property."""
-    return tmp_path_factory.mktemp("hostile") / "a.png"
-
-
-properties = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def read_or_refuse(place: Path, bundle: Bundle) -> None:
-    """Whatever lies there is a request or a refusal of one line that names the file."""
-    text = str(place)
-    try:
-        recorded_request(place, read_recipe(place), bundle)
-    except (RequestError, BundleError) as error:
-        text = str(error)
-    assert text.startswith(str(place))
-    assert "\n" not in text
-
-
-@properties
-@given(data=st.data())
-def test_damaged_bytes_never_escape_as_another_error(bundle: Bundle, place: Path, data: st.DataObject) -> None:
-    good = bytearray(png_bytes(Image.new("RGB", (8, 8)), texts(bundle)))
-    for _ in range(data.draw(st.integers(0, 4))):
-        start = data.draw(st.integers(0, len(good)))
-        good[start : start + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
-    place.write_bytes(bytes(good[: data.draw(st.integers(0, len(good)))]))
-    read_or_refuse(place, bundle)
-
-
-KINDS = b"tEXt zTXt iTXt iCCP tRNS PLTE gAMA sRGB cHRM pHYs eXIf acTL fcTL fdAT IHDR abcd".split()
-
-
-@properties
-@given(chunks=st.lists(st.tuples(st.sampled_from(KINDS), st.binary(max_size=40)), max_size=5))
-@example(chunks=[(b"fdAT", bytes(4))])
-def test_no_chunk_escapes_as_another_error(bundle: Bundle, place: Path, chunks: list[tuple[bytes, bytes]]) -> None:
-    place.write_bytes(with_chunks(*(chunk(*one) for one in chunks)))
-    read_or_refuse(place, bundle)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=4,
-)
-
-
-@properties
-@given(
-    method=st.sampled_from(["ar", "eagle", "lantern", "sjd", "auto"]),
-    other=st.dictionaries(st.sampled_from([*SETTINGS, *PARAMETERS, "seed", "prompts"]), json_values, max_size=3),
-    left_out=st.sets(st.sampled_from(list(SETTINGS)), max_size=3),
-)
-def test_no_value_of_a_setting_escapes_as_another_error(
-    bundle: Bundle, place: Path, method: str, other: dict[str, Any], left_out: set[str]
-) -> None:
-    changed = {name: value for name, value in SETTINGS.items() if name not in left_out} | {"method": method} | other
-    picture(place, texts(bundle, method=method, settings=changed))
-    read_or_refuse(place, bundle)

@@ -1,16 +1,14 @@
-"""Prompts as token ids: how both rows are laid out, what is refused, and the tokenizer library where it is needed."""
+"""Prompts as token ids: how the rows of a request are laid out."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from pydantic import ValidationError
-from tiny_bundle import make_tiny_bundle
 
+from lantern_rt import open_bundle
 from lantern_rt.bundle.manifest import ConditionSpec, Manifest, TokenLayout
 from lantern_rt.prompts import ImageRequest
 from lantern_rt.requests import check_request
@@ -21,9 +19,8 @@ JANUS = TokenLayout(template="<|User|>: {prompt}", before=(1,), after=(9,), unco
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    folder = make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny")
-    return Manifest.model_validate_json((folder / "bundle.json").read_text())
+def manifest(words_bundle: Path) -> Manifest:
+    return open_bundle(words_bundle).manifest
 
 
 class Ids:
@@ -70,22 +67,12 @@ def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:
     assert PrefixRow(rows, np.arange(6) > 1).drafter_tokens(DrafterLayout(prefix_token=3)).tolist() == [3] * 5
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"after": [1]}, "`uncond` and `uncond_fill` are two ways to lay out one row; set one"),
-        ({"after": [1], "uncond": [1], "uncond_fill": 1}, "`uncond` and `uncond_fill` are two ways"),
-        ({"after": [], "uncond": [1]}, "at least 1 item"),
-        ({"after": [1], "uncond": [1], "template": "no place"}, "should match pattern"),
-    ],
-)
-def test_a_layout_that_contradicts_itself_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        TokenLayout.model_validate_json(json.dumps(fields))
-
-
-def test_a_layout_goes_with_tokens_only() -> None:
-    with pytest.raises(ValidationError, match="`layout` goes with kind `tokens` and with no other"):
-        ConditionSpec(kind="words", prefix=4, layout=ANOLE)
-    with pytest.raises(ValidationError, match="`layout` goes with kind `tokens` and with no other"):
-        ConditionSpec(kind="tokens", prefix=4)
+def test_tokens_of_any_text_stand_at_the_end_of_the_prefix_and_the_rest_is_padding(manifest: Manifest) -> None:
+    own = manifest.model_copy(update={"condition": ConditionSpec(kind="text", prefix=6, cleaning="llamagen")})
+    (short,) = check_request(own, Ids([7, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
+    assert short.inputs["token_ids"].tolist() == [[7, 1]]
+    assert short.inputs["token_mask"].tolist() == [[1, 1]]
+    assert short.real[0].tolist() == [False] * 4 + [True] * 2
+    assert all(array.dtype == np.int64 for array in short.inputs.values())
+    (full,) = check_request(own, Ids([2, 3, 4, 5, 6, 1]), "a prompt", method="ar").images  # type: ignore[arg-type]
+    assert full.real[0].all()
