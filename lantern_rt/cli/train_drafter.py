@@ -21,7 +21,7 @@ from .options import (
 
 STEPS = {
     "data": """
-lantern-rt train-drafter data bundles/llamagen-b --images 4096 --output drafter-data/
+lantern-rt train-drafter data bundles/llamagen-b --count 4096 --output drafter-data/
 lantern-rt train-drafter data bundles/text --prompts captions.txt --output drafter-data/
 """,
     "fit": """
@@ -35,7 +35,7 @@ def data(
     bundle: BundleArgument,
     *,
     output: Annotated[Path, typer.Option(help="Folder of shards; one that was begun is continued.")],
-    images: Annotated[
+    count: Annotated[
         int, typer.Option(help="Pictures to draw, in whole files of 64: all prompts or classes over and over.")
     ] = 4096,
     prompts: PromptsOption = None,
@@ -46,16 +46,18 @@ def data(
     require_library("safetensors", "train-drafter data", "cpu,train")
     from ..compare.turns import read_bundle_prompts
     from ..train.drafter.data import estimate_bytes, write_shards
+    from ..train.drafter.shards import read_source
 
-    whole("images", images, 1, 1, 100_000_000)
+    whole("count", count, 1, 1, 100_000_000)
     engine = EngineOptions(threads, None, provider)
     opened = engine.open_bundle(bundle)
+    read_source(opened.manifest)  # other families are refused before anything is drawn
     items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
-    say(f"{images:,} pictures, up to {estimate_bytes(opened.manifest, images) / 1e9:.2f} GB")
+    say(f"{count:,} pictures, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
     pipeline = engine.load(opened)
     with progress(lines=False) as show:
-        for count in write_shards(pipeline, items, images, output, show):
-            show("pictures", min(count, images), images)
+        for done in write_shards(pipeline, items, count, output, show):
+            show("pictures", min(done, count), count)
     print_text(output)
 
 
@@ -83,7 +85,7 @@ def fit(
     opened = open_bundle(bundle)
     target = read_target(opened)
     options = Options(whole("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
-    fitting = Fit(ShardFolder(data, target.weights), target, options, output, device)
+    fitting = Fit(ShardFolder(data, target.source, len(target.embeddings)), target, options, output, device)
     with progress(lines=False) as show:
         figures = fitting.run(show, say)
     say(describe_figures(figures))

@@ -50,7 +50,9 @@ def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", 
     bundle = target_bundle(work)
     target = read_target(bundle)
     options = Options(steps, batch, bundle.manifest.sampling.cfg_scale, seed)
-    fit = Fit(ShardFolder(work / "samples", target.weights), target, options, work / "drafter", device)
+    fit = Fit(
+        ShardFolder(work / "samples", target.source, len(target.embeddings)), target, options, work / "drafter", device
+    )
     figures = fit.run(lambda what, done, total: None, lambda line: print(f"drafter: {line}", flush=True))
     print(f"drafter done: {describe_figures(figures)}")
     return figures

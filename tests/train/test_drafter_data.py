@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,13 @@ import numpy as np
 import pytest
 
 from lantern_rt import CheckpointError, OutputError, Pipeline
+from lantern_rt.cli.main import run_program
 from lantern_rt.compare.turns import Prompts
 
 pytest.importorskip("safetensors")
 
 from lantern_rt.train.drafter.data import hidden_states, write_shards
-from lantern_rt.train.drafter.shards import Shard, ShardFolder, shard_path, target_hash, write_shard
+from lantern_rt.train.drafter.shards import Pictures, Shard, ShardFolder, Source, read_source, shard_path, write_shard
 
 CLASSES = Prompts("class_ids", [3, 1, 4])
 
@@ -23,6 +27,11 @@ CLASSES = Prompts("class_ids", [3, 1, 4])
 @pytest.fixture(scope="module")
 def pipeline(c2i_bundle: Path) -> Pipeline:
     return Pipeline.from_bundle(c2i_bundle, threads=1)
+
+
+@pytest.fixture(scope="module")
+def source(pipeline: Pipeline) -> Source:
+    return read_source(pipeline.bundle.manifest)
 
 
 def write(pipeline: Pipeline, output: Path, count: int = 4, subjects: Prompts = CLASSES) -> None:
@@ -90,31 +99,58 @@ def test_a_folder_of_other_prompts_is_refused(pipeline: Pipeline, tmp_path: Path
     assert refusal.value.field == str(shard_path(tmp_path, 0))
 
 
-def test_data_of_other_weights_and_damaged_data_are_refused(pipeline: Pipeline, tmp_path: Path) -> None:
-    weights = target_hash(pipeline.bundle.manifest)
-
-    def refusal(weights: str) -> CheckpointError:
+def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:
+    def refusal() -> CheckpointError:
         with pytest.raises(CheckpointError) as caught:
-            ShardFolder(tmp_path, weights)
+            ShardFolder(tmp_path, source, 256)
         return caught.value
 
-    assert refusal(weights).found == "no shards"
+    assert refusal().found == "0 pictures"
     write(pipeline, tmp_path)
-    assert len(ShardFolder(tmp_path, weights)) == 4
-    assert weights[:12] in refusal("0" * 64).found
+    assert len(ShardFolder(tmp_path, source, 256)) == 4
     path = shard_path(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-100])
-    assert path.name in str(refusal(weights))
+    assert str(path) in str(refusal())
+    path.unlink()
+    os.mkfifo(path)
+    assert "a pipe or a device" in str(refusal())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weights", "0" * 64),
+        ("weights", 7),
+        ("rows", 2),
+        ("columns", 8.0),
+        ("codes", 512),
+        ("width", "64"),
+        ("kind", []),
+    ],
+)
+def test_shards_that_contradict_the_bundle_are_refused(
+    pipeline: Pipeline, source: Source, tmp_path: Path, field: str, value: Any
+) -> None:
+    write(pipeline, tmp_path, 2)
+    good = Shard(shard_path(tmp_path, 0)).read(slice(None))
+    write_shard(shard_path(tmp_path, 1), replace(source, **{field: value}), good)
+    with pytest.raises(CheckpointError) as refusal:
+        ShardFolder(tmp_path, source, 256)
+    assert str(shard_path(tmp_path, 1)) in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("codes", np.full((2, 16), 500, np.int32)),
+        ("codes", np.zeros((2, 16), np.float32)),
         ("codes", np.zeros((2, 15), np.int32)),
         ("lengths", np.full((2, 2), 9, np.int32)),
-        ("tokens", np.full((2, 2, 1), -1, np.int32)),
+        ("tokens", np.full((2, 2, 1), 1, np.int32)),
         ("states", np.zeros((2, 2, 16, 63), np.float16)),
+        ("states", np.full((2, 2, 16, 64), np.nan, np.float16)),
+        ("states", np.full((2, 2, 16, 64), -np.inf, np.float16)),
+        ("subjects", [3]),
     ],
 )
 def test_numbers_out_of_range_and_other_shapes_are_refused(
@@ -123,20 +159,51 @@ def test_numbers_out_of_range_and_other_shapes_are_refused(
     write(pipeline, tmp_path / "good", 2)
     good = Shard(shard_path(tmp_path / "good", 0))
     pictures = replace(good.read(slice(None)), **{field: value})
-    if field == "tokens":
+    if field == "tokens":  # a prefix of two, where the bundle's has one
         pictures = replace(pictures, states=np.zeros((2, 2, 17, 64), np.float16))
     write_shard(tmp_path / "bad.safetensors", good.source, pictures)
     with pytest.raises(CheckpointError):
         Shard(tmp_path / "bad.safetensors")
 
 
-def test_pictures_of_validation_stay_the_same_when_more_are_drawn(pipeline: Pipeline, tmp_path: Path) -> None:
-    weights = target_hash(pipeline.bundle.manifest)
+def test_tokens_that_no_prefix_has_are_refused(source: Source, tmp_path: Path) -> None:
+    wide = replace(source, prefix=2)
+    tokens, states = np.full((2, 2, 1), 256, np.int32), np.zeros((2, 2, 17, 64), np.float16)
+    pictures = Pictures([1, 2], np.zeros((2, 16), np.int32), np.full((2, 2), 2, np.int32), tokens, states)
+    write_shard(shard_path(tmp_path, 0), wide, pictures)
+    assert len(ShardFolder(tmp_path, wide, 257)) == 2
+    with pytest.raises(CheckpointError):
+        ShardFolder(tmp_path, wide, 256)
+
+
+@pytest.mark.parametrize("field", ["codes", "states", "subjects"])
+def test_data_are_told_apart_by_their_content(pipeline: Pipeline, source: Source, tmp_path: Path, field: str) -> None:
+    write(pipeline, tmp_path / "first", 2)
+    pictures = Shard(shard_path(tmp_path / "first", 0)).read(slice(None))
+    other = [1, 2] if field == "subjects" else np.flip(getattr(pictures, field), 0)
+    write_shard(shard_path(tmp_path / "second", 0), source, replace(pictures, **{field: other}))
+    assert ShardFolder(tmp_path / "first", source, 256).digest != ShardFolder(tmp_path / "second", source, 256).digest
+
+
+def test_families_without_drafters_are_refused_before_a_picture_is_drawn(
+    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Path(shutil.copytree(c2i_bundle, tmp_path / "janus"))
+    manifest = json.loads((bundle / "bundle.json").read_text())
+    (bundle / "bundle.json").write_text(json.dumps(manifest | {"family": "janus"}))
+    assert run_program(["train-drafter", "data", str(bundle), "--output", str(tmp_path / "data")]) == 2
+    assert "found janus, expected llamagen, scenes, anole" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_pictures_of_validation_stay_the_same_when_more_are_drawn(
+    pipeline: Pipeline, source: Source, tmp_path: Path
+) -> None:
     write(pipeline, tmp_path, 24)
-    few = ShardFolder(tmp_path, weights)
+    few = ShardFolder(tmp_path, source, 256)
     assert few.validation == [22]
     write(pipeline, tmp_path, 46)
-    many = ShardFolder(tmp_path, weights)
+    many = ShardFolder(tmp_path, source, 256)
     assert many.validation == [22, 45]
     assert sorted(many.training + many.validation) == list(range(46))
     np.testing.assert_array_equal(many.picture(21).codes, few.picture(21).codes)

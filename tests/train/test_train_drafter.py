@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ OPTIONS = Options(6, batch=4, cfg_scale=4.0)
 def shards(c2i_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty-four pictures of ten classes."""
     folder = tmp_path_factory.mktemp("drafter") / "data"
-    command = ["data", str(c2i_bundle), "--images", "64", "--threads", "1", "--output", str(folder)]
+    command = ["data", str(c2i_bundle), "--count", "64", "--threads", "1", "--output", str(folder)]
     assert run_program(["train-drafter", *command]) == 0
     return folder
 
@@ -46,7 +47,7 @@ def target(c2i_bundle: Path) -> Target:
 
 
 def fit(shards: Path, target: Target, output: Path, options: Options = OPTIONS) -> Fit:
-    return Fit(ShardFolder(shards, target.weights), target, options, output)
+    return Fit(ShardFolder(shards, target.source, len(target.embeddings)), target, options, output)
 
 
 def nothing(*_: object) -> None:
@@ -67,7 +68,7 @@ def test_a_trained_drafter_is_exported_and_drafts_the_pictures_of_plain_decoding
     assert capsys.readouterr().out == f"{tmp_path / 'drafter'}\n"
     training = json.loads((tmp_path / "drafter" / "config.json").read_text())["training"]
     assert training["figures"]["overlap"] > before["overlap"] + 0.05
-    assert training["target_sha256"] == target.weights
+    assert training["target_sha256"] == target.source.weights
     export = ["--target", str(DATA / "llamagen-c2i/c2i_tiny.pt"), "--vq", str(DATA / "llamagen-vq/vq_tiny.pt")]
     export += ["--config", str(DATA / "llamagen-c2i/config.json"), "--drafter", str(tmp_path / "drafter")]
     assert run_program(["export", *export, "--output", str(tmp_path / "bundle")]) == 0
@@ -116,8 +117,24 @@ def test_a_folder_is_replaced_only_by_its_own_fit_with_the_same_options(
     with pytest.raises(CheckpointError):
         fit(shards, target, output)
     state_path(output).unlink()
+    os.mkfifo(state_path(output))
+    with pytest.raises(CheckpointError):
+        fit(shards, target, output)
+    state_path(output).unlink()
     with pytest.raises(OutputError):
         fit(shards, target, output)
+
+
+@pytest.mark.parametrize("steps", [1, 0])
+def test_numbers_that_are_no_longer_finite_end_a_fit_without_a_drafter(
+    shards: Path, target: Target, tmp_path: Path, steps: int
+) -> None:
+    fitting = fit(shards, target, tmp_path / "drafter", replace(OPTIONS, steps=steps))
+    torch.nn.init.constant_((fitting.drafter if steps else fitting.average).fc.weight, float("nan"))
+    with pytest.raises(CheckpointError) as refusal:
+        fitting.run(nothing, nothing)
+    assert refusal.value.found == "nan"
+    assert not [*tmp_path.iterdir()]
 
 
 def embeddings(bundle: Path) -> Prompts:
@@ -138,7 +155,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     subjects = embeddings(bundle) if name == "t2i_bundle" else Prompts("prompts", ["a dog", "some long cat on a mat"])
     list(write_shards(pipeline, subjects, 4, tmp_path / "data", nothing, shard=2))
     target = read_target(pipeline.bundle)
-    data = ShardFolder(tmp_path / "data", target.weights)
+    data = ShardFolder(tmp_path / "data", target.source, len(target.embeddings))
     batch = make_batch(data, [0, 1], target.code_offset, 2, "cpu")
     images = pipeline.check(**subjects.request(0, 2), method="ar").images
     prompts = list(pipeline.prefixes(pipeline.engines, images))
@@ -163,7 +180,7 @@ def test_pictures_come_once_a_pass_in_orders_that_depend_on_the_seed() -> None:
     assert shuffled_pictures(training, 2, 0, 10) != numbers
 
 
-@pytest.mark.parametrize("device", ["cuda", "quantum"])
+@pytest.mark.parametrize("device", ["cuda", "quantum", "meta"])
 def test_a_device_that_torch_does_not_see_is_refused(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -21,7 +21,7 @@ from ...errors import OutputError
 from ...pipeline import Pipeline
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
-from .shards import Pictures, Shard, Source, shard_path, target_hash, write_shard
+from .shards import Pictures, Shard, Source, read_source, shard_path, write_shard
 
 SHARD = 64  # pictures
 FIRST_SEED = 700_000  # of drawn pictures; `tune` and `bench` use others
@@ -54,17 +54,9 @@ def write_shards(
 
     Raises:
         OutputError: a shard that is there is of something else, or one cannot be written.
-        CheckpointError: a shard that is there is damaged.
+        CheckpointError: a shard that is there is damaged, or drafters of the bundle's family cannot be trained.
     """
-    manifest = pipeline.bundle.manifest
-    source = Source(
-        target_hash(manifest),
-        subjects.kind,
-        manifest.grid_rows,
-        manifest.grid_columns,
-        manifest.codebook_size,
-        manifest.target.hidden_size,
-    )
+    source = read_source(pipeline.bundle.manifest)
     paths = [shard_path(output, i) for i in range(-(-images // shard))]
     for index, path in enumerate(paths):
         request = subjects.request(index, shard, FIRST_SEED)

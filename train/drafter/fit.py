@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ... import __version__
 from ...engines.contracts import Progress
 from ...errors import CheckpointError, RequestError
 from ...export.models.eagle import EagleDrafter
-from ...inputs import brief, reading, short
+from ...inputs import brief, open_plain_file, reading, short
 from ...output.files import check_new_folder, write_output
 from ..muon import Muon
 from ..precision import mixed_precision
@@ -63,12 +64,12 @@ def check_device(device: str) -> None:
     """Check that PyTorch can train there.
 
     Raises:
-        RequestError: PyTorch does not know the device, or does not see it.
+        RequestError: it cannot.
     """
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # not so on `meta`, which holds no numbers
     except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        problem = f"PyTorch {torch.__version__} does not see it ({brief(error, 80)})"
+        problem = f"PyTorch {torch.__version__} cannot compute there ({brief(error, 80)})"
         raise RequestError(problem, field="device", found=short(device), remedy="give cpu") from error
 
 
@@ -122,6 +123,9 @@ class Fit:
 
         Returns:
             The drafter's figures.
+
+        Raises:
+            CheckpointError: numbers are no longer finite.
         """
         steps = self.options.steps
         last = time.monotonic()
@@ -130,18 +134,20 @@ class Fit:
         while self.step < steps:
             progress("training", self.step, steps)
             loss = self._update()
+            _check_finite({"loss": loss}, self.step)
             if time.monotonic() - last >= every and self.step < steps:
                 figures = self.figures(_FIGURES_ON_THE_WAY)
-                say(f"step {self.step}, loss {float(loss):.3f}: {describe_figures(figures)}")
+                say(f"step {self.step}, loss {loss:.3f}: {describe_figures(figures)}")
                 self._save()
                 last = time.monotonic()
         progress("training", self.step, steps)
         figures = self.figures()
+        _check_finite(figures, self.step)
         self._save()
         training = {
             "lantern_rt": __version__,
             "target": self.target.name,
-            "target_sha256": self.target.weights,
+            "target_sha256": self.target.source.weights,
             "pictures": len(self.training),
             "options": asdict(self.options),
             "figures": figures,
@@ -183,7 +189,7 @@ class Fit:
     def _logits(self, hidden: Tensor) -> Tensor:
         return guided_logits(hidden, self.head, self.options.cfg_scale)
 
-    def _update(self) -> Tensor:
+    def _update(self) -> float:
         """Make one step; returns the loss."""
         options = self.options
         rate = min(1.0, (self.step + 1) / _WARM_UP, (1 - self.step / options.steps) / _COOL_DOWN)
@@ -203,7 +209,7 @@ class Fit:
         with torch.no_grad():
             for mean, weight in zip(self.average.parameters(), self.drafter.parameters(), strict=True):
                 mean.lerp_(weight, 1 - decay)
-        return loss.detach()
+        return float(loss.detach())
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Divergence of distributions and distance of hidden states, the mean over depths."""
@@ -238,7 +244,8 @@ class Fit:
         if not path.exists():
             return
         with reading(path, "the state of a fit", CheckpointError, "remove it to begin anew"):
-            state = torch.load(path, map_location=self.device, weights_only=True)
+            with open_plain_file(path) as file:
+                state = torch.load(file, map_location=self.device, weights_only=True)
             if json.loads(state["options"]) != self._identity():
                 problem = "was saved with other options, another target or other data"
                 raise CheckpointError(problem, field=str(path), remedy="give the same ones, or remove it")
@@ -252,12 +259,19 @@ class Fit:
         """What must be the same to go on; the number of steps may grow."""
         options = asdict(self.options)
         del options["steps"]
-        return {**options, "target": self.target.weights, "pictures": len(self.data)}
+        return {**options, "target": self.target.source.weights, "data": self.data.digest}
 
 
 def describe_figures(figures: dict[str, float]) -> str:
     """Figures as one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+
+
+def _check_finite(figures: Mapping[str, float], step: int) -> None:
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            remedy = "draw other pictures"
+            raise CheckpointError(field=f"{name} at step {step}", found=str(value), expected="finite", remedy=remedy)
 
 
 def _trained_weights(drafter: EagleDrafter) -> dict[str, Tensor]:

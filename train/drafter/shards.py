@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from safetensors.numpy import save
 
 from ...bundle.manifest import Manifest
 from ...errors import CheckpointError
-from ...inputs import reading, short
+from ...inputs import open_plain_file, reading, short
 from ...output.files import write_output
 
-FORMAT = "lantern-rt drafter data 1"
+FORMAT = "lantern-rt drafter data 2"
+FAMILIES = ("llamagen", "scenes", "anole")  # whose drafters can be trained
 _HELD_OUT = 23  # every so many pictures, one is for validation; a prime, so that no class is always that one
 _REMEDY = "make the data again"
 
@@ -39,6 +41,7 @@ class Source:
         columns: of that grid.
         codes: size of the codebook.
         width: of hidden states.
+        prefix: most rows before the first code.
     """
 
     weights: str
@@ -47,11 +50,33 @@ class Source:
     columns: int
     codes: int
     width: int
+    prefix: int
 
     @property
     def cells(self) -> int:
         """Codes of a picture."""
         return self.rows * self.columns
+
+
+def read_source(manifest: Manifest) -> Source:
+    """What shards of a bundle's pictures are of.
+
+    Raises:
+        CheckpointError: drafters of its family cannot be trained.
+    """
+    if manifest.family not in FAMILIES:
+        field = f"family of bundle {manifest.name}"
+        raise CheckpointError(field=field, found=manifest.family, expected=", ".join(FAMILIES))
+    condition = manifest.condition
+    return Source(
+        target_hash(manifest),
+        {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts"),
+        manifest.grid_rows,
+        manifest.grid_columns,
+        manifest.codebook_size,
+        manifest.target.hidden_size,
+        condition.prefix,
+    )
 
 
 @dataclass(frozen=True)
@@ -104,23 +129,29 @@ def write_shard(path: Path, source: Source, pictures: Pictures) -> None:
 
 
 class Shard:
-    """One file, read picture by picture.
+    """One file, read picture by picture. `digest` identifies what it holds.
+
+    Args:
+        path: the file.
+        vocabulary: tokens that a prefix may have.
 
     Raises:
-        CheckpointError: it is no shard, or contradicts itself.
+        CheckpointError: it is no shard, contradicts itself, or holds numbers that are none.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, vocabulary: int = 1 << 31) -> None:
         self.path = path
         with reading(path, "drafter data in safetensors", CheckpointError, _REMEDY):
-            untyped: Any = safe_open
-            self._file = untyped(path, "np")
+            with open_plain_file(path):
+                untyped: Any = safe_open
+                self._file = untyped(path, "np")
             metadata = self._file.metadata() or {}
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"format {short(metadata.get('format'))}, not {FORMAT}")
             self.source = Source(**json.loads(metadata["source"]))
-            self.subjects: list[Any] = json.loads(metadata["prompt"])
-            self._check()
+            self.subjects: list[Any] = list(json.loads(metadata["prompt"]))
+            self._check_shapes()
+            self.digest = self._check_numbers(vocabulary)
 
     def read(self, index: slice) -> Pictures:
         """Read some pictures."""
@@ -128,56 +159,67 @@ class Shard:
             arrays = {field: self._file.get_slice(name)[index] for name, field in _ARRAYS.items()}
         return Pictures(self.subjects[index], **arrays)
 
-    def _check(self) -> None:
-        """Compare all shapes, and all numbers but hidden states with their ranges."""
+    def _check_shapes(self) -> None:
         count, cells = len(self.subjects), self.source.cells
-        longest = self._shape("prefix_tokens")[-1] + 1
+        longest = self._file.get_slice("prefix_tokens").get_shape()[-1] + 1
+        if longest > self.source.prefix:
+            raise ValueError(f"a prefix of {longest}, not {self.source.prefix} at most")
         expected = {
-            "image_tokens": (count, cells),
-            "prefix_lengths": (count, 2),
-            "prefix_tokens": (count, 2, longest - 1),
-            "hidden_states": (count, 2, longest + cells - 1, self.source.width),
+            "image_tokens": ("I32", [count, cells]),
+            "prefix_lengths": ("I32", [count, 2]),
+            "prefix_tokens": ("I32", [count, 2, longest - 1]),
+            "hidden_states": ("F16", [count, 2, longest + cells - 1, self.source.width]),
         }
-        for name, shape in expected.items():
-            if self._shape(name) != shape:
-                raise ValueError(f"{name} {list(self._shape(name))}, not {list(shape)}")
-        ranges = {
-            "image_tokens": (0, self.source.codes - 1),
-            "prefix_lengths": (1, longest),
-            "prefix_tokens": (0, 2**31 - 1),
-        }
-        for name, (low, high) in ranges.items():
-            numbers = self._file.get_slice(name)[:]
-            if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
-                raise ValueError(f"{name} outside {low} .. {high}")
+        for name, (dtype, shape) in expected.items():
+            array = self._file.get_slice(name)
+            if (array.get_dtype(), array.get_shape()) != (dtype, shape):
+                raise ValueError(f"{name} {array.get_dtype()} {array.get_shape()}, not {dtype} {shape}")
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(name).get_shape())
+    def _check_numbers(self, vocabulary: int) -> str:
+        digest = blake2b(json.dumps(self.subjects).encode(), digest_size=16)
+        for index in range(len(self.subjects)):
+            picture = self.read(slice(index, index + 1))
+            ranges = {
+                "image_tokens": (picture.codes, 0, self.source.codes - 1),
+                "prefix_lengths": (picture.lengths, 1, picture.tokens.shape[-1] + 1),
+                "prefix_tokens": (picture.tokens, 0, vocabulary - 1),
+            }
+            for name, (numbers, low, high) in ranges.items():
+                if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
+                    raise ValueError(f"{name} outside {low} .. {high} in picture {index}")
+            if (picture.states.view(np.uint16) & 0x7C00 == 0x7C00).any():
+                raise ValueError(f"hidden_states that are NaN or infinite in picture {index}")
+            for name in _ARRAYS.values():
+                digest.update(np.ascontiguousarray(getattr(picture, name)))
+        return digest.hexdigest()
 
 
 class ShardFolder:
-    """The shards of a folder, as one numbered sequence of pictures.
+    """The shards of a folder, as one numbered sequence of pictures. `digest` identifies what they hold.
+
+    Args:
+        folder: where they lie.
+        source: what they must be of.
+        vocabulary: tokens that a prefix may have.
 
     Raises:
-        CheckpointError: there are none, or they are of another target.
+        CheckpointError: there are too few pictures, damaged ones, or some of another source.
     """
 
-    def __init__(self, folder: Path, weights: str) -> None:
-        paths = sorted(folder.glob("shard-*.safetensors"))
-        if not paths:
-            raise CheckpointError(field=str(folder), found="no shards", remedy="run `lantern-rt train-drafter data`")
-        self.shards = [Shard(path) for path in paths]
-        self._starts = list(accumulate((len(shard.subjects) for shard in self.shards), initial=0))
-        self.source = self.shards[0].source
+    def __init__(self, folder: Path, source: Source, vocabulary: int) -> None:
+        self.source = source
+        self.shards = [Shard(path, vocabulary) for path in sorted(folder.glob("shard-*.safetensors"))]
         for shard in self.shards:
-            if shard.source != self.source:
-                raise CheckpointError(f"is of another kind than {paths[0].name}", field=str(shard.path), remedy=_REMEDY)
-        if self.source.weights != weights:
-            raise CheckpointError(
-                field=str(folder),
-                found=f"pictures drawn with the weights {self.source.weights[:12]}...",
-                expected=f"those of the bundle's target, {weights[:12]}...",
-            )
+            for name, expected in asdict(source).items():
+                value = getattr(shard.source, name)
+                if value != expected:
+                    field = f"{shard.path}: {name}"
+                    raise CheckpointError(field=field, found=short(value), expected=f"{expected}, as of the bundle")
+        self.digest = blake2b("".join(shard.digest for shard in self.shards).encode(), digest_size=16).hexdigest()
+        self._starts = list(accumulate((len(shard.subjects) for shard in self.shards), initial=0))
+        if len(self) < 2:
+            remedy = "run `lantern-rt train-drafter data`"
+            raise CheckpointError(field=str(folder), found=f"{len(self)} pictures", expected="shards", remedy=remedy)
 
     def __len__(self) -> int:
         return self._starts[-1]

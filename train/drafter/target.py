@@ -16,7 +16,7 @@ from ...bundle.files import Bundle
 from ...errors import CheckpointError
 from ...export.models.decoder import DecoderConfig, rope_table
 from ..graph_weights import GraphWeights
-from .shards import target_hash
+from .shards import Source, read_source
 
 # Conventions of each family's drafters, of LANTERN's where it has one.
 _CONVENTIONS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ class Target:
 
     Args:
         name: of the bundle.
-        weights: sha256 of the target's.
+        source: what its pictures are of.
         config: of the drafter to be.
         head: float32 `[codes, width]`.
         embeddings: what the drafter's begin with, `[tokens, width]`.
@@ -41,7 +41,7 @@ class Target:
     """
 
     name: str
-    weights: str
+    source: Source
     config: DecoderConfig
     head: Tensor
     embeddings: Tensor
@@ -57,9 +57,7 @@ def read_target(bundle: Bundle) -> Target:
         BundleError: the bundle is damaged.
     """
     manifest = bundle.manifest
-    if manifest.family not in _CONVENTIONS:
-        expected = ", ".join(_CONVENTIONS)
-        raise CheckpointError(field=f"family of bundle {manifest.name}", found=manifest.family, expected=expected)
+    source = read_source(manifest)
     graph = GraphWeights(bundle.path("target"))
     config = _drafter_config(bundle, graph)
     if config.rotary == "grid":
@@ -72,7 +70,7 @@ def read_target(bundle: Bundle) -> Target:
         code_offset = _code_offset(bundle, embeddings, codes)
     head = graph.read("head.weight").T.contiguous()
     fields = _config_fields(bundle, config)
-    return Target(manifest.name, target_hash(manifest), config, head, embeddings, code_offset, fields)
+    return Target(manifest.name, source, config, head, embeddings, code_offset, fields)
 
 
 def _drafter_config(bundle: Bundle, graph: GraphWeights) -> DecoderConfig:
