@@ -125,7 +125,10 @@ def open_bundle(
         _check_file(folder, role, entry, count if role in hashed else None)
     own = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
-        if role in GRAPHS or entry.path.endswith(".onnx"):
+        if role in GRAPHS and not entry.path.endswith(".onnx"):
+            field = f"{folder / MANIFEST_FILE}: file {role}"
+            raise BundleError(field=field, found=f"path {short(entry.path)}", expected="a name that ends in .onnx")
+        if entry.path.endswith(".onnx"):
             _check_references(folder / entry.path, PurePosixPath(entry.path).parent, own)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest())
 

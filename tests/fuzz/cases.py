@@ -13,16 +13,29 @@ from pathlib import Path
 
 import pytest
 from bundle_folder import write_manifest
-from mutations import VALUES, damage, damage_graph, damage_json, damage_zip
+from mutations import (
+    VALUES,
+    damage,
+    damage_graph,
+    damage_json,
+    damage_png,
+    damage_safetensors,
+    damage_zip,
+    refer,
+)
 from plan_folder import write_plans
 from tiny_bundle import make_tiny_bundle
 
+from lantern_rt import Pipeline
 from lantern_rt.auto.store import tuning_path
-from lantern_rt.bundle.files import MANIFEST_FILE, open_bundle
+from lantern_rt.bundle.files import GRAPHS, MANIFEST_FILE, open_bundle
 from lantern_rt.cli.main import run_program
+from lantern_rt.compare.turns import Prompts
 from lantern_rt.engines.engine_folder import ENGINE_FILE
 from lantern_rt.errors import LanternError
+from lantern_rt.output.images import png_bytes
 from lantern_rt.text.tokenizers import CaptionTokenizer, TemplateTokenizer, load_tokenizer
+from lantern_rt.train.drafter.data import write_shards
 
 SECONDS, MEMORY = 120, 2 << 30
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd:window=3", "rows:window=2", "auto")
@@ -33,12 +46,18 @@ Case = list[str] | Callable[[], object]  # words of a command line, or a call of
 class Originals:
     """Sound inputs of every kind, made once, in a folder of their own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trained: Path) -> None:
+        """trained: a LlamaGen bundle, for shards of its target's pictures."""
         self.bundle = make_tiny_bundle(folder / "tiny", grid=4)
         self._add_presets()
+        pipeline = Pipeline.from_bundle(self.bundle, threads=1)
+        self.picture = pipeline("red cube", method="lantern").images[0]
         self.classes = make_tiny_bundle(folder / "classes", kind="class", grid=4)
         self.engines = folder / "engines"
         write_plans(self.bundle, self.engines)
+        self.trained, self.shards = trained, folder / "shards"
+        with Pipeline.from_bundle(trained, threads=1) as pipeline:
+            list(write_shards(pipeline, Prompts("class_ids", [3, 1]), 2, self.shards, lambda *_: None, shard=2))
 
     def _add_presets(self) -> None:
         (self.bundle / "prompts.txt").write_text("red cube\ngreen sphere on sand\n")
@@ -65,6 +84,51 @@ def manifests(originals: Originals, folder: Path, rng: random.Random) -> list[st
     text = (bundle / MANIFEST_FILE).read_text()
     (bundle / MANIFEST_FILE).write_bytes(damage_json(text, rng))
     return _open(bundle, folder, rng)
+
+
+def references(originals: Originals, folder: Path, rng: random.Random) -> Case:
+    """A graph that reads a file which its bundle does not list, under any name that a graph may hide behind."""
+    bundle = Path(shutil.copytree(originals.bundle, folder / "given"))
+    manifest = json.loads((bundle / MANIFEST_FILE).read_text())
+    role = rng.choice(GRAPHS[:4])
+    entry = manifest["files"][role]
+    location = rng.choice(("unlisted.data", "../outside.data", "/etc/hostname", "./target.onnx", "a\\b", "\x1b[2J", ""))
+    data = refer((bundle / entry["path"]).read_bytes(), location, rng)
+    name = rng.choice(("t", "t.bin", "t.ONNX", "t.onnx ", "t.onnx", "t.onnx.data", "sub/t.onnx"))
+    for path in (bundle / "unlisted.data", folder / "outside.data", bundle / name):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    write_manifest(bundle, manifest | {"files": {**manifest["files"], role: {**entry, "path": name}}})
+
+    def open_it() -> None:
+        with pytest.raises(LanternError):
+            open_bundle(bundle)
+
+    return open_it
+
+
+def pictures(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """A damaged picture to draw again, or one whose record lies."""
+    texts = dict(originals.picture.info)
+    if rng.random() < 0.6:
+        name = rng.choice(list(texts))
+        text = (
+            damage_json(texts[name], rng) if name == "settings" else str(rng.choice(VALUES)).encode("utf-8", "replace")
+        )
+        texts[name] = text.decode("utf-8", "replace")
+    data = png_bytes(originals.picture, texts)
+    path = folder / "given.png"
+    path.write_bytes(data if rng.random() < 0.4 else damage_png(data, rng))
+    return ["run", str(originals.bundle), "--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
+
+
+def shards(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
+    """Damaged pictures to train a drafter on."""
+    given = Path(shutil.copytree(originals.shards, folder / "given"))
+    (path,) = given.iterdir()
+    path.write_bytes(damage_safetensors(path.read_bytes(), rng))
+    output = str(folder / "out/drafter")
+    return ["train-drafter", "fit", str(originals.trained), "--data", str(given), "--steps", "1", "--output", output]
 
 
 def bundles(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
@@ -95,10 +159,11 @@ def _method(rng: random.Random) -> list[str]:
 
 
 def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
-    """A damaged record of engines."""
+    """A damaged record of engines, or a damaged engine."""
     given = Path(shutil.copytree(originals.engines, folder / "given"))
-    record = given / ENGINE_FILE
-    record.write_bytes(damage_json(record.read_text(), rng))
+    path = rng.choice((given / ENGINE_FILE, given / ENGINE_FILE, given / "target.plan"))
+    data = path.read_bytes()
+    path.write_bytes(damage_json(data.decode(), rng) if path.suffix == ".json" else damage(data, rng))
     if rng.random() < 0.4:
         return ["inspect", str(given)]
     return run(originals.bundle, folder / "out", "--engines", given, *_method(rng))
@@ -173,6 +238,9 @@ def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
 KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {
     "manifests": manifests,
     "bundles": bundles,
+    "references": references,
+    "pictures": pictures,
+    "shards": shards,
     "engines": engines,
     "caches": caches,
     "trees": trees,

@@ -134,6 +134,16 @@ def damage_safetensors(data: bytes, rng: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
+def refer(data: bytes, location: str, rng: random.Random) -> bytes:
+    """An ONNX graph one of whose weights lies in another file."""
+    model = onnx.load_from_string(data)
+    tensor = rng.choice([one for one in model.graph.initializer if one.raw_data])
+    onnx.external_data_helper.set_external_data(tensor, location, 0, len(tensor.raw_data))
+    if rng.random() < 0.5:
+        tensor.ClearField("raw_data")
+    return bytes(model.SerializeToString())
+
+
 def damage_graph(data: bytes, rng: random.Random) -> bytes:
     """An ONNX graph that is still one, with a name, a size, a type, a weight or a node that is not what it was."""
     model = onnx.load_from_string(data)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from cases import KINDS, Originals, check
 
 # How many of each kind are put to the program, and by the slow test.
-FAST = {"manifests": 60, "bundles": 60, "engines": 20, "caches": 20, "trees": 30, "prompts": 15, "tokenizers": 25}
-SLOW = {**dict.fromkeys(("manifests", "bundles"), 3500), **dict.fromkeys(("engines", "caches", "trees"), 1200)}
-SLOW |= {"prompts": 400, "tokenizers": 600, "checkpoints": 400}
+FAST = {"manifests": 60, "bundles": 60, "references": 20, "pictures": 60, "shards": 15, "engines": 20, "caches": 20}
+FAST |= {"trees": 30, "prompts": 15, "tokenizers": 25}
+SLOW = {"manifests": 2500, "bundles": 2500, "references": 300, "pictures": 1000, "shards": 500, "engines": 1000}
+SLOW |= {"caches": 800, "trees": 700, "prompts": 250, "tokenizers": 300, "checkpoints": 300}
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Originals:
-    return Originals(tmp_path_factory.mktemp("originals"))
+def originals(c2i_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Originals:
+    return Originals(tmp_path_factory.mktemp("originals"), c2i_bundle)
 
 
 @pytest.mark.filterwarnings("default")  # as in the program

@@ -18,7 +18,7 @@ from bundle_folder import read_manifest, set_field, stub_graph, write_manifest
 from tiny_bundle import CODES, WIDTH, K
 
 from lantern_rt.bundle import files as bundle_module
-from lantern_rt.bundle.files import open_bundle
+from lantern_rt.bundle.files import GRAPHS, open_bundle
 from lantern_rt.bundle.onnx_scan import external_locations
 from lantern_rt.errors import BundleError
 
@@ -244,11 +244,15 @@ def test_a_graph_may_only_read_files_of_the_bundle(folder: Path, location: str) 
     (folder / "target.onnx").write_bytes(stub_graph(location))
     rewrite(folder)
     assert f"reads the file {location!r}, expected one that bundle.json lists" in refusal(folder, verify=False)
-    graph = (folder / "target.onnx").rename(folder / "target.bin")
-    manifest = read_manifest(folder)
-    manifest["files"]["target"]["path"] = graph.name  # its role makes it a graph, whatever its name
-    write_manifest(folder, manifest)
-    assert f"reads the file {location!r}" in refusal(folder, verify=False)
+
+
+@pytest.mark.parametrize("name", ["target.bin", "target.ONNX", "target", "target.onnx ", "target.onnx.data"])
+@pytest.mark.parametrize("role", GRAPHS)
+def test_what_a_runtime_loads_has_the_name_of_a_graph(folder: Path, role: str, name: str) -> None:
+    (folder / name).write_bytes(stub_graph())
+    files = read_manifest(folder)["files"]
+    rewrite(folder, files={**files, role: {"path": name}})
+    assert f"file {role}: found path {name!r}, expected a name that ends in .onnx" in refusal(folder, verify=False)
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", b"\x3a\x7f", b"not a graph at all", stub_graph()[:-1], b"\x08\x0a"])
