@@ -7,31 +7,29 @@ differences instead: the order is exact. A block of rows at a time, so memory st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 MOST = 1024  # neighbours kept per code, where there are as many
-_FINE = 1e9  # how much larger than the products' error a square must be to give a float32 distance
 _BLOCK_BYTES = 1 << 20  # of one float64 block of distances: it stays in a core's cache
-
-
-class Neighbours(NamedTuple):
-    """`indices [codes, k]`, nearest first, the code itself left out; `distances [codes, k]` float32."""
-
-    indices: NDArray[np.unsignedinteger[Any]]
-    distances: NDArray[np.float32]
 
 
 def neighbour_table(
     codebook: NDArray[np.floating[Any]],
     k: int = MOST,
     counted: Callable[[int, int], None] = lambda done, total: None,
-) -> Neighbours:
-    """The `k` nearest rows of every row of `codebook [codes, width]`; equal distances in order of index.
+) -> NDArray[np.unsignedinteger[Any]]:
+    """Sort the rows of a codebook by their distance to each.
 
-    counted: told how many rows are done, of how many.
+    Args:
+        codebook: `[codes, width]`.
+        k: how many of the nearest are kept.
+        counted: told how many rows are done, of how many.
+
+    Returns:
+        `[codes, k]`, nearest first, the code itself left out; equal distances in order of index.
     """
     codes, width = codebook.shape
     k = min(k, codes - 1)
@@ -39,22 +37,20 @@ def neighbour_table(
     columns, norms = np.ascontiguousarray(table.T), np.square(table).sum(1)
     error = 8 * (width + 4) * np.finfo(np.float64).eps * norms.max()  # of a product's square, with room to spare
     indices = np.empty((codes, k), np.min_scalar_type(codes - 1))
-    distances = np.empty((codes, k), np.float32)
     counted(0, codes)
     block = max(1, _BLOCK_BYTES // (8 * codes))
     for start in range(0, codes, block):
         rows = np.arange(start, min(start + block, codes))
         square = norms[rows, None] + norms - 2 * table[rows] @ table.T
         indices[rows], close = _nearest(square, rows, k)
-        if (close[:, 0] < _FINE * error).any() or (np.diff(close[:, : k + 1]) < 2 * error).any():
+        if (np.diff(close) < 2 * error).any():
             square[:] = 0
             for column in columns:
                 difference = column[rows, None] - column
                 square += np.square(difference, out=difference)
-            indices[rows], close = _nearest(square, rows, k)
-        distances[rows] = np.sqrt(close[:, :k])
+            indices[rows], _ = _nearest(square, rows, k)
         counted(int(rows[-1]) + 1, codes)
-    return Neighbours(indices, distances)
+    return indices
 
 
 def _nearest(

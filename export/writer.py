@@ -107,8 +107,8 @@ def export_model(
     with folder_or_nothing(output, force, _MANIFEST, "bundle") as folder:
         paths = {"neighbors": folder / "neighbors.npz"}
         table = neighbour_table(model.codebook, model.neighbors, partial(progress, "sorting neighbours"))
-        np.savez(paths["neighbors"], **table._asdict())
-        neighbours = table.indices.shape[1]
+        np.savez(paths["neighbors"], indices=table)
+        neighbors = table.shape[1]
         del table  # it is large
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
@@ -137,7 +137,7 @@ def export_model(
         manifest = Manifest(
             **fields,
             format_version=FORMAT_VERSION,
-            neighbors=neighbours,
+            neighbors=neighbors,
             files={r: FileEntry.of(p, hashed) for r, p in paths.items()},
         )
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")

@@ -293,7 +293,7 @@ class Pipeline:
             manifest.target.max_positions,
             DrafterLayout(**layout),
             grid.columns,
-            self.bundle.neighbors.indices if neighbors else None,
+            self.bundle.neighbors if neighbors else None,
             engines.rounding,
             engines.most_nodes,
             manifest.row_end,

@@ -87,7 +87,7 @@ class Service:
         self._chooser = pipeline.chooser
         strict = resolve_settings(manifest, {"method": "auto"})
         model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar()])
-        self.model = replace(model, neighbors=pipeline.bundle.neighbors.indices if manifest.neighbors else None)
+        self.model = replace(model, neighbors=pipeline.bundle.neighbors if manifest.neighbors else None)
         usual = min(images_together(manifest, strict, engines.most_rows), max(1, engines.most_rows // 2))
         self.together = whole("together", together, usual, 1, 4096)
         self.waiting = whole("waiting", waiting, 256, 0, 1 << 20)

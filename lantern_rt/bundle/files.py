@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 from zipfile import ZipFile
 
 import numpy as np
@@ -35,13 +35,6 @@ EMBEDDED = Path(__file__).resolve().parent.parent / "bundles"
 _MANIFEST_LIMIT = 1 << 20  # bytes; a manifest has a few thousand
 _HEADER_LIMIT = 1 << 16  # bytes of an .npy header, generously
 _AGAIN = "copy or export the bundle again"
-
-
-class Neighbors(NamedTuple):
-    """Each code's nearest codes: `indices [codes, k]`, nearest first and itself left out, and `distances`."""
-
-    indices: NDArray[np.unsignedinteger[Any]]
-    distances: NDArray[np.floating[Any]]
 
 
 @dataclass(frozen=True)
@@ -71,23 +64,23 @@ class Bundle:
         return table
 
     @cached_property
-    def neighbors(self) -> Neighbors:
-        """The neighbour table. Raises: BundleError: the bundle has none, or a damaged one."""
+    def neighbors(self) -> NDArray[np.unsignedinteger[Any]]:
+        """Each code's nearest codes, `[codes, k]`, nearest first and itself left out.
+
+        Raises:
+            BundleError: the bundle has no table, or a damaged one.
+        """
         codes, k = self.manifest.codebook_size, self.manifest.neighbors
         if not k:
             raise BundleError("has no neighbour table", field=f"bundle {self.folder}")
         path = self.path("neighbors")
         indices = _read_array(path, "indices", (codes, k), ("uint8", "uint16", "uint32", "uint64"))
-        distances = _read_array(path, "distances", (codes, k), ("float16", "float32"))
         own = np.flatnonzero((indices == np.arange(codes)[:, None]).any(1))
-        ascending = (distances[:, 0] >= 0).all() and (distances[:, 1:] >= distances[:, :-1]).all()
         if indices.max() >= codes:
             raise _refusal(path, f"index {indices.max()}", f"0 .. {codes - 1}")
         if own.size:
             raise _refusal(path, f"code {own[0]} among its own neighbours", "it left out")
-        if not (ascending and np.isfinite(distances).all()):
-            raise _refusal(path, "other distances", "finite ones >= 0, nearest first")
-        return Neighbors(indices, distances)
+        return indices
 
 
 def embedded_names() -> list[str]:

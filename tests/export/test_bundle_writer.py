@@ -92,7 +92,7 @@ def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
     assert bundle.manifest.neighbors == 15
     assert bundle.path("notes").read_bytes() == b"hello"
     assert bundle.code_embeddings.shape == (16, 8)
-    assert bundle.neighbors.indices.shape == (16, 15)
+    assert bundle.neighbors.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
     assert said[:4] == [
         "preparing graphs",

@@ -119,7 +119,7 @@ def test_a_work_folder_restored_from_the_bundle_gives_the_same_weights(work: Pat
     first, second = open_bundle("scenes").manifest.files, open_bundle(made).manifest.files
     for role in ("code_embeddings", "vq_decoder.data"):
         assert second[role].sha256 == first[role].sha256, role
-    near, again_near = (open_bundle(one).neighbors.indices[:, :128] for one in ("scenes", made))
+    near, again_near = (open_bundle(one).neighbors[:, :128] for one in ("scenes", made))
     np.testing.assert_array_equal(again_near, near)
     restore_work(made, tmp_path / "again")
     folders = work, tmp_path / "again"

@@ -48,8 +48,7 @@ def make_tiny_bundle(
         distances = np.linalg.norm(table[:, None] - table, axis=-1)
         np.fill_diagonal(distances, np.inf)
         near = distances.argsort(1)[:, :K]
-        values = np.take_along_axis(distances, near, 1).astype(np.float32)
-        np.savez(folder / "neighbors.npz", indices=near.astype(np.uint8), distances=values)
+        np.savez(folder / "neighbors.npz", indices=near.astype(np.uint8))
         files |= {"drafter": "drafter.onnx", "neighbors": "neighbors.npz"}
     if kind == "words":
         vocabulary = {word: i for i, word in enumerate(("<pad>", "<unk>", *WORDS))}
