@@ -83,25 +83,14 @@ def save_drafter(work: Path, config: DecoderConfig) -> EagleDrafter:
     return drafter
 
 
-def test_a_tokenizer_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train_vq(tmp_path, minutes=0.3, batch=4, config=TINY_VQ)
-    first = load_checkpoint(tmp_path / "vq-state.pt")
-    assert 2 < first["step"] < 12
-    train_vq(tmp_path, minutes=0.5, batch=4)
-    second = load_checkpoint(tmp_path / "vq-state.pt")
-    assert second["step"] > first["step"]
-    assert second["seconds"] > first["seconds"]
-    assert load_vq(tmp_path).config == TINY_VQ
+def test_a_tokenizer_goes_on_where_it_was_stopped(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = load_checkpoint(work / "vq-state.pt")["step"]
+    train_vq(work, minutes=0.5, batch=4)
+    assert load_checkpoint(work / "vq-state.pt")["step"] > first > 2
+    assert load_vq(work).config == TINY_VQ
     capsys.readouterr()
-    train_vq(tmp_path, minutes=0.5, batch=4)
+    train_vq(work, minutes=0.5, batch=4)
     assert capsys.readouterr().out == "vq has had its 0.5 minutes\n"
-
-
-def test_codes_are_not_seated_again_in_a_tokenizer_from_a_bundle(scenes_vq: Path) -> None:
-    before = load_vq(scenes_vq).codebook
-    train_vq(scenes_vq, minutes=0.1, batch=2)
-    after = load_vq(scenes_vq).codebook
-    assert ((before * after).sum(1) > 0.9).float().mean() > 0.5
 
 
 def test_work_folders_of_other_sizes_or_without_a_tokenizer_are_refused(scenes_vq: Path, tmp_path: Path) -> None:
