@@ -43,11 +43,8 @@ def test_words_become_ids_padded_on_the_right(tokenizer: WordTokenizer) -> None:
     ids = tokenizer.encode("A red ball, on SNOW!", 8)
     assert ids.tolist() == [2, 7, 3, 6, 8, 0, 0, 0]
     assert ids.dtype == "int64"
-    assert tokenizer.encode("a-red_ball\n(blue)", 4).tolist() == [2, 7, 3, 4]
-
-
-def test_the_words_it_knows_are_sorted_and_without_special_tokens(tokenizer: WordTokenizer) -> None:
     assert tokenizer.words == ("a", "ball", "blue", "cube", "on", "red", "snow", "under")
+    assert tokenizer.encode("a-red_ball\n(blue)", 4).tolist() == [2, 7, 3, 4]
 
 
 def test_an_unknown_word_is_named_with_the_nearest_known_one(tokenizer: WordTokenizer) -> None:
@@ -67,18 +64,15 @@ def test_a_prompt_without_words_is_refused(tokenizer: WordTokenizer, prompt: str
 
 
 def test_too_many_words_are_counted(tokenizer: WordTokenizer) -> None:
+    assert len(refusal(tokenizer, " ".join(f"w{i}" for i in range(2000)), slots=3000)) < 300
     assert refusal(tokenizer, "a " * 11) == "prompt: found 11 words, expected at most 8; leave out 3"
-
-
-@pytest.mark.parametrize("prompt", ["a " * 5000, "x" * 10_000, " ".join(f"w{i}" for i in range(2000))])
-def test_a_prompt_of_ten_thousand_characters_gets_one_short_line(tokenizer: WordTokenizer, prompt: str) -> None:
-    assert len(refusal(tokenizer, prompt)) < 300
-    assert len(refusal(tokenizer, prompt, slots=5)) < 300
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
+        (None, "expected a tokenizer"),
+        (b"\xff{", "expected a tokenizer"),
         ([], "expected a tokenizer"),
         (layout(type="BPE"), "`model.type`.*WordLevel"),
         (layout(unk_token="?"), "`model.unk_token`.*<unk>"),
@@ -92,17 +86,13 @@ def test_a_prompt_of_ten_thousand_characters_gets_one_short_line(tokenizer: Word
     ],
 )
 def test_a_file_that_is_no_word_tokenizer_is_refused(tmp_path: Path, data: Any, expected: str) -> None:
-    with pytest.raises(BundleError, match=rf"tokenizer\.json: .*{expected}.*export the bundle again") as caught:
-        read_tokenizer(written(tmp_path / "tokenizer.json", data))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_missing_or_no_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="expected a tokenizer"):
-        read_tokenizer(tmp_path / "none.json")
-    (tmp_path / "bad.json").write_bytes(b"\xff{")
-    with pytest.raises(BundleError, match="expected a tokenizer"):
-        read_tokenizer(tmp_path / "bad.json")
+    path = tmp_path / "tokenizer.json"
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    elif data is not None:
+        written(path, data)
+    with pytest.raises(BundleError, match=rf"tokenizer\.json: .*{expected}.*export the bundle again\Z"):
+        read_tokenizer(path)
 
 
 def test_the_tokenizers_library_gives_the_ids_of_the_embedded_bundle() -> None:

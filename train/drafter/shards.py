@@ -190,7 +190,7 @@ class Shard:
             if (picture.states.view(np.uint16) & 0x7C00 == 0x7C00).any():
                 raise ValueError(f"hidden_states that are NaN or infinite in picture {index}")
             for name in _ARRAYS.values():
-                digest.update(np.ascontiguousarray(getattr(picture, name)))
+                digest.update(getattr(picture, name).tobytes())
         return digest.hexdigest()
 
 
