@@ -150,6 +150,7 @@ def open_engine_folder(path: str | Path) -> EngineFolder:
     try:
         manifest = EngineManifest.model_validate_json(text, strict=True)
     except ValidationError as error:
-        field, problem = explain(error)
-        raise EngineError(problem, field=f"{file}: field `{field}`", remedy=_AGAIN) from error
+        fields = explain(error)
+        field = f"{file}: field `{fields.pop('field')}`"
+        raise EngineError(**fields, field=field, remedy=_AGAIN) from error
     return EngineFolder(Path(path).resolve(), manifest)

@@ -28,20 +28,20 @@ def whole(name: str, value: Any, default: int, low: int, high: int) -> int:
     return int(value)
 
 
-def explain(error: ValidationError) -> tuple[str, str]:
-    """The first field at fault, its name dotted, and what was found and expected of it."""
+def explain(error: ValidationError) -> dict[str, str]:
+    """Fields of a `LanternError` about the first value at fault; `field` is its dotted name."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = " ".join(".".join(str(part) for part in first["loc"]).split())[:80]
     if first["type"] == "missing":
-        return field, "found nothing, expected a value"
+        return {"field": field, "found": "nothing", "expected": "a value"}
     if first["type"] == "extra_forbidden":
-        return field, "unknown, expected it left out"
-    expected = "JSON" if first["type"] == "json_invalid" else first["msg"].removeprefix("Value error, ")
+        return {"field": field, "problem": "unknown", "expected": "it left out"}
+    found = short(first["input"])
     if first["type"] == "value_error":
-        found = "" if isinstance(first["input"], dict) else f"found {short(first['input'])}, "
-        return field, found + expected
-    expected = expected.removeprefix("Input should be ").removeprefix("a valid ")
-    return field, f"found {short(first['input'])}, expected {expected}"
+        found = "" if isinstance(first["input"], dict) else found
+        return {"field": field, "found": found, "problem": first["msg"].removeprefix("Value error, ")}
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    return {"field": field, "found": found, "expected": "JSON" if first["type"] == "json_invalid" else expected}
 
 
 def short(value: object) -> str:
@@ -73,14 +73,15 @@ def reading(path: Path, expected: str, refusal: type[LanternError], cure: str) -
         yield
     except LanternError:
         raise
-    except OSError as error:
-        raise refusal(f"{path}: cannot be read ({brief(error)}), expected {expected}; {cure}") from error
     except ValidationError as error:
-        raise refusal(f"{path}: expected {expected}; {'`{}`: {}'.format(*explain(error))}; {cure}") from error
+        fields = explain(error)
+        field = f"{path}: field `{fields.pop('field')}`"
+        raise refusal(**fields, field=field, remedy=f"expected {expected}; {cure}") from error
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise refusal(f"{path}: expected {expected}, found {brief(error)}; {cure}") from error
+        problem = f"cannot be read ({brief(error)})" if isinstance(error, OSError) else brief(error)
+        raise refusal(problem, field=str(path), expected=expected, remedy=cure) from error
 
 
 @contextmanager

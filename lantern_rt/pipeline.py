@@ -242,13 +242,13 @@ class Pipeline:
                 began = time.perf_counter()
                 step = running.send(following)
                 seconds = time.perf_counter() - began
-                stats = step.statistics
+                stats = step.stats
                 if race is not None:
                     if described != (race.method, race.decided):
                         described = race.method, race.decided
                         choice = chooser.describe(request.settings, race)
                         settings = replace(settings, method=race.method, choice=choice)
-                    if all(len(progress.codes[part.request]) for part in step.parts):  # not a prefill
+                    if all(progress.counts[part.request] for part in step.parts):  # not a prefill
                         race.record_pass(sum(len(part.codes) for part in step.parts) / together, seconds)
                     if stats is not None:
                         race.end_turn()
@@ -299,15 +299,13 @@ class Pipeline:
             manifest.row_end,
         )
 
-    def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, codes: Ints) -> Image:
-        """The picture of image i from its first codes, -1 for missing ones; with its record when it is whole."""
+    def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:
+        """The picture of image i from its cells, -1 for missing ones; with its record when it is whole."""
         manifest = self.bundle.manifest
         size = manifest.size(settings.size)
-        if not len(codes):
-            return blank(*manifest.pixels(size))
-        cells = np.full(size.codes, -1, np.int64)
-        cells[: len(codes)] = codes
         known = cells >= 0
+        if not known.any():
+            return blank(*manifest.pixels(size))
         filled = cells[np.maximum.accumulate(np.where(known, np.arange(len(cells)), 0))]  # as the last known one
         image = to_image(self.engines.vq_decoder(filled.reshape(1, size.rows, size.columns))[0])
         if not known.all():

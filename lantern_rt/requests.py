@@ -192,8 +192,7 @@ def _validate(kind: type[C], fields: Mapping[str, Any]) -> C:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        field, problem = explain(error)
-        raise RequestError(problem, field=field) from error
+        raise RequestError(**explain(error)) from error
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json import dumps
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,26 +39,22 @@ class Result:
     settings: Settings
 
 
-class StreamStep(NamedTuple):
+@dataclass(frozen=True)
+class StreamStep(Step):
     """The state after one decode step; `image(i)` shows it.
 
-    new_codes: per image the codes this step added, empty for finished images. codes: per image all codes so
-    far. cells: the same, but under `rows`, which draws beyond gaps, all cells, -1 for missing ones. accepted: per image
-    the drafted codes that this step accepted. step: the runtime's own record, with trees and paths. settings: what is
-    used, also where `auto` chose it. draw: the picture of image i from its cells. done and total: codes so far, and of
-    all images together. stats: with the last step only; its times include what the caller did between steps.
+    parts: what the step gave each image that took part, with trees and paths. done and total: codes so far, and of all
+    images together. stats: with the last step only; its times include what the caller did between steps. new_codes: per
+    image the codes this step added, empty for finished images. codes: per image all codes so far. cells: per image all
+    cells, -1 for missing ones; `rows` draws beyond gaps. settings: what is used, also where `auto` chose it. draw: the
+    picture of image i from its cells.
     """
 
     new_codes: list[Ints]
     codes: list[Ints]
     cells: list[Ints]
-    accepted: list[int]
-    step: Step
     settings: Settings
     draw: Callable[[int, Ints], Image]
-    done: int
-    total: int
-    stats: Statistics | None
 
     def image(self, i: int) -> Image:
         """Image i, counted from 0 over all prompts, as far as it is known; the rest is grey.
@@ -68,7 +63,9 @@ class StreamStep(NamedTuple):
         them is painted over. Near the border the picture may still change. It takes a run of the image decoder, in
         the calling thread; `info` is empty until the image is whole.
 
-        Raises: IndexError: there are fewer images. RequestError: the pipeline was closed.
+        Raises:
+            IndexError: there are fewer images.
+            RequestError: the pipeline was closed.
         """
         return self.draw(i, self.cells[i])
 
@@ -76,37 +73,37 @@ class StreamStep(NamedTuple):
 def result_of(images: Sequence[ImageRequest], pictures: list[Image], last: StreamStep) -> Result:
     """The result of a request that ended with this step."""
     assert last.stats is not None
-    seeds, labels = [image.seed for image in images], [image.label for image in images]
+    seeds = [image.seed for image in images]
+    labels = [image.label for image in images]
     return Result(pictures, last.codes, seeds, labels, last.stats, last.settings)
 
 
 class Progress:
-    """Codes of a request's images as they come, `cells` of each."""
+    """Codes of a request's images as they come, `cells` of each.
+
+    Attributes:
+        counts: codes of each image so far, those beyond gaps not counted.
+    """
 
     def __init__(self, images: int, cells: int) -> None:
-        self._drawn = np.full((images, cells), -1, np.int64)
-        self.codes: list[Ints] = [row[:0] for row in self._drawn]  # of each image so far
-        self._ahead: dict[int, Ints] = {}  # all cells of images with gaps
+        self.counts = [0] * images
+        self._cells = [np.full(cells, -1, np.int64)] * images
 
     def add(self, step: Step, settings: Settings, draw: Callable[[int, Ints], Image]) -> StreamStep:
         """What the caller sees of a step."""
-        drawn, codes = self._drawn, [*self.codes]
-        new_codes, accepted = [drawn[0, :0]] * len(codes), [0] * len(codes)
+        before = [*self.counts]
+        cells = [*self._cells]
         for part in step.parts:
-            i, start = part.request, len(codes[part.request])
-            end = start + part.committed
-            drawn[i, start:end] = part.codes[: part.committed]
+            i = part.request
+            own = cells[i] = cells[i].copy()  # earlier steps stay as they were
+            self.counts[i] += part.committed
+            own[before[i] : self.counts[i]] = part.codes[: part.committed]
             if part.placed is not None:
-                where, what = part.placed
-                drawn[i, where] = what
-                self._ahead[i] = drawn[i].copy()
-            codes[i], new_codes[i] = drawn[i, :end], drawn[i, start:end]
-            accepted[i] = len(part.acceptance.path) - 1 if part.acceptance else 0
-        self.codes = codes
-        cells = [self._ahead.get(i, own) for i, own in enumerate(codes)]
-        return StreamStep(
-            new_codes, codes, cells, accepted, step, settings, draw, step.done, step.total, step.statistics
-        )
+                own[part.placed.cells] = part.placed.codes
+        self._cells = cells
+        codes = [own[:count] for own, count in zip(cells, self.counts, strict=True)]
+        new_codes = [own[count:] for own, count in zip(codes, before, strict=True)]
+        return StreamStep(step.parts, step.done, step.total, step.stats, new_codes, codes, cells, settings, draw)
 
 
 def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:

@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Self, Unpack
 
-import numpy as np
-
 from .auto.memory import images_together
 from .auto.race import Race
 from .auto.store import TuningKey
@@ -268,8 +266,7 @@ class Service:
             steps.setdefault(self._tickets[part.request], []).append(part)
         for ticket, own in steps.items():
             ticket.waited = began - ticket.came if ticket.waited is None else ticket.waited
-            if ticket.steps or not any(sample.missing for sample in ticket.samples):
-                self._tell(ticket, own)
+            self._tell(ticket, own)
 
     def _use_races(self) -> list[Race]:
         """Have requests of method `auto` drawn by what their races say; the races that were asked.
@@ -304,30 +301,35 @@ class Service:
 
     def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:
         """Tell a request's listener what a pass gave its images."""
-        settings, samples = ticket.request.settings, ticket.samples
+        settings = ticket.request.settings
+        samples = ticket.samples
         if ticket.automatic:
             settings = replace(settings, method=samples[0].method, choice=ticket.choice)
-        codes, first = ticket.raster.codes, samples[0].index
+        codes = ticket.raster.codes
         total = codes * len(samples)
-        done, statistics = total - sum(sample.missing for sample in samples), None
-        if done == total:
+        missing = sum(sample.missing for sample in samples)
+        stats = None
+        if not missing:
             clocks = self._scheduler.target_clock, self._scheduler.drafter_clock
             target, drafter = (clock.since(before) for clock, before in zip(clocks, ticket.clocks, strict=True))
             records = [sample.statistics for sample in samples]
-            statistics = summarise(settings.method.method, codes, target, drafter, records)
-        own = [part._replace(request=part.request - first) for part in parts]
-        if not ticket.steps:  # all at once
-            own = [RequestStep(i, np.array(sample.codes), codes) for i, sample in enumerate(samples)]
+            stats = summarise(settings.method.method, codes, target, drafter, records)
+        own = [part._replace(request=part.request - samples[0].index) for part in parts]
         draw = partial(self.pipeline.draw, ticket.request.images, settings)
-        step = ticket.progress.add(Step(own, done, total, statistics), settings, draw)
-        if statistics is None:
-            self._hear(ticket, step)
-        else:
-            self._failures = 0
-            now, before = time.perf_counter(), self._since
-            each, self._since = (now - before) / len(samples), now
-            self.seconds_per_image += _NEWEST * (each - self.seconds_per_image) if self.seconds_per_image else each
+        step = ticket.progress.add(Step(own, total - missing, total, stats), settings, draw)
+        if stats is not None:
+            self._count_time(len(samples))
             self._end(ticket, step)
+        elif ticket.steps:
+            self._hear(ticket, step)
+
+    def _count_time(self, images: int) -> None:
+        """Have images that are done count for the mean time that one takes."""
+        self._failures = 0
+        now = time.perf_counter()
+        each = (now - self._since) / images
+        self._since = now
+        self.seconds_per_image += _NEWEST * (each - self.seconds_per_image) if self.seconds_per_image else each
 
     def _end(self, ticket: Ticket, last: StreamStep | BaseException | None = None) -> None:
         """Forget a request, and tell its listener how it ended, unless it left by itself."""

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from ..methods import MethodConfig, Sampling
 from .scheduler import RequestStep, Scheduler
@@ -15,13 +15,14 @@ from .state import Model, Prompt, Request
 from .statistics import RequestStatistics, Statistics, summarise
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """One step of the batch; finished requests have no part in it."""
 
     parts: list[RequestStep]  # of the requests that took part
     done: int  # codes that are drawn, of all images
     total: int  # codes of all images
-    statistics: Statistics | None = None  # of the whole decode, with the last step
+    stats: Statistics | None  # of the whole decode, with the last step
 
 
 def decode(
@@ -53,8 +54,8 @@ def decode(
     records: list[RequestStatistics] = []
     waiting = iter(enumerate(zip(prompts, seeds, strict=True)))
     done = 0
-    statistics = None
-    while statistics is None:
+    stats = None
+    while stats is None:
         for i, (prompt, seed) in islice(waiting, together - len(scheduler.active)):
             request = Request(i, model.raster, prompt.rows(sampling), sampling, methods, seed)
             request.use(method)
@@ -64,8 +65,8 @@ def decode(
         done += sum(part.committed if part.placed is None else len(part.placed.codes) for part in parts)
         if not scheduler.busy and len(records) == len(seeds):
             clocks = scheduler.target_clock, scheduler.drafter_clock
-            statistics = summarise(method.method, model.codes, *clocks, records)
-        following = yield Step(parts, done, model.codes * len(seeds), statistics)
+            stats = summarise(method.method, model.codes, *clocks, records)
+        following = yield Step(parts, done, model.codes * len(seeds), stats)
         if following is not None and following is not method:
             method = following
             for request in scheduler.active:

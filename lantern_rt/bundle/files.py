@@ -166,10 +166,10 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        field, problem = explain(error)
+        fields = explain(error)
         newer = f"the bundle is of format {version}, newer than {FORMAT_VERSION}: upgrade lantern-rt"
-        place = f"{path}: field `{field or 'manifest'}`"
-        raise BundleError(problem, field=place, remedy=newer if minor > our_minor else "") from error
+        place = f"{path}: field `{fields.pop('field') or 'manifest'}`"
+        raise BundleError(**fields, field=place, remedy=newer if minor > our_minor else "") from error
     if manifest.neighbors >= manifest.codebook_size:
         expected = f"less than codebook_size {manifest.codebook_size}"
         raise BundleError(field=f"{path}: field `neighbors`", found=str(manifest.neighbors), expected=expected)

@@ -269,7 +269,7 @@ def _draw(
     with progress(lines=False) as show:
         for step in pipeline.decode(request):
             if trace is not None:
-                trace.add(step.step)
+                trace.add(step)
             show("tokens", step.done, step.total)
             for i in [i for i in pending if len(step.codes[i]) * len(paths) == step.total]:
                 image = enlarge(step.image(i), scale)

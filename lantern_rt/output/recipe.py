@@ -58,9 +58,10 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate_strings(texts)
     except ValidationError as error:
-        field, problem = explain(error)
+        fields = explain(error)
+        field = fields.pop("field")
         place = f"{path}: text chunk {field}" if field else str(path)
-        raise RequestError(problem, field=place, remedy=CURE) from error
+        raise RequestError(**fields, field=place, remedy=CURE) from error
 
 
 def _read_texts(path: Path) -> dict[str, str]:

@@ -143,7 +143,7 @@ def step_event(step: StreamStep, rows: int, columns: int) -> Event:
     `kinds` has a letter for each new code, `done` counts codes with those of this pass: a client that places them by it
     is right also where a picture begins anew.
     """
-    part = step.step.parts[0]
+    part = step.parts[0]
     return {
         "type": "lantern.step",
         "done": step.done,

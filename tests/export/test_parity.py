@@ -176,7 +176,7 @@ def test_a_graph_that_does_not_run_is_refused(tmp_path: Path) -> None:
     model = onnx.load(path)
     del model.graph.node[3]
     onnx.save(model, path)
-    with pytest.raises(BundleError, match=r"target\.onnx: expected a graph that runs"):
+    with pytest.raises(BundleError, match=r"target\.onnx: .*, expected a graph that runs"):
         check_parity(graph, path)
 
 

@@ -304,7 +304,8 @@ def test_a_damaged_graph_ends_in_one_line_with_its_name(
     code, _, err = program(capsys, "verify", bundle, *against)
     assert code == 2
     line = err.splitlines()[-1]
-    assert line.startswith(f"lantern-rt: {bundle}/condition.onnx: expected a graph that runs")
+    assert line.startswith(f"lantern-rt: {bundle}/condition.onnx: ")
+    assert "expected a graph that runs" in line
     assert len(line) < 600
 
 

@@ -270,7 +270,7 @@ def test_what_a_runtime_loads_has_the_name_of_a_graph(folder: Path, role: str, n
 def test_bytes_that_are_no_graph_are_refused(folder: Path, data: bytes) -> None:
     (folder / "drafter.onnx").write_bytes(data)
     rewrite(folder)
-    assert "drafter.onnx: expected an ONNX graph" in refusal(folder)
+    assert "expected an ONNX graph" in refusal(folder)
 
 
 def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:

@@ -78,11 +78,11 @@ def test_every_request_gets_exactly_its_codes_and_the_numbers_add_up(method: Met
     codes = codes_of(steps, requests)
     assert [len(row) for row in codes] == [CODES] * requests
     assert all(0 <= code < VOCABULARY for row in codes for code in row)
-    assert [step.statistics is not None for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert [step.stats is not None for step in steps] == [False] * (len(steps) - 1) + [True]
     assert [step.done for step in steps] == np.cumsum([sum(p.committed for p in s.parts) for s in steps]).tolist()
     assert all(step.total == requests * CODES for step in steps)
 
-    statistics = steps[-1].statistics
+    statistics = steps[-1].stats
     assert statistics is not None
     assert isinstance(engine.target, ToyTarget)
     assert isinstance(engine.drafter, ToyDrafter)
@@ -157,7 +157,7 @@ def test_a_perfect_drafter_has_its_first_path_accepted_whole(tree: str, sampling
 
 def test_relaxed_acceptance_accepts_more_and_says_what_it_gave_away() -> None:
     def statistics(method: MethodConfig) -> Any:
-        return steps_of(model(codes=60), range(6), Sampling(), method)[-1].statistics
+        return steps_of(model(codes=60), range(6), Sampling(), method)[-1].stats
 
     exact = statistics(LanternPlusPlus(tree=BUSHY, neighbors=3, lambda_=1 + 1e-12))
     relaxed = statistics(METHODS["lantern++"])

@@ -231,7 +231,7 @@ def test_a_tokenizer_that_the_library_dies_of_is_refused_in_one_line(
     texts = {"template": json.dumps(content).encode(), "bytes": b"\xff{", "deep": b"[" * 100_000}
     path = tmp_path / "tokenizer.json"
     path.write_bytes(texts[damage])
-    with refused(BundleError, f"{path}: expected a tokenizer, found "):
+    with refused(BundleError, f"{path}: ", ", expected a tokenizer; "):
         CaptionTokenizer(load_tokenizer(path), None).encode("a red cube", 8)
     assert capfd.readouterr().err == ""
 
@@ -240,7 +240,7 @@ def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none(tmp_path: Pa
     class PanicException(BaseException):
         pass
 
-    with refused(BundleError, str(tmp_path), "found it broke"), reading(tmp_path, "a", BundleError, "b"):
+    with refused(BundleError, f"{tmp_path}: it broke, expected a; b"), reading(tmp_path, "a", BundleError, "b"):
         raise PanicException("it broke")
     with pytest.raises(KeyboardInterrupt), reading(tmp_path, "a", BundleError, "b"):
         raise KeyboardInterrupt

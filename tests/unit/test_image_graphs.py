@@ -171,7 +171,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         file_tokens(tokenizer, 6)
     assert error.value.found == "no padding in it"
     (tmp_path / "bad.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(RequestError, match=r"bad\.json: expected a tokenizer\.json"):
+    with pytest.raises(RequestError, match=r"bad\.json: .*, expected a tokenizer\.json"):
         file_tokens(tmp_path / "bad.json", None)
     with pytest.raises(RequestError) as error:  # tokens of a model's own text encoder, which no other graph knows
         bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), None)

@@ -54,8 +54,8 @@ def enumerated(method: Sjd, sampling: Sampling, patch: pytest.MonkeyPatch) -> tu
         codes: list[int] = []
         for step in decode.decode(model, [prompt], [0], sampling, method):
             codes += step.parts[0].codes[: step.parts[0].committed].tolist()
-        assert step.statistics is not None
-        realised += script.weight * step.statistics.realised_tvd
+        assert step.stats is not None
+        realised += script.weight * step.stats.realised_tvd
         found[tuple(codes)] += script.weight
         total += script.weight
     assert total == pytest.approx(1)

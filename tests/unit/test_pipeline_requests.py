@@ -209,7 +209,7 @@ def test_a_tree_that_is_not_there_or_fits_no_codebook_is_refused(words: Checker,
 
 def test_a_tree_that_is_spelled_out_is_used(words: Checker) -> None:
     pipe = Pipeline.from_bundle(words.bundle, threads=1)
-    trees = [part.tree for step in pipe.stream("red", method="eagle", tree="tree-2-10") for part in step.step.parts]
+    trees = [part.tree for step in pipe.stream("red", method="eagle", tree="tree-2-10") for part in step.parts]
     assert all(tree is None or tree.parents.tolist() == [-1, 0, 0, 1] for tree in trees)
 
 

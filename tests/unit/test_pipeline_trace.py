@@ -19,7 +19,7 @@ METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
 def record(pipe: Pipeline, method: str, steps: int | None = None) -> tuple[Trace, StreamStep]:
     trace = Trace(6, 6)
     for number, step in enumerate(pipe.stream(["red cube", "green sphere"], seed=4, method=method)):
-        trace.add(step.step)
+        trace.add(step)
         if steps is not None and number + 1 == steps:
             break
     return trace, step

@@ -99,8 +99,8 @@ def test_pictures_of_other_shapes_that_share_passes_change_nothing(method: Metho
 @pytest.mark.parametrize("columns", [1, 3])
 def test_the_end_of_a_row_takes_no_pass_of_its_own(columns: int) -> None:
     *_, last = decode(model(columns), [make_prompt(0)], [0], Sampling(), Ar())
-    assert last.statistics is not None
-    assert last.statistics.target_passes == CODES
+    assert last.stats is not None
+    assert last.stats.target_passes == CODES
 
 
 @pytest.mark.parametrize("tree", ["chain-4", "dynamic-5-4-1"])

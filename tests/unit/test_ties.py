@@ -66,8 +66,8 @@ def drawn(
         prompts = [make_prompt(i, padding=i % 3) for i in some]
         steps = list(decode(model, prompts, list(some), sampling, method))
         codes += codes_of(steps, len(some))
-        assert steps[-1].statistics is not None
-        found.append(steps[-1].statistics)
+        assert steps[-1].stats is not None
+        found.append(steps[-1].stats)
     return codes, found
 
 
