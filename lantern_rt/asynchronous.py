@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any, Self, Unpack
@@ -26,10 +26,12 @@ class AsyncPipeline:
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
-        self.pipeline, self.service = pipeline, Service(pipeline, together, waiting)
+        self.pipeline = pipeline
+        self.service = Service(pipeline, together, waiting)
         self._workers = ThreadPoolExecutor(1, "lantern-rt-images")  # decodes pictures
         self._checks = ThreadPoolExecutor(1, "lantern-rt-requests")  # checks requests, which wait for no picture
-        self._callers, self._closed, self._alone = 0, False, asyncio.Event()
+        self._callers = 0  # whose pictures are to be decoded
+        self._closed = False
 
     @classmethod
     async def from_bundle(
@@ -58,12 +60,12 @@ class AsyncPipeline:
 
         Streams still give the steps that they have, but no pictures.
         """
-        self._closed, loop = True, asyncio.get_running_loop()
+        self._closed = True
+        loop = asyncio.get_running_loop()
         await loop.run_in_executor(None, self._checks.shutdown)  # who came before is there
         await loop.run_in_executor(None, self.service.close, drain)
-        while self._callers:  # their pictures are still to be decoded
-            self._alone.clear()
-            await self._alone.wait()
+        while self._callers:
+            await asyncio.sleep(0.01)
         await loop.run_in_executor(None, self._workers.shutdown)
         self.pipeline.close()
 
@@ -93,15 +95,13 @@ class AsyncPipeline:
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Count a caller whose pictures are to be decoded, whom closing waits for."""
+        """Count a caller, whom closing waits for."""
         self._check_open()
         self._callers += 1
         try:
             yield
         finally:
             self._callers -= 1
-            if not self._callers:
-                self._alone.set()
 
     async def updates(
         self, prompts: str | Sequence[str] | None = None, *, steps: bool = True, **options: Unpack[Options]
@@ -110,18 +110,19 @@ class AsyncPipeline:
 
         Takes what `Service.submit` takes. Raises: as `generate`.
         """
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[StreamStep | BaseException]()
+        loop = asyncio.get_running_loop()
+        news = asyncio.Queue[StreamStep | BaseException]()
 
         def hear(step: StreamStep | BaseException) -> None:
             loop.call_soon_threadsafe(news.put_nowait, step)
 
         submit = partial(self.service.submit, hear, prompts, steps=steps, **options)
         self._check_open()
-        submitting = loop.run_in_executor(self._checks, submit)
+        submitting = self._checks.submit(submit)
         try:
-            ticket = await asyncio.shield(submitting)
+            ticket = await asyncio.shield(asyncio.wrap_future(submitting))
         except asyncio.CancelledError:
-            submitting.add_done_callback(_cancel_ticket)
+            submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
             raise
         try:
             yield ticket, None
@@ -148,6 +149,6 @@ class AsyncPipeline:
             raise RequestError("closed", field="pipeline", remedy="make another")
 
 
-def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
+def _cancel_ticket(submitting: Future[Ticket]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()

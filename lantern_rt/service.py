@@ -43,7 +43,9 @@ Listener = Callable[[StreamStep | BaseException], None]
 class Ticket:
     """One request in a service. All of it belongs to the service's thread but `request` and `cancel`.
 
-    waited: seconds before its first pass began, None until then.
+    Attributes:
+        waited: seconds before its first pass began, None until then.
+        places: images that count for the room there is, none once it has ended or was cancelled.
     """
 
     def __init__(self, service: Service, request: Request, listener: Listener, steps: bool) -> None:
@@ -53,6 +55,7 @@ class Ticket:
         self.steps = steps
         self.came = time.perf_counter()
         self.waited: float | None = None
+        self.places = 0
         self.automatic = isinstance(request.settings.method, Auto)  # drawn by what suits the load
         self.choice: str | None = None  # what `auto` chose, in words
         self.samples: list[state.Request] = []
@@ -62,7 +65,10 @@ class Ticket:
         self.ended = False
 
     def cancel(self) -> None:
-        """Have the service forget the request within a pass; after that its listener hears nothing more."""
+        """Have the service forget the request within a pass, after which its listener hears nothing more.
+
+        Its places are free at once.
+        """
         self._service.forget(self)
 
 
@@ -79,9 +85,10 @@ class Service:
     """
 
     def __init__(self, pipeline: Pipeline, together: int | None = None, waiting: int = 256) -> None:
-        self.pipeline, self.seconds_per_image = pipeline, 0.0
-        engines, manifest = pipeline.engines, pipeline.bundle.manifest
-        self._engines = engines
+        self.pipeline = pipeline
+        self.seconds_per_image = 0.0
+        manifest = pipeline.bundle.manifest
+        self._engines = engines = pipeline.engines
         self._chooser = pipeline.chooser
         strict = resolve_settings(manifest, {"method": "auto"})
         model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar()])
@@ -165,11 +172,12 @@ class Service:
         with self._changed:
             if self._closing:
                 raise RequestError("closed", field="service", remedy="make another")
-            excess = self._images + images - self.together - self.waiting
+            excess = self._images + images - room
             if self._images and excess > 0:
                 seconds = max(1, math.ceil(excess * self.seconds_per_image))
                 raise BusyError(f"found {self._images} images before this one", seconds)
             self._images += images
+            ticket.places = images
             self._arriving.append(ticket)
             self._changed.notify()
         return ticket
@@ -182,8 +190,14 @@ class Service:
     def forget(self, ticket: Ticket) -> None:
         """Cancel a request; nothing happens if it has ended."""
         with self._changed:
+            self._free(ticket)
             self._leaving.append(ticket)
             self._changed.notify()
+
+    def _free(self, ticket: Ticket) -> None:
+        """Let others have the places of a request. The lock is held."""
+        self._images -= ticket.places
+        ticket.places = 0
 
     def close(self, drain: bool = True) -> None:
         """Take no more requests, finish those that are there (drain) or fail them, and stop the thread."""
@@ -342,7 +356,7 @@ class Service:
         for sample in ticket.samples:
             self._tickets.pop(sample.index, None)
         with self._changed:
-            self._images -= len(ticket.request.images)
+            self._free(ticket)
         if last is not None:
             self._hear(ticket, last)
 

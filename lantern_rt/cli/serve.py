@@ -123,16 +123,12 @@ def _loader(
 @contextmanager
 def _logged() -> Iterator[None]:
     """What the server logs are lines on stderr while the block runs."""
-    logger, handler = logging.getLogger(__package__.partition(".")[0] + ".serve"), _Lines()
+    logger = logging.getLogger("lantern_rt.serve")
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: record.levelno < logging.WARNING)  # those are said for every command
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-class _Lines(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING:  # those are said for every command
-            say(record.getMessage())

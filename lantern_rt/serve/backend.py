@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 from PIL.Image import Image
 
 from ..asynchronous import AsyncPipeline
+from ..methods import METHODS
 from ..output.images import png_bytes
 from ..results import StreamStep
 from ..runtime.scheduler import RequestStep
-from ..service import Ticket
 from .protocol import Completion, Event, Figures, ImagesRequest, picture_event
 
 ACCEPTED: Event = {"type": "accepted"}  # a request has its place; clients are not sent this
@@ -61,10 +61,9 @@ class LocalBackend:
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
         manifest = self.manifest
-        drafter_methods = ["eagle", "lantern", "lantern++"] if manifest.drafter else []
-        prompts = (
-            self.pipeline.pipeline.bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
-        )
+        methods = [name for name, kind in METHODS.items() if manifest.drafter or not kind.needs_drafter]
+        bundle = self.pipeline.pipeline.bundle
+        prompts = bundle.path("prompts").read_text("utf-8") if "prompts" in manifest.files else ""
         size = manifest.size().name
         return {
             "size": size,
@@ -73,7 +72,7 @@ class LocalBackend:
             "columns": manifest.grid_columns,
             "takes": manifest.condition.kind,
             "classes": manifest.condition.classes,
-            "methods": ["ar", "sjd", "rows", *drafter_methods, "auto"],
+            "methods": methods,
             "qualities": ["strict", *manifest.presets],
             "sampling": manifest.sampling.model_dump(),
             "examples": prompts.splitlines()[:8],
@@ -110,8 +109,21 @@ class LocalBackend:
             before = time.perf_counter()
             pictures = [await self._file(request, last, i) for i in range(len(last.codes))]
             now = time.perf_counter()
-            figures = self._figures(ticket, last, now - began, painting + now - before)
             images = ticket.request.images
+            stats = last.stats
+            assert stats is not None
+            figures = Figures(
+                model=self.name,
+                method=str(last.settings.method),
+                choice=last.settings.choice,
+                seeds=[image.seed for image in images],
+                tokens_per_forward_pass=stats.tokens_per_forward_pass,
+                target_passes=sum(one.target_passes for one in stats.per_image),
+                realised_tvd_per_token=stats.realised_tvd * len(images) / last.total,
+                seconds=now - began,
+                queue_seconds=ticket.waited or 0.0,
+                picture_seconds=painting + now - before,
+            )
             tokens = sum(int(image.real[0].sum()) for image in images)
             yield Completion(pictures, size.name, tokens, last.total, figures)
 
@@ -119,22 +131,6 @@ class LocalBackend:
         """Image i of a step, as the request wants it."""
         image = await self.pipeline.image(step, i)
         return await asyncio.to_thread(encode, image, request.format, request.output_compression)
-
-    def _figures(self, ticket: Ticket, last: StreamStep, seconds: float, painting: float) -> Figures:
-        stats = last.stats
-        assert stats is not None
-        return Figures(
-            model=self.name,
-            method=str(last.settings.method),
-            choice=last.settings.choice,
-            seeds=[image.seed for image in ticket.request.images],
-            tokens_per_forward_pass=stats.tokens_per_forward_pass,
-            target_passes=sum(one.target_passes for one in stats.per_image),
-            realised_tvd_per_token=stats.realised_tvd * len(last.codes) / last.total,
-            seconds=seconds,
-            queue_seconds=ticket.waited or 0.0,
-            picture_seconds=painting,
-        )
 
 
 def step_event(step: StreamStep, rows: int, columns: int) -> Event:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
@@ -173,13 +174,21 @@ class _Call:
         await response(self._http.scope, self._http.receive, self._send)
 
     def _log(self, status: int, facts: dict[str, Any]) -> None:
-        """Count the request, and log a line of JSON."""
+        """Count the request, and log a line of JSON; never its prompt."""
         metrics = self._state.metrics
         metrics.requests.labels(self._model, str(status)).inc()
         if status in (DISCONNECTED, 504):
             metrics.aborted.labels(self._model, "deadline" if status == 504 else "disconnected").inc()
         seconds = round(time.perf_counter() - self._began, 4)
-        self._state.log(self._http, {"status": status, "model": self._model, "seconds": seconds, **facts})
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": self._http.state.request_id,
+            "path": self._http.url.path,
+            "status": status,
+            "model": self._model,
+            "seconds": seconds,
+        }
+        _LOG.info("%s", json.dumps(line | facts))
 
 
 async def _last(updates: AsyncGenerator[Event | Completion, None]) -> Completion:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from starlette.requests import Request
@@ -21,7 +17,6 @@ from ..inputs import read_plain_file, reading, short
 from .backend import ImageBackend
 from .protocol import Completion, HttpError
 
-_LOG = logging.getLogger(__name__)
 MAX_KEYS_FILE = 1 << 20  # bytes
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # buckets of histograms
 
@@ -155,16 +150,6 @@ class ServerState:
             names = ", ".join(self.backends)
             raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=names)
         return self.backends[name]
-
-    def log(self, request: Request, facts: dict[str, Any]) -> None:
-        """One line of JSON about a request; never its prompt."""
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "request_id": request.state.request_id,
-            "path": request.url.path,
-            **facts,
-        }
-        _LOG.info("%s", json.dumps(line))
 
 
 def _hash(key: str) -> bytes:

@@ -120,19 +120,6 @@ def pixels(picture: str) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(picture))).tobytes()
 
 
-def test_a_stream_shows_pictures_on_the_way_and_every_code(served: Served, scenes_pipe: Pipeline) -> None:
-    asked = {"prompt": PROMPTS[0], "seed": 5, "method": "sjd", "stream": True, "partial_images": 3, "steps": True}
-    status, _, body = served.steady.request(
-        "POST", GENERATIONS, json.dumps(asked).encode(), {"content-type": "application/json"}
-    )
-    assert status == 200
-    found = events(body)
-    assert [data["partial_image_index"] for kind, data in found if kind.endswith("partial_image")] == [0, 1, 2]
-    assert sum(len(data["kinds"]) for kind, data in found if kind == "lantern.step") == 256
-    assert found[-1][0] == "image_generation.completed"
-    assert pixels(found[-1][1]["b64_json"]) == scenes_pipe(PROMPTS[0], seed=5, method="sjd").images[0].tobytes()
-
-
 def test_models_and_errors_are_those_of_one_server(served: Served) -> None:
     assert [one["id"] for one in served.steady.get("/v1/models")[1]["data"]] == ["scenes"]
     status, answer = served.steady.post({"prompt": PROMPTS[0], "top_k": -1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_closing_waits_for_pictures_and_for_no_stream_that_nobody_reads(pipe: Pi
                 assert [step async for step in steps][-1].stats is not None
             else:
                 await asyncio.gather(generating, return_exceptions=True)
+
+    run(main())
+
+
+def test_who_gave_up_may_ask_again_at_once(pipe: Pipeline) -> None:
+    async def main() -> None:
+        async with AsyncPipeline(Pipeline.from_bundle(pipe.bundle, threads=1), together=1, waiting=0) as pipeline:
+            for patience in (0.0005, 0.001, 0.002, 0.004, 0.008):
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(pipeline.generate("red cube", num_images=1, method="ar"), patience)
+            assert (await pipeline.generate("red cube")).images
 
     run(main())
 

@@ -143,6 +143,20 @@ def test_who_leaves_is_forgotten_within_a_pass(service: Service) -> None:
     assert heard.steps[-1].stats is None
 
 
+def test_places_are_free_as_soon_as_their_request_is_cancelled(pipe: Pipeline) -> None:
+    with Service(pipe, together=1, waiting=0) as service:
+        waiting = True
+        leaving, again = Caller(lambda: waiting), Caller()
+        ticket = service.submit(leaving, "red cube", method="ar")
+        while not leaving.steps:
+            time.sleep(0.001)
+        ticket.cancel()
+        service.submit(again, "red cube", seed=1)
+        waiting = False
+        again.last()
+        left_alone(service)
+
+
 def test_a_failed_pass_ends_its_requests_and_later_ones_are_served(
     pipe: Pipeline, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
