@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..methods import Drafted, MethodConfig, RowParallel, Sampling, Sjd
+from ..methods import Ar, Auto, Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .grid import MAX_BATCH_NODES, Raster
 from .noise import Noise
@@ -79,10 +79,18 @@ class Prompt:
 
 
 def method_nodes(method: MethodConfig) -> int:
-    """Nodes of a pass over what a method drafts for one image, the root included; 1 where passes differ (`rows`)."""
+    """Nodes of a pass over what a method drafts for one image, the root included; 1 where passes differ.
+
+    Raises:
+        TypeError: of a method that is not here: a new one must not pass limits unseen.
+    """
     if isinstance(method, Drafted):
         return named_tree(method.tree).nodes
-    return 1 + method.window if isinstance(method, Sjd) else 1
+    if isinstance(method, Sjd):
+        return 1 + method.window
+    if isinstance(method, Ar | RowParallel | Auto):
+        return 1
+    raise TypeError(f"method {method.method}: add its nodes of a pass to `method_nodes`")
 
 
 @dataclass(eq=False)

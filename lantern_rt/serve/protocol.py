@@ -99,8 +99,9 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
     try:
         request = ImagesRequest.model_validate_json(body)
     except ValidationError as error:
-        fields = explain(error)
-        raise HttpError(400, **fields | {"field": fields["field"] or "body"}) from error
+        fields: dict[str, Any] = explain(error)
+        fields["field"] = fields["field"] or "body"
+        raise HttpError(400, **fields) from error
     if request.stream and (request.n or 1) > 1:
         why = "events do not say which image they are of"
         raise HttpError(400, field="n", found=f"{request.n} with stream", expected="1", remedy=why)

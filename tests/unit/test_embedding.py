@@ -79,12 +79,6 @@ def test_the_prompt_of_a_list_that_failed_is_named(pipe: Pipeline) -> None:
         pipe([" "])
 
 
-def test_the_class_id_of_a_list_that_failed_is_named(tmp_path: Path) -> None:
-    pipe = Pipeline.from_bundle(make_tiny_bundle(tmp_path / "tiny", "class"), threads=1)
-    with refused(RequestError, "class id 2 of 2: found 10, expected a whole number 0 .. 9"):
-        pipe(class_ids=[3, 10])
-
-
 # ---------------------------------------------------------------- opening and closing
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -11,9 +11,10 @@ from tiny_bundle import CAPTION, PREFIX, K, make_tiny_bundle
 
 from lantern_rt import Pipeline, RequestError, TreeError
 from lantern_rt.bundle.files import open_bundle
-from lantern_rt.methods import Eagle, MethodConfig, Sjd
+from lantern_rt.methods import METHODS, Eagle, MethodConfig, Sjd
 from lantern_rt.prompts import bundle_tokenizer
 from lantern_rt.requests import check_request, resolve_settings
+from lantern_rt.runtime.state import method_nodes
 
 NAN, INF = float("nan"), float("inf")
 
@@ -230,3 +231,13 @@ def test_a_bundle_that_says_nothing_about_a_method_gets_small_trees_and_a_fittin
     assert resolve_settings(silent, {"method": "eagle"}).method == Eagle(tree="chain-3")
     relaxed: Any = resolve_settings(silent, {"method": "lantern"}).method
     assert (relaxed.neighbors, relaxed.delta) == (K, 0.2)
+
+
+def test_every_method_says_its_nodes_and_one_that_does_not_is_refused() -> None:
+    class Unknown(MethodConfig):
+        method: Literal["unknown"] = "unknown"
+
+    methods = [kind(method=name) for name, kind in METHODS.items()]
+    assert [method_nodes(method) for method in methods] == [1, 4, 8, 5, 9, 1, 1]
+    with pytest.raises(TypeError, match="method unknown"):
+        method_nodes(Unknown())
