@@ -120,7 +120,7 @@ class AsyncPipeline:
         self._check_open()
         submitting = self._checks.submit(submit)
         try:
-            ticket = await asyncio.shield(asyncio.wrap_future(submitting))
+            ticket = await asyncio.wrap_future(submitting)
         except asyncio.CancelledError:
             submitting.add_done_callback(_cancel_ticket)  # before the next request is checked
             raise
