@@ -83,10 +83,10 @@ def bench(
         return
     for row in rows:
         row["exact_word"] = "yes" if row["exact"] else "no"
-    title = f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}"
-    print_table(WIDE_COLUMNS if wide else COLUMNS, rows, title)
-    print_text(f"{len(runs[0])} turns, images at a time: {batch}; a speed-up is the median of its turns")
-    print_text(*(f"{row['method']}: {row['choice']}" for row in rows if row["choice"]))
+    print_text(f"{facts['bundle']} ({opened.digest[:12]}), {facts['backend']}, threads: {facts['threads']}")
+    print_table(WIDE_COLUMNS if wide else COLUMNS, rows)
+    turns = f"{len(runs[0])} turns, images at a time: {batch}; a speed-up is the median of its turns"
+    print_text(turns, *(row["choice"] for row in rows if row["choice"]))
 
 
 def pipeline_facts(pipeline: Pipeline) -> dict[str, Any]:

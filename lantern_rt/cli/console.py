@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from ..errors import OutputError, printable
 from ..output.tables import text_table
 
-FILE_WIDTH = 200  # columns of a table that goes to a file
 QUIET = 2.0  # seconds before the first line of progress
 INTERVAL = 5.0  # seconds between two lines of progress
 
@@ -60,33 +59,20 @@ def print_facts(facts: Facts) -> None:
         print_text(section, text_table(list(values.items())))
 
 
-def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Print rows under headings, folded to the width of the terminal, if there is one.
+def print_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Print rows under headings.
 
     Args:
-        columns: by heading, how a cell is made of a row, such as `{speed_up:.2f}`; `-` where that is None. Words are
-            set to the left, numbers to the right.
+        columns: by heading, how a cell is made of a row, such as `{speed_up:.2f}`; `-` where that is None.
         rows: a mapping for each row.
-        title: a line above.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(markup=False) if sys.stdout.isatty() else Console(markup=False, width=FILE_WIDTH)
-    title = None if title is None else printable(title)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading, template in columns.items():
-        table.add_column(heading, justify="right" if ":" in template else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_cell(template, row) for template in columns.values()))
-    with console.capture() as text:  # it would answer a closed pipe by itself
-        console.print(table, highlight=False)
-    print_text(text.get().removesuffix("\n"))
+    cells = [[_cell(template, row) for template in columns.values()] for row in rows]
+    print_text(text_table([list(columns), *cells]))
 
 
 def _cell(template: str, row: Mapping[str, Any]) -> str:
     try:
-        return printable(template.format_map(row))
+        return template.format_map(row)
     except TypeError:  # None has no format
         return "-"
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..bundle.manifest import Manifest
+from ..engines.contracts import Progress
 from ..pipeline import Pipeline
-from .turns import MethodRun, Prompts, Run, Show, take_turns
+from .turns import MethodRun, Prompts, Run, take_turns
 
 MIN_TURNS = 3
 DYNAMIC_TREE, STATIC_TREE = "dynamic-8-4-2", "chain-3"  # where the bundle has none of the kind
@@ -28,9 +29,9 @@ def default_methods(manifest: Manifest) -> list[str]:
 
 
 def bench(
-    pipeline: Pipeline, methods: Sequence[MethodRun], prompts: Prompts, batch: int, count: int, show: Show
+    pipeline: Pipeline, methods: Sequence[MethodRun], prompts: Prompts, batch: int, count: int, show: Progress
 ) -> list[list[Run]]:
-    """Run all methods in turns, after one call of each that is not counted.
+    """Run all methods in turns, after one turn that is not counted.
 
     Args:
         pipeline: that runs them.
@@ -44,16 +45,12 @@ def bench(
         Runs by method and turn.
     """
     turns = max(MIN_TURNS, -(-count // batch))
-    for number, method in enumerate(methods):
-        show("warming up", number, len(methods))
-        pipeline(**prompts.request(0, batch), **method.options)
-    show("warming up", len(methods), len(methods))
-    show("turns", 0, turns)
-    by_turn = []
-    for runs in take_turns(pipeline, methods, (prompts.request(turn, batch) for turn in range(turns))):
-        by_turn.append([replace(one, images=[]) for one in runs])  # pictures were painted for the time it takes
-        show("turns", len(by_turn), turns)
-    return [list(runs) for runs in zip(*by_turn, strict=True)]
+    requests = (prompts.request(max(turn, 0), batch) for turn in range(-1, turns))
+    by_turn = [
+        [replace(one, images=[]) for one in runs]  # pictures were painted for the time it takes
+        for runs in take_turns(pipeline, methods, requests, show=show, total=(turns + 1) * batch)
+    ]
+    return [list(runs) for runs in zip(*by_turn[1:], strict=True)]
 
 
 def summarize(runs: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from PIL.Image import Image
 
+from ..engines.contracts import Progress
 from ..errors import RequestError
 from ..output.images import blank
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
 from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, frechet_distance
-from .turns import MethodRun, Prompts, Run, Show, scored, take_turns
+from .turns import MethodRun, Prompts, Run, scored, take_turns
 
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
@@ -53,7 +54,7 @@ def evaluate(
     pipeline: Pipeline,
     images: ImageSet,
     methods: Sequence[MethodRun],
-    show: Show,
+    show: Progress,
     features: Features | None = None,
     agreement: Agreement | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
@@ -83,9 +84,15 @@ def evaluate(
         features([nothing])
     if agreement is not None:
         agreement([nothing], [max(labels, key=len)])
-    runs = {method.label: draw(pipeline, method, images, show) for method in methods}
+    turns = list(take_turns(pipeline, methods, images.requests(), score=False, show=show, total=images.count))
+    runs = {method.label: list(own) for method, own in zip(methods, zip(*turns, strict=True), strict=True)}
     others = replace(images, first_seed=images.first_seed + images.count)
-    reference = draw(pipeline, replace(methods[0], label=REFERENCE), others, show)
+
+    def show_reference(_: str, done: int, total: int) -> None:
+        show(f"images of {REFERENCE}", done, total)
+
+    turns = take_turns(pipeline, methods[:1], others.requests(), score=False, show=show_reference, total=images.count)
+    reference = [one for (one,) in turns]
     plain, *_ = runs.values()
     compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
     for number, (label, own) in enumerate(compared.items()):
@@ -130,16 +137,6 @@ def evaluate(
     return report, drawn
 
 
-def draw(pipeline: Pipeline, method: MethodRun, images: ImageSet, show: Show) -> list[Run]:
-    """Draw all images by one method, prompt by prompt."""
-    runs: list[Run] = []
-    show(method.label, 0, images.count)
-    for turn in take_turns(pipeline, [method], images.requests(), score=False):
-        runs += turn
-        show(method.label, sum(len(one.codes) for one in runs), images.count)
-    return runs
-
-
 def same_codes(runs: Sequence[Run], plain: Sequence[Run]) -> bool:
     """Whether an exact method drew plain decoding's images, bit for bit."""
     return runs[0].settings.method.exact and np.array_equal(_codes(runs), _codes(plain))
@@ -157,7 +154,7 @@ def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
 
 
 def _agreement_figure(
-    agreement: Agreement, images: ImageSet, drawn: Mapping[str, Sequence[Image]], show: Show
+    agreement: Agreement, images: ImageSet, drawn: Mapping[str, Sequence[Image]], show: Progress
 ) -> Figure:
     """Agreement of every method's images with their prompts; drawn: images by label, the reference last."""
     prompts = [prompt for prompt in images.prompts.labels for _ in range(images.seeds)]
@@ -183,7 +180,7 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
     }
 
 
-def frechet_figure(sets: Sequence[Floats], reference: Floats, seeds: int, show: Show) -> Figure:
+def frechet_figure(sets: Sequence[Floats], reference: Floats, seeds: int, show: Progress) -> Figure:
     """Frechet distances of `sets`, features `[prompts x seeds, width]` of every method, to those of the reference."""
     prompts = len(reference) // seeds
     by_prompt = np.arange(len(reference)).reshape(prompts, seeds)

@@ -21,7 +21,7 @@ from ..inputs import brief, open_plain_file, read_plain_file, reading
 from ..prompts import bundle_tokenizer
 from .statistics import Floats, Ints
 
-BATCH = 8  # images in one run, where the graph leaves it open
+BATCH = 8  # images in one run
 PREPROCESSING_FILE = "preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
@@ -29,7 +29,7 @@ _FILE_LIMIT = 1 << 26  # bytes
 Offset = Annotated[float, Field(ge=-1e6, le=1e6)]
 Scale = Annotated[float, Field(gt=0, le=1e6)]
 Side = Annotated[int, Field(ge=8, le=4096)]
-Tokenize = Callable[[str], tuple[Ints, Ints]]  # a prompt's ids and attention mask, [length] each
+Tokenize = Callable[[str], Ints]  # a prompt's ids, [length]
 
 
 class Preprocessing(BaseModel):
@@ -107,8 +107,6 @@ class ImageGraph(ABC):
         self.others = [tensor for tensor in inputs if tensor is not image]  # the graph's further inputs
         self.input = image.name
         self.dtype = _TYPES[image.type]
-        self.fixed = image.shape[0] if isinstance(image.shape[0], int) else None
-        self.batch = self.fixed or BATCH  # images at a time
         self.height, self.width = (side if isinstance(side, int) else prepare.size for side in image.shape[2:])
         if prepare.size is not None and (self.height, self.width) != (prepare.size, prepare.size):
             expected = f"{self.height} x {self.width}, as the graph takes them"
@@ -127,26 +125,23 @@ class ImageGraph(ABC):
     ) -> Floats:
         """What `_rows` makes of an output (by default the first), float64, of images of one size, in batches.
 
-        texts: the further inputs, one row an image. A graph of a fixed number of images is given the last one again.
+        texts: the further inputs, one row an image.
         """
         parts = []
-        for start in range(0, len(images), self.batch):
-            some = slice(start, start + self.batch)
+        for start in range(0, len(images), BATCH):
+            some = slice(start, start + BATCH)
             inputs: dict[str, NDArray[Any]] = {self.input: np.stack([self._pixels(image) for image in images[some]])}
             inputs |= {name: values[some] for name, values in (texts or {}).items()}
-            count = len(inputs[self.input])
-            rows = np.minimum(np.arange(self.fixed or count), count - 1)
-            inputs = {name: values[rows] for name, values in inputs.items()}
             try:
                 values = np.asarray(self.session.run(output and [output], inputs)[0], np.float64)
             except Exception as error:
                 shapes = ", ".join(f"{name} {list(values.shape)}" for name, values in inputs.items())
-                remedy = f"{PREPROCESSING_FILE} beside it sets another size"
+                remedy = f"export it for any number of images; {PREPROCESSING_FILE} beside it sets another size"
                 remedy += f", truncation in {TOKENIZER_FILE} the most tokens" if texts else ""
                 raise self._refusal(f"failed on {shapes} ({brief(error)})", remedy=remedy) from error
             if not np.isfinite(values).all():
                 raise self._refusal("gave NaN or infinity")
-            parts.append(self._rows(values, len(rows))[:count])
+            parts.append(self._rows(values, len(images[some])))
         return np.concatenate(parts)
 
     @abstractmethod
@@ -222,13 +217,17 @@ class EncoderFeatures(Features):
 class Agreement(ImageGraph):
     """How well images show their prompts, by a graph with an int64 input `[n, length]` of token ids.
 
-    It may have another of an attention mask. Its first output is taken: `[n]` or `[n, 1]`, or `[n, n]` of every image
-    with every prompt, whose diagonal is meant. Tokens are those of the `tokenizer.json` beside the graph, or of the
-    bundle's words. Where the graph leaves `length` open, prompts of different length are not run together, so that none
-    is padded.
+    It may have another of an attention mask. Its first output is taken: `[n]`, or `[n, n]` of every image with every
+    prompt, whose diagonal is meant. Prompts of different length are not run together, so that none is padded.
+
+    Args:
+        path: of the graph. The `tokenizer.json` beside it says what tokens are; without one, the bundle's words.
+        prepare: how images are prepared.
+        bundle: that draws them.
+        threads: to run it with, by default one per core.
 
     Raises:
-        RequestError: the graph is no such graph, or the tokenizer does not fit.
+        RequestError: the graph is no such graph, or there is no tokenizer for it.
     """
 
     def __init__(self, path: Path, prepare: Preprocessing, bundle: Bundle, threads: int | None = None) -> None:
@@ -239,68 +238,49 @@ class Agreement(ImageGraph):
         if "mask" in texts[0].name:
             texts = texts[::-1]
         self.names = [tensor.name for tensor in texts]  # ids, and maybe the mask
-        length = texts[0].shape[1] if isinstance(texts[0].shape[1], int) else None
         tokenizer = path.parent / TOKENIZER_FILE
         if tokenizer.exists():
             self.facts["tokenizer"] = tokenizer.name
-            self.tokenize = file_tokens(tokenizer, length)
+            self.tokenize = file_tokens(tokenizer)
         else:
             self.facts["tokenizer"] = f"the tokenizer of {bundle.manifest.name}"
-            self.tokenize = bundle_tokens(bundle, length)
+            self.tokenize = bundle_tokens(bundle)
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
         """Agreement float64 `[images]` of each image with its prompt, more where they agree."""
         agreement = np.zeros(len(images))
         tokens = [self.tokenize(prompt) for prompt in prompts]
-        lengths = np.array([len(ids) for ids, _ in tokens])
+        lengths = np.array([len(ids) for ids in tokens])
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length).tolist()
-            texts = np.stack([tokens[i] for i in alike], 1)  # [ids and mask, images, length]
-            agreement[alike] = self._run([images[i] for i in alike], dict(zip(self.names, texts, strict=False)))
+            ids = np.stack([tokens[i] for i in alike])  # [images, length]
+            texts = dict(zip(self.names, (ids, np.ones_like(ids)), strict=False))
+            agreement[alike] = self._run([images[i] for i in alike], texts)
         return agreement
 
     def _rows(self, values: Floats, count: int) -> Floats:
-        if values.shape not in ((count,), (count, 1), (count, count)):
-            expected = "[n], [n, 1] or [n, n]"
-            raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected=expected)
-        return values.diagonal() if values.shape == (count, count) else values.ravel()
+        if values.shape not in ((count,), (count, count)):
+            raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected="[n] or [n, n]")
+        return values.diagonal() if values.ndim == 2 else values
 
 
-def file_tokens(path: Path, length: int | None) -> Tokenize:
-    """Tokens by a `tokenizer.json` with its own special tokens, truncation and padding.
-
-    Args:
-        path: of the file.
-        length: ids of every prompt; None leaves that to the file.
-
-    Raises:
-        RequestError: it is no such file, or it does not pad.
-    """
+def file_tokens(path: Path) -> Tokenize:
+    """Tokens by a `tokenizer.json` with its own special tokens and truncation. Raises: RequestError: it is none."""
     with reading(path, f"a {TOKENIZER_FILE}", RequestError, "put the one beside the graph that belongs to it"):
         library = Tokenizer.from_str(read_plain_file(path, _FILE_LIMIT).decode())
-    if length is not None:
-        if library.padding is None:
-            raise RequestError(
-                field=str(path),
-                found="no padding in it",
-                expected=f"some, as the graph takes {length} tokens",
-                remedy="export the graph with an open length, or save the tokenizer after its enable_padding()",
-            )
-        library.enable_padding(**{**library.padding, "length": length, "pad_to_multiple_of": None})
-        cut = library.truncation or {"max_length": length}
-        library.enable_truncation(**{**cut, "max_length": min(length, cut["max_length"])})
+        library.no_padding()
 
-    def tokenize(prompt: str) -> tuple[Ints, Ints]:
-        encoding = library.encode(prompt)
-        if not encoding.ids:
+    def tokenize(prompt: str) -> Ints:
+        ids = library.encode(prompt).ids
+        if not ids:
             raise RequestError(field=str(path), found=f"no token in {prompt!r}", expected="one or more")
-        return np.array(encoding.ids, np.int64), np.array(encoding.attention_mask, np.int64)
+        return np.array(ids, np.int64)
 
     return tokenize
 
 
-def bundle_tokens(bundle: Bundle, length: int | None) -> Tokenize:
-    """Tokens by the word list of a bundle, padded with 0 to `length`, by default as long as the model reads them.
+def bundle_tokens(bundle: Bundle) -> Tokenize:
+    """Tokens by the word list of a bundle.
 
     Raises:
         RequestError: the bundle's tokens are those of its own text encoder; no other graph is likely to know them.
@@ -314,8 +294,8 @@ def bundle_tokens(bundle: Bundle, length: int | None) -> Tokenize:
             remedy=f"put the {TOKENIZER_FILE} that belongs to the graph beside it",
         )
 
-    def tokenize(prompt: str) -> tuple[Ints, Ints]:
-        ids = words.encode(prompt, length or condition.prefix)
-        return ids, (ids != 0).astype(np.int64)
+    def tokenize(prompt: str) -> Ints:
+        ids = words.encode(prompt, condition.prefix)
+        return ids[ids != 0]  # without padding
 
     return tokenize

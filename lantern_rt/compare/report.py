@@ -25,35 +25,38 @@ class Column(NamedTuple):
 
 
 COLUMNS = {
-    "tokens_per_forward_pass": Column("tokens per forward pass", 2, "more is faster"),
+    "tokens_per_forward_pass": Column("tokens per pass", 2, "more is faster"),
     "tvd": Column("TVD per token", 4, "0 is exact"),
     "same_tokens": Column("share of tokens as in ar's image", 3, "1: the same image"),
-    "excess_nll": Column("excess NLL, nats per token", 4, "as ar's"),
-    "agreement": Column("prompt agreement", 4, "more is better"),
+    "excess_nll": Column("excess NLL", 4, "nats per token, as ar's"),
+    "agreement": Column("agreement", 4, "with prompts, more is better"),
     "frechet": Column("Frechet distance", 4, "less is better, ar's own is the floor"),
 }
+_ESSENTIAL = ("excess_nll", "agreement")
 
 
 def text_report(report: Mapping[str, Any]) -> str:
-    """Figures as lines of text: value and interval of every method, and its difference to ar."""
-    lines = []
-    for name, column in _columns(report).items():
-        rows = [(method["method"], *_cells(method, name)) for method in _compared(report)]
-        lines += [f"{column.heading} ({column.better})", text_table(rows)]
-    same = [(method["method"], _same(method)) for method in report["methods"] if not method["figures"]]
-    if same:
-        lines += ["the other methods", text_table(same)]
+    """The essential as lines of text: speed of every method, and how far its images are from ar's."""
+    columns = {name: column for name, column in _columns(report).items() if name in _ESSENTIAL}
+    rows = [("method", "tokens per pass", *(column.heading for column in columns.values()))]
+    for method in report["methods"]:
+        if method["figures"]:
+            cells = [_difference(method["figures"][name]["difference_to_ar"]) for name in columns]
+        else:
+            cells = ["exact: same images", *[""] * (len(columns) - 1)]
+        rows.append((method["method"], f"{method['tokens_per_forward_pass']:.2f}", *cells))
+    lines = ["differences to ar, +- half of the 95 % interval", text_table(rows)]
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
 
 
-def _compared(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Plain decoding, and methods that draw other images."""
-    return [method for method in report["methods"] if method["figures"]]
+def _difference(figure: Mapping[str, float]) -> str:
+    half = (figure["high"] - figure["low"]) / 2
+    return f"{figure['value']:+.3f} +- {half:.3f}"
 
 
 def _same(method: Mapping[str, Any]) -> str:
     """What there is to say of a method that draws plain decoding's images."""
-    return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per forward pass"
+    return f"exact: same images, {method['tokens_per_forward_pass']:.2f} tokens per pass"
 
 
 def _columns(report: Mapping[str, Any]) -> dict[str, Column]:

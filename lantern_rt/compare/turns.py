@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL.Image import Image
 
 from ..bundle.files import Bundle
+from ..engines.contracts import Progress
 from ..errors import RequestError
 from ..inputs import read_plain_file, reading, whole
 from ..pipeline import Pipeline
@@ -30,12 +31,6 @@ PLAIN = "ar"
 MAX_PROMPTS = 100_000
 CLASSES = 64  # class ids where no count is given, spread over all
 _PROMPTS_LIMIT = 1 << 24  # bytes of a file
-
-
-class Show(Protocol):
-    """Takes what is being done, and how much of it is done, of how much."""
-
-    def __call__(self, what: str, done: int = 0, total: int = 0) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -201,6 +196,8 @@ def take_turns(
     requests: Iterable[Mapping[str, Any]],
     paint: bool = True,
     score: bool = True,
+    show: Progress | None = None,
+    total: int = 0,
 ) -> Iterator[list[Run]]:
     """A turn per request: the runs of all methods, in the order of `methods`, whichever went first.
 
@@ -210,12 +207,18 @@ def take_turns(
         requests: arguments of pipeline calls.
         paint: whether to make the pictures.
         score: whether to compute likelihoods, after the turn.
+        show: takes progress.
+        total: images of a method, for that.
     """
     count = len(methods)
+    drawn = 0
     for turn, request in enumerate(requests):
         by_method: dict[int, Run] = {}
         for i in range(count):
             number = (turn + i) % count
             by_method[number] = run(pipeline, methods[number], request, paint)
+            drawn += len(by_method[number].codes)
+            if show is not None:
+                show("images", drawn, count * total)
         runs = [by_method[number] for number in range(count)]
         yield [scored(pipeline, one, request) for one in runs] if score else runs

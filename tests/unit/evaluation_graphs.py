@@ -18,15 +18,15 @@ def quiet(what: str, done: int = 0, total: int = 0) -> None:
     pass
 
 
-def make_features(path: Path, pooled: bool = True, size: int | str = "side", pictures: int | str = "n") -> Path:
+def make_features(path: Path, pooled: bool = True, size: int | str = "side") -> Path:
     """A graph whose features are the mean colour, or the picture itself."""
-    shape = (pictures, 3, size, size)
+    shape = ("n", 3, size, size)
     nodes = [helper.make_node("Identity", ["pixels"], ["features"])]
     constants = []
     if pooled:
         nodes = [helper.make_node("ReduceMean", ["pixels", "axes"], ["features"], keepdims=0)]
         constants = [numpy_helper.from_array(np.array([2, 3]), "axes")]
-    axes = (pictures, 3) if pooled else shape
+    axes = ("n", 3) if pooled else shape
     graph = helper.make_graph(
         nodes,
         "features",
@@ -42,7 +42,6 @@ def make_features(path: Path, pooled: bool = True, size: int | str = "side", pic
 
 def make_agreement(
     path: Path,
-    pictures: int | str = "n",
     length: int | str = "length",
     mask: bool = False,
     every_pair: bool = False,
@@ -60,15 +59,15 @@ def make_agreement(
     if every_pair:  # brightness [n, 1]
         nodes[0].output[0] = "kept"
         nodes.insert(1, helper.make_node("Reshape", ["kept", "column"], ["brightness"]))
-    text = (pictures, length)
+    text = ("n", length)
     inputs = [helper.make_tensor_value_info("mask", TensorProto.INT64, text)] if mask else []  # before the ids
     inputs += [
         helper.make_tensor_value_info("ids", TensorProto.INT64, text),
-        helper.make_tensor_value_info("pixels", TensorProto.FLOAT, (pictures, 3, "h", "w")),
+        helper.make_tensor_value_info("pixels", TensorProto.FLOAT, ("n", 3, "h", "w")),
     ]
     constants = {"places": np.array([1, 2, 3]), "last": np.array([1]), "ten": np.array([10], np.float32)}
     constants |= {"column": np.array([-1, 1]), "one": np.array([1]), "none": np.array([0])}
-    shape = (pictures, pictures) if every_pair else (pictures,)
+    shape = ("n", "n") if every_pair else ("n",)
     graph = helper.make_graph(
         nodes,
         "agreement",

@@ -66,7 +66,7 @@ def test_everything_that_commands_print_is_safe(capsys: pytest.CaptureFixture[st
     say(HOSTILE)
     print_json({HOSTILE: HOSTILE})
     print_facts({HOSTILE: {HOSTILE: HOSTILE + "\nforged  line"}})
-    print_table({"name": "{name}"}, [{"name": HOSTILE}], HOSTILE)
+    print_table({"name": "{name}"}, [{"name": HOSTILE}])
     with progress() as show:
         show(HOSTILE)
     captured = capsys.readouterr()

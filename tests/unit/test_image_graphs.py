@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from evaluation_graphs import make_agreement, make_features
 from PIL import Image
-from tiny_bundle import PREFIX, make_tiny_bundle
+from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import RequestError, open_bundle
 from lantern_rt.compare.image_graph import (
@@ -25,23 +25,20 @@ from lantern_rt.compare.image_graph import (
 )
 
 WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
-PAD, START = 0, 1
+START = 1
 PROMPTS = ("red cube", "a red cube on sand", "cube", "a cube", "sand on sand on sand")
-SUMS = (START + 7, START + 20, START + 4, START + 6, START + 28)
+SUMS = (START + 7, START + 9, START + 4, START + 6, START + 17)
 PICTURES = [Image.new("RGB", (8, 8), (51 * i, 51 * i, 51 * i)) for i in range(5)]
 
 
-def write_tokenizer(path: Path, padding: dict[str, Any] | None = None, truncation: int | None = None) -> Path:
-    """One token a word, after a start token."""
+def write_tokenizer(path: Path) -> None:
+    """One token a word, after a start token, at most four, padded."""
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.post_processor = tokenizers.processors.TemplateProcessing("<start> $A", None, [("<start>", START)])
-    if padding is not None:
-        library.enable_padding(**padding)
-    if truncation is not None:
-        library.enable_truncation(truncation)
+    library.enable_padding(length=9)
+    library.enable_truncation(4)
     library.save(str(path))
-    return path
 
 
 def agreement_of(graph: Path) -> Agreement:
@@ -49,11 +46,10 @@ def agreement_of(graph: Path) -> Agreement:
     return Agreement(graph, read_preprocessing(graph), open_bundle("scenes"), 1)
 
 
-@pytest.mark.parametrize("batch", ["n", 1, 3])
-def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path, batch: int | str) -> None:
-    images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in (0, 51, 102, 153)]
-    extract = Features(make_features(tmp_path / "f.onnx", pictures=batch), Preprocessing(), 1)
-    assert extract(images) == pytest.approx(np.array([[i / 5, 0, 1] for i in range(4)]), abs=1e-6)
+def test_features_of_a_graph_do_not_depend_on_its_batch(tmp_path: Path) -> None:
+    images = [Image.new("RGB", (8, 8), (shade, 0, 255)) for shade in range(0, 255, 15)]
+    extract = Features(make_features(tmp_path / "f.onnx"), Preprocessing(), 1)
+    assert extract(images) == pytest.approx(np.array([[i / 17, 0, 1] for i in range(17)]), abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [9, {"shortest_edge": 9}, {"height": 9, "width": 9}])
@@ -96,39 +92,18 @@ def test_a_file_that_is_no_image_model_is_refused(tmp_path: Path) -> None:
     assert error.value.expected.startswith("9 x 9")
 
 
-@pytest.mark.parametrize("pictures", ["n", 1, 3])
 @pytest.mark.parametrize("every_pair", [False, True])
-def test_every_picture_meets_its_own_prompt_unpadded(tmp_path: Path, pictures: int | str, every_pair: bool) -> None:
+@pytest.mark.parametrize("mask", [False, True])
+def test_every_picture_meets_its_own_prompt_unpadded_and_cut(tmp_path: Path, every_pair: bool, mask: bool) -> None:
     write_tokenizer(tmp_path / "tokenizer.json")
-    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", pictures, every_pair=every_pair))
+    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", mask=mask, every_pair=every_pair))
     assert agreement(PICTURES, PROMPTS) == pytest.approx([10 * SUMS[i] + i / 5 for i in range(5)], abs=1e-3)
     again = agreement(PICTURES * 3, ["cube", "a cube", "cube"] * 5)
     assert again == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
 
 
-@pytest.mark.parametrize(("mask", "padded"), [(True, 0), (False, 2)])
-def test_prompts_are_padded_and_cut_to_the_graphs_length(tmp_path: Path, mask: bool, padded: int) -> None:
-    write_tokenizer(tmp_path / "tokenizer.json", {"pad_id": 2, "pad_token": "a"}, truncation=77)
-    agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=4, mask=mask))
-    found = agreement(PICTURES[:1] * 3, ["cube", "a red cube", "a red cube on sand"])
-    assert found == pytest.approx(10 * np.array([START + 4 + 2 * padded, START + 9, START + 9]))
-
-
-def test_a_shorter_limit_in_the_file_counts(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer.json", {"pad_id": PAD}, truncation=3)
-    for length in (6, "length"):
-        agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=length))
-        assert agreement(PICTURES[:1], ["red cube on sand"]) == pytest.approx([10 * (START + 7)])
-
-
-@pytest.mark.parametrize(("length", "slots"), [(None, PREFIX), (9, 9)])
-def test_a_bundles_words_are_padded_as_the_model_reads_them_or_as_the_graph_does(
-    tmp_path: Path, length: int | None, slots: int
-) -> None:
-    bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
-    ids, mask = bundle_tokens(bundle, length)("Red cube!")
-    assert ids.tolist() == [3, 6] + [0] * (slots - 2)
-    assert mask.tolist() == [1, 1] + [0] * (slots - 2)
+def test_a_bundles_words_are_not_padded(tmp_path: Path) -> None:
+    assert bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny")))("Red cube!").tolist() == [3, 6]
 
 
 class BrokenSession:
@@ -155,24 +130,19 @@ def test_a_graph_that_compares_no_pictures_with_prompts_is_refused(tmp_path: Pat
     assert error.value.problem == "gave NaN or infinity"
 
 
-def test_a_graph_that_takes_no_such_length_names_the_cure(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"pad_id": PAD})
+def test_a_graph_of_one_picture_or_length_names_the_cure(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json")
     agreement = agreement_of(make_agreement(tmp_path / "g.onnx", length=4))
-    agreement.tokenize = file_tokens(tokenizer, 6)
     with pytest.raises(RequestError) as error:
         agreement(PICTURES[:1], ["cube"])
-    assert "ids [1, 6]" in error.value.problem
+    assert "ids [1, 2]" in error.value.problem
     assert "truncation in tokenizer.json" in error.value.remedy
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    with pytest.raises(RequestError) as error:
-        file_tokens(tokenizer, 6)
-    assert error.value.found == "no padding in it"
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(json.dumps({"version": "1.0"}))
     with pytest.raises(RequestError, match=r"bad\.json: .*, expected a tokenizer\.json"):
-        file_tokens(tmp_path / "bad.json", None)
+        file_tokens(tmp_path / "bad.json")
     with pytest.raises(RequestError) as error:  # tokens of a model's own text encoder, which no other graph knows
-        bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), None)
+        bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")))
     assert error.value.field == "agreement"
