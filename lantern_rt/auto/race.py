@@ -27,6 +27,7 @@ ENOUGH_TURNS = 3
 HOPELESS = 1.5  # no second turn for what is this much slower than the best
 SPREAD = 0.7  # a turn's tokens per second vary by this over the root of its passes (measured on scenes)
 MARGIN = 1.05  # the baseline is left for this much only
+DISTURBED = 1.5  # times as long as another turn's passes, those of a turn take if the host was busy
 MIN_SECONDS = 1e-9  # less than any clock tells
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
@@ -81,6 +82,12 @@ class Race:
         """Of the method whose turn it is, over the baseline; 1 where they were not both timed."""
         baseline = self._rate(self.baseline)
         return self._rate(self.method) / baseline if baseline and self.turns[self.method] else 1.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether passes of one method took much longer in one turn than in another: the host was busy meanwhile."""
+        paces = [[turn.seconds / turn.passes for turn in turns] for turns in self.turns.values() if turns]
+        return any(max(pace) > DISTURBED * min(pace) for pace in paces)
 
     @property
     def records(self) -> tuple[Record, ...]:

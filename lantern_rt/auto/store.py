@@ -89,25 +89,6 @@ def write_tuning(tuning: Tuning) -> Path:
     return path
 
 
-def forget_tuning(digest: str) -> Path | None:
-    """Remove what is stored of a bundle.
-
-    Returns:
-        The file; None if there was none.
-
-    Raises:
-        OutputError: it cannot be removed.
-    """
-    path = tuning_path(digest)
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise OutputError(f"cannot be removed ({error.strerror})", field=str(path)) from error
-    return path
-
-
 def tuning_path(digest: str) -> Path:
     """Where a bundle's measurements are stored."""
     return cache_folder() / "tuning" / f"{digest[:32]}.json"

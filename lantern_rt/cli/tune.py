@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..auto.store import forget_tuning, tuning_path
-from ..bundle.files import open_bundle
+from ..auto.store import tuning_path
 from ..compare.tune import RaceResult
 from ..compare.tune import tune as run_races
 from ..compare.turns import read_bundle_prompts
+from ..errors import RequestError
 from ..inputs import whole
-from .console import print_json, print_table, print_text, progress
+from .console import print_json, print_table, print_text, progress, say
 from .options import (
     BundleArgument,
     EngineOptions,
@@ -26,7 +26,7 @@ from .options import (
 EXAMPLES = """
 lantern-rt tune scenes
 lantern-rt tune scenes --batch 8
-lantern-rt tune scenes --reset
+lantern-rt tune scenes --minutes 2
 """
 _COLUMNS = {"quality": "{quality}", "fastest method": "{method}", "speed-up": "{speed_up:.2f}", "": "{remark}"}
 
@@ -36,9 +36,7 @@ def tune(
     batch: Annotated[int, typer.Option(help="Images decoded together, as in later use.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="For requests of temperature 0.")] = False,
     prompts: PromptsOption = None,
-    reset: Annotated[
-        bool, typer.Option("--reset", help="Forget what was found here for the bundle; races nothing.")
-    ] = False,
+    minutes: Annotated[float, typer.Option(help="After these it ends with the best so far.")] = 10,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -48,16 +46,16 @@ def tune(
 
     Methods that draw the very same pictures race on prompts, and winners are kept. Best with nothing else running.
     """
-    if reset:
-        _reset(bundle, json)
-        return
     whole("batch", batch, 1, 1, 64)
+    if not 0 < minutes < 1e6:
+        raise RequestError(field="minutes", found=f"{minutes:g}", expected="a number above 0")
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
     drawn = read_bundle_prompts(opened, prompts)
     pipeline = options.load(opened)
+    say(f"this takes {minutes:g} minutes at most")
     with progress() as show:
-        results = run_races(pipeline, drawn, batch, 0.0 if greedy else None, show)
+        results = run_races(pipeline, drawn, batch, 0.0 if greedy else None, 60 * minutes, show)
     path = tuning_path(opened.digest)
     if json:
         facts: dict[str, Any] = {"bundle": opened.manifest.name, "bundle_digest": opened.digest, "path": str(path)}
@@ -65,23 +63,13 @@ def tune(
         print_json({**facts, "qualities": [result._asdict() for result in results]})
         return
     print_table(_COLUMNS, [{**result._asdict(), "remark": _remark(result)} for result in results])
-    print_text(f"kept in {path}" if path.exists() else "there was nothing to race")
+    print_text(f"kept in {path}; delete it to race anew" if path.exists() else "there was nothing to race")
 
 
 def _remark(result: RaceResult) -> str:
     """What to know of a race besides its winner."""
     if not result.rivals:
-        return "nothing to race: no other setting draws its pictures"
-    if result.date is None:
-        return f"not decided by {result.drawn} images: passes are too few to be timed"
-    if not result.drawn:
-        return f"found on {result.date}; --reset forgets it"
-    return f"{result.rivals} rivals, images drawn: {result.drawn}"
-
-
-def _reset(bundle: str, json: bool) -> None:
-    path = forget_tuning(open_bundle(bundle, verify=False).digest)
-    if json:
-        print_json({"removed": path and str(path)})
-    else:
-        print_text(f"removed {path}" if path else f"nothing was found here for {bundle}")
+        return "nothing to race"
+    if result.provisional:
+        return f"provisional: {result.provisional}"
+    return f"of {result.rivals + 1} methods" if result.drawn else f"since {result.date}"

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import count
+import time
+from contextlib import closing
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 from ..auto.memory import images_together
 from ..auto.race import ENOUGH_PASSES, ENOUGH_TURNS, TURN_PASSES, Race
 from ..auto.store import read_tuning
+from ..engines.contracts import Progress
 from ..methods import Quality
 from ..pipeline import Pipeline
 from ..requests import resolve_settings
-from .turns import Prompts, Show
-
-MAX_CALLS = 200  # of a race: far more than any takes, unless pictures are of so few tokens that no pass can be timed
+from .turns import Prompts
 
 
 class RaceResult(NamedTuple):
     """How a race of a quality ended.
 
-    quality: of the bundle. images: that share passes. method: the winner's method string. rivals: how many other
-    settings draw the same pictures. speed_up: over the baseline of the race; None where nothing was raced. date: when
-    it was decided, ISO 8601. drawn: images that it took now.
+    quality: of the bundle. images: that share passes. method: the fastest one's method string. rivals: how many other
+    settings draw the same pictures. speed_up: over the baseline of the race; None where there is nothing to race. date:
+    when the winner was stored, ISO 8601; None where none is. provisional: why it may not be the fastest; None where it
+    is. drawn: images that were begun for it now.
     """
 
     quality: Quality
@@ -31,10 +32,13 @@ class RaceResult(NamedTuple):
     rivals: int
     speed_up: float | None
     date: str | None
+    provisional: str | None
     drawn: int
 
 
-def tune(pipeline: Pipeline, prompts: Prompts, batch: int, temperature: float | None, show: Show) -> list[RaceResult]:
+def tune(
+    pipeline: Pipeline, prompts: Prompts, batch: int, temperature: float | None, seconds: float, show: Progress
+) -> list[RaceResult]:
     """Draw prompts until the race of every quality is decided; winners are stored as every race's are.
 
     Args:
@@ -42,16 +46,29 @@ def tune(pipeline: Pipeline, prompts: Prompts, batch: int, temperature: float | 
         prompts: to draw.
         batch: images decoded together.
         temperature: 0 is greedy, None the bundle's.
+        seconds: that this may take, in equal shares; a race that is not decided by then goes on another time.
         show: takes progress.
     """
+    end = time.monotonic() + seconds
     qualities: list[Quality] = ["strict", *pipeline.bundle.manifest.presets]
-    return [finish_race(pipeline, prompts, batch, quality, temperature, show) for quality in qualities]
+    results = []
+    for number, quality in enumerate(qualities):
+        now = time.monotonic()
+        share = (end - now) / (len(qualities) - number)
+        results.append(run_race(pipeline, prompts, batch, quality, temperature, now + share, show))
+    return results
 
 
-def finish_race(
-    pipeline: Pipeline, prompts: Prompts, batch: int, quality: Quality, temperature: float | None, show: Show
+def run_race(
+    pipeline: Pipeline,
+    prompts: Prompts,
+    batch: int,
+    quality: Quality,
+    temperature: float | None,
+    end: float,
+    show: Progress,
 ) -> RaceResult:
-    """Draw prompts until the race of one quality is decided; arguments as those of `tune`."""
+    """Draw prompts until the race of one quality is decided, or until `end`; arguments as those of `tune`."""
     options: dict[str, Any] = {"method": "auto", "quality": quality, "temperature": temperature}
     manifest = pipeline.bundle.manifest
     settings = resolve_settings(manifest, options)
@@ -59,18 +76,26 @@ def finish_race(
     chooser = pipeline.chooser
     for call in count():
         race = chooser.race(images, settings, whole=images > 1)
-        if race.decided or call == MAX_CALLS:
+        if race.decided or time.monotonic() >= end:
             break
         show(f"{quality}: turns", *_progress(race))
-        deque(pipeline.stream(**prompts.request(call, images), **options), maxlen=0)
+        with closing(pipeline.stream(**prompts.request(call, images), **options)) as steps:
+            for _ in takewhile(lambda _: time.monotonic() < end, steps):
+                pass
+    provisional = "the host was busy" if race.disturbed else None
+    if not race.decided:
+        provisional = "time is up"
+        race.settle(race.leader)
     choice = read_tuning(pipeline.bundle.digest).choices.get(str(chooser.key(images, settings)))
+    rivals = len(race.methods) - 1
     return RaceResult(
         quality,
         images,
         str(race.method),
-        len(race.methods) - 1,
-        choice.speed_up if choice else None,
+        rivals,
+        (choice.speed_up if choice else race.speed_up) if rivals else None,
         choice.date if choice else None,
+        provisional,
         call * images,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from bundle_folder import read_manifest, write_manifest
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
+from lantern_rt.auto.race import Race
 from lantern_rt.cli.main import run_program
-from lantern_rt.compare.tune import MAX_CALLS
+from lantern_rt.methods import Ar, Sjd
 
 FIGURES = {"tokens_per_pass": 2.0, "excess_nll": 0.01, "images": 9, "date": "2026-11-24"}
 
@@ -53,7 +55,7 @@ def test_every_race_ends_and_its_winner_draws_from_then_on(tune: Any, folder: Pa
     assert list(qualities) == ["strict", "balanced", "fast"]
     for name in ("strict", "balanced"):
         assert qualities[name]["date"] is not None
-        assert 0 < qualities[name]["drawn"] < MAX_CALLS
+        assert qualities[name]["drawn"] > 0
         assert qualities[name]["speed_up"] > 0
     assert qualities["fast"] == {**qualities["fast"], "rivals": 0, "drawn": 0, "speed_up": None, "date": None}
     assert qualities["fast"]["method"].startswith("sjd:")
@@ -67,11 +69,28 @@ def test_every_race_ends_and_its_winner_draws_from_then_on(tune: Any, folder: Pa
     assert [result["drawn"] for result in again["qualities"]] == [0, 0, 0]
 
 
-def test_what_was_found_can_be_forgotten(tune: Any) -> None:
+def test_in_the_minutes_given_the_best_so_far_is_the_answer_and_the_next_tune_goes_on(tune: Any) -> None:
+    text = tune("--minutes", "0.0001")
+    assert re.search(r"^  strict  .*  provisional: time is up$", text, re.MULTILINE)
+    report = json.loads(tune("--minutes", "0.0001", "--json"))
+    assert [result["provisional"] for result in report["qualities"]] == ["time is up", "time is up", None]
+    assert {result["date"] for result in report["qualities"]} == {None}
     text = tune()
-    assert "nothing to race" in next(line for line in text.splitlines() if line.startswith("fast"))
-    path = Path(text.splitlines()[-1].removeprefix("kept in "))
-    assert path.exists()
-    assert json.loads(tune("--reset", "--json")) == {"removed": str(path)}
-    assert not path.exists()
-    assert json.loads(tune("--reset", "--json")) == {"removed": None}
+    assert "time is up" not in text
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    assert text.splitlines()[-1].endswith("; delete it to race anew")
+
+
+def test_a_winner_of_turns_that_a_busy_host_disturbed_is_provisional(
+    tune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = Race(Ar(), [(Sjd(window=3),)])
+    while not race.decided:
+        race.record_pass(1.0, 1.0)
+    assert not race.disturbed
+    race = Race(Ar(), [(Sjd(window=3),)])
+    for number in range(200):
+        race.record_pass(1.0, 3.0 if number > 50 else 1.0)
+    assert race.disturbed
+    monkeypatch.setattr(Race, "disturbed", True)
+    assert json.loads(tune("--json"))["qualities"][0]["provisional"] == "the host was busy"
