@@ -142,7 +142,7 @@ def main() -> None:
         rate = offline(pipe, prompts, size, seconds, method)
         report(f"offline, {method}, batches of {size}", {"images_per_second": rate})
         best = max(best, rate)
-    limits = ["--together", str(TOGETHER), "--waiting", str(WAITING)]
+    limits = ["--batch", str(TOGETHER), "--waiting", str(WAITING)]
     threads = [] if arguments.threads is None else ["--threads", str(arguments.threads)]
     with server(arguments.bundle, *limits, *threads) as address:
         for clients in CLIENTS:

@@ -29,7 +29,7 @@ COMMANDS = {
 
 
 # Options, where what a pipeline calls a parameter has another name.
-_OPTIONS = {"prompts": "prompt", "class_ids": "class_id", "methods": "method"}
+_OPTIONS = {"prompts": "prompt", "class_ids": "class_id", "num_images": "count", "together": "batch"}
 
 
 class _Command(TyperCommand):

@@ -126,20 +126,26 @@ class _Lines:
         self._lines = lines
         self._next = time.monotonic() + QUIET
         self._starts: dict[str, tuple[float, int]] = {}  # when each thing began, and how much of it was done then
+        self._latest: dict[str, tuple[float, int]] = {}  # the same of what was done last
 
     def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
         now = time.monotonic()
         if what not in self._starts:
             self._starts[what] = (now, done)
+            self._latest[what] = (now, done)
             if self._lines:
                 say(what)
+        if done > self._latest[what][1]:
+            self._latest[what] = (now, done)
         if not total or now < self._next:
             return
         self._next = now + INTERVAL
         began, first = self._starts[what]
         line = f"{what} [{done:,}/{total:,}]"
+        latest, _ = self._latest[what]
         if done > first:
-            line += f", about {_duration((now - began) / (done - first) * (total - done))} left"
+            left = (latest - began) / (done - first) * (total - done) - (now - latest)
+            line += f", about {_duration(max(0.0, left))} left"
         say(line)
 
 

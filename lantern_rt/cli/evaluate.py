@@ -26,8 +26,6 @@ from ..methods import Quality
 from ..output.files import check_new_folder, folder_or_nothing
 from ..output.names import slug
 from ..pipeline import Pipeline
-from ..prompts import bundle_tokenizer
-from ..requests import check_request
 from .bench import pipeline_facts
 from .console import print_text, progress
 from .options import (
@@ -102,9 +100,6 @@ def evaluate(
     drawn = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(drawn.items))
     images = ImageSet(drawn, seeds, whole("batch", batch, 8, 1, 64))
-    tokenizer = bundle_tokenizer(opened)
-    for request in images.requests():  # a prompt that cannot be drawn shows before the work
-        check_request(manifest, tokenizer, **request, **methods[0].options)
     feature_graph = _features(opened, features, threads)
     agreement_graph = _agreement(opened, agreement, threads)
     pipeline = options.load(opened)

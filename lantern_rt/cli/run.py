@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 lantern-rt run "a large red sphere left of a small blue cube on grass at sunset"
-lantern-rt run scenes "a green cone on snow" "a red cube" --num-images 4 --output cones/ --scale 4
+lantern-rt run scenes "a green cone on snow" "a red cube" --count 4 --output cones/ --scale 4
 lantern-rt run "a pink cube on sand" --method lantern++:lambda=3:tree=chain-4 --trace cube.npz
 lantern-rt run --from a-pink-cube-on-sand-seed0.png --scale 4
 lantern-rt run bundles/llamagen-b --class-id 207 --method lantern:delta=0.2 --json
@@ -87,7 +87,7 @@ def run(
         int | None,
         typer.Option(help="Image i of a prompt is drawn with seed + i. [default: 0]", rich_help_panel=SUBJECTS),
     ] = None,
-    num_images: Annotated[
+    count: Annotated[
         int | None,
         typer.Option(help="Images per prompt; 1,024 in all at most. [default: 1]", rich_help_panel=SUBJECTS),
     ] = None,
@@ -148,13 +148,13 @@ def run(
     name, prompts = _bundle_and_prompts(words or [])
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
-    settings = {"seed": seed, "num_images": num_images, "size": size, "method": method, "quality": quality}
+    settings = {"seed": seed, "num_images": count, "size": size, "method": method, "quality": quality}
     sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)
     if source is None:
         bundle, request = _check(engine, name, options)
-        stems = [_stem(image, i // (num_images or 1), embeddings) for i, image in enumerate(request.images)]
+        stems = [_stem(image, i // (count or 1), embeddings) for i, image in enumerate(request.images)]
     else:
         bundle, request = read_again(source, options, engine, name)
         stems = [f"{source.stem}-again"]
@@ -191,7 +191,7 @@ def run(
     )
     if json:
         images = [
-            {"codes": codes.tolist(), "seed": image.seed, **_label(image, i // (num_images or 1)), "output": str(path)}
+            {"codes": codes.tolist(), "seed": image.seed, **_label(image, i // (count or 1)), "output": str(path)}
             for i, (image, codes, path) in enumerate(zip(request.images, last.codes, paths, strict=True))
         ]
         stats = {name: value for name, value in vars(last.stats).items() if name not in ("images", "per_image")}

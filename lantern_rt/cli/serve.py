@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 lantern-rt serve
 lantern-rt serve bundles/llamagen-b scenes --port 9000
-lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --together 16 --waiting 64
+lantern-rt serve --host 0.0.0.0 --api-key-file keys.txt --batch 16 --waiting 64
 curl localhost:8000/v1/images/generations -H "content-type: application/json" -d '{"prompt": "a red cube on sand"}'
 """
 LIBRARIES = ("uvicorn", "sse_starlette", "prometheus_client")
@@ -48,7 +48,7 @@ def serve(
             metavar="ORIGIN", help="Site whose pages may ask; may be given several times.", rich_help_panel=REACH
         ),
     ] = None,
-    together: Annotated[
+    batch: Annotated[
         int | None,
         typer.Option(
             help="Images that share passes at most. [default: what memory is good for]", rich_help_panel=LIMITS
@@ -81,7 +81,7 @@ def serve(
     keys = [] if api_key_file is None else read_keys(api_key_file)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
-    models = [_loader(bundle, options, together, waiting) for bundle in opened]
+    models = [_loader(bundle, options, batch, waiting) for bundle in opened]
     server = Server(models, host, port, Limits(deadline=deadline, keys=keys), cors or ())
     names = ", ".join(bundle.manifest.name for bundle in opened)
     say(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
@@ -110,13 +110,13 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
 
 
 def _loader(
-    bundle: Bundle, options: EngineOptions, together: int | None, waiting: int
+    bundle: Bundle, options: EngineOptions, batch: int | None, waiting: int
 ) -> Callable[[], Awaitable[AsyncPipeline]]:
     from ..asynchronous import AsyncPipeline
 
     engine_options = asdict(options)
     return lambda: AsyncPipeline.from_bundle(
-        bundle, together=together, waiting=waiting, picture_threads=1, **engine_options
+        bundle, together=batch, waiting=waiting, picture_threads=1, **engine_options
     )
 
 

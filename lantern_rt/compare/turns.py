@@ -21,6 +21,7 @@ from ..engines.contracts import Progress
 from ..errors import RequestError
 from ..inputs import read_plain_file, reading, whole
 from ..pipeline import Pipeline
+from ..prompts import bundle_tokenizer, text_requests
 from ..requests import SAMPLING, Settings, check_request, resolve_settings
 from ..results import Ints
 from ..runtime.likelihood import Likelihood
@@ -71,7 +72,7 @@ class Prompts:
 
 
 def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | None = None) -> Prompts:
-    """Read prompts that a bundle can draw.
+    """Read prompts, each checked to be one that a bundle can draw.
 
     Args:
         bundle: what it takes decides what is read.
@@ -79,7 +80,7 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
         count: the first so many at most; class ids are spread over all classes. By default all, of classes 64.
 
     Raises:
-        RequestError: the bundle takes nothing of the kind, or there are none.
+        RequestError: the bundle takes nothing of the kind, there are none, or one cannot be drawn: `file:line`.
     """
     manifest = bundle.manifest
     kind = manifest.condition.kind
@@ -100,18 +101,24 @@ def read_bundle_prompts(bundle: Bundle, path: Path | None = None, count: int | N
     if kind == "embeddings":
         rows, masks = read_embeddings(path)
         check_request(manifest, None, embeddings=(rows, masks))
-        items: list[Any] = list(zip(rows, masks, strict=True))
-    else:
-        items = list(read_prompts(path))
-    name = "embeddings" if kind == "embeddings" else "prompts"
-    return Prompts(name, items[:most])
+        return Prompts("embeddings", list(zip(rows, masks, strict=True))[:most])
+    prompts = read_prompts(path)[:most]
+    tokenizer = bundle_tokenizer(bundle)
+    assert tokenizer is not None
+    for line, prompt in prompts:
+        try:
+            text_requests(manifest.condition, tokenizer, manifest.size(), [prompt])
+        except RequestError as error:
+            error.field = f"{path}:{line}"
+            raise
+    return Prompts("prompts", [prompt for _, prompt in prompts])
 
 
-def read_prompts(path: Path) -> list[str]:
-    """The lines of a text file that are not empty. Raises: RequestError: it cannot be read, or has none."""
+def read_prompts(path: Path) -> list[tuple[int, str]]:
+    """Lines of a text file that are not empty, with their numbers. Raises: RequestError: there are none."""
     with reading(path, "a text file of prompts", RequestError, "give one prompt a line, in UTF-8"):
         text = read_plain_file(path, _PROMPTS_LIMIT).decode()
-    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    prompts = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
         raise RequestError(field=f"prompts {path}", found="no prompt", expected="one a line")
     return prompts
@@ -196,7 +203,7 @@ def take_turns(
     requests: Iterable[Mapping[str, Any]],
     paint: bool = True,
     score: bool = True,
-    show: Progress | None = None,
+    show: Progress = lambda what, done, total: None,
     total: int = 0,
 ) -> Iterator[list[Run]]:
     """A turn per request: the runs of all methods, in the order of `methods`, whichever went first.
@@ -212,13 +219,13 @@ def take_turns(
     """
     count = len(methods)
     drawn = 0
+    show("images", drawn, count * total)
     for turn, request in enumerate(requests):
         by_method: dict[int, Run] = {}
         for i in range(count):
             number = (turn + i) % count
             by_method[number] = run(pipeline, methods[number], request, paint)
             drawn += len(by_method[number].codes)
-            if show is not None:
-                show("images", drawn, count * total)
+            show("images", drawn, count * total)
         runs = [by_method[number] for number in range(count)]
         yield [scored(pipeline, one, request) for one in runs] if score else runs

@@ -32,7 +32,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Ru
 @pytest.fixture(scope="session")
 def scenes(start: Callable[..., RunningServer]) -> RunningServer:
     """A server of `scenes`, at most four images together."""
-    return start("scenes", "--threads", 1, "--together", 4)
+    return start("scenes", "--threads", 1, "--batch", 4)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
     """A server of a tiny bundle, whose images take milliseconds."""
-    return start(tiny_folder, "--threads", 1, "--together", 4)
+    return start(tiny_folder, "--threads", 1, "--batch", 4)
 
 
 @pytest.fixture(scope="session")

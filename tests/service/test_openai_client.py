@@ -161,7 +161,7 @@ def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
 
 
 def test_the_client_comes_again_when_the_server_is_busy(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    server = start(tiny_folder, "--threads", 1, "--together", 1, "--waiting", 0)
+    server = start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 0)
 
     async def main() -> tuple[list[Any], list[Any]]:
         options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "any"}

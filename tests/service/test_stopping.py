@@ -107,7 +107,7 @@ def test_a_port_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "begins"),
     [
         (["--port", "70000"], "--port: found 70000"),
-        (["--together", "0", "--port", "0"], "--together: found 0"),
+        (["--batch", "0", "--port", "0"], "--batch: found 0"),
         (["--deadline", "0"], "--deadline: found 0"),
         (["--deadline", "nan"], "--deadline: found nan"),
         (["scenes", "scenes"], "bundles: found two named scenes"),

@@ -114,7 +114,7 @@ def test_no_image_is_lost_or_mixed_up_and_nothing_is_kept(
         for prompt in PROMPTS
         for seed in range(len(SEEDS) + 4)
     }
-    server = start(tiny_folder, "--threads", 1, "--together", 6, "--waiting", 12)
+    server = start(tiny_folder, "--threads", 1, "--batch", 6, "--waiting", 12)
     process, crowd = psutil.Process(server.process.pid), Crowd(server, expected, visits)
     asyncio.run(crowd.come(visits // 4, 16))
     quiet(server)

@@ -48,7 +48,7 @@ def test_run_writes_a_png_named_after_prompt_and_seed(program: Any, words_bundle
 
 
 def test_json_is_one_object_and_all_of_stdout(program: Any, words_bundle: Path, tmp_path: Path) -> None:
-    code, out, _ = program("run", words_bundle, "red cube", "green cube", "--num-images", 2, "--json")
+    code, out, _ = program("run", words_bundle, "red cube", "green cube", "--count", 2, "--json")
     report = json.loads(out)
     assert (code, list(report), list(report["stats"])) == (0, ["images", "stats"], STATS)
     assert [image["seed"] for image in report["images"]] == [0, 1, 0, 1]
@@ -72,7 +72,7 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     first, second, third = (f"out{os.sep}red-cube-seed{name}.png\n" for name in ("0", "1", "0-2"))
     assert program(*run)[:2] == (0, first)
     old = (tmp_path / "out" / "red-cube-seed0.png").read_bytes()
-    code, out, err = program(*run, "--num-images", 2)
+    code, out, err = program(*run, "--count", 2)
     assert (code, out) == (0, first + second)
     assert err.startswith("1 of 2 images are there already; --force draws them again\n")
     assert "1 image in" in err
@@ -83,7 +83,7 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     assert program(*run, "--force", "--method", "rows")[1] == first
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != old
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
-    assert program(*run, "--method", "rows", "--num-images", 1)[1] == first
+    assert program(*run, "--method", "rows", "--count", 1)[1] == first
 
 
 def test_a_prompt_may_be_an_option(program: Any, words_bundle: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--quality", "perfect"], "--quality: found 'perfect'"),
         (["red", "--cfg-scale", "-1"], "--cfg-scale: found -1"),
         (["red", "--seed", "-1"], "--seed: found -1"),
-        (["red", "--num-images", "0"], "--num-images: found 0, expected a whole number 1 .. 1024"),
+        (["red", "--count", "0"], "--count: found 0, expected a whole number 1 .. 1024"),
         (["red", "--threads", "0"], ".*threads: found 0"),
         (["red", "--scale", "99"], "--scale: found 99"),
         (["red", "--from", "a.png"], "prompt: found it together with --from"),
@@ -143,7 +143,7 @@ def test_the_first_word_is_a_bundle_only_if_it_names_one(program: Any, words_bun
         (["red", "--output", "red.jpg"], r"red.jpg: found the ending \.jpg"),
         (["red", "--output", "no/such/red.png"], "no/such/red.png: found no folder"),
         (["red", "--output", "/proc/red.png"], "/proc/red.png: cannot be written"),
-        (["red", "--num-images", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
+        (["red", "--count", "2", "--output", "a.png"], "a.png: found one file name for 2 images"),
         (["red", "--trace", "t.txt"], r"trace t.txt: found the ending .txt, expected \.npz"),
         (["red", "--output", "t.trace.png", "--trace", "t.npz"], "t.trace.png: would hold an image and a trace"),
         (["red", "--seed", "x"], ".*--seed.*lantern-rt run --help"),

@@ -25,7 +25,7 @@ def states(prompts: int = 3, tokens: int = PREFIX) -> dict[str, Any]:
 def test_embeddings_of_a_file_are_drawn_as_from_python(program: Any, embeddings_bundle: Path) -> None:
     arrays = states(2)
     np.savez("Two Texts.npz", **arrays)
-    options = ("--embeddings", "Two Texts.npz", "--num-images", 2, "--seed", 4, "--threads", 1, "--json")
+    options = ("--embeddings", "Two Texts.npz", "--count", 2, "--seed", 4, "--threads", 1, "--json")
     code, out, _ = program("run", embeddings_bundle, *options)
     images = json.loads(out)["images"]
     assert code == 0

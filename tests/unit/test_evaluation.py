@@ -198,7 +198,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--features", "no.onnx"], "features no.onnx: no ONNX graph that can be loaded"),
         (["--features", "odd/colour.onnx"], "odd/preprocessor_config.json: expected a preprocessor_config.json"),
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
-        (["--prompts", "long.txt"], "beneath"),
+        (["--prompts", "long.txt"], "long.txt:5: found unknown word 'beneath'"),
         (["--output", "/dev/null/where"], "where: cannot be written (Not a directory)"),
         (["--write-presets", "--temperature", "0"], "temperature: presets are of the bundle's own sampling"),
     ],

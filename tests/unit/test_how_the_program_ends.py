@@ -59,7 +59,7 @@ def test_full_and_closed_streams_are_no_tracebacks(
 
 def test_ctrl_c_exits_with_130_and_keeps_finished_images(tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "slow", grid=16)
-    command = ["run", str(bundle), "red", "--threads", "1", "--method", "ar", "--num-images", "1000"]
+    command = ["run", str(bundle), "red", "--threads", "1", "--method", "ar", "--count", "1000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "lantern_rt", *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),

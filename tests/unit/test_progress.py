@@ -48,6 +48,17 @@ def test_a_line_says_how_much_is_done_and_how_long_the_rest_takes_at_this_speed(
     ]
 
 
+def test_an_estimate_counts_down_while_a_part_takes_its_time(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with progress(lines=False) as show:
+        for seconds, done in ((0, 0), (60, 1), (80, 1), (115, 1), (400, 1)):
+            clock[0] = 1000.0 + seconds
+            show("images", done, 3)
+    left = [line.partition("about ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert left == ["2 min 0 s left", "1 min 40 s left", "1 min 5 s left", "0 s left"]
+
+
 def test_on_a_terminal_bars_show_how_much_is_done(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,7 +60,7 @@ def picture(path: Path, texts: dict[str, str]) -> Path:
     ],
 )
 def test_a_picture_is_drawn_again_bit_by_bit(program: Any, words_bundle: Path, arguments: list[str]) -> None:
-    prompt = ("Red cube\N{HORIZONTAL ELLIPSIS} on sand", "--num-images", 3, "--output", "first/", "--json")
+    prompt = ("Red cube\N{HORIZONTAL ELLIPSIS} on sand", "--count", 3, "--output", "first/", "--json")
     code, out, _ = program("run", words_bundle, *prompt, *arguments)
     assert code == 0
     *_, last = json.loads(out)["images"]
@@ -110,7 +110,7 @@ def refuses(program: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [("--class-id", 3), ("--seed", 0), ("--num-images", 2), ("--method", "ar"), ("--top-p", 1)]
+    "options", [("--class-id", 3), ("--seed", 0), ("--count", 2), ("--method", "ar"), ("--top-p", 1)]
 )
 def test_what_the_picture_records_is_not_an_option(refuses: Any, bundle: Bundle, options: tuple[str, object]) -> None:
     picture(Path("a.png"), texts(bundle))
