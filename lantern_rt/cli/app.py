@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +23,7 @@ COMMANDS = {
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
     "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target."),
     "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
-    "tune": ("tune", "Find the fastest way to draw each quality's pictures on this host."),
+    "tune": ("tune", "Find the fastest way to draw each quality's images on this host."),
     "bench": ("bench", "Compare the speed of methods with ar's, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare the images of methods with plain decoding's."),
     "verify": ("verify", "Compare a bundle's graphs with what they were made from."),
@@ -96,7 +98,13 @@ def _nothing() -> None:
 
 
 def _examples(lines: str) -> str:
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines.strip().splitlines())
+    """Commands within 80 columns, folded as a shell reads them."""
+    folded = ["\b\nExamples:"]
+    for line in lines.strip().splitlines():
+        kept = re.sub(r"""(["']).*?\1|--\S+ (?=[^-\\])""", lambda quoted: quoted[0].replace(" ", "\0"), line)
+        parts = textwrap.wrap(kept, 74, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        folded += " \\\n".join(parts).replace("\0", " ").splitlines()
+    return "\n  ".join(folded)
 
 
 app = typer.Typer(
@@ -106,7 +114,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
     epilog=_examples('lantern-rt run "a red sphere on sand"\nlantern-rt inspect scenes\nlantern-rt doctor'),
 )
 

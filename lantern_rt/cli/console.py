@@ -56,6 +56,8 @@ def print_json(value: Any) -> None:
 def print_facts(facts: Facts) -> None:
     """Print sections, each with its values in a column."""
     for section, values in facts.items():
+        if not values:
+            continue
         print_text(section, text_table(list(values.items())))
 
 

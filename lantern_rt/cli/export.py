@@ -50,7 +50,7 @@ def export(
         ),
     ] = None,
     config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
-    grid: Annotated[int | None, typer.Option(help="Codes per side of an image, where no file says it.")] = None,
+    grid: Annotated[int | None, typer.Option(help="Tokens per side of an image, where no file says it.")] = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     precision: Annotated[
         str | None,

@@ -66,9 +66,10 @@ def describe_bundle(bundle: Bundle) -> Facts:
     sampling = {name: str(value) for name, value in manifest.sampling.model_dump(exclude_none=True).items()}
     decoders = {"target": manifest.target, "drafter": manifest.drafter}
     sizes = ", ".join(size.name for size in manifest.sizes) or manifest.size().name
-    presets: dict[str, str] = {
-        name: f"{preset.method}: {preset.figures.tokens_per_pass:.2f} tokens per forward pass, "
-        f"{preset.figures.excess_nll:+.3f} nats per token, {preset.figures.images} images, {preset.figures.date}"
+    presets: dict[str, str] = {name: str(preset.method) for name, preset in manifest.presets.items()}
+    measured: dict[str, str] = {
+        name: f"{preset.figures.tokens_per_pass:.2f} tokens per pass, {preset.figures.excess_nll:+.3f} nats per token, "
+        f"{preset.figures.images} images, {preset.figures.date}"
         for name, preset in manifest.presets.items()
     }
     return {
@@ -76,7 +77,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             "family": manifest.family,
             "takes": manifest.condition.kind,
             "images": sizes,
-            "tokens per image": f"{manifest.codes_per_image:,} of {manifest.codebook_size:,}",
+            "tokens": f"{manifest.codes_per_image:,} per image, of {manifest.codebook_size:,}",
             "size": f"{sum(entry.bytes for entry in manifest.files.values()) / 1e6:,.1f} MB",
             "licence": manifest.provenance.licence,
             "exporter": manifest.provenance.exporter,
@@ -89,6 +90,7 @@ def describe_bundle(bundle: Bundle) -> Facts:
             if spec is not None
         },
         "presets": {"strict": "any exact method", **presets},
+        "measured": measured,
         "sampling": sampling,
     }
 

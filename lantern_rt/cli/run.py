@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,7 +125,7 @@ def run(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write every draft tree to this .npz, and a picture to NAME.trace.png.", rich_help_panel=OUTPUT
+            help="Write every draft tree to this .npz, and an image of them to NAME.trace.png.", rich_help_panel=OUTPUT
         ),
     ] = None,
     scale: Annotated[
@@ -186,7 +187,7 @@ def run(
     if last.settings.choice is not None:
         say(last.settings.choice)
     say(
-        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per forward pass, "
+        f"{last.stats.method}: {last.stats.tokens_per_forward_pass:.2f} tokens per pass, "
         f"{len(missing)} image{'s' * (len(missing) > 1)} in {time.perf_counter() - began:.1f} s"
     )
     if json:
@@ -230,6 +231,7 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
     Raises: RequestError, BundleError: as `check_request` and `open_bundle` have them.
     """
     from ..auto.chooser import with_default_method
+    from ..compare.turns import read_prompts
     from ..prompts import bundle_tokenizer
     from ..requests import check_request
     from ..text.embeddings import read_embeddings
@@ -240,7 +242,14 @@ def _check(engine: EngineOptions, name: str | None, options: dict[str, Any]) -> 
     if "embeddings" in options:
         options = options | {"embeddings": read_embeddings(options["embeddings"])}
     bundle = engine.open_bundle(name or "scenes")
-    return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
+    try:
+        return bundle, check_request(bundle.manifest, bundle_tokenizer(bundle), **with_default_method(options))
+    except RequestError as error:
+        if error.field.startswith("prompt") and "prompts" in bundle.manifest.files:
+            known = [prompt for _, prompt in read_prompts(bundle.path("prompts"))]
+            near = get_close_matches(" ".join(options.get("prompts", ())), known, 3, cutoff=0)
+            error.remedy = "; ".join(filter(None, [error.remedy, f"it draws {', '.join(map(repr, near))}"]))
+        raise
 
 
 def _label(image: ImageRequest, number: int) -> dict[str, str | int]:

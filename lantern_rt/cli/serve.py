@@ -55,7 +55,7 @@ def serve(
         ),
     ] = None,
     waiting: Annotated[
-        int, typer.Option(help="Images that may wait for them; more are told to come again.", rich_help_panel=LIMITS)
+        int, typer.Option(help="Images that may wait for them; more are refused for now.", rich_help_panel=LIMITS)
     ] = 64,
     deadline: Annotated[
         float,

@@ -36,13 +36,13 @@ def data(
     *,
     output: Annotated[Path, typer.Option(help="Folder of shards; one that was begun is continued.")],
     count: Annotated[
-        int, typer.Option(help="Pictures to draw, in whole files of 64: all prompts or classes over and over.")
+        int, typer.Option(help="Images to draw, in whole files of 64: all prompts or classes over and over.")
     ] = 4096,
     prompts: PromptsOption = None,
     threads: ThreadsOption = None,
     provider: ProviderOption = None,
 ) -> None:
-    """Have the target draw pictures to train on."""
+    """Have the target draw images to train on."""
     require_library("safetensors", "train-drafter data", "cpu,train")
     from ..compare.turns import read_bundle_prompts
     from ..train.drafter.data import estimate_bytes, write_shards
@@ -53,11 +53,11 @@ def data(
     opened = engine.open_bundle(bundle)
     read_source(opened.manifest)  # other families are refused before anything is drawn
     items = read_bundle_prompts(opened, prompts, opened.manifest.condition.classes)
-    say(f"{count:,} pictures, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
+    say(f"{count:,} images, up to {estimate_bytes(opened.manifest, count) / 1e9:.2f} GB")
     pipeline = engine.load(opened)
     with progress(lines=False) as show:
         for done in write_shards(pipeline, items, count, output, show):
-            show("pictures", min(done, count), count)
+            show("images", min(done, count), count)
     print_text(output)
 
 
@@ -66,7 +66,7 @@ def fit(
     *,
     data: Annotated[Path, typer.Option(help="Folder of shards that `train-drafter data` wrote with this bundle.")],
     output: Annotated[Path, typer.Option(help="Folder to write, for `export --drafter`.")],
-    steps: Annotated[int, typer.Option(help="Updates of the weights, of 12 pictures each.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Updates of the weights, of 12 images each.")] = 10_000,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda, cuda:1.", rich_help_panel=ENGINE)] = "cpu",
 ) -> None:
     """Train a drafter on them, and write its folder for `export --drafter`.

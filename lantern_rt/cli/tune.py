@@ -42,9 +42,9 @@ def tune(
     provider: ProviderOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Find what draws each quality's pictures fastest on this host, before the first request.
+    """Find what draws each quality's images fastest on this host, before the first request.
 
-    Methods that draw the very same pictures race on prompts, and winners are kept. Best with nothing else running.
+    Methods that draw the very same images race on prompts, and winners are kept. Best with nothing else running.
     """
     whole("batch", batch, 1, 1, 64)
     if not 0 < minutes < 1e6:

@@ -34,7 +34,7 @@ def files(folder: Path) -> list[str]:
 def test_run_writes_a_png_named_after_prompt_and_seed(program: Any, words_bundle: Path, tmp_path: Path) -> None:
     code, out, err = program("run", words_bundle, "Red cube, on SAND!", "--seed", 5)
     assert (code, out) == (0, "red-cube-on-sand-seed5.png\n")
-    assert re.search(r"^\w+: \d\.\d\d tokens per forward pass, 1 image in [\d.]+ s$", err, re.MULTILINE)
+    assert re.search(r"^\w+: \d\.\d\d tokens per pass, 1 image in [\d.]+ s$", err, re.MULTILINE)
     with Image.open(tmp_path / "red-cube-on-sand-seed5.png") as image:
         texts = dict(image.text)  # type: ignore[attr-defined]
         pixels = image.tobytes()
@@ -199,6 +199,14 @@ def test_a_file_that_appears_while_decoding_is_not_replaced(
     assert files(tmp_path) == ["red-seed0.png"]
 
 
+def test_a_prompt_that_cannot_be_drawn_comes_with_the_nearest_three_that_can(program: Any) -> None:
+    code, _, err = program("run", "a red dog on sand")
+    assert (code, err.count("\n")) == (2, 1)
+    near = re.findall(r"'([^']{12,})'", err.partition("it draws ")[2])
+    assert len(near) == 3
+    assert any("on sand" in prompt for prompt in near)
+
+
 # ---------------------------------------------------------------- other commands, and help
 
 
@@ -207,7 +215,7 @@ def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
 ) -> None:
     code, out, _ = program("inspect", words_bundle)
     assert (code, out.splitlines()[0]) == (0, "tiny")
-    assert re.search(r"^  tokens per image +36 of 32$", out, re.MULTILINE)
+    assert re.search(r"^  tokens +36 per image, of 32$", out, re.MULTILINE)
     assert program("inspect", words_bundle, "--words")[1].split()[:3] == ["a", "cube", "green"]
     assert json.loads(program("inspect", words_bundle, "--json")[1])["manifest"]["name"] == "tiny"
     code, _, err = program("inspect", class_bundle, "--words")
@@ -230,8 +238,9 @@ def test_export_without_torch_names_what_to_install(program: Any, monkeypatch: p
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_every_help_shows_examples(command: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "--help"])
+def test_every_help_shows_examples_within_80_columns(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
+    assert [line for line in result.output.splitlines() if len(line) > 80 and "'{" not in line] == []
     assert result.exit_code == 0
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
 
