@@ -39,10 +39,10 @@ def image_bytes(manifest: Manifest, settings: Settings, prefix: int | None = Non
     drafted = nodes * (1 + (manifest.row_end is not None))
     columns = round_up(prompt + manifest.picture_tokens + drafted + 2)
     specs = {"target": manifest.target, "drafter": manifest.drafter if _drafts(settings.method) else None}
-    found = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
+    needed = {f"cache of the {role}": cache_bytes(spec, rows, columns, size) for role, spec in specs.items() if spec}
     passes = (prompt, SPAN_STEP), (nodes, columns)  # nodes and past: of the prompt, of a picture
     # what one pass gave is there until the next one has given its own
-    return found | {"passes": 2 * max(pass_bytes(manifest.target, rows, *one, size) for one in passes)}
+    return needed | {"passes": 2 * max(pass_bytes(manifest.target, rows, *one, size) for one in passes)}
 
 
 def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) -> None:
@@ -57,8 +57,9 @@ def check_memory(bundle: Bundle, settings: Settings, prefix: int | None = None) 
     weights = sum(weight_bytes(bundle, role) for role in graphs)
     least = _fewest_tokens(manifest.condition) if prefix is None else prefix
     needed = {"weights": weights, **_picture_bytes(manifest, settings, least)}
-    if (total := sum(needed.values())) > (free := available_memory()):
-        expected = f"{_gib(total)} for bundle {manifest.name} ({_parts(needed)})"
+    free = available_memory()
+    if sum(needed.values()) > free:
+        expected = f"{_sizes(needed)} for bundle {manifest.name}"
         raise RequestError(field="memory", found=f"{_gib(free)} free", expected=expected, remedy="close other programs")
 
 
@@ -69,9 +70,9 @@ def check_room(manifest: Manifest, request: Request, free: int) -> None:
     """
     tokens = max(len(real) for image in request.images for real in image.real)
     needed = _picture_bytes(manifest, request.settings, tokens)
-    if (total := sum(needed.values())) > free:
+    if sum(needed.values()) > free:
         found = f"{_gib(free)} free beside the weights"
-        expected = f"{_gib(total)} for an image of a prompt of {tokens:,} tokens ({_parts(needed)})"
+        expected = f"{_sizes(needed)} for an image of a prompt of {tokens:,} tokens"
         raise RequestError(field="memory", found=found, expected=expected, remedy="shorten it, or close other programs")
 
 
@@ -89,8 +90,9 @@ def _fewest_tokens(condition: ConditionSpec) -> int:
     return max(len(layout.before) + 1 + len(layout.after), len(layout.uncond or ()))
 
 
-def _parts(needed: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
+def _sizes(needed: Mapping[str, int]) -> str:
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in needed.items())
+    return f"{_gib(sum(needed.values()))} ({parts})"
 
 
 def _drafts(method: MethodConfig) -> bool:

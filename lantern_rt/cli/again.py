@@ -34,7 +34,7 @@ def read_again(
     Raises:
         RequestError: the picture has no recipe, or the bundle refuses it. BundleError: it is another bundle.
     """
-    if (option := next(iter(options), None)) is not None:
+    for option in options:
         raise RequestError(field=option, found=f"it together with --from {picture}, which records that itself")
     recipe = read_recipe(picture)
     if name is None and recipe.bundle not in embedded_names():  # a name in a file is never a path

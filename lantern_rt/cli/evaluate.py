@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -94,14 +95,23 @@ def evaluate(
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
     manifest = opened.manifest
-    output = output or _free_folder(Path(f"eval-{slug(manifest.name)}"))
+    output = output or _free_folder(f"eval-{slug(manifest.name)}")
     check_new_folder(output, False, _RESULT, _KIND)
     methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)
     drawn = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(drawn.items))
     images = ImageSet(drawn, seeds, whole("batch", batch, 8, 1, 64))
-    feature_graph = _features(opened, features, threads)
-    agreement_graph = _agreement(opened, agreement, threads)
+    feature_graph: Features | None = None
+    agreement_graph: Agreement | None = None
+    if features is not None:
+        feature_graph = Features(features, read_preprocessing(features), threads)
+    elif "vq_encoder" in manifest.files:
+        feature_graph = EncoderFeatures(opened, threads)
+    if agreement is not None:
+        if drawn.kind != "prompts":
+            problem = f"bundle {manifest.name} draws {drawn.kind}, not prompts"
+            raise RequestError(problem, field="agreement", remedy="leave it out")
+        agreement_graph = Agreement(agreement, read_preprocessing(agreement), opened, threads)
     pipeline = options.load(opened)
     with progress() as show:
         report, pictures = run_evaluation(pipeline, images, methods, show, feature_graph, agreement_graph)
@@ -115,33 +125,10 @@ def evaluate(
         _write_presets(opened, choose_presets(report, manifest))
 
 
-def _free_folder(folder: Path) -> Path:
-    """The folder, or one of the same name with the first number behind it that is free."""
-    number = 1
-    free = folder
-    while free.exists():
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
-
-
-def _features(bundle: Bundle, graph: Path | None, threads: int | None) -> Features | None:
-    """The user's graph, or the bundle's."""
-    if graph is not None:
-        return Features(graph, read_preprocessing(graph), threads)
-    return EncoderFeatures(bundle, threads) if "vq_encoder" in bundle.manifest.files else None
-
-
-def _agreement(bundle: Bundle, graph: Path | None, threads: int | None) -> Agreement | None:
-    """The user's graph."""
-    if graph is None:
-        return None
-    kind = bundle.manifest.condition.kind
-    if kind in ("class", "embeddings"):
-        takes = "class ids" if kind == "class" else "text embeddings"
-        problem = f"bundle {bundle.manifest.name} takes {takes}, not prompts"
-        raise RequestError(problem, field="agreement", remedy="leave it out")
-    return Agreement(graph, read_preprocessing(graph), bundle, threads)
+def _free_folder(name: str) -> Path:
+    """A folder of this name that is not there yet, or of the name and a number."""
+    folders = (Path(name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:

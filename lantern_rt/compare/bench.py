@@ -13,17 +13,13 @@ from ..pipeline import Pipeline
 from .turns import MethodRun, Prompts, Run, take_turns
 
 MIN_TURNS = 3
-DYNAMIC_TREE, STATIC_TREE = "dynamic-8-4-2", "chain-3"  # where the bundle has none of the kind
 
 
 def default_methods(manifest: Manifest) -> list[str]:
     """Method strings of all that a bundle can run, its presets last."""
     methods = ["ar", "sjd", "rows"]
     if manifest.drafter is not None:
-        defaults = {one.method: one.parameters() for one in manifest.decoding.methods}
-        tree = defaults.get("eagle", {}).get("tree", STATIC_TREE)
-        trees = (tree, STATIC_TREE) if tree.startswith("dynamic") else (DYNAMIC_TREE, tree)
-        methods += [f"eagle:tree={tree}" for tree in trees]
+        methods += ["eagle:tree=dynamic-8-4-2", "eagle:tree=chain-3"]
         methods += ["lantern", "lantern++"] if manifest.neighbors else []
     return [*methods, *(f"auto:quality={quality}" for quality in ("strict", *manifest.presets))]
 

@@ -42,24 +42,21 @@ def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, mov
     `statistic` takes indices of prompts and gives the figure of every method on those, so all methods see the same
     resamples and differences are paired. moved: for Frechet distances, which a resample makes larger as it repeats
     images; the draws are moved back so that their mean is the estimate, and end at 0.
-    Each has `value`, `low` and `high`, `difference_to_ar` with the same, and `above_ar_interval` of its value.
+    Each has `value`, `low` and `high`, and `difference_to_ar` with the same.
     """
-    found = np.array(statistic(np.arange(prompts)), np.float64)  # [methods]
+    values = np.array(statistic(np.arange(prompts)), np.float64)  # [methods]
     resampled = np.random.default_rng(0).integers(0, prompts, (resamples, prompts))
     draws = np.array([statistic(chosen) for chosen in resampled], np.float64).T  # [methods, resamples]
     if moved:
-        draws += (found - draws.mean(1))[:, None]
-    values = _intervals(found, np.maximum(draws, 0) if moved else draws)
-    differences = _intervals(found - found[0], draws - draws[0])
-    return [
-        {**value, "difference_to_ar": difference, "above_ar_interval": value["value"] > values[0]["high"]}
-        for value, difference in zip(values, differences, strict=True)
-    ]
+        draws += (values - draws.mean(1))[:, None]
+    figures = _intervals(values, np.maximum(draws, 0) if moved else draws)
+    differences = _intervals(values - values[0], draws - draws[0])
+    return [{**own, "difference_to_ar": other} for own, other in zip(figures, differences, strict=True)]
 
 
-def _intervals(found: Floats, draws: Floats) -> list[dict[str, float]]:
+def _intervals(values: Floats, draws: Floats) -> list[dict[str, Any]]:
     tail = (1 - CONFIDENCE) / 2
-    rows = np.stack([found, *np.quantile(draws, [tail, 1 - tail], axis=1)], 1)
+    rows = np.stack([values, *np.quantile(draws, [tail, 1 - tail], axis=1)], 1)
     return [dict(zip(("value", "low", "high"), row, strict=True)) for row in rows.tolist()]
 
 

@@ -222,4 +222,4 @@ def test_class_ids_agree_with_nothing(evaluate: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
     code, _, err = evaluate("--agreement", str(make_agreement(tmp_path / "g.onnx")), bundle=bundle, prompts=False)
     assert code == 2
-    assert "agreement: bundle tiny takes class ids" in err
+    assert "agreement: bundle tiny draws class_ids" in err
