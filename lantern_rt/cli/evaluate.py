@@ -141,7 +141,7 @@ def _write_presets(bundle: Bundle, presets: dict[Quality, Preset]) -> None:
         figures = preset.figures
         agreement = "" if figures.agreement is None else f", {figures.agreement:+.1f} points of agreement"
         gain = f"{figures.tokens_per_pass:.2f} tokens per pass, {figures.excess_nll:+.3f} nats per token{agreement}"
-        print_text(f"{quality}: {preset.method} ({gain})")
+        print_text(f"{quality}: {preset.method}", f"  {gain}")
     print_text(
         f"bundle {changed.manifest.name} was {bundle.digest[:12]}, is {changed.digest[:12]}: "
         "build engine folders and tune again"

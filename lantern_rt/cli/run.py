@@ -161,11 +161,10 @@ def run(
         stems = [f"{source.stem}-again"]
 
     def there(i: int, path: Path) -> bool:
-        drawn_anyway = json or trace or force
-        return not drawn_anyway and same_picture(path, bundle, replace(request, images=[request.images[i]]), scale)
+        return same_picture(path, bundle, replace(request, images=[request.images[i]]), scale)
 
     outputs = plan_outputs(output, stems, force, there)
-    missing = [i for i, (_, drawn) in enumerate(outputs) if not drawn]
+    missing = [i for i, (_, drawn) in enumerate(outputs) if json or trace or not drawn]
     paths = [path for path, _ in outputs]
     picture = None if trace is None else _check_trace(trace, paths, force)
     if len(missing) < len(paths):
@@ -180,7 +179,7 @@ def run(
     grid = bundle.manifest.size(request.settings.size)
     record = None if trace is None else Trace(grid.rows, grid.columns)
     request = replace(request, images=[request.images[i] for i in missing])
-    last = _draw(pipeline, request, [paths[i] for i in missing], scale, record, force)
+    last = _draw(pipeline, request, [outputs[i] for i in missing], scale, record, force)
     assert last.stats is not None
     if trace and picture and record:
         _write_trace(trace, picture, record, force)
@@ -268,21 +267,28 @@ def _stem(image: ImageRequest, number: int, embeddings: Path | None) -> str:
 
 
 def _draw(
-    pipeline: Pipeline, request: Request, paths: list[Path], scale: int, trace: Trace | None, force: bool
+    pipeline: Pipeline,
+    request: Request,
+    outputs: list[tuple[Path, bool]],
+    scale: int,
+    trace: Trace | None,
+    force: bool,
 ) -> StreamStep:
     """Draw all images, each into its file as soon as it is complete; the last step."""
     from ..output.files import write_output
     from ..output.images import enlarge, png_bytes
 
-    pending = dict(enumerate(paths))
+    pending = dict(enumerate(outputs))
     with progress(lines=False) as show:
         for step in pipeline.decode(request):
             if trace is not None:
                 trace.add(step)
             show("tokens", step.done, step.total)
-            for i in [i for i in pending if len(step.codes[i]) * len(paths) == step.total]:
+            for i in [i for i in pending if len(step.codes[i]) * len(outputs) == step.total]:
                 image = enlarge(step.image(i), scale)
-                write_output(pending.pop(i), png_bytes(image, image.info), force)
+                path, there = pending.pop(i)
+                if not there:  # else it was drawn again for its tokens only
+                    write_output(path, png_bytes(image, image.info), force)
     return step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import textwrap
 from collections.abc import Mapping
 from html import escape
 from io import BytesIO
@@ -46,7 +47,7 @@ def text_report(report: Mapping[str, Any]) -> str:
             cells = ["exact: same images", *[""] * (len(columns) - 1)]
         rows.append((method["method"], f"{method['tokens_per_forward_pass']:.2f}", *cells))
     lines = ["differences to ar, +- half of the 95 % interval", text_table(rows)]
-    return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
+    return "\n".join([*lines, *(textwrap.fill(f"note: {note}", 80) for note in report["notes"])])
 
 
 def _difference(figure: Mapping[str, float]) -> str:

@@ -80,6 +80,8 @@ def test_a_picture_that_is_there_is_not_drawn_again_and_another_takes_another_na
     for other in (["--scale", 2], ["--top-k", 3]):
         assert program(*run, *other)[1] not in (first, third)
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == old
+    assert json.loads(program(*run, "--json")[1])["images"][0]["output"] == first.strip()
+    assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() == old
     assert program(*run, "--force", "--method", "rows")[1] == first
     assert (tmp_path / "out" / "red-cube-seed0.png").read_bytes() != old
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
@@ -216,6 +218,8 @@ def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
     code, out, _ = program("inspect", words_bundle)
     assert (code, out.splitlines()[0]) == (0, "tiny")
     assert re.search(r"^  tokens +36 per image, of 32$", out, re.MULTILINE)
+    lines = program("inspect", "scenes")[1].splitlines()
+    assert [line for line in lines if len(line) > 80 and not line.startswith("  folder ")] == []
     assert program("inspect", words_bundle, "--words")[1].split()[:3] == ["a", "cube", "green"]
     assert json.loads(program("inspect", words_bundle, "--json")[1])["manifest"]["name"] == "tiny"
     code, _, err = program("inspect", class_bundle, "--words")

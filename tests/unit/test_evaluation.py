@@ -120,6 +120,7 @@ def test_eval_writes_a_page_that_needs_nothing_else_and_its_figures(
     assert code == 0
     assert out.splitlines()[-2:] == ["found/eval.json", "found/report.html"]
     assert re.search(r"  eagle +[\d.]+ +exact: same images", out)
+    assert max(map(len, out.splitlines())) <= 80
     assert "images of ar, other seeds" in err
     assert sorted(path.name for path in Path("found").iterdir()) == ["eval.json", "report.html"]
     report = read_report("found")
