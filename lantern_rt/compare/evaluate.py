@@ -91,8 +91,8 @@ def evaluate(
     def show_reference(_: str, done: int, total: int) -> None:
         show(f"images of {REFERENCE}", done, total)
 
-    turns = take_turns(pipeline, methods[:1], others.requests(), score=False, show=show_reference, total=images.count)
-    reference = [one for (one,) in turns]
+    again = take_turns(pipeline, methods[:1], others.requests(), score=False, show=show_reference, total=images.count)
+    reference = [own for (own,) in again]
     plain, *_ = runs.values()
     compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
     for number, (label, own) in enumerate(compared.items()):

@@ -295,7 +295,7 @@ def bundle_tokens(bundle: Bundle) -> Tokenize:
         )
 
     def tokenize(prompt: str) -> Ints:
-        ids = words.encode(prompt, condition.prefix)
-        return ids[ids != 0]  # without padding
+        ids: Ints = words.encode(prompt, condition.prefix)
+        return np.asarray(ids[ids != 0])  # without padding
 
     return tokenize

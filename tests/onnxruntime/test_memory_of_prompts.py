@@ -34,7 +34,7 @@ def room(lumina_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_prompt_too_long_for_the_memory_is_refused_and_shorter_ones_are_drawn(lumina_bundle: Path, room: int) -> None:
     pipe = Pipeline.from_bundle(lumina_bundle, threads=1)
-    said = r"memory: found .* free beside the weights, expected .* of a prompt of \d+ tokens \(cache .*\); shorten it"
+    said = r"memory: found .* free beside the weights, expected .* \(cache .*\) for .* of \d+ tokens; shorten it"
     with pytest.raises(RequestError, match=said):
         pipe(LONG)
     expected = pipe(SHORT, seed=3).codes[0]
