@@ -82,7 +82,7 @@ def run_race(
         with closing(pipeline.stream(**prompts.request(call, images), **options)) as steps:
             for _ in takewhile(lambda _: time.monotonic() < end, steps):
                 pass
-    provisional = "the host was busy" if race.disturbed else None
+    provisional = "busy host" if race.disturbed else None
     if not race.decided:
         provisional = "time is up"
         race.settle(race.leader)

@@ -93,4 +93,4 @@ def test_a_winner_of_turns_that_a_busy_host_disturbed_is_provisional(
         race.record_pass(1.0, 3.0 if number > 50 else 1.0)
     assert race.disturbed
     monkeypatch.setattr(Race, "disturbed", True)
-    assert json.loads(tune("--json"))["qualities"][0]["provisional"] == "the host was busy"
+    assert json.loads(tune("--json"))["qualities"][0]["provisional"] == "busy host"
