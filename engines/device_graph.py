@@ -22,12 +22,11 @@ from ..errors import BundleError
 from ..inputs import reading
 from .contracts import Tensor
 from .decoder_tensors import device_tensors
-from .graph_writer import DecoderWriter, GraphWriter
+from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter
 from .kv_cache import round_up
 
 WORD = 16  # columns of a mask per number
 _AGAIN = "export the bundle again"
-_HEAD_EPSILON = 1e-5  # of norms of single heads
 MASKED = {"float32": -1e9, "float16": -6e4}  # added to scores of columns that are not seen; finite
 
 
@@ -86,35 +85,35 @@ class _Writer(DecoderWriter):
     ) -> None:
         out = weights.get("layers.0.attention.out.weight")
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
-        super().__init__(graph, out is not None and out.dtype == "float16")
-        self.weights, self.spec, self.plain, self.capacity = weights, spec, plain, capacity
-        self.heads, self.decoded = spec.hidden_size // spec.head_dim, dict[str, str]()
+        heads = spec.hidden_size // spec.head_dim
+        half = out is not None and out.dtype == "float16"
+        super().__init__(graph, weights, half, heads, heads // spec.num_kv_heads)
+        self.spec, self.plain, self.capacity, self.decoded = spec, plain, capacity, dict[str, str]()
         self.dtype = "float16" if self.half else "float32"
         self.products = plain or (capacity is not None and not self.half)  # TensorRT's Attention takes float16 only
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
-        self.epsilon = next(iter(epsilons - {_HEAD_EPSILON}), _HEAD_EPSILON)
+        self.epsilon = next(iter(epsilons - {HEAD_EPSILON}), HEAD_EPSILON)
         swap = weights["rotary.swap" if "rotary.swap" in weights else "rotary.swap.half"].array(folder)
         self.interleaved = int(swap[0].argmax() == 1)  # the number that is the first one's partner
 
     def write(self, drafts: bool) -> DeviceGraph:
         """The whole decoder."""
-        graph, spec, width = self.graph, self.spec, self.spec.hidden_size
+        graph, spec = self.graph, self.spec
         if drafts:
-            states = graph.op("Reshape", "hidden", graph.ints(-1, width))
+            states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
             joint = [self.look_up(), graph.op("Gather", states, "hidden_ids")]
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
             x = graph.op("Gather", "embeddings", "token_ids")
         self.seen, self.turn = self.mask(), self.rotation()
-        self.head(self.layers(x, spec.num_layers), deep="head.first.bias" in self.weights)
+        self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
         return DeviceGraph(graph.to_bytes(inputs, outputs), inputs, outputs, self.dtype)
 
-    def attention(self, x: str, at: str) -> str:
-        """Attention over the cache, with the new nodes written into it."""
+    def rotated(self, joint: str, at: str) -> tuple[str, str, str]:
+        """As `DecoderWriter`, each `[rows, nodes, heads * head_dim]`."""
         graph, shared = self.graph, self.spec.num_kv_heads
-        each, parts = shared * self.spec.head_dim, self.heads // shared + 2
-        joint = self.linear(x, f"{at}.attention.qkv")
+        each, parts = shared * self.spec.head_dim, self.group + 2
         if f"{at}.attention.head_norm.weight" in self.weights:
             sizes = graph.ints((parts - 1) * each, each)
             own, value = graph.many("Split", [joint, sizes], [f"{at}.unturned", f"{at}.value"], axis=-1)
@@ -126,15 +125,15 @@ class _Writer(DecoderWriter):
         sizes = graph.ints((parts - 2) * each, each, each)
         names = [f"{at}.query", f"{at}.new_key", f"{at}.new_value"]
         query, key, value = graph.many("Split", [turned, sizes], names, axis=-1)
-        mixed = self.attend(at.replace("layers", "key_values"), query, key, value)
-        return self.linear(mixed, f"{at}.attention.out")
+        return query, key, value
 
-    def attend(self, cache: str, query: str, key: str, value: str) -> str:
-        """Attention over a cache with the new nodes written into it; side by side in what TensorRT has kernels for.
+    def attend(self, query: str, key: str, value: str, at: str) -> str:
+        """As `DecoderWriter`; new nodes are written into the cache, side by side in what TensorRT has kernels for.
 
         Its Attention copies the cache where it has a `scale`; without, it divides by the root of the heads' width.
         """
         graph, spec, width, kept = self.graph, self.spec, self.spec.head_dim, list[str]()
+        cache = at.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
                 kept.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
@@ -180,22 +179,17 @@ class _Writer(DecoderWriter):
         graph, spec = self.graph, self.spec
         x = self.wide(graph.reshape(x, 0, 0, heads, spec.head_dim))
         ones = graph.constant(np.ones(spec.head_dim, np.float32))  # scales differ from head to head
-        normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=_HEAD_EPSILON)
+        normed = graph.op("LayerNormalization", x, ones, axis=-1, epsilon=HEAD_EPSILON)
         scaled = graph.op("Mul", normed, self.weight(f"{prefix}.weight"))
         scaled = graph.op("Add", scaled, self.weight(f"{prefix}.bias"))
         return self.narrow(graph.reshape(scaled, 0, 0, heads * spec.head_dim))
 
-    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        # No Identity makes an output of a sum: a copy, which WebGPU does not record.
-        graph = self.graph
-        if weight not in self.weights:
-            total = x if added is None else graph.op("Add", x, added, name=name)
-            return total, total
-        scale = self.narrow(self.weight(weight))
+    def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        graph, scale = self.graph, self.narrow(self.weight(weight))
         if added is not None and "com.microsoft" in graph.domains:
-            given, names = [x, added, scale], [name or f"{weight}.normed", "", "", f"{weight}.total"]
+            operands, names = [x, added, scale], [name or f"{weight}.normed", "", "", f"{weight}.total"]
             op = "com.microsoft.SkipSimplifiedLayerNormalization"
-            normed, *_, total = graph.many(op, given, names, epsilon=self.epsilon)
+            normed, *_, total = graph.many(op, operands, names, epsilon=self.epsilon)
         else:
             total = x if added is None else graph.op("Add", x, added)
             normed = graph.op("RMSNormalization", total, scale, name=name, axis=-1, epsilon=self.epsilon, stash_type=1)
@@ -213,13 +207,11 @@ class _Writer(DecoderWriter):
         rows = self.graph.op("Gather", stored, "token_ids")
         return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
 
-    def linear(self, x: str, name: str, output: str | None = None) -> str:
-        bias = f"{name}.bias" in self.weights
-        y = self.graph.op("MatMul", x, self.weight(f"{name}.weight"), name=None if bias else output)
-        return self.graph.op("Add", y, self.weight(f"{name}.bias"), name=output) if bias else y
+    def product(self, x: str, weight: str, output: str | None) -> str:
+        return self.graph.op("MatMul", x, self.weight(weight), name=output)
 
     def weight(self, name: str) -> str:
-        """A weight in what the graph computes with, whatever it is stored as."""
+        """As `DecoderWriter`, whatever it is stored as."""
         if (stored := self.stored(name)) == name:
             return self.take(name)
         if stored not in self.decoded:
@@ -251,7 +243,7 @@ class _Writer(DecoderWriter):
         graph, width = self.graph, self.spec.head_dim
         second = (1, width, 2) if self.interleaved else (width // 2, width, 1)  # columns of each pair's second number
         place = [graph.ints(number) for number in second]
-        positions, parts = self.weights[self.stored("rotary.cos")].shape[0], self.heads // self.spec.num_kv_heads + 2
+        positions, parts = self.weights[self.stored("rotary.cos")].shape[0], self.group + 2
         tables = []
         for name, rest in (("rotary.cos", 1), ("rotary.sin", 0)):
             table = graph.op("Slice", self.wide(self.weight(name)), *place[:2], graph.ints(1), place[2])
@@ -274,9 +266,8 @@ class _Writer(DecoderWriter):
             graph.op("Shape", seen, name="span", start=2, end=3)
         half, masked = (graph.constant(np.array(number, np.float32)) for number in (0.5, MASKED[self.dtype]))
         hidden = graph.cast(graph.op("Less", seen, half), "float32")
-        mask, shared = graph.op("Mul", hidden, masked), self.heads // self.spec.num_kv_heads
-        mask = self.narrow(graph.op("Unsqueeze", mask, graph.ints(1)))
-        return graph.op("Tile", mask, graph.ints(1, 1, shared, 1)) if self.products and shared > 1 else mask
+        mask = self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), graph.ints(1)))
+        return self.for_groups(mask) if self.products else mask
 
     def bits(self, words: str) -> str:
         """The bits of numbers `[..., words]` as float32 `[..., 16 words]`, the lowest of each first."""

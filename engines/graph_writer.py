@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from .contracts import Tensor
 
 _IR_VERSION = 11
+HEAD_EPSILON = 1e-5  # of norms of single heads: Chameleon's; no configuration names it
 TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "int4": 22}
 _FLOAT, _INT, _STRING, _TENSOR, _INTS = 1, 2, 3, 4, 7  # AttributeProto.AttributeType
 Attribute = int | float | str | Sequence[int] | NDArray[Any]
@@ -82,52 +83,88 @@ class GraphWriter:
 
 
 class DecoderWriter(ABC):
-    """What a decoder computes, but for what a layout does in its own way; `x` are values `[rows, nodes, width]`.
+    """A decoder as a graph: what every layout has in common. `x` are values `[rows, nodes, width]`.
+
+    A layout says in which ops it multiplies, norms and rotates, and where keys and values are. What a decoder has
+    besides (norms of single heads, biases, a head with a hidden layer), the names of its weights tell.
 
     Args:
         graph: what is written to.
+        weights: by name, as the layout keeps them until they are written.
         half: it computes in float16, but for norms and logits.
+        heads: of queries.
+        group: of them share a head of keys and values.
     """
 
-    def __init__(self, graph: GraphWriter, half: bool) -> None:
-        self.graph, self.half = graph, half
+    def __init__(self, graph: GraphWriter, weights: Mapping[str, Any], half: bool, heads: int, group: int) -> None:
+        self.graph, self.weights, self.half, self.heads, self.group = graph, weights, half, heads, group
 
-    def layers(self, x: str, count: int) -> str:
-        """All layers and the norm after them, whose result is the output `hidden_states`."""
+    def decoder(self, x: str, layers: int) -> None:
+        """All layers on what goes into the first, with the outputs `hidden_states` and `logits`."""
         graph, added = self.graph, None
-        for at in (f"layers.{i}" for i in range(count)):
+        for at in (f"layers.{i}" for i in range(layers)):
             x, normed = self.normed(x, added, f"{at}.attention_norm.weight")
             x, normed = self.normed(x, self.attention(normed, at), f"{at}.ffn_norm.weight")
             gate = self.linear(normed, f"{at}.ffn.gate")
             up = self.linear(normed, f"{at}.ffn.up")
             active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
             added = self.linear(active, f"{at}.ffn.down")
-        return self.normed(x, added, "norm.weight", "hidden_states")[1]
+        self.head(self.normed(x, added, "norm.weight", "hidden_states")[1])
 
-    def head(self, hidden: str, deep: bool) -> None:
-        """Hidden states to the output `logits`, always float32; deep: with a hidden layer."""
+    def attention(self, x: str, at: str) -> str:
+        """What attention of the layer `at` adds."""
+        query, key, value = self.rotated(self.linear(x, f"{at}.attention.qkv"), at)
+        return self.linear(self.attend(query, key, value, at), f"{at}.attention.out")
+
+    def head(self, hidden: str) -> None:
+        """Hidden states to `logits`, always float32."""
         own = "narrow_logits" if self.half else "logits"
-        if deep:
+        if "head.first.bias" in self.weights:
             self.linear(self.gelu(self.linear(hidden, "head.first")), "head.second", own)
         else:
             self.linear(hidden, "head", own)
         if self.half:
             self.graph.cast(own, "float32", "logits")
 
-    @abstractmethod
-    def attention(self, x: str, at: str) -> str:
-        """What attention of the layer `at` adds; keys and values go where the layout keeps them."""
-
-    @abstractmethod
     def linear(self, x: str, name: str, output: str | None = None) -> str:
-        """A product with a weight `[in, out]`, and its bias if it has one; output: name of the result."""
+        """A product with a weight, and its bias if it has one; output: name of the result."""
+        bias = f"{name}.bias" in self.weights
+        y = self.product(x, f"{name}.weight", None if bias else output)
+        return self.graph.op("Add", y, self.weight(f"{name}.bias"), name=output) if bias else y
+
+    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
+        """`x` with what is added to it, and that over its root mean square, scaled, where there is such a weight.
+
+        name: of the latter. No Identity makes an output of a sum: a copy, which WebGPU does not record.
+        """
+        if weight in self.weights:
+            return self.norm(x, added, weight, name)
+        total = x if added is None else self.graph.op("Add", x, added, name=name)
+        return total, total
+
+    def for_groups(self, mask: str) -> str:
+        """A mask `[rows, 1, nodes, columns]` for queries that share a key, one after the other along the nodes."""
+        return self.graph.op("Tile", mask, self.graph.ints(1, 1, self.group, 1)) if self.group > 1 else mask
 
     @abstractmethod
-    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        """`x` with what is added to it, and that over its root mean square, scaled; not where there is no weight.
+    def rotated(self, joint: str, at: str) -> tuple[str, str, str]:
+        """Queries and keys, normed head by head and rotated, and values, of their joint projection."""
 
-        name: of the latter.
-        """
+    @abstractmethod
+    def attend(self, query: str, key: str, value: str, at: str) -> str:
+        """Attention `[rows, nodes, hidden_size]`; new keys and values go where the layout keeps them."""
+
+    @abstractmethod
+    def product(self, x: str, weight: str, output: str | None) -> str:
+        """A product with a weight, whose result is called `output`."""
+
+    @abstractmethod
+    def weight(self, name: str) -> str:
+        """A weight in what the graph computes with."""
+
+    @abstractmethod
+    def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        """As `normed`, where there is a weight."""
 
     @abstractmethod
     def gelu(self, x: str) -> str:

@@ -15,14 +15,13 @@ past: an engine on it feeds at least one column and hides it with the mask.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...engines.graph_writer import DecoderWriter
+from ...engines.graph_writer import HEAD_EPSILON, DecoderWriter
 from ..checkpoints.deferred import computed, deferred
-from ..models.decoder import Attention, DeepHead, Layer, LayerStack, RMSNorm
+from ..models.decoder import LayerStack
 from .onnx_ops import Ops
 
 _EXACT = 24  # bits of integers that float32 holds, and sums of them must keep to
@@ -31,170 +30,166 @@ _MOST_NODES = 128  # of a pass, beside the positions of an image
 _LEAST_WEIGHT = 70.0  # in nats below the largest
 
 
-class _Shared(NamedTuple):
-    """Values that all layers read: the two halves of the rotation, the mask, and how to part past from new."""
-
-    cos: str  # [rows, nodes, 1, head_dim], each number twice
-    sin: str  # the same, negative at the first number of each pair
-    swap: str  # [head_dim, head_dim]: exchanges the two numbers of each pair
-    mask: str  # [rows, 1, group * nodes, past + nodes]
-    sizes: str  # int64 [2]: past, nodes
-    columns: int  # past and nodes, at the most
-
-
 class PastFirstWriter(DecoderWriter):
     """The layout of CPUs: embeddings, mask and past go in, new keys and values come out.
 
     Args:
         ops: what is written to.
-        stack: a target or drafter whose weights have the names of the graph's.
+        stack: a target or drafter.
     """
 
+    graph: Ops
+
     def __init__(self, ops: Ops, stack: LayerStack) -> None:
-        super().__init__(ops, ops.half)
-        self.ops, self.stack = ops, stack
+        config = stack.config
+        super().__init__(ops, stack.state_dict(), ops.half, config.num_heads, config.num_heads // config.num_kv_heads)
+        self.config, self.rope = config, stack.rope
+        self.columns = config.positions + _MOST_NODES  # past and nodes, at the most
+        self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))
+        # A power of two goes into the query weights without rounding them; where queries are normed, the root goes into
+        # the norm; any other is a multiplication of its own.
+        self.folds = not config.query_key_norm and math.log2(self.scale).is_integer()
 
     def write(self, x: str) -> None:
         """All outputs, of what goes into the first layer `[rows, nodes, hidden_size]`."""
-        config = self.stack.config
-        first = cast(Layer, self.stack.layers[0]).attention
-        self.shared = _write_shared(self.ops, self.stack.rope, first, config.positions + _MOST_NODES)
-        self.head(self.layers(x, config.num_layers), deep=isinstance(self.stack.head, DeepHead))
+        ops = self.graph
+        self.cos, self.sin, swap = self.rotation()
+        past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
+        nodes = ops.op("Shape", "position_ids", start=1, end=2)
+        self.mask = self.for_groups("attention_mask")  # [rows, 1, group * nodes, past + nodes]
+        self.swap = ops.weight("rotary.swap", swap)
+        self.past_and_new = ops.op("Concat", past, nodes, axis=0)
+        self.decoder(x, self.config.num_layers)
 
-    def linear(self, x: str, name: str, output: str | None = None) -> str:
-        linear = cast(nn.Linear, self.stack.get_submodule(name))
-        return self.ops.linear(x, name, linear.weight, linear.bias, output)
+    def product(self, x: str, weight: str, output: str | None) -> str:
+        numbers = self.weights[weight]
+        if self.folds and weight.endswith(".qkv.weight"):
+            config, own = self.config, numbers
+            factors = torch.tensor([self.scale] * config.num_heads + [1.0] * 2 * config.num_kv_heads)
+            rows = factors.repeat_interleave(config.head_dim)[:, None]
+            numbers = deferred(lambda: computed(own).float() * rows, own.shape, torch.float32)
+        return self.graph.linear(x, weight, numbers, output)
 
-    def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
-        x = x if added is None else self.ops.op("Add", x, added)
-        prefix = weight.removesuffix(".weight")
-        norm = dict(self.stack.named_modules()).get(prefix)
-        if isinstance(norm, RMSNorm):
-            return x, write_rms_norm(self.ops, x, prefix, norm.weight, norm.eps, name)
-        return x, x if name is None else self.ops.op("Identity", x, name=name)
+    def weight(self, name: str) -> str:
+        return self.graph.weight(name, self.weights[name])
+
+    def norm(self, x: str, added: str | None, weight: str, name: str | None) -> tuple[str, str]:
+        x = x if added is None else self.graph.op("Add", x, added)
+        return x, write_rms_norm(self.graph, x, weight, self.weights[weight], self.config.norm_eps, name)
 
     def gelu(self, x: str) -> str:
-        ops = self.ops
+        ops = self.graph
         root, one, half = (ops.number(*n) for n in (("root_half", 0.5**0.5), ("one", 1.0), ("half", 0.5)))
         erf = ops.op("Add", ops.op("Erf", ops.op("Mul", x, root)), one)
         return ops.op("Mul", ops.op("Mul", x, erf), half)  # x / 2 * (1 + erf(x / sqrt(2)))
 
-    def attention(self, x: str, at: str) -> str:
-        return _write_attention(self, x, at, cast(Layer, self.stack.get_submodule(at)))
+    def rotation(self) -> tuple[str, str, Tensor]:
+        """Two halves of the rotation `[rows, nodes, 1, head_dim]`, and a matrix that swaps the numbers of a pair.
+
+        Cosines have each number twice; so have sines, negative at the first number of a pair.
+        """
+        ops, rope = self.graph, self.rope
+        width = 2 * rope.shape[1]
+        halves = self.config.rope_style == "half"
+        order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
+        place = order.flatten().argsort()  # where each number stands in `order`
+        pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
+        tables = {"cos": rope[:, place // 2, 0], "sin": rope[:, place // 2, 1] * sign}
+        cos, sin = (
+            ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
+            for part, table in tables.items()
+        )
+        return cos, sin, torch.eye(width)[pairs]
+
+    def rotated(self, joint: str, at: str) -> tuple[str, str, str]:
+        """As `DecoderWriter`, each `[rows, nodes, heads or num_kv_heads, head_dim]`."""
+        ops, config = self.graph, self.config
+        heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        joint = ops.reshape(joint, 0, 0, heads + 2 * num_kv_heads, config.head_dim)
+        sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
+        both, value = ops.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
+        if self.exact(at):
+            value = self.multiples(value, at)
+        if config.query_key_norm:
+            both = self.head_norms(both, f"{at}.attention")
+        swapped = ops.op("MatMul", both, self.swap)
+        both = ops.op("Add", ops.op("Mul", both, self.cos), ops.op("Mul", swapped, self.sin))
+        query, key = ops.many("Split", [both, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
+        return query, key, value
+
+    def exact(self, at: str) -> bool:
+        """Whether a layer's sums over columns are exact; drafters only propose: any sum will do."""
+        return self.graph.integers and f"{at}.attention_norm.weight" in self.weights
+
+    def head_norms(self, x: str, at: str) -> str:
+        """Each head of queries (then times `scale`) and keys `[rows, nodes, heads + num_kv_heads, width]`."""
+        ops, x = self.graph, self.wide(x)
+        centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
+        y = ops.op("Div", centred, _write_rms(ops, centred, HEAD_EPSILON))
+        for op, part in (("Mul", "weight"), ("Add", "bias")):
+            query, key = (self.weights[f"{at}.{own}_norm.{part}"].float() for own in ("query", "key"))
+            numbers = torch.cat([query * self.scale, key])
+            y = ops.op(op, y, ops.weight(f"{at}.head_norm.{part}", numbers, wide=True))
+        return self.narrow(y)
+
+    def attend(self, query: str, key: str, value: str, at: str) -> str:
+        ops, width, num_kv_heads = self.graph, self.config.head_dim, self.config.num_kv_heads
+        cache = at.replace("layers", "key_values")
+        new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_{cache}.key")  # [nodes, rows, num_kv_heads, width]
+        new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_{cache}.value")
+        past_key, past_value = f"past_{cache}.key", f"past_{cache}.value"
+
+        if not self.folds and not self.config.query_key_norm:
+            query = ops.op("Mul", query, ops.number("attention_scale", self.scale))
+        query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
+        if self.group > 1:  # queries of one group share a key head: stack them along the nodes
+            query = ops.reshape(query, 0, num_kv_heads, -1, width)
+        scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
+        seen = ops.op("Add", ops.op("Concat", *scores, axis=-1), self.mask)
+        shares = _write_shares(ops, seen, self.columns) if self.exact(at) else _write_softmax(ops, seen)
+        parts = ops.many("Split", [shares, self.past_and_new], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
+        values = zip(parts, (past_value, new_value), strict=True)
+        mixed = ops.op("Add", *(ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values))
+        if self.exact(at):  # [rows, num_kv_heads, group * nodes, width]
+            mixed = ops.op("Mul", mixed, ops.number("share", 1 / _SHARES))
+        if self.group > 1:
+            nodes = ops.op("Shape", "position_ids", start=1, end=2)
+            shape = ops.op("Concat", ops.ints(0, self.heads), nodes, ops.ints(width), axis=0)
+            mixed = ops.op("Reshape", mixed, shape)
+        return ops.reshape(ops.transpose(mixed, 0, 2, 1, 3), 0, 0, self.heads * width)
+
+    def multiples(self, value: str, at: str) -> str:
+        """Values `[rows, nodes, num_kv_heads, width]`, rounded to multiples of powers of two, at most 2047 times these.
+
+        The power of each follows from the longest vector that the norm before it gives, so that no value lies beyond;
+        what rounding adds to that is cut off.
+        """
+        ops, shape = self.graph, (self.config.num_kv_heads, self.config.head_dim)
+        most = min(_VALUES, (2**_EXACT - 1) // (_SHARES + self.columns // 2))
+        projection, norm = self.weights[f"{at}.attention.qkv.weight"], self.weights[f"{at}.attention_norm.weight"]
+
+        def units() -> Tensor:
+            rows = computed(projection)[-math.prod(shape) :].float()
+            longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
+            return torch.exp2(torch.ceil(torch.log2(longest.clamp(1e-30) / most))).view(shape)
+
+        unit = ops.weight(f"{at}.value_units", deferred(units, shape, torch.float32))
+        limits = (ops.number("least_value", -float(most)), ops.number("most_value", float(most)))
+        return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, unit)), *limits), unit)
 
 
-def write_rms_norm(ops: Ops, x: str, prefix: str, weight: Tensor, eps: float, name: str | None = None) -> str:
-    """x / rms(x), scaled, in float32."""
-    if ops.half:
-        x = ops.cast(x, "float32")
-    normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.weight(prefix + ".weight", weight, wide=True)
-    if ops.half:
-        return ops.cast(ops.op("Mul", normed, scale), "float16", name)
-    return ops.op("Mul", normed, scale, name=name)
+def write_rms_norm(ops: Ops, x: str, name: str, weight: Tensor, eps: float, output: str | None = None) -> str:
+    """x / rms(x), scaled by the weight of that name, in float32; output: name of the result."""
+    x = ops.cast(x, "float32") if ops.half else x
+    normed, scale = ops.op("Div", x, _write_rms(ops, x, eps)), ops.weight(name, weight, wide=True)
+    scaled = ops.op("Mul", normed, scale, name=None if ops.half else output)
+    return ops.cast(scaled, "float16", output) if ops.half else scaled
 
 
 def _write_rms(ops: Ops, x: str, eps: float) -> str:
     square = ops.op("Pow", x, ops.number("two", 2.0, wide=True))
     mean = ops.op("ReduceMean", square, ops.ints(-1), keepdims=1)
     return ops.op("Sqrt", ops.op("Add", mean, ops.number(f"eps_{eps}", eps, wide=True)))
-
-
-def _write_head_norms(writer: PastFirstWriter, x: str, prefix: str, attention: Attention, scale: float) -> str:
-    """Each head of queries (then times `scale`) and keys `[rows, nodes, heads + num_kv_heads, width]`, in float32."""
-    ops, query, key = writer.ops, attention.query_norm, attention.key_norm
-    x = writer.wide(x)
-    centred = ops.op("Sub", x, ops.op("ReduceMean", x, ops.ints(-1), keepdims=1))
-    normed = ops.op("Div", centred, _write_rms(ops, centred, key.eps))
-    weight = torch.cat([query.weight.float() * scale, key.weight.float()])
-    bias = torch.cat([query.bias.float() * scale, key.bias.float()])
-    scaled = ops.op("Mul", normed, ops.weight(prefix + ".weight", weight, wide=True))
-    return writer.narrow(ops.op("Add", scaled, ops.weight(prefix + ".bias", bias, wide=True)))
-
-
-def _write_shared(ops: Ops, rope: Tensor, attention: Attention, columns: int) -> _Shared:
-    width = 2 * rope.shape[1]
-    halves = attention.rope_style == "half"
-    order = torch.arange(width).view(2, -1).t() if halves else torch.arange(width).view(-1, 2)  # [pairs, 2]
-    place = order.flatten().argsort()  # where each number stands in `order`
-    pairs, sign = order.flip(1).flatten()[place], torch.tensor([-1.0, 1.0]).repeat(width // 2)[place]
-    tables = {"cos": rope[:, place // 2, 0], "sin": rope[:, place // 2, 1] * sign}
-    group = attention.num_heads // attention.num_kv_heads
-    cos, sin = (
-        ops.op("Unsqueeze", ops.op("Gather", ops.weight(f"rotary.{part}", table), "position_ids"), ops.ints(2))
-        for part, table in tables.items()
-    )
-    past = ops.op("Shape", "past_key_values.0.key", start=0, end=1)
-    nodes = ops.op("Shape", "position_ids", start=1, end=2)
-    mask = ops.op("Tile", "attention_mask", ops.ints(1, 1, group, 1)) if group > 1 else "attention_mask"
-    swap = ops.weight("rotary.swap", torch.eye(width)[pairs])
-    return _Shared(cos, sin, swap, mask, ops.op("Concat", past, nodes, axis=0), columns)
-
-
-def _write_attention(writer: PastFirstWriter, x: str, at: str, layer: Layer) -> str:
-    ops, shared, attention = writer.ops, writer.shared, layer.attention
-    heads, num_kv_heads, width = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    scale = width**-0.5  # softmax(q k / sqrt(width)); where queries are normed, the root goes into the norm
-    # A power of two goes into the query weights without rounding them; any other is a multiplication of its own.
-    folds = not attention.normed and math.log2(scale).is_integer()
-    weight = attention.qkv.weight
-    if folds:
-        factors = torch.tensor([scale] * heads + [1.0] * 2 * num_kv_heads).repeat_interleave(width)[:, None]
-        weight = deferred(lambda: computed(attention.qkv.weight).float() * factors, weight.shape, torch.float32)
-    joint = ops.reshape(ops.linear(x, f"{at}.attention.qkv", weight), 0, 0, heads + 2 * num_kv_heads, width)
-    sizes = ops.ints(heads + num_kv_heads, num_kv_heads)
-    rotated, value = ops.many("Split", [joint, sizes], [f"{at}.query_key", f"{at}.value"], axis=2)
-    if exact := ops.integers and isinstance(layer.attention_norm, RMSNorm):  # drafters only propose: any sum will do
-        value = _write_multiples(ops, value, f"{at}.value_units", layer, shared.columns)
-    if attention.normed:  # the root goes into the norm
-        rotated = _write_head_norms(writer, rotated, f"{at}.attention.head_norm", attention, width**-0.5)
-    swapped = ops.op("MatMul", rotated, shared.swap)
-    rotated = ops.op("Add", ops.op("Mul", rotated, shared.cos), ops.op("Mul", swapped, shared.sin))
-    query, key = ops.many("Split", [rotated, ops.ints(heads, num_kv_heads)], [f"{at}.query", f"{at}.key"], axis=2)
-    cache = at.replace("layers", "key_values")
-    new_key = ops.transpose(key, 1, 0, 2, 3, name=f"new_{cache}.key")  # [nodes, rows, num_kv_heads, width]
-    new_value = ops.transpose(value, 1, 0, 2, 3, name=f"new_{cache}.value")
-    past_key, past_value = f"past_{cache}.key", f"past_{cache}.value"
-
-    if not folds and not attention.normed:
-        query = ops.op("Mul", query, ops.number("attention_scale", scale))
-    query = ops.transpose(query, 0, 2, 1, 3)  # [rows, heads, nodes, width]
-    if heads > num_kv_heads:  # queries of one group share a key head: stack them along the nodes
-        query = ops.reshape(query, 0, num_kv_heads, -1, width)
-    scores = [ops.op("MatMul", query, ops.transpose(k, 1, 2, 3, 0)) for k in (past_key, new_key)]
-    seen = ops.op("Add", ops.op("Concat", *scores, axis=-1), shared.mask)
-    weights = _write_shares(ops, seen, shared.columns) if exact else _write_softmax(ops, seen)
-    parts = ops.many("Split", [weights, shared.sizes], [f"{at}.on_past", f"{at}.on_new"], axis=-1)
-    values = zip(parts, (past_value, new_value), strict=True)
-    mixed = [ops.op("MatMul", part, ops.transpose(v, 1, 2, 0, 3)) for part, v in values]
-    together = ops.op("Add", *mixed)  # [rows, num_kv_heads, group * nodes, width]
-    if exact:
-        together = ops.op("Mul", together, ops.number("share", 1 / _SHARES))
-    if heads > num_kv_heads:
-        nodes = ops.op("Shape", "position_ids", start=1, end=2)
-        shape = ops.op("Concat", ops.ints(0, heads), nodes, ops.ints(width), axis=0)
-        together = ops.op("Reshape", together, shape)
-    joined = ops.reshape(ops.transpose(together, 0, 2, 1, 3), 0, 0, heads * width)
-    return writer.linear(joined, f"{at}.attention.out")
-
-
-def _write_multiples(ops: Ops, value: str, name: str, layer: Layer, columns: int) -> str:
-    """Values `[rows, nodes, num_kv_heads, width]`, rounded to multiples of powers of two, at most 2047 times these.
-
-    The power of each follows from the longest vector that the norm before it gives, so that no value lies beyond; what
-    rounding adds to that is cut off.
-    """
-    attention, most = layer.attention, min(_VALUES, (2**_EXACT - 1) // (_SHARES + columns // 2))
-
-    def units() -> Tensor:
-        rows = computed(attention.qkv.weight)[-attention.num_kv_heads * attention.head_dim :].float()
-        norm = cast(RMSNorm, layer.attention_norm).weight
-        longest = rows.shape[1] ** 0.5 * torch.linalg.vector_norm(rows * computed(norm), dim=1)
-        return torch.exp2(torch.ceil(torch.log2(longest.clamp(1e-30) / most))).view(shape)
-
-    shape = (attention.num_kv_heads, attention.head_dim)
-    unit = ops.weight(name, deferred(units, shape, torch.float32))
-    limits = (ops.number("least_value", -float(most)), ops.number("most_value", float(most)))
-    return ops.op("Mul", ops.op("Clip", ops.op("Round", ops.op("Div", value, unit)), *limits), unit)
 
 
 def _write_softmax(ops: Ops, scores: str) -> str:

@@ -64,15 +64,13 @@ class Ops(GraphWriter):
     def constant(self, array: NDArray[Any], name: str | None = None) -> str:
         return self.weight(name or f"constant_{len(self.weights)}", torch.from_numpy(array))
 
-    def linear(self, x: str, name: str, weight: Tensor, bias: Tensor | None = None, output: str | None = None) -> str:
-        """`x @ weight.T + bias` of a torch `weight [out, in]`, stored transposed; output: name of the result."""
-        self.matrices.add(name + ".weight")
-        stored, own = self.weight(name + ".weight", transposed(weight.detach())), output if bias is None else None
+    def linear(self, x: str, name: str, weight: Tensor, output: str | None = None) -> str:
+        """`x @ weight.T` of a torch `weight [out, in]`, stored transposed; output: name of the result."""
+        self.matrices.add(name)
+        stored = self.weight(name, transposed(weight.detach()))
         if self.integers:
-            y = self._integer_product(x, stored, weight.shape[1], own)
-        else:
-            y = self.op("MatMul", x, stored, name=own)
-        return y if bias is None else self.op("Add", y, self.weight(name + ".bias", bias), name=output)
+            return self._integer_product(x, stored, weight.shape[1], output)
+        return self.op("MatMul", x, stored, name=output)
 
     def _integer_product(self, x: str, weight: str, inputs: int, output: str | None) -> str:
         """A product of integers, whose sums are exact in any order, times both scales.

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...engines.graph_writer import HEAD_EPSILON
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -108,10 +110,9 @@ class HeadNorm(nn.Module):
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(heads, width)), nn.Parameter(torch.zeros(heads, width))
-        self.eps = 1e-5  # Chameleon's; no configuration names it
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape[-1:], eps=self.eps) * self.weight + self.bias
+        return F.layer_norm(x, self.weight.shape[-1:], eps=HEAD_EPSILON) * self.weight + self.bias
 
 
 class Attention(nn.Module):

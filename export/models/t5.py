@@ -113,10 +113,10 @@ def write_encoder(ops: Ops, encoder: Any, most: int) -> tuple[str, str]:
     bias = ops.op("Add", ops.op("Slice", distances, ops.ints(0, 0), ends, ops.ints(2, 3)), hidden)
 
     def linear(x: str, name: str) -> str:
-        return ops.linear(x, name, weights[f"{name}.weight"])
+        return ops.linear(x, f"{name}.weight", weights[f"{name}.weight"])
 
     def norm(x: str, name: str) -> str:
-        return write_rms_norm(ops, x, name, weights[f"{name}.weight"], config.layer_norm_epsilon)
+        return write_rms_norm(ops, x, f"{name}.weight", weights[f"{name}.weight"], config.layer_norm_epsilon)
 
     x = ops.op("Gather", ops.weight("embed_tokens.weight", weights["embed_tokens.weight"]), "token_ids")
     for i in range(config.num_layers):
