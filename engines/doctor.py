@@ -8,17 +8,11 @@ from dataclasses import dataclass
 
 from ..errors import EngineError
 from .gpu import find_gpu
-from .host import (
-    available_memory,
-    cpu_quota,
-    import_onnxruntime,
-    installed_runtimes,
-    runtime_conflict,
-    usable_cores,
-)
+from .host import available_memory, cpu_quota, import_onnxruntime, installed_runtimes, runtime_conflict, usable_cores
 from .ort.providers import PROVIDERS
 from .ort.session import check_provider
 
+_PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
 _FOR_ACCELERATORS = ("nvidia-cu", "tensorrt", "onnxruntime-ep-")  # how distributions' names begin
 
 
@@ -39,36 +33,35 @@ def host_report() -> HostReport:
     """What this host offers. Never fails: what cannot be found out is a problem."""
     import psutil  # type: ignore[import-untyped]
 
-    problems = [str(conflict)] if (conflict := runtime_conflict()) else []
+    conflict = runtime_conflict()
+    problems = [str(conflict)] if conflict else []
     providers: list[str] = []
     try:
         providers = import_onnxruntime().get_available_providers()
     except EngineError as error:
         problems = problems or [str(error)]
-    gpu, installed = find_gpu(), _installed()
+    versions, gpu = _installed(), find_gpu()
     quota, cores = cpu_quota(), usable_cores()
+    if not problems:
+        for provider in PROVIDERS.values():
+            if not provider.rounds and provider.package.partition("[")[0] in versions:
+                try:
+                    check_provider(provider.name)
+                except EngineError as error:
+                    problems.append(str(error))
     usable = "CPUExecutionProvider" in providers
+    listed = [name for name in versions if name in _PACKAGES or name.startswith(_FOR_ACCELERATORS)]
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "onnxruntime": _listed({name: installed[name] for name in installed_runtimes()}),
+        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed_runtimes()) or "none installed",
         "providers": ", ".join(providers) or "none",
-        "cores": f"{cores} physical usable",
-        "cpu quota": "none" if quota is None else f"{quota:g} cores",
+        "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),
         "memory": f"{_gib(available_memory())} available of {_gib(psutil.virtual_memory().total)}",
         "will use": f"ONNX Runtime on the CPU, threads: {cores}" if usable else "nothing: no backend is usable",
         "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.driver}" if gpu else "none found",
-        "for accelerators": _listed(
-            {name: installed[name] for name in installed if name.startswith(_FOR_ACCELERATORS)}
-        ),
+        "packages": ", ".join(f"{name} {versions[name]}" for name in listed),
     }
-    runtime_works = not problems
-    for provider in PROVIDERS.values():
-        if runtime_works and not provider.rounds and provider.package.partition("[")[0] in installed:
-            try:
-                check_provider(provider.name)
-            except EngineError as error:
-                problems.append(str(error))
     return HostReport(facts, tuple(problems))
 
 
@@ -76,10 +69,6 @@ def _installed() -> dict[str, str]:
     """Versions of all installed distributions by name."""
     names = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
     return {str(name).lower().replace("_", "-"): version for name, version in sorted(names, key=str) if name}
-
-
-def _listed(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items()) or "none installed"
 
 
 def _gib(size: int) -> str:

@@ -83,16 +83,6 @@ _ALL = (
         plugin=True,
         rounds=True,
     ),
-    Provider(
-        "nv-tensorrt-rtx",
-        "NvTensorRTRTXExecutionProvider",
-        "onnxruntime-ep-nv-tensorrt-rtx",
-        {},
-        memory="cuda",
-        plugin=True,
-    ),
-    Provider("coreml", "CoreMLExecutionProvider", "onnxruntime (on macOS)", {}),
-    Provider("directml", "DmlExecutionProvider", "onnxruntime-directml", {}),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
 IMAGE_DECODER = "vq_decoder"
@@ -108,10 +98,6 @@ class Providers(NamedTuple):
     def of(self, role: str) -> str:
         """The provider that a user wants a graph to run on."""
         return self.own.get(role, self.main)
-
-    def __str__(self) -> str:
-        """As `read` takes it."""
-        return ",".join([self.main, *(f"{role}={name}" for role, name in self.own.items())])
 
     @classmethod
     def read(cls, names: str | Sequence[str]) -> Providers:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from contextlib import suppress
-
 import typer
 
 from .. import __version__
@@ -18,18 +15,12 @@ EXAMPLES = """
 lantern-rt doctor
 lantern-rt doctor --json
 """
-_PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
 
 
 def doctor(json: JsonOption = False) -> None:
     """Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong (exit code 2 if so)."""
-    report, packages = host_report(), {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            packages[name] = importlib.metadata.version(name)
-    installed = ", ".join(f"{name} {version}" for name, version in packages.items())
-    facts = {"lantern-rt": __version__, **report.facts, "packages": installed}
-    facts["bundles"] = ", ".join(embedded_names()) or "none embedded"
+    report = host_report()
+    facts = {"lantern-rt": __version__, **report.facts, "bundles": ", ".join(embedded_names()) or "none embedded"}
     if json:
         print_json({"facts": facts, "problems": report.problems})
     else:
