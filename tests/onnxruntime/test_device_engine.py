@@ -94,15 +94,6 @@ def test_a_row_that_is_nearly_full_shares_passes_with_rows_of_many_nodes(target:
     np.testing.assert_allclose(after(target, cache, [3, 3]), after(target, expected, [3, 3]), atol=1e-5)
 
 
-def test_what_a_pass_on_another_cache_wrote_is_refused(target: OrtDeviceEngine) -> None:
-    one, other = (holding(target, 0, [[0]], 40) for _ in range(2))
-    found = target.run(causal(target, one, [[1, 2]]), one)
-    target.run(causal(target, other, [[1, 2]]), other)
-    with pytest.raises(ValueError, match="a pass that was not the last one on this cache"):
-        other.append(found.new_kv, [np.arange(2)])
-    one.append(found.new_kv, [np.arange(2)])
-
-
 def test_hidden_states_are_read_where_they_lie(target: OrtDeviceEngine, drafter: OrtDeviceEngine) -> None:
     cache = holding(target, 0, [[0], [1], [2]], 40)
     source = target.run(causal(target, cache, RNG.integers(0, 4, (3, 5))), cache).hidden

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_rig import HostRig
 from refusals import refused
 from tiny_graphs import TINY, tiny_drafter
 from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
@@ -40,10 +39,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rig:
     """A decoder behind each of the engines."""
     torch.set_num_threads(1)
-    rig = Rig(tmp_path_factory.mktemp("rig"), TINY, request.param)
-    if request.param == "plan":
-        rig.engine = HostRig(rig).engine
-    return rig
+    return Rig(tmp_path_factory.mktemp("rig"), TINY, request.param)
 
 
 def last_logits(rig: Rig, cache: Any, codes: list[int]) -> np.ndarray:

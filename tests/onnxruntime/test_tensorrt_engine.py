@@ -9,12 +9,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from host_rig import PROFILES, HostRig
 from host_tensorrt import _Context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_graphs import TINY
-from tiny_rig import Rig
+from tiny_rig import PROFILES, Rig
 
 from lantern_rt.engines.device_engine import DeviceBlock
 from lantern_rt.engines.kv_cache import KVCache
@@ -25,9 +24,9 @@ from lantern_rt.runtime.engine import Pass
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> HostRig:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     torch.set_num_threads(1)
-    return HostRig(Rig(tmp_path_factory.mktemp("tiny"), TINY))
+    return Rig(tmp_path_factory.mktemp("tiny"), TINY, "plan")
 
 
 # ---------------------------------------------------------------- the cache and what comes back
@@ -123,12 +122,12 @@ def test_a_chain_is_in_place_and_a_trees_nodes_move_in_one_operation(monkeypatch
         twin.check()
 
 
-def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tiny: HostRig) -> None:
+def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tiny: Rig) -> None:
     cache, among = tiny.prefilled(2), np.eye(2, dtype=bool)
     positions = cache.lengths[:, None] + np.arange(2)
 
     def run(first: int) -> Any:
-        return tiny.rig.run(cache, np.array([[first, 4], [5, 6]]), among, positions, tiny.engine)
+        return tiny.run(cache, np.array([[first, 4], [5, 6]]), among, positions, tiny.engine)
 
     outputs = [run(code) for code in (3, 7, 9)]
     before = [output.logits[:, :2] for output in outputs]
@@ -146,14 +145,14 @@ def test_outputs_stay_for_as_long_as_they_are_referred_to_and_then_make_room(tin
 # ---------------------------------------------------------------- shapes
 
 
-def test_the_smallest_profile_that_fits_is_chosen_and_nodes_are_rounded_up_to_powers_of_two(tiny: HostRig) -> None:
+def test_the_smallest_profile_that_fits_is_chosen_and_nodes_are_rounded_up_to_powers_of_two(tiny: Rig) -> None:
     cache, ran = tiny.prefilled(1, capacity=320), tiny.library.engines[0].runs
     for length, nodes, expected in (
         (4, 2, (0, 2)), (4, 3, (1, 4)), (4, 5, (1, 8)), (4, 13, (1, 16)), (4, 17, (1, 24)),
         (314, 2, (0, 2)), (314, 4, (1, 4)), (314, 5, (1, 6)),  # no more than there are columns
     ):  # fmt: skip
         cache.lengths, zeros = np.array([length]), np.zeros((1, nodes), np.int64)
-        found = tiny.rig.run(cache, zeros, np.eye(nodes, dtype=bool), zeros, tiny.engine)
+        found = tiny.run(cache, zeros, np.eye(nodes, dtype=bool), zeros, tiny.engine)
         assert found.logits[0, :nodes].shape == (nodes, 48)
         assert (ran[-1][0], ran[-1][1]["token_ids"]) == (expected[0], (1, expected[1])), (length, nodes)
 
@@ -184,7 +183,7 @@ def refusal(call: Callable[[], object]) -> EngineError:
     return caught.value
 
 
-def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_it(tiny: HostRig) -> None:
+def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_it(tiny: Rig) -> None:
     engine = tiny.engine
     error = refusal(lambda: engine.new_cache(5, 10))
     assert (error.found, error.remedy) == ("5 rows", "rebuild with `lantern-rt build-engine tiny --max-rows 5`")
@@ -195,10 +194,12 @@ def test_more_than_a_plan_was_built_for_is_refused_with_the_option_that_allows_i
         assert refusal(lambda nodes=nodes: engine.next_past_length(cache, nodes)).found == found
 
 
-def test_a_file_that_is_no_plan_is_refused(tiny: HostRig, tmp_path: Path) -> None:
+def test_a_file_that_is_no_plan_is_refused(tiny: Rig, tmp_path: Path) -> None:
     (junk := tmp_path / "junk.plan").write_bytes(b"junk")
-    assert refusal(lambda: tiny.load(junk)).problem.startswith("host_tensorrt 1.0 does not load this plan: Seriali")
-    assert refusal(lambda: tiny.load(tmp_path / "none.plan")).problem.startswith("cannot be read")
+    assert refusal(lambda: tiny.load_plan(junk)).problem.startswith(
+        "host_tensorrt 1.0 does not load this plan: Seriali"
+    )
+    assert refusal(lambda: tiny.load_plan(tmp_path / "none.plan")).problem.startswith("cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -211,11 +212,11 @@ def test_a_file_that_is_no_plan_is_refused(tiny: HostRig, tmp_path: Path) -> Non
         ({"dtype": "float16"}, "`embeddings` as float32 [-1, 64]"),
     ],
 )
-def test_a_plan_that_is_not_the_one_described_is_refused(tiny: HostRig, change: dict[str, Any], found: str) -> None:
-    assert refusal(lambda: tiny.load(**change)).found == found
+def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict[str, Any], found: str) -> None:
+    assert refusal(lambda: tiny.load_plan(**change)).found == found
 
 
-def test_a_run_that_fails_without_a_word_is_named(tiny: HostRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Context, "execute_v2", lambda self, addresses: False)
     error = refusal(lambda: tiny.prefilled(1))
     assert error.problem == "host_tensorrt 1.0 does not run this plan: no reason given"

@@ -7,15 +7,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from host_tensorrt import HostLibrary, write_plan
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
+from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
+from lantern_rt.engines.profiles import Profile, capacity_of
+from lantern_rt.engines.trt.engine import TensorRTEngine
+from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.runtime.engine import Pass, PassOutput
 
 ONE = 1
+PROFILES = (
+    Profile(name="ar", rows=(1, 2, 4), nodes=(2, 2, 2), columns=(64, 192, 320)),
+    Profile(name="tree", rows=(1, 2, 4), nodes=(2, 12, 24), columns=(64, 192, 320)),
+)
 WIDE = DecoderConfig(
     hidden_size=256,
     num_layers=2,
@@ -46,7 +55,7 @@ def drafter_spec_of(config: DecoderConfig) -> DrafterSpec:
 class Rig:
     """An engine, the torch module it was exported from, and the code table of both.
 
-    on: what `engine` runs the graph as: of the host's NumPy buffers, or on a device, which is the host, too.
+    on: what `engine` runs the graph as: on the host's NumPy buffers; on a device or as a plan, with the host as device.
     """
 
     def __init__(self, folder: Path, config: DecoderConfig, on: str = "cpu") -> None:
@@ -59,9 +68,20 @@ class Rig:
         self.engine: Any = self.load(ONE)
         if on == "device":
             self.engine = OrtDeviceEngine(self.path, spec_of(config), self.table, ONE, Device("cpu"))
+        elif on == "plan":
+            self.library = HostLibrary()
+            made = device_graph(self.path, spec_of(config), drafts=False, capacity=capacity_of(PROFILES))
+            self.plan = write_plan(self.path, PROFILES, self.path.with_suffix(".plan"), made.model)
+            self.engine = self.load_plan()
 
     def load(self, threads: int) -> OrtEngine:
         return OrtEngine(self.path, spec_of(self.config), self.table, threads)
+
+    def load_plan(
+        self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any
+    ) -> TensorRTEngine:
+        loaded = Plan(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, Device("cpu"))
 
     def prefilled(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:
         """A cache that holds the first `rows` prefixes."""
