@@ -1,4 +1,7 @@
-"""The embedded default bundle: real weights, through the public interface."""
+"""The embedded model, real weights, through the public interface.
+
+A seed names a picture: under every exact method, in any batch, on any number of threads.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lantern_rt import Pipeline, Result
 from lantern_rt.auto.memory import image_bytes
@@ -16,21 +20,35 @@ from lantern_rt.cli.memory import PeakMemory
 from lantern_rt.requests import resolve_settings
 
 METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
-SOLIDS = ("red sphere", "blue cube", "green cone", "yellow cylinder", "pink pyramid", "white torus", "black star")
-GROUNDS = ("on grass", "on sand", "in the snow", "on water", "on stone", "on wood")
-SKIES = ("at sunset", "at night", "under a clear sky", "on a cloudy day")
-
-
-def prompts(count: int) -> list[str]:
-    """Different prompts that the bundle understands."""
-    return [
-        f"a {SOLIDS[i % len(SOLIDS)]} {GROUNDS[i % len(GROUNDS)]} {SKIES[i // 7 % len(SKIES)]}" for i in range(count)
-    ]
+TREES = ["eagle:tree=chain-3", "eagle:tree=mc-25", "eagle:tree=dynamic-16"]
+EXACT = [*TREES, "sjd:window=3", "sjd:window=7", "sjd:window=15"]
+FILTERS: list[dict[str, Any]] = [{}, {"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}]
+Codes = NDArray[np.int64]
 
 
 @pytest.fixture(scope="module")
-def pipe() -> Pipeline:
-    return Pipeline.from_bundle("scenes")
+def pipes() -> dict[int, Pipeline]:
+    """By number of threads."""
+    return {threads: Pipeline.from_bundle("scenes", threads=threads) for threads in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def prompts(pipes: dict[int, Pipeline]) -> list[str]:
+    return pipes[1].bundle.path("prompts").read_text("utf-8").splitlines()[:50]
+
+
+def drawn(pipe: Pipeline, prompts: list[str], batch: int, **options: Any) -> Codes:
+    """Codes `[prompts, cells]`, seed 7000 and up, `batch` images at a time."""
+    seeds, codes = [7000 + i for i in range(len(prompts))], []
+    for start in range(0, len(prompts), batch):
+        some = slice(start, start + batch)
+        codes += pipe(prompts[some], seed=seeds[some], **options).codes
+    return np.array(codes)
+
+
+@pytest.fixture(scope="module")
+def pipe(pipes: dict[int, Pipeline]) -> Pipeline:
+    return pipes[2]
 
 
 class Batches:
@@ -54,41 +72,59 @@ def batches(pipe: Pipeline) -> Batches:
     return Batches(pipe)
 
 
-def codes_of(pipe: Pipeline, texts: list[str], seeds: list[int], **options: Any) -> list[list[int]]:
-    result = pipe(texts, seed=seeds, **options)
-    return [codes.tolist() for codes in result.codes]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_among_others_gives_its_own_codes(pipe: Pipeline, batches: Batches, method: str) -> None:
     alone = pipe(batches.texts[1], seed=batches.seeds[1], method=method)
     assert alone.codes[0].tolist() == batches[method].codes[1].tolist()
 
 
-def test_greedy_eagle_and_sjd_give_the_codes_of_greedy_ar(pipe: Pipeline) -> None:
-    texts = prompts(2)
-    plain = codes_of(pipe, texts, [0] * 2, method="ar", temperature=0)
-    assert codes_of(pipe, texts, [0] * 2, method="eagle", temperature=0) == plain
-    assert codes_of(pipe, texts, [0] * 2, method="sjd", temperature=0) == plain
+def test_greedy_eagle_and_sjd_give_the_codes_of_greedy_ar(pipe: Pipeline, prompts: list[str]) -> None:
+    plain = drawn(pipe, prompts[:2], 2, method="ar", temperature=0)
+    for method in ("eagle", "sjd"):
+        np.testing.assert_array_equal(drawn(pipe, prompts[:2], 2, method=method, temperature=0), plain)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", ["chain-4", "dynamic-59", "balanced-25"])
-def test_greedy_eagle_gives_the_codes_of_greedy_ar_for_fifty_prompts(pipe: Pipeline, tree: str) -> None:
-    texts = prompts(50)
-    for i in range(0, 50, 10):
-        batch, seeds = texts[i : i + 10], [0] * 10
-        exact = codes_of(pipe, batch, seeds, method="eagle", tree=tree, temperature=0)
-        assert exact == codes_of(pipe, batch, seeds, method="ar", temperature=0)
+def test_greedy_eagle_gives_the_codes_of_greedy_ar_for_fifty_prompts(
+    pipe: Pipeline, prompts: list[str], tree: str
+) -> None:
+    exact = drawn(pipe, prompts, 10, method="eagle", tree=tree, temperature=0)
+    np.testing.assert_array_equal(exact, drawn(pipe, prompts, 10, method="ar", temperature=0))
 
 
-def test_another_seed_gives_another_image(pipe: Pipeline, batches: Batches) -> None:
-    other = pipe(batches.texts[0], seed=batches.seeds[0] + 1, method="eagle")
-    assert other.codes[0].tolist() != batches["eagle"].codes[0].tolist()
+@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}])
+def test_two_prompts_have_the_same_codes_under_every_exact_method(
+    pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
+) -> None:
+    expected = drawn(pipes[2], prompts[:2], 2, method="ar", **options)
+    for method in ("eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7"):
+        np.testing.assert_array_equal(drawn(pipes[2], prompts[:2], 2, method=method, **options), expected)
+    np.testing.assert_array_equal(drawn(pipes[1], prompts[:1], 1, method="ar", **options), expected[:1])
 
 
-def test_relaxed_methods_commit_several_codes_a_pass(pipe: Pipeline, batches: Batches) -> None:
-    window = pipe(prompts(3), seed=3, method="sjd", lambda_=2.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_fifty_prompts_have_the_same_codes_under_every_exact_method(
+    pipes: dict[int, Pipeline], prompts: list[str], temperature: float, filters: dict[str, Any]
+) -> None:
+    options = {"temperature": temperature, **filters}
+    expected = drawn(pipes[2], prompts, 8, method="ar", **options)
+    others = {method: drawn(pipes[2], prompts, 8, method=method, **options) for method in EXACT}
+    assert [(codes != expected).any(1).sum() for codes in others.values()] == [0] * len(EXACT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", *EXACT])
+def test_batches_and_threads_do_not_move_a_bit(pipes: dict[int, Pipeline], prompts: list[str], method: str) -> None:
+    expected = drawn(pipes[1], prompts, 1, method=method)
+    for batch, threads in [(3, 1), (8, 2)]:
+        np.testing.assert_array_equal(drawn(pipes[threads], prompts, batch, method=method), expected)
+
+
+def test_relaxed_methods_commit_several_codes_a_pass(pipe: Pipeline, prompts: list[str], batches: Batches) -> None:
+    window = pipe(prompts[:3], seed=3, method="sjd", lambda_=2.0)
     for stats in (batches["lantern"].stats, batches["lantern++"].stats, window.stats):
         assert stats.tokens_per_forward_pass > 1.5
         assert stats.realised_tvd > 0

@@ -1,4 +1,4 @@
-"""Decoders in the layout that plans are built of, against the graphs of the bundle that hold their weights."""
+"""Decoders in the layouts of accelerators: against their modules, and against the graphs that hold their weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tiny_rig import drafter_spec_of, spec_of
 
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.session import load_session
+from lantern_rt.export import parity
 from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, in_half, target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 CAPACITY, SPAN = 64, 48
+FUSED = b"\x22\x09Attention"  # a node's op, as the file has it
 CONFIGS = {
     "grouped keys": TINY,
     "a key for each query": replace(TINY, num_kv_heads=4),
@@ -90,3 +92,22 @@ def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
         for key, expected in pairs.items():
             most = (HALF_TOLERANCE if half else 1e-4) * np.abs(expected).max()
             np.testing.assert_allclose(found[key], expected, rtol=0, atol=most, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_cache_written_in_any_order_gives_what_the_module_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: DecoderConfig, drafts: bool, plain: bool
+) -> None:
+    graph = made(config, drafts)
+    (path,) = write_graph(graph, tmp_path)
+    models = []
+
+    def note(*arguments: Any, **options: Any) -> Any:
+        models.append(device_graph(*arguments, **options, plain=plain))
+        return models[-1]
+
+    monkeypatch.setattr(parity, "device_graph", note)
+    parity.check_parity(graph, path)
+    assert [FUSED in one.model for one in models] == [not plain]
