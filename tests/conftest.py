@@ -17,7 +17,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data"
 CACHE = ROOT / "build" / "test-bundles"  # ignored by git
-MADE_BY = ("export", "lantern_rt/bundle", "lantern_rt/methods.py", "tests/conftest.py", "tests/data")
+MADE_BY = (
+    "export",
+    "engines/graph_writer.py",
+    "lantern_rt/bundle",
+    "lantern_rt/methods.py",
+    "tests/conftest.py",
+    "tests/data",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
