@@ -99,6 +99,10 @@ class Providers(NamedTuple):
         """The provider that a user wants a graph to run on."""
         return self.own.get(role, self.main)
 
+    def __str__(self) -> str:
+        """As `read` takes it."""
+        return ",".join([self.main, *(f"{role}={name}" for role, name in self.own.items())])
+
     @classmethod
     def read(cls, names: str | Sequence[str]) -> Providers:
         """Providers from `NAME` for all graphs and `GRAPH=NAME` for one, joined by commas or one by one.

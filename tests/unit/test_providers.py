@@ -71,6 +71,7 @@ def test_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> Non
     chosen = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu"])
     roles = ("target", "drafter", "condition", "vq_decoder")
     assert [chosen.of(role) for role in roles] == ["cuda", "cuda", "cpu", "openvino-bf16"]
+    assert Providers.read(str(chosen)) == chosen
 
 
 @pytest.mark.parametrize(
