@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..errors import EngineError
 from ..inputs import brief
 
 _CPU = Path("/sys/devices/system/cpu")
+_CPU_INFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
 # Instruction sets that decide which kernels and layouts ONNX Runtime uses.
 _INSTRUCTION_SETS = (
@@ -53,15 +55,35 @@ def import_onnxruntime() -> Any:
 
 def processor() -> str:
     """This processor's family and the instruction sets that graphs are rewritten for, such as `x86_64 avx avx2`."""
-    lines = (line.partition(":") for line in _read(Path("/proc/cpuinfo")).splitlines())
-    flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), [])
-    return " ".join([platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags)])
+    lines = (line.partition(":") for line in _read(_CPU_INFO).splitlines())
+    flags = next((rest.split() for name, _, rest in lines if name.strip() in ("flags", "Features")), None)
+    if flags is None:  # no Linux; NumPy knows some
+        flags = [name.lower() for name, present in _numpy_features().items() if present]
+        if sys.platform == "darwin" and platform.machine() == "arm64":
+            flags.append("asimddp")  # all of Apple's have it
+    known = (name for name in _INSTRUCTION_SETS if name in flags or name.replace("_", "") in flags)
+    return " ".join([platform.machine(), *known])
+
+
+def _numpy_features() -> dict[str, bool]:
+    """What NumPy found out for its own kernels, by names such as `AVX512VNNI`; nothing where it does not tell."""
+    try:
+        from numpy._core._multiarray_umath import __cpu_features__ as features  # type: ignore[import-not-found]
+    except ImportError:
+        return {}
+    return dict(features)
 
 
 def usable_cores() -> int:
     """Physical cores this process may use: its affinity, counted once per core, and its CPU quota."""
-    siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu) for cpu in _affinity()}
-    return max(1, min(len(siblings), int(cpu_quota() or len(siblings))))
+    import psutil  # type: ignore[import-untyped]
+
+    cores = _affinity()
+    siblings = {_read(_CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list") for cpu in cores}
+    count = len(siblings)
+    if "" in siblings:  # no Linux, or one that hides them
+        count = min(len(cores), psutil.cpu_count(logical=False) or len(cores))
+    return max(1, min(count, int(cpu_quota() or count)))
 
 
 def thread_count(threads: int | None) -> int:
@@ -77,15 +99,21 @@ def cpu_quota() -> float | None:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: what is free, or what its control groups leave of their limits."""
-    import psutil  # type: ignore[import-untyped]
+    """Bytes that this process may still take: what is free, or what its limit or its control groups' limits leave."""
+    import psutil
 
     free = [int(psutil.virtual_memory().available)]
+    with suppress(ImportError):  # Windows has no such limits
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            free.append(limit - int(psutil.Process().memory_info().vms))
     for folder in _cgroups():
-        limit, used = _read(folder / "memory.max"), _read(folder / "memory.current")
-        if limit.isdigit() and used.isdigit():
-            found = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
-            free.append(int(limit) - int(used) + int(found.get("inactive_file", 0)))  # files that can be read again
+        most, used = _read(folder / "memory.max"), _read(folder / "memory.current")
+        if most.isdigit() and used.isdigit():
+            stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if len(line.split()) == 2)
+            free.append(int(most) - int(used) + int(stat.get("inactive_file", 0)))  # files that can be read again
     return max(0, min(free))
 
 

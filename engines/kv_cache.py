@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Self
 
 import numpy as np
@@ -101,16 +102,21 @@ class KVCache(CacheRows):
         Raises: EngineError: there is less memory than it takes when full.
         """
         cache = cls(np.zeros(rows, np.int64), capacity, [])
-        size = 2 * layers * cache.columns * rows * num_kv_heads * head_dim * np.dtype(dtype).itemsize
-        if size > (free := available_memory()):
+        shape = 2 * layers, cache.columns, rows, num_kv_heads, head_dim
+        size = prod(shape) * np.dtype(dtype).itemsize
+        free = available_memory()
+        try:
+            if size > free:
+                raise MemoryError
+            # One block for all, for which NumPy asks for huge pages: 40 times fewer page faults.
+            cache.tensors = list(np.zeros(shape, dtype))
+        except MemoryError as error:  # also of a limit that nobody tells
             raise EngineError(
                 f"keys and values of {rows} rows of {cache.columns:,} tokens need {size / 2**30:.1f} GiB",
                 field="memory",
                 found=f"{free / 2**30:.1f} GiB free",
                 remedy="draw fewer images at once",
-            )
-        # One block for all, for which NumPy asks for huge pages: 40 times fewer page faults.
-        cache.tensors = list(np.zeros((2 * layers, cache.columns, rows, num_kv_heads, head_dim), dtype))
+            ) from error
         return cache
 
     def past(self, past_length: int) -> list[Halves]:

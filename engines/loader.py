@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from .ort.backend import OrtGraphs
 from .ort.providers import DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers
 from .trt.backend import find_backend
 
-ImageDecoder = Callable[[Ints], Floats]
 # Of a CPU that computes in float32; the embedded model's largest was 6.1e-5 nats (benchmarks/ties.py).
 ROUNDING = 1e-4
 _UNLIMITED = 1 << 20
@@ -27,7 +26,8 @@ _UNLIMITED = 1 << 20
 class Engines:
     """Everything a bundle can run, from its own graphs or from plans built of it; for several threads.
 
-    The drafter, the VQ decoder and its encoder are loaded when first asked for: decoding without them never pays.
+    The drafter and the VQ encoder are loaded when first asked for. The VQ decoder is loaded with the target: were it
+    damaged, a whole image's codes would have been decoded for nothing.
 
     Args:
         bundle: opened.
@@ -67,7 +67,6 @@ class Engines:
         self.most_rows = max((profile.rows[2] for profile in built), default=_UNLIMITED)
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
-        self._vq_decoder: ImageDecoder | None = None
         self._vq_encoder: Function | None = None
         check_products(bundle, self.backend)
         if folder is None:
@@ -76,6 +75,7 @@ class Engines:
             self._graphs = find_backend(folder.manifest.backend).open(bundle, folder, self.threads)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
+        self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest), self.picture_threads)
 
     @property
     def drafter(self) -> Engine | None:
@@ -93,10 +93,8 @@ class Engines:
 
     def vq_decoder(self, codes: Ints) -> Floats:
         """Images float32 `[images, 3, height, width]`, about -1 .. 1, of codes `[images, rows, columns]`."""
-        with self._lock:
-            if self._vq_decoder is None:
-                self._vq_decoder = _image_decoder(self._graphs, self._bundle.manifest, self.picture_threads)
-        return self._vq_decoder(codes)
+        cells = codes if self._bundle.manifest.sizes else codes.reshape(len(codes), -1)
+        return self._vq_decoder({"codes": np.ascontiguousarray(cells, np.int64)})[0]
 
     def vq_encoder(self, images: Floats) -> Ints:
         """Codes int64 `[images, cells]` of pictures float32 `[images, 3, height, width]` in -1 .. 1.
@@ -112,26 +110,18 @@ class Engines:
         return self._vq_encoder({"images": images})[0]
 
     def load_all(self) -> None:
-        """Load what is still unloaded, so that a damaged graph shows now."""
+        """Load what is still unloaded and run the VQ decoder, so that a damaged graph shows now."""
         _ = self.drafter
         size = self._bundle.manifest.size()
         self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
 
 
-def _image_decoder(graphs: OrtGraphs, manifest: Manifest, threads: int) -> ImageDecoder:
+def _image_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:
     cells: tuple[int | None, ...] = (manifest.codes_per_image,)
     pixels: tuple[int | None, ...] = (manifest.image_height, manifest.image_width)
     if manifest.sizes:
         cells = pixels = (None, None)
-    inputs = [Tensor("codes", ("int64",), (None, *cells))]
-    outputs = [Tensor("images", ("float32",), (None, 3, *pixels))]
-    run = graphs.function(IMAGE_DECODER, inputs, outputs, threads)
-
-    def decode(codes: Ints) -> Floats:
-        read = codes if manifest.sizes else codes.reshape(len(codes), -1)
-        return run({"codes": np.ascontiguousarray(read, np.int64)})[0]
-
-    return decode
+    return [Tensor("codes", ("int64",), (None, *cells))], [Tensor("images", ("float32",), (None, 3, *pixels))]
 
 
 def _condition_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

@@ -148,8 +148,9 @@ def load_session(
             raise BundleError(
                 f"not a graph that can be loaded: {what}", field=str(where), remedy="export the bundle again"
             ) from error
-        what = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
-        raise EngineError(what, field=str(where), remedy="update onnxruntime") from error
+        remedy = "close other programs, there is too little memory" if "bad_alloc" in what else "update onnxruntime"
+        problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
+        raise EngineError(problem, field=str(where), remedy=remedy) from error
     check_taken(where, chosen, session)
     return session
 

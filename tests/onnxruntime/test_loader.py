@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from refusals import refused
 from tiny_graphs import TINY, ClassTable, Painter, export, tiny_drafter
 
+from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.loader import Engines
 from lantern_rt.errors import BundleError, EngineError
@@ -97,6 +99,17 @@ def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: p
     with pytest.raises(BundleError) as caught:
         Engines(bundle, ONE)
     assert caught.value.field.endswith("input `class_ids`")
+
+
+def test_a_damaged_image_decoder_is_found_before_any_code_is_drawn(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
+    shutil.copy(copy / "condition.onnx", copy / "vq_decoder.onnx")
+    manifest = json.loads((copy / "bundle.json").read_text())
+    manifest["files"]["vq_decoder"] = manifest["files"]["condition"] | {"path": "vq_decoder.onnx"}
+    (copy / "bundle.json").write_text(json.dumps(manifest))
+    with pytest.raises(BundleError) as caught:
+        Pipeline.from_bundle(copy, threads=ONE)
+    assert caught.value.field == f"{copy / 'vq_decoder.onnx'}: input `codes`"
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

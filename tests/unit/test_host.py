@@ -7,12 +7,15 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from lantern_rt.cli.main import run_program
-from lantern_rt.engines import doctor, host
+from lantern_rt.engines import doctor, host, kv_cache
 from lantern_rt.engines.doctor import host_report
 from lantern_rt.engines.host import import_onnxruntime, thread_count
+from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import EngineError
 
 
@@ -92,6 +95,7 @@ def test_the_cpu_quota_limits_the_threads(
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
     monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
     monkeypatch.setattr(host, "_CPU", tmp_path)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
     assert host.cpu_quota() == quota
     assert host.usable_cores() == (4 if quota is None else int(quota))
 
@@ -104,3 +108,53 @@ def test_hyperthreads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(host, "_CGROUP", tmp_path)
     monkeypatch.setattr(host, "_affinity", lambda: {0, 1, 2, 3})
     assert host.usable_cores() == 2
+
+
+def test_without_sys_the_system_is_asked_for_physical_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_CPU", tmp_path)  # as on macOS and Windows
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    for logical, physical, cores in ((8, 4, 4), (2, 4, 2), (8, None, 8)):
+        monkeypatch.setattr(host, "_affinity", lambda logical=logical: set(range(logical)))
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical, physical=physical: None if logical else physical)
+        assert host.usable_cores() == cores
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "features", "expected"),
+    [
+        ("win32", "AMD64", {"AVX": True, "AVX2": True, "AVX512VNNI": True, "SVE": False}, "AMD64 avx avx2 avx512_vnni"),
+        ("win32", "ARM64", {"ASIMDDP": True}, "ARM64 asimddp"),
+        ("darwin", "arm64", {}, "arm64 asimddp"),
+        ("darwin", "x86_64", {"AVX2": True}, "x86_64 avx2"),
+    ],
+)
+def test_instruction_sets_are_known_without_proc(
+    monkeypatch: pytest.MonkeyPatch, system: str, machine: str, features: dict[str, bool], expected: str
+) -> None:
+    monkeypatch.setattr(host, "_CPU_INFO", Path("nowhere"))
+    monkeypatch.setattr(host, "_numpy_features", lambda: features)
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert host.processor() == expected
+
+
+def test_numpy_says_what_linux_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = host.processor().split()
+    monkeypatch.setattr(host, "_CPU_INFO", Path("nowhere"))
+    assert {*host.processor().split()} <= {*before}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    resource = pytest.importorskip("resource")
+    before, room = resource.getrlimit(resource.RLIMIT_AS), 256 << 20
+    if not known:  # as of a limit that nobody tells
+        monkeypatch.setattr(kv_cache, "available_memory", lambda: 1 << 50)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, before[1]))
+        assert 0 < host.available_memory() <= room
+        with pytest.raises(EngineError) as caught:
+            KVCache.empty(2, 1 << 20, 8, 4, 64, np.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert caught.value.field == "memory"
