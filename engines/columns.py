@@ -81,18 +81,18 @@ class ColumnCache(Places):
         The last column for nodes that find none: a request reserves columns for its own nodes, which come first;
         further ones only fill up its rows.
         """
-        found = np.full((len(used), nodes), self.columns - 1)
+        columns = np.full((len(used), nodes), self.columns - 1)
         for row, own in enumerate(used):
             free = np.flatnonzero(~own)[:nodes]
-            found[row, : len(free)] = free
-        return found
+            columns[row, : len(free)] = free
+        return columns
 
     def _at(self, entries: Bools) -> Bools:
         """Columns of `entries [rows, at most columns]`, bool `[rows, columns]`."""
         row, entry = entries.nonzero()
-        found = np.zeros((len(entries), self.columns), bool)
-        found[row, self.column_of[row, entry]] = True
-        return found
+        columns = np.zeros((len(entries), self.columns), bool)
+        columns[row, self.column_of[row, entry]] = True
+        return columns
 
     def encode(self, batch: Pass, padded: int) -> dict[str, Array]:
         """As `Places`; nodes that fill up rows see nothing, and go to the last column."""
@@ -151,8 +151,9 @@ class SideBySideCache(Places):
         """As `Places`; nodes that fill up rows see the first column."""
         rows, nodes = batch.positions.shape
         past, span = batch.attention_mask.shape[2] - nodes, self.span(nodes)
-        seen, row, known = np.zeros((rows, padded, span), bool), np.arange(rows)[:, None, None], min(past, span)
-        seen[:, :nodes, :known] = batch.attention_mask[:, :, :known]
+        seen = np.zeros((rows, padded, span), bool)
+        row, common = np.arange(rows)[:, None, None], min(past, span)
+        seen[:, :nodes, :common] = batch.attention_mask[:, :, :common]
         own = self.lengths[:, None, None] + np.arange(nodes)  # columns of the new nodes
         seen[row, np.arange(nodes)[:, None], own] = batch.attention_mask[:, :, past:]
         seen[:, nodes:, 0] = True  # a softmax over nothing could give what is no number
@@ -169,8 +170,9 @@ class SideBySideCache(Places):
                 zip(new_kv.tolist(), self.lengths.tolist(), accepted_indices, strict=True)
             )
         ]
-        if moved := [place for own in places for place in own]:
-            self.move(*np.array(moved, np.int64).T)
+        moves = [place for own in places for place in own]
+        if moves:
+            self.move(*np.array(moves, np.int64).T)
         self.lengths, self.written = lengths, None
 
     @abstractmethod

@@ -72,17 +72,18 @@ def kv_dtype(where: object, dtypes: DTypes) -> type[np.floating[Any]]:
     """The one type of all keys and values. Raises: BundleError if there are two."""
     kinds = {dtype for name, dtype in dtypes.items() if "key_values." in name}
     if len(kinds) > 1:
-        found = "keys and values of both float16 and float32"
-        raise BundleError(field=str(where), found=found, expected="one type", remedy="export the bundle again")
+        both = "keys and values of both float16 and float32"
+        raise BundleError(field=str(where), found=both, expected="one type", remedy="export the bundle again")
     return np.float16 if np.float16 in kinds else np.float32
 
 
 def past_length_of(batch: Pass, cache: CacheRows) -> int:
     """Columns of the past that a pass reads. Raises: ValueError if the caller did not ask `next_past_length`."""
-    found: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
-    if not (expected := cache.past_length()) <= found <= cache.columns:
-        raise ValueError(f"a pass over {found} past columns, expected {expected}, as `next_past_length` says")
-    return found
+    past: int = batch.attention_mask.shape[2] - batch.positions.shape[1]
+    expected = cache.past_length()
+    if not expected <= past <= cache.columns:
+        raise ValueError(f"a pass over {past} past columns, expected {expected}, as `next_past_length` says")
+    return past
 
 
 def node_inputs(batch: Pass, table: Floats | None, dtypes: DTypes) -> dict[str, Array]:

@@ -89,18 +89,18 @@ class LogitRows(DeviceRows, DeviceLogits):
         """Whether there is a graph for these settings."""
         return Head.can(sampling)
 
-    def best(self, asked: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
+    def best(self, requests: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
         """As the runtime's `best_codes` on the host, up to rounding; those with the same filters are drawn at once."""
         vocab_size = self.value.shape()[2]
-        heads = [Head.of(one.sampling, vocab_size, most, one.noise is not None) for one in asked]
-        found: dict[int, tuple[Ints, Floats]] = {}
+        heads = [Head.of(one.sampling, vocab_size, most, one.noise is not None) for one in requests]
+        results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             own = [i for i, other in enumerate(heads) if other == head]
-            codes, scores = self.device.draw(head, self.value, [asked[i] for i in own])
+            codes, scores = self.device.draw(head, self.value, [requests[i] for i in own])
             for place, i in enumerate(own):
-                count = len(asked[i].positions)
-                found[i] = codes[place, :count], scores[place, :count]
-        return [found[i] for i in range(len(asked))]
+                count = len(requests[i].positions)
+                results[i] = codes[place, :count], scores[place, :count]
+        return [results[i] for i in range(len(requests))]
 
 
 class DeviceEngine(ABC):
@@ -161,17 +161,17 @@ class DeviceEngine(ABC):
                 raise ValueError("a target reads either `tokens` or `embeds`")
             if batch.tokens is not None:
                 return {"embeddings": self._table, "token_ids": fill_up(batch.tokens, nodes, np.int32)}
-            prefix, ids = _listed(batch.embeds, self._dtype)  # a table of its own
+            prefix, ids = _enumerate(batch.embeds, self._dtype)  # a table of its own
             return {"embeddings": prefix.reshape(ids.size, -1), "token_ids": fill_up(ids, nodes, np.int32)}
         if batch.tokens is None or batch.hidden is None:
             raise ValueError("a drafter reads `tokens` and `hidden`")
-        taken = batch.hidden
-        source = taken.source if isinstance(taken, HiddenView) else None
+        states = batch.hidden
+        source = states.source if isinstance(states, HiddenView) else None
         here = isinstance(source, DeviceRows) and source.device is self.device and source.dtype == self._dtype
-        if isinstance(taken, HiddenView) and isinstance(source, DeviceRows) and here:
-            hidden, ids = source.value, taken.rows * source.stride + taken.nodes
+        if isinstance(states, HiddenView) and isinstance(source, DeviceRows) and here:
+            hidden, ids = source.value, states.rows * source.stride + states.nodes
         else:
-            hidden, ids = _listed(taken.read() if isinstance(taken, HiddenView) else taken, self._dtype)
+            hidden, ids = _enumerate(states.read() if isinstance(states, HiddenView) else states, self._dtype)
         tokens = fill_up(batch.tokens, nodes, np.int32)
         return {"token_ids": tokens, "hidden": hidden, "hidden_ids": fill_up(ids, nodes, np.int32)}
 
@@ -196,7 +196,7 @@ class DeviceEngine(ABC):
         return self._slabs.bound(slab, shape, lambda number: make(number if self.device.records else None)), cache.lease
 
 
-def _listed(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
+def _enumerate(states: Floats | None, dtype: str) -> tuple[Array, Ints]:
     """States `[rows, nodes, width]`, and where each is, its rows one after the other, `[rows, nodes]`."""
-    given = np.ascontiguousarray(states, dtype)
-    return given, np.arange(given.shape[0] * given.shape[1]).reshape(given.shape[:2])
+    rows = np.ascontiguousarray(states, dtype)
+    return rows, np.arange(rows.shape[0] * rows.shape[1]).reshape(rows.shape[:2])

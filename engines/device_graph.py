@@ -62,14 +62,16 @@ def device_graph(
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
         weights = graph_weights(path)
         try:
-            made = (writer := _Writer(path.parent, weights, spec, plain, capacity)).write(drafts)
+            writer = _Writer(path.parent, weights, spec, plain, capacity)
+            graph = writer.write(drafts)
         except KeyError as error:
             raise BundleError(f"has no weight {error}", field=str(path), remedy=_AGAIN) from error
-        named = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
-        if unread := next((name for name in named if name not in writer.graph.weights), None):
-            found = f"the weight {unread}, which the decoder in bundle.json does not have"
-            raise BundleError(field=str(path), found=found, remedy=_AGAIN)
-        return made
+        names = (name for name in weights if "." in name and not name.startswith(("eps_", "rotary.swap")))
+        unread = next((name for name in names if name not in writer.graph.weights), None)
+        if unread is not None:
+            what = f"the weight {unread}, which the decoder in bundle.json does not have"
+            raise BundleError(field=str(path), found=what, remedy=_AGAIN)
+        return graph
 
 
 class _Writer(DecoderWriter):
@@ -132,26 +134,27 @@ class _Writer(DecoderWriter):
 
         Its Attention copies the cache where it has a `scale`; without, it divides by the root of the heads' width.
         """
-        graph, spec, width, kept = self.graph, self.spec, self.spec.head_dim, list[str]()
+        graph, spec, width = self.graph, self.spec, self.spec.head_dim
+        presents = list[str]()
         cache = at.replace("layers", "key_values")
         for name, new in ((f"{cache}.key", key), (f"{cache}.value", value)):
             if self.capacity is None:
-                kept.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
+                presents.append(graph.op("ScatterND", f"past_{name}", "write", new, name=f"present_{name}"))
             else:
                 places = f"past_{name}", self.by_head(new, spec.num_kv_heads), "write"
                 present = graph.op("TensorScatter", *places, name=f"present_{name}", axis=2)
-                kept.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
+                presents.append(graph.op("Slice", present, graph.ints(0), "span", graph.ints(2)))
         scale = width**-0.5 if "attention_scale" in self.weights else 1.0  # elsewhere weights have it
         if self.products:
-            return self.mixed(query, kept[0], kept[1], scale)
+            return self.mixed(query, presents[0], presents[1], scale)
         if self.capacity is None:
             heads, kv_heads = self.heads, spec.num_kv_heads
-            inputs = [query, *kept, self.seen]
+            inputs = [query, *presents, self.seen]
             return graph.op("Attention", *inputs, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
         query = self.by_head(query, self.heads)
         if scale == 1.0:
             query = graph.op("Mul", query, graph.constant(np.array(width**0.5, self.dtype)))
-        return self.side_by_side(graph.op("Attention", query, *kept, self.seen))
+        return self.side_by_side(graph.op("Attention", query, *presents, self.seen))
 
     def mixed(self, query: str, keys: str, values: str, scale: float) -> str:
         """What the op Attention gives, in products: queries that share a head of keys stand one after the other."""
@@ -276,5 +279,5 @@ class _Writer(DecoderWriter):
         wide = graph.op("Unsqueeze", graph.cast(words, "float32"), graph.ints(-1))
         shifted = graph.op("Floor", graph.op("Mul", wide, graph.constant(powers)))
         even = graph.op("Mul", graph.op("Floor", graph.op("Mul", shifted, half)), two)
-        kept = (0, 0, -1) if words == "seen" else (0, -1)
-        return graph.op("Reshape", graph.op("Sub", shifted, even), graph.ints(*kept))
+        axes = (0, 0, -1) if words == "seen" else (0, -1)
+        return graph.reshape(graph.op("Sub", shifted, even), *axes)

@@ -17,9 +17,8 @@ from ..contracts import Array, Tensor
 from ..graph_writer import GraphWriter
 from ..host import import_onnxruntime
 from ..sampling_head import LEFT_OUT, Head
-from .providers import find_provider
+from .providers import find_provider, turn
 from .session import load_session
-from .turns import turn
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _GROUPS = 32  # of positions whose noise is kept on the device, at least
@@ -29,9 +28,9 @@ class Device:
     """The device of a provider; values there are ONNX Runtime's. For several threads."""
 
     def __init__(self, provider: str) -> None:
-        found = find_provider(provider, import_onnxruntime())
-        self.provider, self.name, self.records = provider, found.memory, bool(found.recording)
-        self.plain = found.plain
+        own = find_provider(provider, import_onnxruntime())
+        self.provider, self.name = provider, own.memory
+        self.records, self.plain = bool(own.recording), own.plain
         self._sessions: dict[object, tuple[Any, list[str]]] = {}  # with the names of their outputs
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
         self._lock = threading.Lock()
@@ -44,9 +43,10 @@ class Device:
         goals: values that outputs are written to, None for the host's memory; others get new values on the device.
         """
         if key not in self._sessions:
-            made = load_session(graph(), 1, self.provider)
-            self._sessions[key] = made, [output.name for output in made.get_outputs()]
-        (session, names), goals = self._sessions[key], goals or {}
+            helper = load_session(graph(), 1, self.provider)
+            self._sessions[key] = helper, [output.name for output in helper.get_outputs()]
+        session, names = self._sessions[key]
+        goals = goals or {}
         binding, arrays = session.io_binding(), list[Array]()  # held while they are read
         for name, value in feeds.items():
             if isinstance(value, np.ndarray):
@@ -61,8 +61,8 @@ class Device:
                 binding.bind_output(name, "cpu" if name in goals else self.name)
         with turn(self.provider):
             session.run_with_iobinding(binding)
-        found = zip(names, binding.get_outputs(), strict=True)
-        return [value.numpy() if name in goals and goals[name] is None else value for name, value in found]
+        outputs = zip(names, binding.get_outputs(), strict=True)
+        return [value.numpy() if name in goals and goals[name] is None else value for name, value in outputs]
 
     def put(self, array: Array) -> Any:
         """A copy of an array on the device."""
@@ -99,8 +99,8 @@ class Device:
             return writer.to_bytes(inputs, [Tensor("out", (dtype,), (None, width))])
 
         feeds = {"data": value, "places": places.ravel()}
-        (found,) = self.run(("read", dtype, width), graph, feeds, {"out": None})
-        rows: Floats = found.reshape(*places.shape, width).astype(np.float32, copy=False)
+        (flat,) = self.run(("read", dtype, width), graph, feeds, {"out": None})
+        rows: Floats = flat.reshape(*places.shape, width).astype(np.float32, copy=False)
         return rows
 
     def copy_rows(self, value: Any, rows: Ints, goal: Any, places: Ints) -> None:
@@ -143,15 +143,15 @@ class Device:
         feeds = {"data": value, "sources": sources, "targets": targets}
         self.run(("move", dtype, width, steps.tobytes()), graph, feeds, {"out": value})
 
-    def draw(self, head: Head, logits: Any, asked: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
-        """Codes and scores of all that ask, `[asked, nodes, most]`, filled up to as many nodes as the longest has.
+    def draw(self, head: Head, logits: Any, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+        """Codes and scores of all requests, `[requests, nodes, most]`, filled up to the nodes of the longest.
 
         Raises: EngineError: the logits hold NaN or infinity.
         """
-        nodes = node_count(max(len(one.positions) for one in asked))
-        sides, width = np.zeros((2, len(asked), nodes), np.int32), logits.shape()[1]
-        numbers = np.ones((3, len(asked), 1, 1), np.float32)
-        for i, one in enumerate(asked):
+        nodes = node_count(max(len(one.positions) for one in requests))
+        sides, width = np.zeros((2, len(requests), nodes), np.int32), logits.shape()[1]
+        numbers = np.ones((3, len(requests), 1, 1), np.float32)
+        for i, one in enumerate(requests):
             count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
             for side, row in ((0, 0), (1, last)):
                 sides[side, i, :count] = (one.rows.start + row) * width + one.nodes[row]
@@ -162,10 +162,10 @@ class Device:
         with self._lock:
             if head.noisy:
                 table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
-                feeds["noise_ids"] = table.ids(asked, nodes)
+                feeds["noise_ids"] = table.ids(requests, nodes)
                 feeds["noise"] = table.value
             codes, scores = self.run(head, head.graph, feeds, {"codes": None, "scores": None})
-        for own, one in zip(scores, asked, strict=True):
+        for own, one in zip(scores, requests, strict=True):
             if not np.isfinite(own[: len(one.positions), 0]).all():
                 raise damaged()
         scores[scores <= LEFT_OUT / 2] = -np.inf
@@ -180,11 +180,11 @@ class NoiseTable:
         self._places: dict[tuple[int, int], int] = {}  # of groups by seed, the one used longest ago first
         self._free: list[int] = []
 
-    def ids(self, asked: Sequence[SampleRequest], nodes: int) -> Array:
-        """Where the noise of every node is, int32 `[asked, nodes]`; brings up what is not there."""
+    def ids(self, requests: Sequence[SampleRequest], nodes: int) -> Array:
+        """Where the noise of every node is, int32 `[requests, nodes]`; brings up what is not there."""
         needed: dict[tuple[int, int], Noise] = {}
-        spans = [(int(one.positions.min()) // GROUP, int(one.positions.max()) // GROUP + 1) for one in asked]
-        for one, span in zip(asked, spans, strict=True):
+        spans = [(int(one.positions.min()) // GROUP, int(one.positions.max()) // GROUP + 1) for one in requests]
+        for one, span in zip(requests, spans, strict=True):
             if one.noise is not None:
                 needed |= {(one.noise.seed, group): one.noise for group in range(*span)}
         if len(needed) > len(self._places) + len(self._free):
@@ -195,8 +195,8 @@ class NoiseTable:
             self._places[key] = place
             noise = np.asarray(needed[key].gumbel(key[1] * GROUP, GROUP, self.size), np.float32)
             self.device.copy_rows(noise[None], np.array([0]), self.value, np.array([place]))
-        ids = np.zeros((len(asked), nodes), np.int32)
-        for row, one, span in zip(ids, asked, spans, strict=True):
+        ids = np.zeros((len(requests), nodes), np.int32)
+        for row, one, span in zip(ids, requests, spans, strict=True):
             if one.noise is not None:
                 places = np.array([self._places[one.noise.seed, group] for group in range(*span)])
                 row[: len(one.positions)] = places[one.positions // GROUP - span[0]] * GROUP + one.positions % GROUP

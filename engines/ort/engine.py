@@ -69,12 +69,14 @@ class OrtEngine:
 
     def _checked(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> list[Array]:
         """Outputs of the first pass of a shape. Raises: BundleError: they have other shapes than they should."""
-        found, (rows, nodes, _) = self._graph.run_checked(feeds), shape
-        for i, (name, array) in enumerate(zip(self._graph.output_names, found, strict=True)):
-            if array.shape[:2] != (expected := (rows, nodes) if i < 2 else (nodes, rows)):
+        outputs = self._graph.run_checked(feeds)
+        rows, nodes, _ = shape
+        for i, (name, array) in enumerate(zip(self._graph.output_names, outputs, strict=True)):
+            expected = (rows, nodes) if i < 2 else (nodes, rows)
+            if array.shape[:2] != expected:
                 raise self._graph.other_shape(name, array.shape, f"{list(expected)} first")
         self._sound.add(shape)
-        return found
+        return outputs
 
 
 class OrtDeviceEngine(DeviceEngine):
@@ -83,11 +85,11 @@ class OrtDeviceEngine(DeviceEngine):
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:
-        made = device_graph(path, spec, drafts=code_embeddings is None, plain=device.plain)
-        self._session = GraphSession(
-            path, made.inputs, made.outputs, threads, device.provider, model=made.model, records=True
+        graph = device_graph(path, spec, drafts=code_embeddings is None, plain=device.plain)
+        session = GraphSession(
+            path, graph.inputs, graph.outputs, threads, device.provider, model=graph.model, records=True
         )
-        super().__init__(self._session, made.inputs, spec, code_embeddings, device, made.dtype, heads=None)
+        super().__init__(session, graph.inputs, spec, code_embeddings, device, graph.dtype, heads=None)
         self._column_ids: dict[int, Any] = {}  # by number of columns
 
     def new_cache(self, rows: int, capacity: int) -> DeviceColumns:

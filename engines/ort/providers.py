@@ -11,6 +11,7 @@ import importlib
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -85,6 +86,7 @@ _ALL = (
     ),
 )
 PROVIDERS = {provider.name: provider for provider in _ALL}
+_turns = {provider.name: threading.RLock() for provider in _ALL if provider.recording}
 IMAGE_DECODER = "vq_decoder"
 _ONCE = ("condition", IMAGE_DECODER)  # graphs that run once an image; target and drafter share what they compute
 
@@ -176,6 +178,14 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
     if not devices:
         raise EngineError("ONNX Runtime finds no device that it runs on", field=field, remedy="install its driver")
     return devices
+
+
+def turn(provider: str) -> AbstractContextManager[object]:
+    """Wait until this thread may use a provider's device; nobody waits where nothing is recorded.
+
+    While CUDA records a pass, it fails whatever else takes memory.
+    """
+    return _turns.get(provider) or nullcontext()
 
 
 def check_taken(where: object, provider: Provider, session: Any) -> None:

@@ -15,8 +15,7 @@ from ...inputs import brief, reading
 from ..contracts import Array, DTypes, Tensor
 from ..graph_writer import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import DEFAULT_PROVIDER, check_taken, find_provider, plugin_devices
-from .turns import turn
+from .providers import DEFAULT_PROVIDER, check_taken, find_provider, plugin_devices, turn
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
 # Microseconds that a thread waits for the next operator before it sleeps. Operators of small models take about as long
@@ -72,11 +71,11 @@ class GraphSession:
 
     def run_checked(self, feeds: Mapping[str, Array]) -> list[Array]:
         """As `run`. Raises: BundleError: an output is not of the shape that the graph declares."""
-        found = self.run(feeds)
-        for tensor, array in zip(self.outputs, found, strict=True):
+        outputs = self.run(feeds)
+        for tensor, array in zip(self.outputs, outputs, strict=True):
             if not tensor.fits(array.shape):
                 raise self.other_shape(tensor.name, array.shape, tensor)
-        return found
+        return outputs
 
     def other_shape(self, name: str, found: Sequence[int], expected: object) -> BundleError:
         """The error for an output of another shape than expected."""

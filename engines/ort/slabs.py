@@ -20,7 +20,7 @@ import numpy as np
 from ...runtime.engine import Ints
 from ..contracts import Executable
 from .device import Device, itemsize
-from .turns import turn
+from .providers import turn
 
 _KEPT = 2  # slabs that no cache uses
 _MOST_BOUND = 32  # passes of a slab: their outputs take memory, and recordings
@@ -49,8 +49,7 @@ class Bound:
 
     def run(self, feeds: Mapping[str, Any]) -> None:
         """Run it on other arrays of the same shapes."""
-        recording = self.record is not None and self.number == _PLAIN
-        with turn(self._provider, alone=recording):
+        with turn(self._provider):
             for name, value in self._inputs.items():
                 value.update_inplace(np.ascontiguousarray(feeds[name]))
             self._run(self.number >= _PLAIN)
@@ -99,13 +98,13 @@ class Slabs:
     def take(self, shape: tuple[int, int, int]) -> Lease:
         """A slab `[rows, columns, width]` of finite numbers."""
         with self._lock:
-            found = next((slab for slab in list(self._kept.values()) if slab.shape == shape), None)
-            self._kept.pop(id(found), None)
-        if found is None:
+            slab = next((slab for slab in list(self._kept.values()) if slab.shape == shape), None)
+            self._kept.pop(id(slab), None)
+        if slab is None:
             stacked = self._stack * shape[0], *shape[1:]
-            found = Slab(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
-        lease = Lease(found)
-        weakref.finalize(lease, self._give_back, found).atexit = False
+            slab = Slab(shape, [self.device.zeros(stacked, self._dtype) for _ in range(self._values)])
+        lease = Lease(slab)
+        weakref.finalize(lease, self._give_back, slab).atexit = False
         return lease
 
     def tensors(self, slab: Slab) -> list[Any]:
@@ -136,11 +135,11 @@ class Slabs:
         """
         places = ((*shape, place) for place in itertools.count())
         key = next(one for one in places if one not in slab.bound or not slab.bound[one].users)
-        found = slab.bound.pop(key, None) or make(next(self._numbers))
-        slab.bound[key] = found
+        bound = slab.bound.pop(key, None) or make(next(self._numbers))
+        slab.bound[key] = bound
         if len(slab.bound) > _MOST_BOUND:
             self._drop(slab.bound.pop(next(iter(slab.bound))))
-        return found
+        return bound
 
     def _drop(self, bound: Bound) -> None:
         if bound.record is not None:

@@ -56,7 +56,7 @@ class TensorRTFunction:
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs, in the order in which they were declared."""
-        most, found = self._plan.profiles[0].rows[2], list[list[Array]]()
+        most, results = self._plan.profiles[0].rows[2], list[list[Array]]()
         for start in range(0, len(next(iter(feeds.values()))), most):
             parts = {name: array[start : start + most] for name, array in feeds.items()}
             rows = len(next(iter(parts.values())))
@@ -68,5 +68,5 @@ class TensorRTFunction:
                 shape = [size if isinstance(size, int) else rows for size in tensor.shape]
                 values[tensor.name] = self._device.empty(shape, np.dtype(self._plan.dtypes[tensor.name]).name)
             self._plan.bind(values, None)(False)
-            found.append([values[tensor.name].numpy() for tensor in self._outputs])
-        return [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
+            results.append([values[tensor.name].numpy() for tensor in self._outputs])
+        return [np.concatenate(arrays) for arrays in zip(*results, strict=True)]

@@ -21,9 +21,9 @@ from lantern_rt.engines.ort.providers import (
     Providers,
     check_taken,
     find_provider,
+    turn,
 )
 from lantern_rt.engines.ort.session import GraphSession, check_provider
-from lantern_rt.engines.ort.turns import Turns
 from lantern_rt.errors import EngineError
 
 GRAPH = Path("target.onnx")
@@ -156,35 +156,19 @@ def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
     assert words in refusal(find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
 
 
-def test_who_records_waits_for_the_others_and_they_wait_for_it() -> None:
-    turns, events = Turns(), list[str]()
-    inside, recording, leave = threading.Event(), threading.Event(), threading.Event()
+def test_a_device_that_records_passes_has_one_user_at_a_time() -> None:
+    events = list[str]()
 
-    def run() -> None:
-        with turns.among_others():
-            inside.set()
-            leave.wait(10)
-            events.append("ran")
+    def use() -> None:
+        with turn("cuda"):
+            events.append("another")
 
-    def record() -> None:
-        with turns.alone():
-            recording.set()
-            with turns.among_others():  # its own runs are none of the others
-                events.append("recorded")
-
-    threads = [threading.Thread(target=run), threading.Thread(target=record)]
-    threads[0].start()
-    assert inside.wait(10)
-    threads[1].start()
-    assert not recording.wait(0.05), "somebody uses the device"
-    leave.set()
-    for thread in threads:
-        thread.join(10)
-    assert events == ["ran", "recorded"]
-    with turns.alone():
-        late = threading.Thread(target=run)
-        late.start()
-        late.join(0.05)
-        assert late.is_alive(), "a pass is being recorded"
-    late.join(10)
-    assert events == ["ran", "recorded", "ran"]
+    other = threading.Thread(target=use)
+    with turn("cuda"), turn("cuda"), turn("webgpu"):  # a user may take a turn within its own
+        other.start()
+        other.join(0.05)
+        events.append("first")
+    other.join(10)
+    assert events == ["first", "another"]
+    with turn("cpu"), turn("cpu"):
+        pass
