@@ -125,6 +125,23 @@ def test_an_option_that_does_not_fit_is_refused_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--threads", "0"], "--threads: found 0"),
+        (["--provider", "abacus"], "--provider: found 'abacus'"),
+        (["--provider", "cpu", "--provider", "vq=cpu"], "--provider: found graph 'vq'"),
+        (["--engines", "nowhere"], "nowhere: no engine.json in it"),
+    ],
+)
+def test_what_commands_decode_with_is_refused_by_the_options_name(
+    program: Any, bundle: Path, arguments: list[str], expected: str
+) -> None:
+    code, out, err = program("run", bundle, "red cube", *arguments)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"lantern-rt: {expected}")
+
+
 @pytest.mark.usefixtures("building")
 def test_only_engine_folders_are_replaced_and_only_with_force(bundle: Path, engines: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
