@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -37,14 +36,12 @@ class Recipe(Config):
     bundle_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
     @model_validator(mode="after")
-    def _draws_without_choosing_or_reading_files(self) -> Recipe:
-        method, tree = self.settings.get("method"), self.settings.get("tree", "")
+    def _names_one_method(self) -> Recipe:
+        method = self.settings.get("method")
         if self.method == "auto":
             raise ValueError("method: found auto, expected the one that it chose")
         if method != self.method:
             raise ValueError(f"settings.method: found {short(method)}, expected {self.method} as text chunk method")
-        if not isinstance(tree, str) or not re.fullmatch(r"[a-z0-9-]*", tree):
-            raise ValueError(f"settings.tree: found {short(tree)}, expected the name of a tree")
         return self
 
 
