@@ -52,6 +52,8 @@ def external_locations(path: Path) -> set[str]:
                     todo.append((child, value))
                 elif kind == "entry":
                     texts[number] = data[value]
+                elif kind == "node" and number == 4 and data[value] == b"EPContext":
+                    raise ValueError("a part compiled for one processor, which a runtime takes unchecked")
             if texts.get(1, b"").startswith(b"prepacked"):
                 raise ValueError("weights in a form made for one processor, which a runtime takes unchecked")
             if texts.get(1) == b"location":

@@ -92,11 +92,18 @@ def test_an_interrupted_folder_holds_whole_shards_only(pipeline: Pipeline, tmp_p
     assert contents(tmp_path / "data") == contents(tmp_path / "whole")
 
 
-def test_a_folder_of_other_prompts_is_refused(pipeline: Pipeline, tmp_path: Path) -> None:
+def test_a_folder_of_other_prompts_or_with_a_link_to_nowhere_is_refused(
+    pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(pipeline, tmp_path)
     with pytest.raises(OutputError) as refusal:
         write(pipeline, tmp_path, subjects=Prompts("class_ids", [3, 2]))
     assert refusal.value.field == str(shard_path(tmp_path, 0))
+    shard_path(tmp_path, 0).unlink()
+    shard_path(tmp_path, 0).symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(Pipeline, "stream", lambda *_, **__: pytest.fail("drew pictures"))
+    with pytest.raises(CheckpointError):
+        write(pipeline, tmp_path)
 
 
 def test_too_few_pictures_and_damaged_ones_are_refused(pipeline: Pipeline, source: Source, tmp_path: Path) -> None:

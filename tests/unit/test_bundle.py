@@ -287,15 +287,18 @@ def test_the_graph_walker_agrees_with_the_onnx_package(tmp_path: Path) -> None:
     assert external_locations(path) == {"a/w.bin", "c.bin"}
 
 
-def test_weights_that_a_runtime_would_take_unchecked_are_refused(tmp_path: Path) -> None:
+def test_what_a_runtime_would_take_unchecked_is_refused(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
+    compiled = onnx.helper.make_node("EPContext", [], ["y"], ep_cache_context="../blob.bin", embed_mode=0)
     weight = onnx.numpy_helper.from_array(np.ones((4, 4), np.float32), "w")
     onnx.external_data_helper.set_external_data(weight, "w.bin")
     weight.external_data.add(key="prepacked_0", value="blob|0;64")
     path = tmp_path / "m.onnx"
-    path.write_bytes(onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [weight])).SerializeToString())
-    with pytest.raises(ValueError, match="made for one processor"):
-        external_locations(path)
+    for nodes, weights in (([compiled], []), ([], [weight])):
+        graph = onnx.helper.make_graph(nodes, "g", [], [], weights)
+        path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
+        with pytest.raises(ValueError, match="for one processor"):
+            external_locations(path)
 
 
 def table_refusal(folder: Path, read: str) -> str:

@@ -7,6 +7,7 @@ decoding.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def write_shards(
     for index, path in enumerate(paths):
         request = subjects.request(index, shard, FIRST_SEED)
         labels = list(range(shard)) if subjects.kind == "embeddings" else list(request[subjects.kind])
-        if path.exists():
+        if os.path.lexists(path):
             _check_same(Shard(path), source, labels)
         else:
             codes = _draw(pipeline, request, progress)
