@@ -22,7 +22,7 @@ from ...errors import OutputError
 from ...pipeline import Pipeline
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
-from .shards import Pictures, Shard, Source, read_source, shard_path, write_shard
+from .shards import Pictures, Shard, read_source, shard_path, write_shard
 
 SHARD = 64  # pictures
 FIRST_SEED = 700_000  # of drawn pictures; `tune` and `bench` use others
@@ -63,7 +63,10 @@ def write_shards(
         request = subjects.request(index, shard, FIRST_SEED)
         labels = list(range(shard)) if subjects.kind == "embeddings" else list(request[subjects.kind])
         if os.path.lexists(path):
-            _check_same(Shard(path), source, labels)
+            old = Shard(path)
+            if old.source != source or old.subjects != labels:
+                problem = "of another bundle or other prompts"
+                raise OutputError(problem, field=str(path), remedy="give another --output")
         else:
             codes = _draw(pipeline, request, progress)
             write_shard(path, source, _with_states(pipeline, request, labels, codes, progress))
@@ -131,8 +134,3 @@ def _half(states: NDArray[np.float32]) -> NDArray[np.float16]:
 def _stack(rows: Sequence[NDArray[Any]], length: int) -> NDArray[Any]:
     """Pad rows on the right to one length."""
     return np.stack([np.pad(row, ((0, length - len(row)), *[(0, 0)] * (row.ndim - 1))) for row in rows])
-
-
-def _check_same(shard: Shard, source: Source, labels: list[Any]) -> None:
-    if shard.source != source or shard.subjects != labels:
-        raise OutputError("of another bundle or other prompts", field=str(shard.path), remedy="give another --output")

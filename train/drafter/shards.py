@@ -68,8 +68,9 @@ def read_source(manifest: Manifest) -> Source:
         field = f"family of bundle {manifest.name}"
         raise CheckpointError(field=field, found=manifest.family, expected=", ".join(FAMILIES))
     condition = manifest.condition
+    weights = manifest.files.get("target.data", manifest.files["target"])
     return Source(
-        target_hash(manifest),
+        weights.sha256,
         {"class": "class_ids", "embeddings": "embeddings"}.get(condition.kind, "prompts"),
         manifest.grid_rows,
         manifest.grid_columns,
@@ -101,11 +102,6 @@ class Pictures:
 
 
 _ARRAYS = {"image_tokens": "codes", "prefix_lengths": "lengths", "prefix_tokens": "tokens", "hidden_states": "states"}
-
-
-def target_hash(manifest: Manifest) -> str:
-    """The sha256 of the file that holds the target's weights."""
-    return manifest.files["target.data" if "target.data" in manifest.files else "target"].sha256
 
 
 def shard_path(folder: Path, index: int) -> Path:
