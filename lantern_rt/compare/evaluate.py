@@ -119,7 +119,7 @@ def evaluate(
         "images_per_method": images.count,
         "features": None if features is None else {**features.facts, "num_features": sets[-1].shape[1]},
         "agreement": None if agreement is None else agreement.facts,
-        "notes": _notes(images, None if features is None else sets[-1].shape[1], compared, reference),
+        "notes": _notes(images, None if features is None else sets[-1].shape[1], compared),
         "methods": [
             {
                 "method": label,
@@ -197,16 +197,13 @@ def frechet_figure(sets: Sequence[Floats], reference: Floats, seeds: int, show: 
     return estimate(distances, prompts, resamples, moved=True)
 
 
-def _notes(
-    images: ImageSet, width: int | None, compared: Mapping[str, Sequence[Run]], reference: Sequence[Run]
-) -> list[str]:
+def _notes(images: ImageSet, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:
     """What limits the figures.
 
     Args:
         images: that were drawn.
         width: features of an image; None without features.
-        compared: runs by label, plain decoding first.
-        reference: runs with other seeds.
+        compared: runs by label.
     """
     notes = []
     prompts = len(images.prompts.items)
@@ -219,12 +216,6 @@ def _notes(
             f"{images.count} images for {width} features, expected at least {IMAGES_PER_FEATURE * width}: ar's own "
             "Frechet distance is mostly an effect of so few, and small differences drown in it."
         )
-    plain = next(iter(compared.values()))
-    if reference[0].settings.sampling.greedy:
-        notes.append("Temperature 0: images of ar do not depend on the seed, so ar is at distance 0 from itself.")
-    else:
-        shared = (_codes(plain) == _codes(reference)).mean()
-        notes.append(f"Images of ar with other seeds share {shared:.0%} of the tokens: only what shares more is near.")
     notes += [
         f"{label}: TVD is of relaxed acceptance; how far this method departs, it does not say."
         for label, own in compared.items()

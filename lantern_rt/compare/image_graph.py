@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,6 @@ from ..bundle.manifest import file_sha256
 from ..engines.host import import_onnxruntime, usable_cores
 from ..errors import RequestError
 from ..inputs import brief, open_plain_file, read_plain_file, reading
-from ..prompts import bundle_tokenizer
 from .statistics import Floats, Ints
 
 BATCH = 8  # images in one run
@@ -29,7 +28,6 @@ _FILE_LIMIT = 1 << 26  # bytes
 Offset = Annotated[float, Field(ge=-1e6, le=1e6)]
 Scale = Annotated[float, Field(gt=0, le=1e6)]
 Side = Annotated[int, Field(ge=8, le=4096)]
-Tokenize = Callable[[str], Ints]  # a prompt's ids, [length]
 
 
 class Preprocessing(BaseModel):
@@ -239,17 +237,22 @@ class Agreement(ImageGraph):
             texts = texts[::-1]
         self.names = [tensor.name for tensor in texts]  # ids, and maybe the mask
         tokenizer = path.parent / TOKENIZER_FILE
-        if tokenizer.exists():
-            self.facts["tokenizer"] = tokenizer.name
-            self.tokenize = file_tokens(tokenizer)
-        else:
+        self.facts["tokenizer"] = TOKENIZER_FILE
+        if not tokenizer.exists():
+            if bundle.manifest.condition.kind != "words":  # ids of a text encoder, which no other graph knows
+                problem = f"bundle {bundle.manifest.name} has no word list of its own"
+                remedy = f"put the {TOKENIZER_FILE} that belongs to the graph beside it"
+                raise RequestError(problem, field="agreement", remedy=remedy)
+            tokenizer = bundle.path("tokenizer")
             self.facts["tokenizer"] = f"the tokenizer of {bundle.manifest.name}"
-            self.tokenize = bundle_tokens(bundle)
+        with reading(tokenizer, f"a {TOKENIZER_FILE}", RequestError, "put the one that belongs to the graph"):
+            self.tokenizer = Tokenizer.from_str(read_plain_file(tokenizer, _FILE_LIMIT).decode())
+            self.tokenizer.no_padding()
 
     def __call__(self, images: Sequence[Image], prompts: Sequence[str]) -> Floats:
         """Agreement float64 `[images]` of each image with its prompt, more where they agree."""
         agreement = np.zeros(len(images))
-        tokens = [self.tokenize(prompt) for prompt in prompts]
+        tokens = [np.array(self.tokenizer.encode(prompt).ids, np.int64) for prompt in prompts]
         lengths = np.array([len(ids) for ids in tokens])
         for length in np.unique(lengths):
             alike = np.flatnonzero(lengths == length).tolist()
@@ -262,40 +265,3 @@ class Agreement(ImageGraph):
         if values.shape not in ((count,), (count, count)):
             raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected="[n] or [n, n]")
         return values.diagonal() if values.ndim == 2 else values
-
-
-def file_tokens(path: Path) -> Tokenize:
-    """Tokens by a `tokenizer.json` with its own special tokens and truncation. Raises: RequestError: it is none."""
-    with reading(path, f"a {TOKENIZER_FILE}", RequestError, "put the one beside the graph that belongs to it"):
-        library = Tokenizer.from_str(read_plain_file(path, _FILE_LIMIT).decode())
-        library.no_padding()
-
-    def tokenize(prompt: str) -> Ints:
-        ids = library.encode(prompt).ids
-        if not ids:
-            raise RequestError(field=str(path), found=f"no token in {prompt!r}", expected="one or more")
-        return np.array(ids, np.int64)
-
-    return tokenize
-
-
-def bundle_tokens(bundle: Bundle) -> Tokenize:
-    """Tokens by the word list of a bundle.
-
-    Raises:
-        RequestError: the bundle's tokens are those of its own text encoder; no other graph is likely to know them.
-    """
-    condition = bundle.manifest.condition
-    words = bundle_tokenizer(bundle) if condition.kind == "words" else None
-    if words is None:
-        raise RequestError(
-            f"bundle {bundle.manifest.name} has no word list of its own",
-            field="agreement",
-            remedy=f"put the {TOKENIZER_FILE} that belongs to the graph beside it",
-        )
-
-    def tokenize(prompt: str) -> Ints:
-        ids: Ints = words.encode(prompt, condition.prefix)
-        return np.asarray(ids[ids != 0])  # without padding
-
-    return tokenize

@@ -19,8 +19,6 @@ from lantern_rt.compare.image_graph import (
     Agreement,
     Features,
     Preprocessing,
-    bundle_tokens,
-    file_tokens,
     read_preprocessing,
 )
 
@@ -102,10 +100,6 @@ def test_every_picture_meets_its_own_prompt_unpadded_and_cut(tmp_path: Path, eve
     assert again == pytest.approx([10 * (4, 6, 4)[i % 3] + 10 + i % 5 / 5 for i in range(15)], abs=1e-3)
 
 
-def test_a_bundles_words_are_not_padded(tmp_path: Path) -> None:
-    assert bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny")))("Red cube!").tolist() == [3, 6]
-
-
 class BrokenSession:
     def __init__(self, output: np.ndarray) -> None:
         self.output = output
@@ -140,9 +134,10 @@ def test_a_graph_of_one_picture_or_length_names_the_cure(tmp_path: Path) -> None
 
 
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bad.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(RequestError, match=r"bad\.json: .*, expected a tokenizer\.json"):
-        file_tokens(tmp_path / "bad.json")
-    with pytest.raises(RequestError) as error:  # tokens of a model's own text encoder, which no other graph knows
-        bundle_tokens(open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")))
+    graph = make_agreement(tmp_path / "g.onnx")
+    with pytest.raises(RequestError) as error:  # ids of a text encoder, which no other graph knows
+        Agreement(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
     assert error.value.field == "agreement"
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
+    with pytest.raises(RequestError, match=r"tokenizer\.json: expected a tokenizer\.json"):
+        agreement_of(graph)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 CODES, WIDTH, K, PREFIX, CAPTION, CELL = 32, 8, 8, 4, 6, 4
+SPLIT = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Removed", "invert": True}
 WORDS = ("a", "red", "green", "sphere", "cube", "on", "sand", "snow")
 SIZES = {"hidden_size": WIDTH, "num_layers": 1, "num_kv_heads": 2, "head_dim": WIDTH // 2, "vocab_size": CODES}
 METHODS: list[dict[str, Any]] = [
@@ -53,7 +54,7 @@ def make_tiny_bundle(
     if kind == "words":
         vocabulary = {word: i for i, word in enumerate(("<pad>", "<unk>", *WORDS))}
         model = {"type": "WordLevel", "unk_token": "<unk>", "vocab": vocabulary}
-        (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+        (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "pre_tokenizer": SPLIT, "model": model}))
         files["tokenizer"] = "tokenizer.json"
     prefix = 1 if kind == "class" else PREFIX
     condition: dict[str, Any] = {"kind": kind, "prefix": prefix}
