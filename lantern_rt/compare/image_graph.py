@@ -23,7 +23,6 @@ from .statistics import Floats, Ints
 BATCH = 8  # images in one run
 PREPROCESSING_FILE = "preprocessor_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _FILE_LIMIT = 1 << 26  # bytes
 Offset = Annotated[float, Field(ge=-1e6, le=1e6)]
 Scale = Annotated[float, Field(gt=0, le=1e6)]
@@ -68,7 +67,7 @@ def read_preprocessing(graph: Path) -> Preprocessing:
 
 
 class ImageGraph(ABC):
-    """An ONNX graph with one float input `[n, 3, height, width]`.
+    """An ONNX graph with one float32 input `[n, 3, height, width]`.
 
     Args:
         path: of the graph.
@@ -94,7 +93,7 @@ class ImageGraph(ABC):
                 sha256 = file_sha256(path)
             self.session: Any = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             inputs = self.session.get_inputs()
-            images = [one for one in inputs if one.type in _TYPES and len(one.shape) == 4]
+            images = [one for one in inputs if one.type == "tensor(float)" and len(one.shape) == 4]
         except Exception as error:
             raise self._refusal(f"no ONNX graph that can be loaded ({brief(error)})") from error
         self.facts: dict[str, Any] = {"name": path.stem, "file": path.name, "sha256": sha256}
@@ -104,7 +103,6 @@ class ImageGraph(ABC):
         (image,) = images
         self.others = [tensor for tensor in inputs if tensor is not image]  # the graph's further inputs
         self.input = image.name
-        self.dtype = _TYPES[image.type]
         self.height, self.width = (side if isinstance(side, int) else prepare.size for side in image.shape[2:])
         if prepare.size is not None and (self.height, self.width) != (prepare.size, prepare.size):
             expected = f"{self.height} x {self.width}, as the graph takes them"
@@ -153,7 +151,7 @@ class ImageGraph(ABC):
         values = np.asarray(resized.convert("RGB"), np.float64) / 255
         if self.prepare.do_normalize:
             values = (values - self.prepare.image_mean) / self.prepare.image_std
-        return np.ascontiguousarray(values.transpose(2, 0, 1)).astype(self.dtype)
+        return np.ascontiguousarray(values.transpose(2, 0, 1)).astype(np.float32)
 
 
 # ---------------------------------------------------------------- features
