@@ -194,7 +194,7 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--agreement", "colour.onnx"], "agreement colour.onnx: found inputs pixels"),
         (["--agreement", "short.onnx"], "agreement short.onnx: failed on pixels"),
         (["--features", "no.onnx"], "features no.onnx: no ONNX graph that can be loaded"),
-        (["--features", "odd/colour.onnx"], "odd/preprocessor_config.json: expected a preprocessor_config.json"),
+        (["--features", "odd/colour.onnx"], "odd/preprocessor_config.json: field"),
         (["--prompts", "none.txt"], "none.txt: cannot be read"),
         (["--prompts", "long.txt"], "long.txt:5: found unknown word 'beneath'"),
         (["--output", "/dev/null/where"], "where: cannot be written (Not a directory)"),

@@ -139,5 +139,5 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
         Agreement(graph, Preprocessing(), open_bundle(make_tiny_bundle(tmp_path / "tiny", "embeddings")), 1)
     assert error.value.field == "agreement"
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(RequestError, match=r"tokenizer\.json: expected a tokenizer\.json"):
+    with pytest.raises(RequestError, match=r"tokenizer\.json: .*expected a tokenizer\.json"):
         agreement_of(graph)
