@@ -15,14 +15,13 @@ from ..bundle.manifest import Preset
 from ..bundle.presets import write_presets as write_into_bundle
 from ..compare.evaluate import ImageSet
 from ..compare.evaluate import evaluate as run_evaluation
-from ..compare.image_graph import Agreement, EncoderFeatures, Features, read_preprocessing
+from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
 from ..compare.report import html_report, text_report
 from ..compare.turns import parse_methods, read_bundle_prompts
 from ..engines.doctor import host_report
 from ..engines.host import usable_cores
 from ..errors import RequestError
-from ..inputs import whole
 from ..methods import Quality
 from ..output.files import check_new_folder, folder_or_nothing
 from ..output.names import slug
@@ -45,6 +44,7 @@ lantern-rt eval scenes --method sjd:lambda=2 --method lantern++:lambda=3:tree=ch
 lantern-rt eval bundles/t2i --prompts captions.txt --features inception/model.onnx --agreement clip/model.onnx
 lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip/model.onnx --write-presets
 """
+BATCH = 8  # images decoded together
 _RESULT, _KIND = "eval.json", "folder of an evaluation"
 
 
@@ -56,11 +56,17 @@ def evaluate(
         int | None,
         typer.Option(help="Images of every method; more than there are prompts: several of each. [default: one each]"),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Images decoded together; changes none of them.")] = 8,
     temperature: TemperatureOption = None,
     features: Annotated[
         Path | None,
         typer.Option(help="ONNX graph from images to features, such as Inception. [default: the bundle's VQ encoder]"),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of real images, to measure Frechet distances to: FID, if --features is Inception. "
+            "[default: images of ar with other seeds]"
+        ),
     ] = None,
     agreement: Annotated[
         Path | None,
@@ -100,7 +106,7 @@ def evaluate(
     methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)
     drawn = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(drawn.items))
-    images = ImageSet(drawn, seeds, whole("batch", batch, 8, 1, 64))
+    images = ImageSet(drawn, seeds, BATCH)
     feature_graph: Features | None = None
     agreement_graph: Agreement | None = None
     if features is not None:
@@ -112,10 +118,18 @@ def evaluate(
             problem = f"bundle {manifest.name} draws {drawn.kind}, not prompts"
             raise RequestError(problem, field="agreement", remedy="leave it out")
         agreement_graph = Agreement(agreement, read_preprocessing(agreement), opened, threads)
+    real = None
+    if reference is not None:
+        if feature_graph is None:
+            raise RequestError("there is nothing to compare by", field="reference", remedy="give --features")
+        with progress(lines=False) as show:
+            size = (manifest.image_width, manifest.image_height)
+            real = folder_features(feature_graph, reference, size, show)
     pipeline = options.load(opened)
     with progress() as show:
-        report, pictures = run_evaluation(pipeline, images, methods, show, feature_graph, agreement_graph)
+        report, pictures = run_evaluation(pipeline, images, methods, show, feature_graph, agreement_graph, real)
     facts = _facts(pipeline)
+    facts["reference"] = "ar, other seeds" if real is None else f"{reference}, {len(real)} images"
     with folder_or_nothing(output, False, _RESULT, _KIND) as folder:
         (folder / _RESULT).write_text(dumps({**facts, **report}, indent=1, allow_nan=False) + "\n", "utf-8")
         page = html_report(report, pictures, facts, f"{manifest.name}: decoding methods compared")

@@ -21,7 +21,7 @@ from ..errors import RequestError
 from ..output.images import blank
 from ..pipeline import Pipeline
 from .image_graph import Agreement, Features
-from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, frechet_distance
+from .statistics import RESAMPLES, Figure, Floats, Ints, estimate, estimate_mean, fit_gaussian, frechet_distance
 from .turns import MethodRun, Prompts, Run, scored, take_turns
 
 MIN_PROMPTS = 2
@@ -57,6 +57,7 @@ def evaluate(
     show: Progress,
     features: Features | None = None,
     agreement: Agreement | None = None,
+    real: Floats | None = None,
 ) -> tuple[dict[str, Any], dict[str, list[Image]]]:
     """Draw by all methods, and compare.
 
@@ -67,10 +68,11 @@ def evaluate(
         show: takes progress.
         features: None leaves figures of sets of images out.
         agreement: None leaves the figure of prompts out.
+        real: features `[n, width]` of images, to which distances are measured instead of to plain decoding's own.
 
     Returns:
         The report, ready for JSON, and the images of every method that draws others than plain decoding, those of the
-        reference last.
+        reference last, if there is one.
 
     Raises:
         RequestError: too few prompts, or a graph fails.
@@ -86,31 +88,25 @@ def evaluate(
         agreement([nothing], [max(labels, key=len)])
     turns = list(take_turns(pipeline, methods, images.requests(), score=False, show=show, total=images.count))
     runs = {method.label: list(own) for method, own in zip(methods, zip(*turns, strict=True), strict=True)}
-    others = replace(images, first_seed=images.first_seed + images.count)
-
-    def show_reference(_: str, done: int, total: int) -> None:
-        show(f"images of {REFERENCE}", done, total)
-
-    again = take_turns(pipeline, methods[:1], others.requests(), score=False, show=show_reference, total=images.count)
-    reference = [own for (own,) in again]
     plain, *_ = runs.values()
     compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
     for number, (label, own) in enumerate(compared.items()):
         show("likelihoods", number, len(compared))
         compared[label] = [scored(pipeline, one, request) for one, request in zip(own, images.requests(), strict=True)]
-    drawn = {
-        label: [image for one in own for image in one.images]
-        for label, own in {**compared, REFERENCE: reference}.items()
-    }
+    drawn = {label: [image for one in own for image in one.images] for label, own in compared.items()}
     figures = _single_figures(list(compared.values()), images.seeds)
     if agreement is not None:
         figures["agreement"] = _agreement_figure(agreement, images, drawn, show)
     if features is not None:
         sets: list[Floats] = []
         for own_images in drawn.values():
-            sets.append(features(own_images))
             show("features", len(sets), len(drawn))
-        figures["frechet"] = frechet_figure(sets[:-1], sets[-1], images.seeds, show)
+            sets.append(features(own_images))
+        if real is None:
+            drawn[REFERENCE] = _draw_reference(pipeline, methods[0], images, show)
+            figures["frechet"] = frechet_figure(sets, features(drawn[REFERENCE]), images.seeds, show)
+        else:
+            figures["frechet"] = frechet_figure(sets, real, images.seeds, show, paired=False)
     columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
     report = {
         "prompts": labels,
@@ -137,6 +133,17 @@ def evaluate(
     return report, drawn
 
 
+def _draw_reference(pipeline: Pipeline, plain: MethodRun, images: ImageSet, show: Progress) -> list[Image]:
+    """Plain decoding's images of the same prompts with further seeds."""
+    others = replace(images, first_seed=images.first_seed + images.count)
+
+    def show_reference(_: str, done: int, total: int) -> None:
+        show(f"images of {REFERENCE}", done, total)
+
+    turns = take_turns(pipeline, [plain], others.requests(), score=False, show=show_reference, total=images.count)
+    return [image for (own,) in turns for image in own.images]
+
+
 def same_codes(runs: Sequence[Run], plain: Sequence[Run]) -> bool:
     """Whether an exact method drew plain decoding's images, bit for bit."""
     return runs[0].settings.method.exact and np.array_equal(_codes(runs), _codes(plain))
@@ -156,12 +163,12 @@ def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
 def _agreement_figure(
     agreement: Agreement, images: ImageSet, drawn: Mapping[str, Sequence[Image]], show: Progress
 ) -> Figure:
-    """Agreement of every method's images with their prompts; drawn: images by label, the reference last."""
+    """Agreement of every method's images with their prompts; drawn: images by label."""
     prompts = [prompt for prompt in images.prompts.labels for _ in range(images.seeds)]
     values: list[Floats] = []
-    for own_images in list(drawn.values())[:-1]:
+    for own_images in drawn.values():
+        show("prompt agreement", len(values), len(drawn))
         values.append(agreement(own_images, prompts))
-        show("prompt agreement", len(values), len(drawn) - 1)
     return estimate_mean(values, images.seeds)
 
 
@@ -180,10 +187,20 @@ def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, F
     }
 
 
-def frechet_figure(sets: Sequence[Floats], reference: Floats, seeds: int, show: Progress) -> Figure:
-    """Frechet distances of `sets`, features `[prompts x seeds, width]` of every method, to those of the reference."""
-    prompts = len(reference) // seeds
-    by_prompt = np.arange(len(reference)).reshape(prompts, seeds)
+def frechet_figure(
+    sets: Sequence[Floats], reference: Floats, seeds: int, show: Progress, paired: bool = True
+) -> Figure:
+    """Frechet distances of sets of images to a reference.
+
+    Args:
+        sets: features `[prompts x seeds, width]` of every method.
+        reference: features of the same prompts and as many seeds, or of any images.
+        seeds: of a prompt.
+        show: takes progress.
+        paired: whether the reference is of the same prompts, and resampled with them.
+    """
+    by_prompt = np.arange(len(sets[0])).reshape(-1, seeds)
+    whole = fit_gaussian(reference)
     resamples = _RESAMPLES_WIDE if min(reference.shape) >= _WIDE else RESAMPLES
     evaluated = 0
 
@@ -192,9 +209,10 @@ def frechet_figure(sets: Sequence[Floats], reference: Floats, seeds: int, show: 
         show("Frechet distances", evaluated, resamples)
         evaluated += 1
         images = by_prompt[chosen].ravel()
-        return [frechet_distance(own[images], reference[images]) for own in sets]
+        other = fit_gaussian(reference[images]) if paired else whole
+        return [frechet_distance(fit_gaussian(own[images]), other) for own in sets]
 
-    return estimate(distances, prompts, resamples, moved=True)
+    return estimate(distances, len(by_prompt), resamples, moved=True)
 
 
 def _notes(images: ImageSet, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:

@@ -9,12 +9,15 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import ImageOps
 from PIL.Image import Image, Resampling
+from PIL.Image import open as open_image
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tokenizers import Tokenizer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import file_sha256
+from ..engines.contracts import Progress
 from ..engines.host import import_onnxruntime, usable_cores
 from ..errors import RequestError
 from ..inputs import brief, open_plain_file, read_plain_file, reading
@@ -183,6 +186,24 @@ class Features(ImageGraph):
             expected = "[n, features], [n, tokens, features] or [n, features, h, w]"
             raise self._refusal(found=f"an output {list(values.shape)} of {count} images", expected=expected)
         return values if values.ndim == 2 else np.asarray(values.mean((2, 3) if values.ndim == 4 else 1))
+
+
+def folder_features(features: Features, folder: Path, size: tuple[int, int], show: Progress) -> Floats:
+    """Features of all images in a folder, cut to the middle and brought to the `size` that a bundle draws.
+
+    Raises:
+        RequestError: there are fewer than two, or one cannot be read.
+    """
+    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    if len(files) < 2:
+        raise RequestError(field=f"reference {folder}", found=f"{len(files)} images", expected="at least 2")
+    rows = []
+    for number, path in enumerate(files):
+        show("features of real images", number, len(files))
+        with reading(path, "an image", RequestError, "take it out of the folder"), open_plain_file(path) as file:
+            image = ImageOps.fit(open_image(file).convert("RGB"), size, Resampling.BICUBIC)
+        rows.append(features([image]))
+    return np.concatenate(rows)
 
 
 class EncoderFeatures(Features):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Gaussian = tuple[Floats, Floats]  # as `fit_gaussian` gives it
 Statistic = Callable[[Ints], Sequence[float] | Floats]  # indices of prompts -> a figure of every method
 Figure = list[dict[str, Any]]  # one of every method, as `estimate` gives it
 
@@ -17,23 +18,24 @@ CONFIDENCE = 0.95
 RESAMPLES = 1000
 
 
-def frechet_distance(own: Floats, other: Floats) -> float:
-    """Squared Frechet distance of the Gaussians fitted to `own [n, width]` and `other [m, width]` (n, m >= 2).
+def fit_gaussian(features: Floats) -> Gaussian:
+    """The mean of `features [n, width]` (n >= 2), and X with X' X their covariance, in as few rows as needed."""
+    centred = (features - features.mean(0)) / np.sqrt(len(features) - 1)
+    root = np.linalg.qr(centred, mode="r") if len(centred) > centred.shape[1] else centred
+    return features.mean(0), np.asarray(root)
+
+
+def frechet_distance(own: Gaussian, other: Gaussian) -> float:
+    """Squared Frechet distance of two Gaussians.
 
     |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^1/2, as in FID (Heusel et al. 2017). With S = X' X, the last trace is the
     sum of the singular values of X1 X2', so no matrix square root is needed and S may be singular.
     """
-    roots = [_covariance_root(features) for features in (own, other)]
-    shift = own.mean(0) - other.mean(0)
-    overlap = np.linalg.svd(roots[0] @ roots[1].T, compute_uv=False).sum()
-    spread = sum(float(np.square(root).sum()) for root in roots)
+    (mean, root), (other_mean, other_root) = own, other
+    shift = mean - other_mean
+    overlap = np.linalg.svd(root @ other_root.T, compute_uv=False).sum()
+    spread = np.square(root).sum() + np.square(other_root).sum()
     return max(0.0, float(shift @ shift + spread - 2 * overlap))
-
-
-def _covariance_root(features: Floats) -> Floats:
-    """X with X' X the covariance of `features [n, width]`, in as few rows as needed."""
-    centred = (features - features.mean(0)) / np.sqrt(len(features) - 1)
-    return np.asarray(np.linalg.qr(centred, mode="r")) if len(centred) > centred.shape[1] else centred
 
 
 def estimate(statistic: Statistic, prompts: int, resamples: int = RESAMPLES, moved: bool = False) -> Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from evaluation_graphs import add_encoder, make_agreement, make_features, quiet
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.evaluate import ImageSet
 from lantern_rt.compare.evaluate import evaluate as evaluate_methods
-from lantern_rt.compare.image_graph import Agreement, Preprocessing
+from lantern_rt.compare.image_graph import Agreement, EncoderFeatures, Features, Preprocessing
 from lantern_rt.compare.report import COLUMNS
-from lantern_rt.compare.statistics import Floats
+from lantern_rt.compare.statistics import Floats, fit_gaussian, frechet_distance
 from lantern_rt.compare.turns import MethodRun, Prompts, parse_methods
 
 PROMPTS = ("red cube", "green cube on sand", "red sphere on snow", "a green sphere")
@@ -61,9 +62,12 @@ def test_images_depend_on_prompt_and_seed_alone_and_the_reference_has_seeds_of_i
     plain = [pipeline(PROMPTS[n // 2], seed=5 + n, method="ar").images[0].tobytes() for n in range(4)]
     plain += [pipeline(PROMPTS[n // 2], seed=9 + n, method="ar").images[0].tobytes() for n in range(4)]
     for batch in (1, 3, 8):
-        report, pictures = evaluate_methods(pipeline, ImageSet(prompts, 2, batch, 5), [PLAIN], quiet)
+        images = ImageSet(prompts, 2, batch, 5)
+        _, pictures = evaluate_methods(pipeline, images, [PLAIN], quiet, EncoderFeatures(pipeline.bundle, 1))
         assert list(pictures) == ["ar", "ar, other seeds"]
         assert [image.tobytes() for images in pictures.values() for image in images] == plain
+    report, pictures = evaluate_methods(pipeline, images, [PLAIN], quiet)
+    assert list(pictures) == ["ar"]
     assert "frechet" not in report["methods"][0]["figures"]
 
 
@@ -157,6 +161,27 @@ def test_features_may_be_a_graph_and_every_evaluation_has_a_folder_of_its_own(ev
     assert len(read_report()["prompts"]) == 2
 
 
+def test_distances_to_a_folder_of_real_images_are_those_of_their_features(
+    evaluate: Any, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    make_features(tmp_path / "colour.onnx")
+    (tmp_path / "real").mkdir()
+    plain, real = [], []
+    for i, prompt in enumerate(PROMPTS):
+        plain += pipeline(prompt, seed=i, method="ar").images
+        wide = plain[i].resize((48, 24), Image.Resampling.NEAREST)
+        wide.save(tmp_path / f"real/{i}.png")
+        real.append(ImageOps.fit(wide, (24, 24), Image.Resampling.BICUBIC))
+    arguments = ["--features", "colour.onnx", "--method", "rows:window=2", "--reference", "real"]
+    assert evaluate(*arguments)[0] == 0
+    report = read_report()
+    assert report["reference"] == "real, 4 images"
+    features = Features(tmp_path / "colour.onnx", Preprocessing(), 1)
+    expected = frechet_distance(fit_gaussian(features(plain)), fit_gaussian(features(real)))
+    assert report["methods"][0]["figures"]["frechet"]["value"] == pytest.approx(expected)
+    assert Path("eval-tiny/report.html").read_text().count("data:image/jpeg;base64,") == 4 * 2  # no other seeds
+
+
 def test_a_bundle_without_an_encoder_is_compared_without_features(evaluate: Any, tmp_path: Path) -> None:
     bundle = make_tiny_bundle(tmp_path / "classes", "class")
     assert evaluate("--count", "3", "--temperature", "0", bundle=bundle, prompts=False)[0] == 0
@@ -190,7 +215,8 @@ def test_ctrl_c_leaves_no_folder(evaluate: Any, tmp_path: Path, monkeypatch: pyt
         (["--method", "sjd:windows=3"], "found 'windows=3' in 'sjd:windows=3', expected PARAMETER=VALUE, of tree"),
         (["--count", "1"], "prompts: found 1, expected at least 2 to compare"),
         (["--count", "0"], "count: found 0, expected"),
-        (["--batch", "0"], "batch: found 0, expected"),
+        (["--reference", "odd"], "reference odd: found 0 images, expected at least 2"),
+        (["--reference", "pipes"], "pipes/a.png: a pipe or a device"),
         (["--agreement", "colour.onnx"], "agreement colour.onnx: found inputs pixels"),
         (["--agreement", "short.onnx"], "agreement short.onnx: failed on pixels"),
         (["--features", "no.onnx"], "features no.onnx: no ONNX graph that can be loaded"),
@@ -209,6 +235,9 @@ def test_what_cannot_be_done_is_one_line_before_the_work(
         make_features(tmp_path / path)
     (tmp_path / "odd/preprocessor_config.json").write_text("[]")
     make_agreement(tmp_path / "short.onnx", length=3)
+    (tmp_path / "pipes").mkdir()
+    for name in ("a", "b"):
+        os.mkfifo(tmp_path / "pipes" / f"{name}.png")
     (tmp_path / "long.txt").write_text("\n".join([*PROMPTS, "red cube beneath sand"]))
     code, out, err = evaluate(*arguments)
     assert (code, out) == (2, "")
