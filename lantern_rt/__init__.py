@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from .runtime.statistics import Statistics
 
 _SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout: siblings are this package's subpackages
-    __path__.append(_SOURCE)
+if os.path.isfile(os.path.join(_SOURCE, "pyproject.toml")):  # a checkout, whose siblings are subpackages
+    __path__[:] = [os.path.dirname(os.path.realpath(__file__)), _SOURCE]
 
 __version__ = "0.1.0"
 __all__ = [

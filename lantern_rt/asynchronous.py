@@ -7,15 +7,20 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
-from typing import Any, Self, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, Unpack
 
 from PIL.Image import Image
 
+from .bundle.files import Bundle
 from .errors import RequestError
 from .methods import Options
 from .pipeline import Pipeline
 from .results import Result, StreamStep, result_of
 from .service import Service, Ticket
+
+if TYPE_CHECKING:
+    from .engines.engine_folder import EngineFolder
 
 
 class AsyncPipeline:
@@ -35,12 +40,21 @@ class AsyncPipeline:
 
     @classmethod
     async def from_bundle(
-        cls, bundle: Any = "scenes", *, together: int | None = None, waiting: int = 256, **options: Any
+        cls,
+        bundle: str | Path | Bundle = "scenes",
+        threads: int | None = None,
+        verify: bool = True,
+        provider: str | Sequence[str] | None = None,
+        engines: str | Path | EngineFolder | None = None,
+        picture_threads: int | None = None,
+        *,
+        together: int | None = None,
+        waiting: int = 256,
     ) -> AsyncPipeline:
-        """Open a bundle without holding up the event loop; takes what `Pipeline.from_bundle` takes."""
+        """Open a bundle without holding up the event loop; takes what `Pipeline.from_bundle` and `Service` take."""
 
         def load() -> AsyncPipeline:
-            pipeline = Pipeline.from_bundle(bundle, **options)
+            pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines, picture_threads)
             try:
                 return cls(pipeline, together, waiting)
             except BaseException:

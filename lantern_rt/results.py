@@ -21,7 +21,7 @@ from .runtime.statistics import Statistics
 Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """Finished images, prompt by prompt, and how they came about.
 
@@ -38,8 +38,15 @@ class Result:
     stats: Statistics
     settings: Settings
 
+    def __repr__(self) -> str:
+        return (
+            f"<Result: {len(self.images)} images of {self.images[0].width}x{self.images[0].height}, "
+            f"{self.settings.method}, {self.stats.tokens_per_forward_pass:.2f} tokens per pass, "
+            f"{self.stats.seconds:.2f} s>"
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class StreamStep(Step):
     """The state after one decode step; `image(i)` shows it.
 
@@ -55,6 +62,9 @@ class StreamStep(Step):
     cells: list[Ints]
     settings: Settings
     draw: Callable[[int, Ints], Image]
+
+    def __repr__(self) -> str:
+        return f"<StreamStep: {self.done} of {self.total} codes, {self.settings.method}>"
 
     def image(self, i: int) -> Image:
         """Image i, counted from 0 over all prompts, as far as it is known; the rest is grey.

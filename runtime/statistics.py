@@ -75,7 +75,7 @@ class Statistics:
     drafter_seconds: float  # inside the drafter's
     host_seconds: float  # the rest
     realised_tvd: float  # mean over images of the summed total variation distance that relaxed acceptance gave away
-    per_image: list[RequestStatistics]  # of each image
+    per_image: list[RequestStatistics] = field(repr=False)  # of each image
 
 
 def summarise(

@@ -41,6 +41,14 @@ def test_a_prompt_gives_one_image_with_its_codes_and_statistics(pipe: Pipeline) 
     assert result.stats.images == 1
 
 
+def test_what_a_pipeline_hands_out_prints_as_one_line(pipe: Pipeline) -> None:
+    result = pipe(PROMPTS, method="ar")
+    assert repr(result).startswith(f"<Result: 3 images of {6 * CELL}x{6 * CELL}, ar, 1.00 tokens per pass, ")
+    *_, last = pipe.stream("red cube", method="ar")
+    assert repr(last) == "<StreamStep: 36 of 36 codes, ar>"
+    assert max(map(len, map(repr, (result, result.stats, result.settings, last)))) < 500
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_images_are_the_same_alone_and_in_a_batch(pipe: Pipeline, method: str) -> None:
     together = pipe(PROMPTS, seed=3, num_images=2, method=method)

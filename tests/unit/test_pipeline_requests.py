@@ -215,8 +215,10 @@ def test_a_tree_that_is_spelled_out_is_used(words: Checker) -> None:
 
 
 def test_an_unknown_keyword_is_a_type_error(words: Checker) -> None:
-    with pytest.raises(TypeError, match="'lamda'"):
+    with pytest.raises(TypeError, match="'lamda'; did you mean 'lambda_'"):
         words("red cube", lamda=2)
+    with pytest.raises(TypeError, match="'prompt'; did you mean 'prompts'"):
+        words(prompt="red cube")
 
 
 def test_what_is_left_out_comes_from_the_bundle(words: Checker) -> None:

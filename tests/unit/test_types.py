@@ -1,0 +1,39 @@
+"""Types reach a user's program, also from an editable install: mypy finds a misspelt option."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mypy", reason="needs the extra `dev`")
+
+PROGRAM = """\
+from lantern_rt import AsyncPipeline, Pipeline
+
+pipe = Pipeline.from_bundle("scenes", threads=1)
+print(pipe("a red sphere on sand", seed=1, num_images=2).stats.seconds / 2)
+pipe("a red sphere on sand", widow=3)
+
+async def main() -> None:
+    async with await AsyncPipeline.from_bundle("scenes", threads=1, together=2) as pipeline:
+        image = (await pipeline.generate("a red sphere on sand", temperature=0.5)).images[0]
+        image.save("sphere.png")
+        await pipeline.generate("a red sphere on sand", temprature=0.5)
+        async for step in pipeline.stream("a red cube", sed=3):
+            print(step.done / step.totl)
+    await AsyncPipeline.from_bundle("scenes", thread=1)
+"""
+MISSPELT = {5: "widow", 11: "temprature", 12: "sed", 13: "totl", 14: "thread"}
+
+
+def test_mypy_finds_what_is_misspelt_in_a_users_program_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--strict", "--hide-error-context", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    errors = [line.split(":", 2) for line in done.stdout.splitlines() if ": error: " in line]
+    assert [int(line) for _, line, _ in errors] == list(MISSPELT), done.stdout + done.stderr
+    for (_, _, text), word in zip(errors, MISSPELT.values(), strict=True):
+        assert f'"{word}"' in text
