@@ -1,0 +1,45 @@
+"""What a package index and pip are told: links that lead somewhere, and a test line that installs no CUDA."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def test_links_of_the_readme_on_an_index_are_absolute_and_of_files_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    setuptools = pytest.importorskip("setuptools")
+    metadata: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", metadata.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    links = re.findall(r"\]\(([^)]+)\)", metadata["long_description"])
+    source = PROJECT["urls"]["Source"]
+    assert len(links) > 20
+    for link in links:
+        match = re.fullmatch(rf"{re.escape(source)}/(?:blob|raw)/HEAD/([^#]+)(?:#.*)?", link)
+        assert match and (ROOT / match[1]).is_file(), link
+
+
+def test_lines_that_install_pytorch_for_a_cpu_name_the_index_of_its_cpu_wheels() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    lines = [line for page in pages for line in page.read_text("utf-8").splitlines() if "pip install" in line]
+    torch = [line for line in lines if re.search(r"\[cpu,(?:export|train)", line)]
+    assert len(torch) >= 4
+    assert [line for line in torch if "https://download.pytorch.org/whl/cpu" not in line] == []
+
+
+def test_the_lowest_version_of_a_dependency_is_the_same_wherever_it_is_named() -> None:
+    lowest: dict[str, set[str]] = {}
+    for requirements in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()):
+        for requirement in requirements:
+            name, _, version = re.sub(r"\[.*\]", "", requirement).partition(">=")
+            lowest.setdefault(name, set()).add(version)
+    assert {name: versions for name, versions in lowest.items() if len(versions) > 1} == {}
