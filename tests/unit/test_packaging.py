@@ -25,7 +25,8 @@ def test_links_of_the_readme_on_an_index_are_absolute_and_of_files_that_exist(mo
     assert len(links) > 20
     for link in links:
         match = re.fullmatch(rf"{re.escape(source)}/(?:blob|raw)/HEAD/([^#]+)(?:#.*)?", link)
-        assert match and (ROOT / match[1]).is_file(), link
+        assert match, link
+        assert (ROOT / match[1]).is_file(), link
 
 
 def test_lines_that_install_pytorch_for_a_cpu_name_the_index_of_its_cpu_wheels() -> None:
