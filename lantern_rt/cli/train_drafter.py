@@ -78,15 +78,15 @@ def fit(
     with progress(lines=False) as show:
         show("loading PyTorch")
         from ..train.drafter.fit import Fit, Options, check_device, describe_figures
-        from ..train.drafter.shards import ShardFolder
         from ..train.drafter.target import read_target
 
     check_device(device)
     opened = open_bundle(bundle)
     target = read_target(opened)
     options = Options(whole("steps", steps, 1, 1, 10**9), cfg_scale=opened.manifest.sampling.cfg_scale)
-    fitting = Fit(ShardFolder(data, target.source, len(target.embeddings)), target, options, output, device)
     with progress(lines=False) as show:
+        show("reading data")
+        fitting = Fit(data, target, options, output, device)
         figures = fitting.run(show, say)
     say(describe_figures(figures))
     print_text(output)

@@ -12,7 +12,6 @@ from lantern_rt.compare.turns import Prompts
 from lantern_rt.pipeline import Pipeline
 from lantern_rt.train.drafter.data import SHARD, write_shards
 from lantern_rt.train.drafter.fit import Fit, Options, describe_figures
-from lantern_rt.train.drafter.shards import ShardFolder
 from lantern_rt.train.drafter.target import read_target
 
 from .bundle import write_scenes_bundle
@@ -50,9 +49,7 @@ def train_drafter(work: Path, steps: int, batch: int = 12, device: str = "cpu", 
     bundle = target_bundle(work)
     target = read_target(bundle)
     options = Options(steps, batch, bundle.manifest.sampling.cfg_scale, seed)
-    fit = Fit(
-        ShardFolder(work / "samples", target.source, len(target.embeddings)), target, options, work / "drafter", device
-    )
+    fit = Fit(work / "samples", target, options, work / "drafter", device)
     figures = fit.run(lambda what, done, total: None, lambda line: print(f"drafter: {line}", flush=True))
     print(f"drafter done: {describe_figures(figures)}")
     return figures

@@ -47,7 +47,7 @@ def target(c2i_bundle: Path) -> Target:
 
 
 def fit(shards: Path, target: Target, output: Path, options: Options = OPTIONS) -> Fit:
-    return Fit(ShardFolder(shards, target.source, len(target.embeddings)), target, options, output)
+    return Fit(shards, target, options, output)
 
 
 def nothing(*_: object) -> None:
@@ -167,7 +167,7 @@ def test_drafters_of_texts_read_prefixes_as_decoding_does(
     assert (batch.tokens[:, -4:] >= target.code_offset).any()
     for cfg_scale in (1.0, 4.0):
         options = Options(1, batch=2, cfg_scale=cfg_scale)
-        figures = Fit(data, target, options, tmp_path / f"guided-{cfg_scale}").run(nothing, nothing)
+        figures = Fit(tmp_path / "data", target, options, tmp_path / f"guided-{cfg_scale}").run(nothing, nothing)
         assert 0 < figures["overlap"] <= 1
 
 

@@ -82,26 +82,29 @@ class Fit:
     """One fit; `run` makes its steps and writes the drafter. A state beside the goal is continued.
 
     Args:
-        data: pictures with hidden states.
+        data: folder of shards; all of them are read once and checked.
         target: what the drafter belongs to.
         options: what decides the weights.
         output: folder to write. One that is there is replaced only by the fit whose state lies beside it.
         device: where to train, as PyTorch names it.
 
     Raises:
-        CheckpointError: the state is damaged, or of another fit.
+        CheckpointError: data or state are damaged, or of another target or fit.
         OutputError: `output` is there already.
     """
 
-    def __init__(self, data: ShardFolder, target: Target, options: Options, output: Path, device: str = "cpu") -> None:
+    def __init__(self, data: Path, target: Target, options: Options, output: Path, device: str = "cpu") -> None:
         check_new_folder(output, state_path(output).exists(), MARKER, KIND)
-        self.data, self.target, self.options, self.output = data, target, options, output
+        self.data = ShardFolder(data, target.source, len(target.embeddings))
+        self.target = target
+        self.options = options
+        self.output = output
         self.device = device
         self.head = target.head.to(device)
         self.drafter = new_drafter(target, options.seed).to(device)
         self.average = copy.deepcopy(self.drafter)
         self.average.head = self.drafter.head
-        self.training = data.training
+        self.training = self.data.training
         self.step = 0
         matrices: list[torch.nn.Parameter] = []
         others: list[torch.nn.Parameter] = []
