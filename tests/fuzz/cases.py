@@ -92,7 +92,8 @@ def references(originals: Originals, folder: Path, rng: random.Random) -> Case:
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     role = rng.choice(GRAPHS[:4])
     entry = manifest["files"][role]
-    location = rng.choice(("unlisted.data", "../outside.data", "/etc/hostname", "./target.onnx", "a\\b", "\x1b[2J", ""))
+    locations = ("unlisted.data", "../outside.data", "/etc/hostname", "sub/../target.onnx", "a\\b", "\x1b[2J", "")
+    location = rng.choice(locations)
     data = refer((bundle / entry["path"]).read_bytes(), location, rng)
     name = rng.choice(("t", "t.bin", "t.ONNX", "t.onnx ", "t.onnx", "t.onnx.data", "sub/t.onnx"))
     for path in (bundle / "unlisted.data", folder / "outside.data", bundle / name):
