@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,8 @@ from bundle_folder import write_manifest
 from mutations import (
     VALUES,
     damage,
-    damage_graph,
+    damage_file,
     damage_json,
-    damage_png,
-    damage_safetensors,
-    damage_zip,
     refer,
 )
 from plan_folder import write_plans
@@ -81,8 +79,7 @@ def run(bundle: Path, out: Path, *more: object) -> list[str]:
 def manifests(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
     """A bundle with a damaged manifest."""
     bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "given"))
-    text = (bundle / MANIFEST_FILE).read_text()
-    (bundle / MANIFEST_FILE).write_bytes(damage_json(text, rng))
+    damage_file(bundle / MANIFEST_FILE, rng)
     return _open(bundle, folder, rng)
 
 
@@ -111,23 +108,24 @@ def references(originals: Originals, folder: Path, rng: random.Random) -> Case:
 def pictures(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
     """A damaged picture to draw again, or one whose record lies."""
     texts = dict(originals.picture.info)
-    if rng.random() < 0.6:
-        name = rng.choice(list(texts))
+    lies = rng.random() < 0.6
+    if lies:
+        name = rng.choice([*texts, "settings", "settings"])
         text = (
             damage_json(texts[name], rng) if name == "settings" else str(rng.choice(VALUES)).encode("utf-8", "replace")
         )
         texts[name] = text.decode("utf-8", "replace")
-    data = png_bytes(originals.picture, texts)
     path = folder / "given.png"
-    path.write_bytes(data if rng.random() < 0.4 else damage_png(data, rng))
+    path.write_bytes(png_bytes(originals.picture, texts))
+    if not lies or rng.random() < 0.3:
+        damage_file(path, rng)
     return ["run", str(originals.bundle), "--from", str(path), "--output", str(folder / "out/a.png"), "--threads", "1"]
 
 
 def shards(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
     """Damaged pictures to train a drafter on."""
     given = Path(shutil.copytree(originals.shards, folder / "given"))
-    (path,) = given.iterdir()
-    path.write_bytes(damage_safetensors(path.read_bytes(), rng))
+    damage_file(next(given.iterdir()), rng)
     output = str(folder / "out/drafter")
     return ["train-drafter", "fit", str(originals.trained), "--data", str(given), "--steps", "1", "--output", output]
 
@@ -136,13 +134,7 @@ def bundles(originals: Originals, folder: Path, rng: random.Random) -> list[str]
     """A bundle with a damaged file that its manifest vouches for."""
     bundle = Path(shutil.copytree(rng.choice((originals.bundle, originals.classes)), folder / "given"))
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
-    path = bundle / manifest["files"][rng.choice(sorted(manifest["files"]))]["path"]
-    ways: dict[str, Callable[[], bytes]] = {
-        ".json": lambda: damage_json(path.read_text(), rng),
-        ".npz": lambda: damage_zip(path.read_bytes(), rng),
-        ".onnx": lambda: rng.choice((damage, damage_graph))(path.read_bytes(), rng),
-    }
-    path.write_bytes(ways.get(path.suffix, lambda: damage(path.read_bytes(), rng))())
+    damage_file(bundle / manifest["files"][rng.choice(sorted(manifest["files"]))]["path"], rng)
     write_manifest(bundle, manifest)
     return _open(bundle, folder, rng)
 
@@ -162,9 +154,7 @@ def _method(rng: random.Random) -> list[str]:
 def engines(originals: Originals, folder: Path, rng: random.Random) -> list[str]:
     """A damaged record of engines, or a damaged engine."""
     given = Path(shutil.copytree(originals.engines, folder / "given"))
-    path = rng.choice((given / ENGINE_FILE, given / ENGINE_FILE, given / "target.plan"))
-    data = path.read_bytes()
-    path.write_bytes(damage_json(data.decode(), rng) if path.suffix == ".json" else damage(data, rng))
+    damage_file(given / rng.choice((ENGINE_FILE, ENGINE_FILE, "target.plan")), rng)
     if rng.random() < 0.4:
         return ["inspect", str(given)]
     return run(originals.bundle, folder / "out", "--engines", given, *_method(rng))
@@ -219,8 +209,8 @@ def prompts(originals: Originals, folder: Path, rng: random.Random) -> list[str]
 
 def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
     """Damaged tokenizers of the library's own format."""
-    path = folder / "tokenizer.json"
-    path.write_bytes(damage_json((DATA / "tiny-text-tokenizer/tokenizer.json").read_text(), rng))
+    path = Path(shutil.copy(DATA / "tiny-text-tokenizer/tokenizer.json", folder))
+    damage_file(path, rng)
 
     def encode() -> None:
         CaptionTokenizer(load_tokenizer(path), None).encode("a red cube, on snow", 8)
@@ -231,9 +221,18 @@ def tokenizers(originals: Originals, folder: Path, rng: random.Random) -> Case:
 
 def checkpoints(originals: Originals, folder: Path, rng: random.Random) -> Case:
     """Damaged checkpoints in official layouts."""
-    from checkpoint_cases import damaged_checkpoint
+    from lantern_rt.export.families.llamagen import read_llamagen
 
-    return damaged_checkpoint(folder, rng)
+    vq = DATA / "llamagen-vq/vq_tiny.pt"
+    if rng.random() < 0.4:
+        target = Path(shutil.copytree(DATA / "lantern-llamagen-hf/c2i", folder / "target"))
+        damage_file(target / rng.choice(("config.json", "model.safetensors")), rng)
+        return partial(read_llamagen, target, vq)
+    given = Path(shutil.copytree(DATA / "llamagen-t2i", folder / "given"))
+    drafter = Path(shutil.copytree(DATA / "lantern-drafter-llamagen", folder / "drafter"))
+    target, config = given / "t2i_tiny.pt", given / "config.json"
+    damage_file(rng.choice((target, target, config, drafter / "config.json", drafter / "pytorch_model.bin")), rng)
+    return partial(read_llamagen, target, vq, drafter=drafter, config=config)
 
 
 KINDS: dict[str, Callable[[Originals, Path, random.Random], Case]] = {

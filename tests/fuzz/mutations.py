@@ -7,6 +7,8 @@ import json
 import random
 import zipfile
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -142,6 +144,18 @@ def refer(data: bytes, location: str, rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         tensor.ClearField("raw_data")
     return bytes(model.SerializeToString())
+
+
+def damage_file(path: Path, rng: random.Random) -> None:
+    """Damage a file as one of its kind."""
+    ways: dict[str, Callable[[bytes], bytes]] = {
+        ".json": lambda data: damage_json(data.decode(), rng),
+        ".onnx": lambda data: rng.choice((damage, damage_graph))(data, rng),
+        ".png": lambda data: damage_png(data, rng),
+        ".safetensors": lambda data: damage_safetensors(data, rng),
+        **dict.fromkeys((".npz", ".pt", ".bin"), lambda data: damage_zip(data, rng)),
+    }
+    path.write_bytes(ways.get(path.suffix, lambda data: damage(data, rng))(path.read_bytes()))
 
 
 def damage_graph(data: bytes, rng: random.Random) -> bytes:
