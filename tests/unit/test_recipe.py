@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -179,31 +178,20 @@ def with_chunks(*chunks: bytes, size: tuple[int, int] = (8, 8)) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
-def jpeg() -> bytes:
-    buffer = BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, "JPEG")
-    return buffer.getvalue()
-
-
 BOMB = zlib.compress(bytes(1 << 23), 9)
 HOSTILE = {
     "nothing": b"",
     "text": b"red cube",
-    "a JPEG": jpeg(),
-    "a signature": b"\x89PNG\r\n\x1a\n",
     "no chunks of ours": png_bytes(Image.new("RGB", (8, 8)), {}),
     "no pixels": with_chunks(size=(0, 0)),
     "many pixels": with_chunks(size=(1 << 20, 1 << 20)),
     "a chunk of 2 GiB": b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 2**31 - 1) + b"tEXtprompt\0red",
-    "a large chunk": with_chunks(chunk(b"tEXt", b"prompt\0" + b"r" * (1 << 20))),
     "a compressed bomb": with_chunks(chunk(b"zTXt", b"prompt\0\0" + BOMB)),
-    "an international bomb": with_chunks(chunk(b"iTXt", b"prompt\0\1\0\0\0" + BOMB)),
     "a bomb of colours": with_chunks(chunk(b"iCCP", b"icc\0\0" + BOMB)),
     "many bombs": with_chunks(*[chunk(b"zTXt", b"seed\0\0" + zlib.compress(bytes(1 << 20), 9))] * 60),
     "many chunks": with_chunks(*[chunk(b"tEXt", b"seed\x005")] * 100_000),
     "text that is not UTF-8": with_chunks(chunk(b"iTXt", b"prompt\0\0\0\0\0\xff\xfe")),
     "a text without a name": with_chunks(chunk(b"tEXt", b""), chunk(b"zTXt", b""), chunk(b"iTXt", b"")),
-    "a bad checksum": with_chunks(chunk(b"tEXt", b"seed\x005")[:-1] + b"!"),
     "a broken animation": with_chunks(chunk(b"acTL", bytes(8)), chunk(b"acTL", bytes(8))),
     "Pillow's own names": with_chunks(*(chunk(b"tEXt", key + b"\0x") for key in (b"bbox", b"interlace", b"exif"))),
 }  # fmt: skip
