@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from ..auto.store import tuning_path
-from ..compare.tune import RaceResult
 from ..compare.tune import tune as run_races
 from ..compare.turns import read_bundle_prompts
 from ..errors import RequestError
@@ -28,7 +27,7 @@ lantern-rt tune scenes
 lantern-rt tune scenes --batch 8
 lantern-rt tune scenes --minutes 2
 """
-_COLUMNS = {"quality": "{quality}", "fastest method": "{method}", "speed-up": "{speed_up:.2f}", "": "{remark}"}
+_COLUMNS = {"quality": "{quality}", "fastest method": "{method}", "speed-up": "{speed_up:.2f}"}
 
 
 def tune(
@@ -62,14 +61,7 @@ def tune(
         facts |= {"backend": pipeline.engines.backend, "threads": pipeline.engines.threads, "greedy": greedy}
         print_json({**facts, "qualities": [result._asdict() for result in results]})
         return
-    print_table(_COLUMNS, [{**result._asdict(), "remark": _remark(result)} for result in results])
-    print_text(f"kept in {path}; delete it to race anew" if path.exists() else "there was nothing to race")
-
-
-def _remark(result: RaceResult) -> str:
-    """What to know of a race besides its winner."""
-    if not result.rivals:
-        return "nothing to race"
-    if result.provisional:
-        return f"provisional: {result.provisional}"
-    return f"of {result.rivals + 1} methods" if result.drawn else f"since {result.date}"
+    print_table(_COLUMNS, [result._asdict() for result in results])
+    provisional = [f"{one.quality} is provisional: {one.provisional}" for one in results if one.provisional]
+    kept = f"kept in {path}; delete it to race anew" if path.exists() else "there was nothing to race"
+    print_text(*provisional, kept)
