@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Each has a reader `read_<family>` in `export.families.<family>` with parameters of these names.
 FAMILIES = {
-    "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid"),
+    "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights"),
     "anole": ("target", "vq", "drafter", "grid"),
     "lumina": ("target", "vq", "drafter", "grid"),
     "janus": ("target",),

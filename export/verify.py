@@ -29,7 +29,7 @@ from .checkpoints.deferred import computed
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.precision import Precisions
 from .neighbours import neighbour_table
-from .parity import Sessions, compare, difference, narrowed, widened
+from .parity import Sessions, compare, difference, narrowed, tolerance_of, widened
 from .progress import silent
 from .writer import Model
 
@@ -122,7 +122,7 @@ def verify(
     if model is None:
         graphs = {role: None for role, entry in manifest.files.items() if entry.path.endswith(".onnx")}
     else:
-        _check_sizes(manifest, model, against)
+        _check_sizes(manifest, model)
         _compare_arrays(bundle, model, result, progress)
         graphs = {graph.role: graph for graph in model.graphs if graph.role in manifest.files}
     for role, graph in graphs.items():
@@ -137,17 +137,18 @@ def verify(
                 pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
             else:
                 pairs = compare(graph, path, [*graph.cases], integers=precision == "int8", progress=progress)
-            _add_graph(role, pairs, precision, result)
+            _add_graph(role, pairs, precision, 0 if graph is None else tolerance_of(graph), result)
     return result
 
 
-def _check_sizes(manifest: Manifest, model: Model, against: str) -> None:
+def _check_sizes(manifest: Manifest, model: Model) -> None:
     """Refuse a checkpoint whose model differs from the bundle's in what both say of themselves."""
-    own = _determined(vars(manifest))
+    own, files = _determined(vars(manifest)), dict(model.sources)
     for name, value in _determined(model.fields).items():
         if value != own[name]:
             expected, remedy = f"{short(own[name])}, as the bundle has", "give the checkpoint that it was made from"
-            raise CheckpointError(field=f"{against}: {name}", found=short(value), expected=expected, remedy=remedy)
+            place = files["drafter" if name.startswith("drafter.") else "target"]
+            raise CheckpointError(field=f"{place}: {name}", found=short(value), expected=expected, remedy=remedy)
 
 
 def _determined(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,9 +213,16 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
 
 
 def _add_graph(
-    role: str, pairs: Iterable[tuple[str, Arrays, Arrays]], precision: Precision, result: Verification
+    role: str,
+    pairs: Iterable[tuple[str, Arrays, Arrays]],
+    precision: Precision,
+    tolerance: float,
+    result: Verification,
 ) -> None:
-    """Add rows for all tensors of one graph, and for its distributions if it is a decoder; pairs as of `compare`."""
+    """Add rows for all tensors of one graph, and for its distributions if it is a decoder; pairs as of `compare`.
+
+    tolerance: of the graph, where it is more than what its precision allows.
+    """
     limits = LIMITS[precision]
     worst: dict[str, float] = {}
     agreements: list[NDArray[np.bool_]] = []
@@ -225,7 +233,7 @@ def _add_graph(
         if "logits" in expected:
             agreements.append(agree(expected["logits"], outputs["logits"]).ravel())
             divergences.append(divergence(expected["logits"], outputs["logits"]).ravel())
-    limit = limits.difference if precision == "fp32" or not agreements else None
+    limit = max(limits.difference, tolerance) if precision == "fp32" or not agreements else None
     for name, apart in worst.items():
         result.add(role, name, apart, limit)
     if agreements:

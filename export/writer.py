@@ -6,6 +6,7 @@ The goal appears whole or not at all, also after an error or Ctrl-C. A family re
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor
 from .. import __version__
 from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, Source, file_sha256
 from ..engines.contracts import Progress
-from ..errors import OutputError
+from ..errors import CheckpointError, OutputError
 from ..output.files import check_new_folder, existing_parent, folder_or_nothing
 from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
@@ -31,6 +32,7 @@ from .parity import check_parity
 from .progress import count_megabytes, silent
 
 _MANIFEST = "bundle.json"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Model:
         files: further roles with a file name and its content (`tokenizer`: `("tokenizer.json", ...)`).
         neighbors: how many of every code are kept.
         licence: of the checkpoint.
+        drafts_for: the sha256 of a bundle's target weights that the drafter learned from, where it says so.
     """
 
     graphs: Sequence[Graph]
@@ -56,6 +59,7 @@ class Model:
     files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     neighbors: int = MOST
     licence: str = "unknown (see the checkpoint's source)"
+    drafts_for: str | None = None
 
 
 def export_model(
@@ -112,7 +116,12 @@ def export_model(
         del table  # it is large
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
-            files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
+            try:
+                files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
+            except CheckpointError as error:  # about a weight by our name of it
+                checkpoint = getattr(graph.module, "checkpoint", None)
+                error.field = checkpoint.error(error.field).field if checkpoint else f"weight {error.field}"
+                raise
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
             check_parity(graph, files[0], plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
@@ -140,6 +149,10 @@ def export_model(
             neighbors=neighbors,
             files={r: FileEntry.of(p, hashed) for r, p in paths.items()},
         )
+        own = manifest.files.get("target.data", manifest.files["target"]).sha256
+        if model.drafts_for not in (None, own):
+            text = "the drafter learned from target weights %.12s..., not %.12s...: it may draft worse, as for another "
+            _LOG.warning(text + "checkpoint or precision", model.drafts_for, own)
         (folder / _MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return output
 

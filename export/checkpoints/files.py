@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import pickle
 import warnings
 import zipfile
@@ -27,7 +28,8 @@ from ...inputs import brief, read_plain_file, reading, short
 Weights = dict[str, Tensor]
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
-_WRAPPERS = ("model", "module", "state_dict")
+_LOG = logging.getLogger(__name__)
+_WRAPPERS = ("model", "module", "state_dict", "ema")  # the first one that a file has; ema: averaged in training
 TOKENIZER = "tokenizer.json"
 _REMEDY = "give the model's own tokenizer"
 _TEXT_LIMIT = 1 << 26  # bytes of a configuration or index; published ones have a few megabytes at most
@@ -115,6 +117,12 @@ class Config:
             choices = " or ".join(short(choice) for choice in allowed if choice is not None) or "none"
             raise self.error(name, expected=choices, remedy=remedy)
 
+    def know(self, names: Collection[str]) -> None:
+        """Refuse a field of any other name. Raises: CheckpointError."""
+        if unknown := sorted(self.values.keys() - names):
+            remedy = "correct its name or leave it out"
+            raise refusal(self.path, unknown[0], "unknown field", expected=", ".join(sorted(names)), remedy=remedy)
+
     def agree(self, **sizes: int) -> None:
         """Refuse a field that contradicts what the weights have. Raises: CheckpointError."""
         for name, size in sizes.items():
@@ -126,12 +134,20 @@ class Config:
 def read_config(path: Path) -> Config:
     """A JSON object from a file. Raises: CheckpointError."""
     try:
-        values = json.loads(read_text(path))
+        values = json.loads(read_text(path), object_pairs_hook=_fields_once)
     except (ValueError, RecursionError) as error:
         raise refusal(path, found=brief(error), expected="JSON") from error
     if not isinstance(values, dict):
         raise refusal(path, found=f"a {type(values).__name__}", expected="a JSON object")
     return Config(path, values)
+
+
+def _fields_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    twice = next((name for name, value in pairs if fields[name] != value), None)
+    if twice is not None:
+        raise ValueError(f"{short(twice)} twice, with two values")
+    return fields
 
 
 def read_text(path: Path) -> str:
@@ -174,19 +190,31 @@ def read_tokenizer(
 
 
 @refusing
-def read_weights(path: Path, counted: Callable[[int], None] = lambda size: None) -> Weights:
+def read_weights(
+    path: Path, counted: Callable[[int], None] = lambda size: None, averaged: bool | None = None
+) -> Weights:
     """The state dict in a `.pt`, `.pth`, `.bin` or `.safetensors` file, mapped, of the types stored.
 
-    counted: told of so many bytes of the file as each weight is read, all together its size.
-    Raises: CheckpointError, also for weights that are no plain tensors, claim more numbers than the file holds, or
-    have numbers that are not finite.
+    Args:
+        path: the file.
+        counted: told of so many bytes of the file as each weight is read, all together its size.
+        averaged: of a file with `ema` and another state dict, whether to take `ema`; None takes the other and warns.
+
+    Raises:
+        CheckpointError: also for weights that are no plain tensors, claim more numbers than the file holds, or have
+            numbers that are not finite.
     """
     if not path.is_file():
         raise refusal(path, problem="no such file")
     content = _read(path)
     if isinstance(content, Mapping):
-        inner = (content[wrapper] for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping))
-        content = next(inner, content)
+        kinds = [wrapper for wrapper in _WRAPPERS if isinstance(content.get(wrapper), Mapping)]
+        kind = "ema" if averaged and "ema" in kinds else next(iter(kinds), None)
+        if averaged and kind != "ema":
+            _LOG.warning("%s: has no ema; taking its only weights", path)
+        elif averaged is None and len(kinds) > 1:
+            _LOG.warning("%s: has weights in %s; taking %s (--weights)", path, " and ".join(kinds), kind)
+        content = content if kind is None else content[kind]
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise refusal(path, found=found, expected="a state dict")

@@ -36,6 +36,7 @@ class Checkpoint:
         place: the file or folder; nothing is read at first.
         role: what it is to the bundle: `target`, `vq`, `drafter` or `text_encoder`.
         progress: how much of the weights is read, in megabytes.
+        averaged: as `read_weights` has it.
         weights: by the names that readers give them.
         names: those of the files by those of readers, for messages; `*` stands for the number of a layer.
         prefix: what files put before all names.
@@ -45,6 +46,7 @@ class Checkpoint:
     place: Path
     role: str = "target"
     progress: Progress = silent
+    averaged: bool | None = None
     weights: Weights = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
@@ -66,6 +68,8 @@ class Checkpoint:
         """A file of the folder, which becomes a source of role `<role>_<kind>`. Raises: CheckpointError."""
         path = self.place / name
         if not path.is_file():
+            if self.place.is_file():
+                raise self.error(found="a file", expected=f"a folder with {name}")
             raise self.error(problem=f"has no {name}", expected="a folder with it", remedy="download it into there")
         self.sources.append((f"{self.role}_{kind}", path))
         return path
@@ -100,7 +104,7 @@ class Checkpoint:
         size = sum(path.stat().st_size for path in paths if path.is_file())
         counted = count_megabytes(f"reading {self.place.name}", size, self.progress)
         for path in paths:
-            part = {name: weight for name, weight in read_weights(path, counted).items() if keep(name)}
+            part = {name: weight for name, weight in read_weights(path, counted, self.averaged).items() if keep(name)}
             if index:
                 listed = {name for name in shards[path.name] if keep(name)}
                 if problems := _differences(listed - (set(optional) - part.keys()), part.keys()):
@@ -164,6 +168,7 @@ class Checkpoint:
         if problems:
             raise self.error(problem=f"the weights do not fit the model, {'; '.join(problems)}")
         module.requires_grad_(False).eval().load_state_dict(weights, assign=True)
+        object.__setattr__(module, "checkpoint", self)  # for errors about its weights while they are written
 
 
 def choose_files(names: Collection[str]) -> list[str]:

@@ -130,7 +130,10 @@ def read_chameleon(
             expected = f"more, as config.json has tokens up to {highest}"
             raise checkpoint.error(name, found=f"{rows} rows", expected=expected)
     with without_weights():
-        decoder = Decoder(decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens))
+        # Lumina-mGPT's own program turns queries and keys at any position, whatever config.json has.
+        bounded = architecture == CHAMELEON
+        sizes = decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens, bounded=bounded)
+        decoder = Decoder(sizes)
     embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
     checkpoint.weights["head.weight"] = arranged(head, codes)
     checkpoint.load_strict(decoder)

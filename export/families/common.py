@@ -76,6 +76,7 @@ def image_model(
         code_embeddings=code_embeddings,
         codebook=vq.codebook.numpy(),
         sources=sources,
+        drafts_for=drafting and drafting.drafts_for,
         files={} if condition.tokenizer is None else {"tokenizer": (TOKENIZER, condition.tokenizer)},
         fields={
             "family": family,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...engines.contracts import Progress
-from ...errors import CheckpointError
+from ...errors import CheckpointError, RequestError
 from ...inputs import short
 from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
@@ -81,6 +81,11 @@ _FIELDS = {  # LANTERN's field, and the official argument; others are called the
     "rms_norm_eps": "norm_eps",
     "input_type": "model_type",
 }
+# Of the official program's class of arguments, and what our own small checkpoints name besides.
+_ARGUMENTS = {"n_layer", "n_head", "n_kv_head", "dim", "ffn_hidden", "multiple_of", "ffn_dim_multiplier", "rope_base"}
+_ARGUMENTS |= {"norm_eps", "initializer_range", "token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"}
+_ARGUMENTS |= {"drop_path_rate", "num_classes", "caption_dim", "class_dropout_prob", "model_type", "vocab_size"}
+_ARGUMENTS |= {"cls_token_num", "block_size", "max_batch_size", "max_seq_len"}
 _FOREIGN = {  # a name found in checkpoints of another kind, and what they are
     "quantize.embedding.weight": "a VQ tokenizer",
     "fc.weight": "an EAGLE drafter",
@@ -98,6 +103,7 @@ def read_llamagen(
     text_encoder: Path | None = None,
     config: Path | None = None,
     grid: int | None = None,
+    weights: str | None = None,
     progress: Progress = silent,
 ) -> Model:
     """The model of a LlamaGen transformer with its VQ tokenizer.
@@ -110,12 +116,16 @@ def read_llamagen(
         config: a JSON file of the model's arguments, by default the folder's.
         grid: rows of codes, 16 for 256 pixels: needed where neither the file nor the configuration has it, nor only one
             was published; refused where they have another.
+        weights: `model` or `ema`, of files of target and tokenizer with both; by default the first, and a warning.
 
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    transformer = read_transformer(target, config=config, grid=grid, progress=progress)
-    image, vq_sources = read_vq(vq, progress)
+    if weights not in (None, "model", "ema"):
+        raise RequestError(field="weights", found=short(weights), expected="model or ema")
+    averaged = None if weights is None else weights == "ema"
+    transformer = read_transformer(target, config=config, grid=grid, averaged=averaged, progress=progress)
+    image, vq_sources = read_vq(vq, progress, averaged)
     sources = [*transformer.sources, *vq_sources]
     drafting = None
     if drafter is not None:
@@ -162,10 +172,18 @@ class LlamaGen(NamedTuple):
 
 @refusing
 def read_transformer(
-    path: Path, *, config: Path | None = None, grid: int | None = None, progress: Progress = silent
+    path: Path,
+    *,
+    config: Path | None = None,
+    grid: int | None = None,
+    averaged: bool | None = None,
+    progress: Progress = silent,
 ) -> LlamaGen:
-    """The transformer in a file or folder; arguments as of `read_llamagen`. Raises: CheckpointError."""
-    checkpoint = Checkpoint(path, progress=progress)
+    """The transformer in a file or folder; arguments as of `read_llamagen` and `read_weights`.
+
+    Raises: CheckpointError.
+    """
+    checkpoint = Checkpoint(path, progress=progress, averaged=averaged)
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
     for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
         if all(name.startswith(wrapper) for name in checkpoint.weights):
@@ -185,6 +203,8 @@ def read_transformer(
     else:
         checkpoint.rename(_NAMES)
         values = Config(values.path, values.values, _FIELDS)
+        if ("config", values.path) in checkpoint.sources:  # the caller's
+            values.know(_ARGUMENTS)
     weights = checkpoint.weights
     if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
         first = ", ".join(sorted(map(checkpoint.shown, weights))[:3])

@@ -44,7 +44,8 @@ class Graph:
     `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). `cases`: inputs to
     check it with, by names for messages; a module without `write` is traced with the first: give it sizes other than
     0 and 1 on the named axes. Large graphs are compared on the first and the last only. `tolerance`: how far outputs
-    may lie from the module's. `half`: it computes in float16; cases and module stay float32.
+    may lie from the module's, None for as far as rounding to float32 brings them. `half`: it computes in float16; cases
+    and module stay float32.
     """
 
     role: str
@@ -53,7 +54,7 @@ class Graph:
     outputs: tuple[Value, ...]
     cases: Mapping[str, Arrays]
     write: Callable[[Ops], None] | None = None
-    tolerance: float = 1e-4
+    tolerance: float | None = 1e-4
     half: bool = False
 
 

@@ -125,9 +125,8 @@ def resolve_dtype(name: str, weight: Tensor, planned: Storage, rule: Rule) -> St
     if error <= _HALF_ERROR**2 * norm:  # false for the infinity that too large a number becomes
         return "float16"
     if rule == "fp16":
-        raise CheckpointError(
-            f"weight {name}: its numbers (largest {largest:.3g}) do not fit float16; export with precision bf16-safe"
-        )
+        found, remedy = f"numbers up to {largest:.3g}", "export with precision bf16-safe"
+        raise CheckpointError(field=name, found=found, expected="numbers that float16 holds", remedy=remedy)
     return "float32"
 
 

@@ -51,11 +51,15 @@ class EagleDrafter(LayerStack):
 
 
 class Drafting(NamedTuple):
-    """A drafter, its files with roles, and how the runtime feeds it: fields of `DrafterSpec` in the manifest."""
+    """A drafter, its files with roles, and how the runtime feeds it: fields of `DrafterSpec` in the manifest.
+
+    drafts_for: as of `Model`.
+    """
 
     drafter: EagleDrafter
     sources: list[tuple[str, Path]]
     feeding: dict[str, Any]
+    drafts_for: str | None = None
 
 
 @refusing
@@ -111,7 +115,9 @@ def read_drafter(
         drafter = EagleDrafter(own, head, "fc.bias" in weights, tokens)
     weights["head.weight"] = target.head.weight
     checkpoint.load_strict(drafter)
-    return Drafting(drafter, checkpoint.sources, feeding)
+    training = config.get("training")  # as `train-drafter` writes it
+    drafts_for = training.get("target_sha256") if isinstance(training, Mapping) else None
+    return Drafting(drafter, checkpoint.sources, feeding, None if drafts_for is None else str(drafts_for))
 
 
 def drafter_graph(drafter: EagleDrafter) -> Graph:

@@ -82,16 +82,32 @@ def layer_sizes(checkpoint: Checkpoint, config: Config, heads: int | None, parts
 
 
 def decoder_config(
-    checkpoint: Checkpoint, config: Config, vocab_size: int, grid: int, head_hidden: int = 0, picture_tokens: int = 0
+    checkpoint: Checkpoint,
+    config: Config,
+    vocab_size: int,
+    grid: int,
+    head_hidden: int = 0,
+    picture_tokens: int = 0,
+    bounded: bool = True,
 ) -> DecoderConfig:
     """A decoder of transformers for pictures of `grid` rows and columns of `vocab_size` codes.
 
-    picture_tokens: of the longest picture, where that is not grid * grid. Prompts may fill what the codes leave of
-    `max_position_embeddings`, up to 2048 tokens. Raises: CheckpointError for what the decoder cannot do.
+    Args:
+        checkpoint: with renamed weights.
+        config: with transformers' names of fields.
+        vocab_size: codes.
+        grid: rows of codes.
+        head_hidden: as of `DecoderConfig`.
+        picture_tokens: of the longest picture, where that is not grid * grid.
+        bounded: whether prompts may fill only what the codes leave of `max_position_embeddings`. They have 2048 tokens
+            at most.
+
+    Raises:
+        CheckpointError: for what the decoder cannot do.
     """
     sizes = layer_sizes(checkpoint, config, config.whole("num_attention_heads"), parts=2)
-    positions = config.whole("max_position_embeddings")
     tokens = picture_tokens or grid**2
+    positions = config.whole("max_position_embeddings") if bounded else tokens + _LONGEST_PROMPT
     if positions is None or positions < tokens + 2:
         raise config.error("max_position_embeddings", expected=f"more than the {tokens} codes of an image")
     return DecoderConfig(

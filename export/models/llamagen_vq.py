@@ -234,9 +234,14 @@ class VQEncoder(nn.Module):
 
 
 @refusing
-def read_vq(path: Path, progress: Progress = silent) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
-    """The tokenizer in a checkpoint file, and its files with roles. Raises: CheckpointError."""
-    checkpoint = Checkpoint(path, "vq", progress)
+def read_vq(
+    path: Path, progress: Progress = silent, averaged: bool | None = None
+) -> tuple[LlamaGenVQ, list[tuple[str, Path]]]:
+    """The tokenizer in a checkpoint file, and its files with roles; averaged: as of `read_weights`.
+
+    Raises: CheckpointError.
+    """
+    checkpoint = Checkpoint(path, "vq", progress, averaged)
     checkpoint.read(keep=lambda name: name != "quantize.codebook_used")  # a record of training
     if CODEBOOK not in checkpoint.weights:
         problem = f"has no {CODEBOOK}, so it is no LlamaGen VQ tokenizer (vq_ds16_c2i.pt or alike)"

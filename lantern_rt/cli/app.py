@@ -41,6 +41,9 @@ class _Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except LanternError as error:
+            values = [one for own in ctx.params.values() for one in (own if isinstance(own, list) else [own])]
+            if error.field in map(str, values):  # a file, perhaps named like an option
+                raise
             names = {one.name: one.opts[-1] for one in self.params if one.param_type_name == "option"}
             names.pop("prompt", None)  # most give it without the option
             field = error.field.replace("-", "_").replace(" ", "_")

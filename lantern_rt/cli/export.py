@@ -11,7 +11,7 @@ import typer
 from ..inputs import require_library
 from .console import print_text, progress, say
 from .memory import PeakMemory
-from .options import ForceOption
+from .options import ForceOption, WeightsOption
 
 if TYPE_CHECKING:
     from ..export.writer import Model
@@ -51,6 +51,7 @@ def export(
     ] = None,
     config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
     grid: Annotated[int | None, typer.Option(help="Tokens per side of an image, where no file says it.")] = None,
+    weights: WeightsOption = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     precision: Annotated[
         str | None,
@@ -77,6 +78,7 @@ def export(
         "text_encoder": text_encoder,
         "config": config,
         "grid": grid,
+        "weights": weights,
     }
     check_family(family, options)
     for library in ("torch", "onnx", "onnxruntime"):
@@ -97,7 +99,8 @@ def export(
         export_model(model, output, precisions=precisions, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
-    say(f"wrote {size / 1e9:.2f} GB in {time.perf_counter() - start:.0f} s{memory}")
+    amount = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    say(f"wrote {amount} in {time.perf_counter() - start:.0f} s{memory}")
     say(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)
 

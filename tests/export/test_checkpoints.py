@@ -54,6 +54,29 @@ def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | N
     assert torch.equal(result["a.weight"], weights["a.weight"])
 
 
+@pytest.mark.parametrize(
+    ("averaged", "expected", "warnings"),
+    [(None, 1, ["has weights in model and ema; taking model"]), (False, 1, []), (True, 2, [])],
+)
+def test_of_a_model_and_its_average_one_is_taken_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: int, warnings: list[str]
+) -> None:
+    torch.save({kind: {"a": torch.full((2,), n)} for kind, n in (("ema", 2.0), ("model", 1.0))}, tmp_path / "a.pt")
+    assert read_weights(tmp_path / "a.pt", averaged=averaged)["a"].tolist() == [expected] * 2
+    assert [text in said for text, said in zip(warnings, caplog.messages, strict=True)] == [True] * len(warnings)
+
+
+def test_an_average_that_is_not_there_is_said_and_one_alone_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save({"ema": {"a": torch.ones(2)}}, tmp_path / "a.pt")
+    torch.save({"model": {"a": torch.ones(2)}}, tmp_path / "b.pt")
+    assert [read_weights(path)["a"].tolist() for path in sorted(tmp_path.iterdir())] == [[1, 1]] * 2
+    assert caplog.messages == []
+    read_weights(tmp_path / "b.pt", averaged=True)
+    assert caplog.messages == [f"{tmp_path / 'b.pt'}: has no ema; taking its only weights"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_weights_keep_the_type_they_are_stored_in(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = {"a": torch.ones(2, dtype=dtype)}

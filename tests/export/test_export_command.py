@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoint_copies import ANOLE, ANOLE_DRAFTER, C2I, LUMINA, VQ, VQGAN, config_of
+from checkpoint_copies import ANOLE, ANOLE_DRAFTER, C2I, DRAFTER, LUMINA, T2I, VQ, VQGAN, config_of, copied
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.cli.main import run_program
 from lantern_rt.errors import CheckpointError
+from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.registry import check_family
 
 
@@ -27,6 +28,7 @@ def test_an_export_says_what_it_took_and_how_to_get_presets(tmp_path: Path, caps
     assert f"{sizes}condition: 10 classes, no drafter" in err.splitlines()
     assert "writing target.onnx" in err
     assert "GB of memory besides mapped files" in err
+    assert any(line.startswith("wrote ") and " MB in " in line for line in err.splitlines())
     assert f"`lantern-rt eval {bundle} --write-presets`" in err.splitlines()[-1]
     assert run_program([*command, "--precision", "fp8", "--force"]) == 2
     assert "precision: found 'fp8', expected one of fp32, fp16" in capsys.readouterr().err
@@ -45,6 +47,32 @@ def test_a_lumina_bundle_is_exported_and_verified(tmp_path: Path, capsys: pytest
     assert run_program(["export", "--family", "lumina", *files]) == 0
     assert run_program(["verify", bundle, str(LUMINA), str(VQGAN)]) == 0
     assert "passed" in capsys.readouterr().out
+
+
+def test_a_path_named_like_an_option_is_reported_as_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_program(["export", "--target", "vq", "--vq", "model", "--output", "b"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "lantern-rt: vq: no such file"
+
+
+def test_a_drafter_of_other_weights_of_the_same_shape_is_exported_with_a_warning(
+    t2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = open_bundle(t2i_bundle).manifest.files
+    own = files.get("target.data", files["target"]).sha256
+    for i, learned_from in enumerate((own, "0" * 64)):
+        drafter = copied(DRAFTER, tmp_path / f"drafter{i}", training={"target_sha256": learned_from})
+        command = ["--target", T2I, "--vq", VQ, "--config", config_of(T2I), "--drafter", drafter]
+        assert run_program(["export", *map(str, [*command, "--output", tmp_path / f"b{i}"])]) == 0
+        warning = f"warning: the drafter learned from target weights 000000000000..., not {own[:12]}..."
+        assert (warning in capsys.readouterr().err) == bool(i)
+
+
+def test_a_picture_may_have_more_codes_than_lumina_mgpts_configuration_has_positions(tmp_path: Path) -> None:
+    model = read_lumina(copied(LUMINA, tmp_path / "short", max_position_embeddings=20), VQGAN, grid=6)
+    assert model.fields["condition"].prefix == 2048
 
 
 @pytest.mark.parametrize(

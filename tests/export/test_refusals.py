@@ -35,7 +35,6 @@ from lantern_rt.export.families.anole import read_anole
 from lantern_rt.export.families.emu3 import read_emu3
 from lantern_rt.export.families.llamagen import read_llamagen, read_transformer
 from lantern_rt.export.families.lumina import read_lumina
-from lantern_rt.export.models.eagle import read_drafter
 from lantern_rt.export.models.llamagen_vq import read_vq
 from lantern_rt.export.models.t5 import read_text_encoder
 
@@ -138,6 +137,11 @@ def wrong_shard(folder: Path) -> None:
     Checkpoint(shards).read()
 
 
+def twice(folder: Path) -> None:
+    (folder / "config.json").write_text('{"n_head": 4, "n_head": 8}')
+    read_transformer(C2I, config=folder / "config.json")
+
+
 def few_codes(folder: Path) -> None:
     narrow = edited(folder, VQ, lambda w: w.update({"quantize.embedding.weight": w["quantize.embedding.weight"][:100]}))
     read_llamagen(C2I, narrow, config=config_of(C2I))
@@ -185,6 +189,9 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "other key heads": (official(n_kv_head=2), "layers.0.attention.wqkv.weight", "192 rows 4 heads of 16"),
     "no square": (official(block_size=17), "config.json: block_size", "17 codes a square grid"),
     "no small number": (official(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
+    "an unknown field": (official(n_heads=4), "config.json: n_heads", "unknown field block_size, caption_dim n_head,"),
+    "a field twice": (twice, "config.json", "'n_head' twice, with two values"),
+    "weights of no kind": (lambda folder: read_llamagen(C2I, VQ, weights="best"), "weights", "'best' model or ema"),
     "a missing weight": (
         official(move("layers.1.attention.wo.weight", "layers.1.extra")),
         C2I.name,
@@ -211,11 +218,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     # LANTERN's layout
     "LANTERN's condition": (lantern(input_type="video"), "config.json: input_type", "'video' 't2i' or 't2i2'"),
     "LANTERN's heads": (lantern(num_attention_heads=None), "", "do not show the number of heads num_attention_heads"),
-    "no configuration": (
-        lambda folder: read_transformer(without(copied(LANTERN / "t2i", folder), "config.json")),
-        "",
-        "without its config.json",
-    ),
     # Folders of weights
     "missing shards": (
         lambda folder: Checkpoint(
@@ -236,7 +238,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         for name, value, words in (
             ("intermediate_size", 256, "256 128"),
             ("num_attention_heads", 3, "3 a number that divides"),
-            ("hidden_size", 65, "65 64"),
             ("input_type", "c2i", "'c2i' 't2i' or 't2i2'"),
             ("caption_dim", 2048, "2048 32"),
             ("cls_token_num", 120, "120 8"),
@@ -245,17 +246,11 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
             ("rope_scaling", {"type": "linear"}, "linear none"),
             ("vocab_size", 129, "129 128"),
             ("hidden_act", "gelu", "'gelu' 'silu'"),
-            ("attention_bias", True, "True False"),
             ("num_hidden_layers", 2, "2 1"),
         )
     },
     "a drafter's head width": (drafter(head_dim=8), "num_attention_heads", "4"),
     "a drafter's key heads": (drafter(num_key_value_heads=2), "{q,k,v}_proj.weight", "192 rows 2 key heads"),
-    "no drafter": (
-        lambda folder: read_drafter(folder, read_transformer(T2I, config=config_of(T2I)).decoder),
-        "",
-        "has no config.json",
-    ),
     "a drafter of texts for classes": (
         lambda folder: read_llamagen(C2I, VQ, drafter=DRAFTER, config=config_of(C2I)),
         "input_type",
@@ -292,6 +287,11 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         lambda folder: read_anole(without(copied(ANOLE, folder), "tokenizer.json"), VQGAN),
         "",
         "has no tokenizer.json",
+    ),
+    "a file for a folder": (
+        lambda folder: read_anole(ANOLE / "model.safetensors", VQGAN),
+        "model.safetensors",
+        "a file a folder with tokenizer.json",
     ),
     "a far token": (tokenizer(lambda c: c["model"]["vocab"].update(far=176)), "'far'", "id 176 at most 175"),
     "a token elsewhere": (tokenizer(swap_tokens), "'<racm3:break>'", "id 132 id 133"),

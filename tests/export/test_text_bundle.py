@@ -127,6 +127,19 @@ def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
     assert [row["tensor"] for row in rows if not row["passed"]] == ["prefix_embeds"]
 
 
+def test_an_encoder_that_makes_much_of_rounding_is_verified_as_it_was_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_t5(tmp_path / "t5", num_layers=8, d_ff=64, num_heads=4, d_kv=64)
+    copied(tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: one.half() for name, one in w.items()}))
+    files = ["--target", TEXT, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
+    assert run_program(["export", *map(str, files)]) == 0
+    assert run_program(["verify", *map(str, [tmp_path / "bundle", TEXT, VQ, tmp_path / "half"]), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["tensors"]
+    (row,) = (row for row in rows if row["tensor"] == "prefix_embeds")
+    assert 1e-4 < row["difference"] < row["limit"]
+
+
 def test_a_missing_library_is_named(encoder: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EngineError, match=r"transformers is not installed; run `pip install 'lantern-rt\[export\]'`"):

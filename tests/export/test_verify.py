@@ -242,6 +242,21 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
     assert words in err.splitlines()[-1]
 
 
+def test_a_drafter_of_other_sizes_is_refused_by_its_own_name(
+    t2i_drafter_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def double(weights: Weights) -> None:
+        again = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
+        weights |= again | {"layers.1.input_layernorm.weight": torch.ones(64)}
+
+    drafter = copied(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
+    files = [drafter if file == DRAFTER else file for file in T2I_FILES]
+    code, _, err = program(capsys, "verify", t2i_drafter_bundle, *files)
+    assert code == 2
+    line = f"{drafter}/model.safetensors: drafter.num_layers: found 2, expected 1, as the bundle has"
+    assert line in err.splitlines()[-1]
+
+
 def edit_model(change: Callable[[onnx.ModelProto], Any]) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
         model = onnx.load(path, load_external_data=False)
