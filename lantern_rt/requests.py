@@ -37,7 +37,7 @@ from .runtime.tree_names import named_tree
 SAMPLING = ("cfg_scale", "temperature", "top_k", "top_p")
 
 IMAGES_LIMIT = 1024  # in one request
-SEED_LIMIT = 2**63
+SEED_LIMIT = 2**64
 C = TypeVar("C", bound=Config)
 
 

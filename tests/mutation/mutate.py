@@ -1,0 +1,152 @@
+"""Which small mutations of the runtime and the engines the fast tests do not notice.
+
+`python tests/mutation/mutate.py --seed 1 --count 60` takes places at random, changes one at a time in a copy of this
+checkout, and runs the tests of that file until one fails. It prints every mutation and its fate: killed, or survived.
+A survivor is either equivalent, such as a bound that only says how much is done at once, or wants a test. It takes a
+quarter of an hour; CI does not run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "dist", "node_modules")
+# Tests of every file that is mutated, the most telling first.
+TESTS = {
+    "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
+    "runtime/decode.py": "unit/decode unit/rows",
+    "runtime/drafter.py": "unit/decode unit/row_ends unit/scheduler unit/prefixes onnxruntime/published_drafts",
+    "runtime/drafting.py": "unit/decode",
+    "runtime/engine.py": "unit/decode",
+    "runtime/grid.py": "unit/rows unit/row_ends",
+    "runtime/jacobi.py": "unit/jacobi unit/scheduler",
+    "runtime/likelihood.py": "unit/likelihood unit/row_ends unit/ties",
+    "runtime/noise.py": "unit/noise unit/decode",
+    "runtime/passes.py": "unit/prefixes unit/decode",
+    "runtime/rows.py": "unit/rows",
+    "runtime/sampling.py": "unit/sampling unit/ties",
+    "runtime/scheduler.py": "unit/scheduler unit/decode unit/ties unit/rows onnxruntime/device_sampling",
+    "runtime/state.py": "unit/scheduler unit/row_ends unit/prefixes unit/rows unit/decode",
+    "runtime/statistics.py": "unit/decode unit/ties unit/service",
+    "runtime/target.py": "unit/decode unit/ties unit/jacobi unit/rows",
+    "runtime/tree.py": "unit/tree unit/decode unit/hostile_files",
+    "runtime/tree_names.py": "unit/tree unit/hostile_files",
+    "engines/columns.py": "unit/columns onnxruntime/device_engine",
+    "engines/decoder_tensors.py": "onnxruntime/engine onnxruntime/device_engine",
+    "engines/device_engine.py": "onnxruntime/device_engine onnxruntime/device_sampling",
+    "engines/device_graph.py": "onnxruntime/device_graph onnxruntime/device_engine",
+    "engines/engine_folder.py": "unit/engine_folder unit/hostile_files",
+    "engines/kv_cache.py": "unit/kv_cache onnxruntime/caches_side_by_side onnxruntime/engine",
+    "engines/loader.py": "onnxruntime/loader unit/pipeline unit/embedding",
+    "engines/sampling_head.py": "onnxruntime/device_sampling",
+    "engines/ort/device.py": "onnxruntime/device_sampling onnxruntime/device_engine",
+    "engines/ort/engine.py": "onnxruntime/engine onnxruntime/device_engine",
+    "engines/ort/slabs.py": "onnxruntime/device_engine",
+}
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And, ast.In: ast.NotIn,
+}  # fmt: skip
+
+
+def mutants(node: ast.AST) -> Iterator[ast.expr]:
+    """Every expression below a node in a slightly different form, at its place."""
+    for child in ast.iter_child_nodes(node):
+        notes = (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if isinstance(child, (ast.Raise, ast.Assert)) or child in notes:  # what errors say, what holds anyway
+            continue
+        yield from mutants(child)
+        changed = _mutated(child)
+        if changed is not None:
+            yield ast.copy_location(changed, child)
+
+
+def _mutated(node: ast.AST) -> ast.expr | None:
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS:
+        return ast.Compare(node.left, [SWAPS[type(node.ops[0])](), *node.ops[1:]], node.comparators)  # type: ignore[list-item]
+    if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in SWAPS:
+        rest = {name: getattr(node, name) for name in node._fields if name != "op"}
+        return type(node)(op=SWAPS[type(node.op)](), **rest)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
+        return node.operand
+    if isinstance(node, ast.IfExp):
+        return ast.IfExp(node.test, node.orelse, node.body)
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return ast.Constant(not node.value)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return ast.Constant(node.value + 1)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+        return ast.Call(ast.Name({"min": "max", "max": "min"}[node.func.id]), node.args, node.keywords)
+    return None
+
+
+def tried(source: str, mutant: ast.expr) -> tuple[str, str]:
+    """The source with a mutant in its place, and what changes, in words."""
+    lines = source.splitlines(keepends=True)
+    ends = [sum(len(line.encode()) for line in lines[:n]) for n in range(len(lines) + 1)]
+    start = ends[mutant.lineno - 1] + mutant.col_offset
+    end = ends[(mutant.end_lineno or 0) - 1] + (mutant.end_col_offset or 0)
+    data, after = source.encode(), ast.unparse(mutant)
+    before = " ".join(data[start:end].decode().split())
+    words = f"{mutant.lineno}: {before}  ->  {after}  in  {lines[mutant.lineno - 1].strip()}"
+    return (data[:start] + f"({after})".encode() + data[end:]).decode(), words
+
+
+def passes(folder: Path, tests: str, seconds: float) -> bool:
+    """Whether the tests of a copy pass; those that hang do not."""
+    paths = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
+    surroundings = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=surroundings)
+        try:
+            return process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return False
+
+
+def main() -> None:
+    """Mutate and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--only", default="", help="mutate files whose path begins so")
+    options = parser.parse_args()
+    sources = {path: (ROOT / path).read_text() for path in TESTS if path.startswith(options.only)}
+    places = [(path, mutant) for path, source in sources.items() for mutant in mutants(ast.parse(source))]
+    chosen = random.Random(options.seed).sample(places, options.count)
+    seconds: dict[str, float] = {}  # that the tests of a file may take
+    survivors = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "copy"
+        shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
+        for path, mutant in chosen:
+            start = time.monotonic()
+            if path not in seconds and not passes(folder, TESTS[path], 1200):
+                sys.exit(f"{path}: its tests fail as it is")
+            seconds.setdefault(path, 60 + 4 * (time.monotonic() - start))
+            changed, words = tried(sources[path], mutant)
+            (folder / path).write_text(changed)
+            survived = passes(folder, TESTS[path], seconds[path])
+            (folder / path).write_text(sources[path])
+            survivors += survived
+            print(f"{'SURVIVED' if survived else 'killed  '} {path}:{words}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} killed")
+
+
+if __name__ == "__main__":
+    main()
