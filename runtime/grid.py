@@ -158,8 +158,7 @@ class Grid:
         cells[:, : self.codes] = -1
         cells[0, 0] = first
         self.cells: list[int] = cells.ravel().tolist()
-        # a window as wide as the grid has a row see all of the row above, its end too
-        self.window = window + self.has_ends if window >= self.codes else window
+        self.window = min(window, self.codes)
         self.drafts, self.max_nodes = drafts, max_nodes
         self.lengths = [0] * rows
         self.cached_lengths = [0] * rows
@@ -188,7 +187,7 @@ class Grid:
             present.append(own)
         tokens, cells, rows, counts = np.array(nodes[: self.max_nodes], np.int64).T
         # after the end of a row only where no other node stands in for it
-        follows = (counts < self.codes) | (counts == self.columns) & (self.window >= self.columns)
+        follows = (counts < self.codes) | (self.window == self.columns)
         sampled = np.flatnonzero(follows).tolist()
         next_codes = rows * self.codes + np.minimum(counts, self.codes)
         cached = np.array(self._cached, np.int64)
