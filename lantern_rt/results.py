@@ -106,8 +106,8 @@ class Progress:
         for part in step.parts:
             i = part.request
             own = cells[i] = cells[i].copy()  # earlier steps stay as they were
-            self.counts[i] += part.committed
-            own[before[i] : self.counts[i]] = part.codes[: part.committed]
+            self.counts[i] += len(part.codes)
+            own[before[i] : self.counts[i]] = part.codes
             if part.placed is not None:
                 own[part.placed.cells] = part.placed.codes
         self._cells = cells

@@ -48,24 +48,28 @@ class Acceptance(NamedTuple):
     """Outcome of one walk."""
 
     path: list[int]  # accepted nodes, the root first
-    bonus: int  # the token drawn after them
+    bonus: int | None  # the token drawn after them, None where they end the picture
     realised_tvd: float = 0.0  # total variation distance that relaxed acceptance gave away
-    # the distribution that it drew the bonus from, None where the bonus is the target's choice
+    # the distribution that it drew the bonus from, None where the bonus is the target's choice, or there is none
     remainder: Probabilities | None = None
     relaxed: Sequence[int] = ()  # nodes of the path that the exact rule would have refused
 
 
-def follow(tree: DraftTree, choice: Callable[[int], int]) -> Acceptance:
-    """Walk down the tree for as long as the target's `choice(node)` is among the children of the node."""
-    path, children = [0], tree.structure.children
-    while True:
+def follow(tree: DraftTree, choice: Callable[[int], int], missing: int) -> Acceptance:
+    """Walk down the tree for as long as the target's `choice(node)` is among the children of the node.
+
+    missing: codes that the picture still needs; no more are accepted.
+    """
+    path = [0]
+    while len(path) <= missing:
         token = choice(path[-1])
-        for child in children[path[-1]]:
+        for child in tree.structure.children[path[-1]]:
             if tree.tokens[child] == token:
                 path.append(child)
                 break
         else:
             return Acceptance(path, token)
+    return Acceptance(path, None)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def walk(
     choice: Callable[[int], int],
     relaxation: Relaxation,
     decisions: Callable[[int], np.random.Generator],
+    missing: int,
 ) -> Acceptance:
     """Walk down from the root, one child at a time; sampling.
 
@@ -112,11 +117,12 @@ def walk(
         relaxation: how far acceptance may stray.
         decisions: gives the stream that decides on a node's children: one number for every candidate, also for one that
             q says cannot have been drawn, and one for what is drawn instead of them.
+        missing: codes that the picture still needs; no more are accepted, nor counted in the distance.
     """
     path = [0]
     relaxed_nodes: list[int] = []
     tvd = 0.0
-    while True:
+    while len(path) <= missing:
         node = path[-1]
         p = target(node)
         siblings = tree.structure.children[node]
@@ -150,6 +156,7 @@ def walk(
                 q = _normalised(q, q)
         if path[-1] == node:  # none accepted
             return Acceptance(path, draw(p, stream), tvd, p, relaxed_nodes)
+    return Acceptance(path, None, tvd, None, relaxed_nodes)
 
 
 def residual_distribution(p: Probabilities, q: Probabilities | None, token: int, aggregated: Codes) -> Probabilities:
@@ -186,30 +193,31 @@ def _normalised(weights: Probabilities, otherwise: Probabilities) -> Probabiliti
     return weights / total if total > 0 else otherwise / max(float(otherwise.sum()), 1e-300)
 
 
-def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation) -> Acceptance:
+def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, missing: int) -> Acceptance:
     """The longest path whose every token is the arg-max, or is once its aggregation set is added.
 
-    Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed.
+    Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
+    token counts 1 in the distance. missing: codes that the picture still needs, where the path is cut.
     """
-    best, end, best_tvd = (0, 0), 0, 0.0
-    open_nodes = [(0, 0.0)]
+    best, end = (0, 0), 0
+    open_nodes = [0]
     seen: dict[int, Probabilities] = {}
     while open_nodes:
-        node, tvd = open_nodes.pop()
+        node = open_nodes.pop()
         key = (-int(tree.structure.depths[node]), int(tree.structure.leaf_rank[node]))
         if key < best:
-            best, end, best_tvd = key, node, tvd
+            best, end = key, node
         if not tree.structure.children[node]:
             continue
         p = seen[node] = target(node)
         top = int(p.argmax())
         for child in tree.structure.children[node]:
             token = int(tree.tokens[child])
-            if token == top:
-                open_nodes.append((child, tvd))
-            elif p[token] + float(p[relaxation.aggregation_set(p, token)].sum()) > p[top]:
-                open_nodes.append((child, tvd + 1.0))
-    remainder = seen[end] if end in seen else target(end)
-    path = tree.path_to(end)
+            if token == top or p[token] + float(p[relaxation.aggregation_set(p, token)].sum()) > p[top]:
+                open_nodes.append(child)
+    path = tree.path_to(end)[: missing + 1]
     relaxed = [child for node, child in pairwise(path) if tree.tokens[child] != seen[node].argmax()]
-    return Acceptance(path, int(remainder.argmax()), best_tvd, remainder, relaxed)
+    if len(path) > missing:
+        return Acceptance(path, None, float(len(relaxed)), None, relaxed)
+    remainder = seen[end] if end in seen else target(end)
+    return Acceptance(path, int(remainder.argmax()), float(len(relaxed)), remainder, relaxed)

@@ -62,7 +62,7 @@ def decode(
             scheduler.submit(request)
             records.append(request.statistics)
         parts = scheduler.step()
-        done += sum(part.committed if part.placed is None else len(part.placed.codes) for part in parts)
+        done += sum(len(part.codes if part.placed is None else part.placed.codes) for part in parts)
         if not scheduler.busy and len(records) == len(seeds):
             clocks = scheduler.target_clock, scheduler.drafter_clock
             stats = summarise(method.method, model.codes, *clocks, records)

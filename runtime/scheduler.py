@@ -40,8 +40,7 @@ class RequestStep(NamedTuple):
     """One request's part of a step: the tokens it committed, and how."""
 
     request: int  # its index
-    codes: Ints  # int64 `[count]`; in the last step they may run past the image's end
-    committed: int  # how many of them belong to the image
+    codes: Ints  # int64 `[count]`
     tree: DraftTree | None = None  # the draft, None for the prefill, `ar` and `rows`
     acceptance: Acceptance | None = None  # of the tree
     placed: Placed | None = None  # what a pass of `rows` drew, which is not just the next codes
@@ -155,7 +154,7 @@ class Scheduler:
             answer = self._target_output(request, root, output._replace(logits=last), own)
             codes = np.array([answer.choice(0)])
             request.codes += codes.tolist()
-            steps.append(RequestStep(request.index, codes, 1))
+            steps.append(RequestStep(request.index, codes))
             nodes = [np.arange(length) for length in lengths[own]]
             commits.append(Commit(request, codes, nodes, own, output.hidden, answer))
         self.target_clock.append(cache, output.new_kv, [np.arange(length) for length in lengths])
@@ -318,14 +317,15 @@ class Scheduler:
         statistics = request.statistics
         if isinstance(draft, RowBatch):
             codes, kept, placed = self._row_drafter.take(request, draft, answer.draw(draft.sampled))
-            statistics.codes_per_step.append(len(placed.codes))
-            count = min(len(codes), request.missing)
-            return RequestStep(request.index, codes, count, placed=placed), kept
+            statistics.accepted_per_step.append(len(placed.codes) - 1)
+            return RequestStep(request.index, codes, placed=placed), kept
         accepted = self._walk(request, draft, answer)
         statistics.realised_tvd += accepted.realised_tvd
-        codes = np.array([*(int(draft.tokens[node]) for node in accepted.path[1:]), accepted.bonus])
-        statistics.codes_per_step.append(len(codes))
-        step = RequestStep(request.index, codes, min(len(codes), request.missing))
+        statistics.accepted_per_step.append(len(accepted.path) - 1)
+        codes = draft.tokens[accepted.path[1:]]
+        if accepted.bonus is not None:
+            codes = np.append(codes, accepted.bonus)
+        step = RequestStep(request.index, codes)
         if request.method.method != "ar":
             step = step._replace(tree=draft, acceptance=accepted)
         return step, layout.kept(accepted.path)
@@ -333,10 +333,10 @@ class Scheduler:
     def _walk(self, request: Request, tree: DraftTree, answer: TargetOutput) -> Acceptance:
         relaxation = None if request.exact else Relaxation.of(request.method, self.model.neighbors)
         if relaxation is None:
-            return follow(tree, answer.choice)
+            return follow(tree, answer.choice, request.missing)
         if request.sampling.greedy:
-            return walk_greedy(tree, answer.distribution, relaxation)
-        return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions)
+            return walk_greedy(tree, answer.distribution, relaxation, request.missing)
+        return walk(tree, answer.distribution, answer.choice, relaxation, answer.decisions, request.missing)
 
     def _commit(self, commits: Sequence[Commit]) -> None:
         """Tell all drafters what a pass committed, then drop finished requests."""

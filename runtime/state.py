@@ -108,7 +108,7 @@ class Request:
     nodes: int = field(init=False)
     exact: bool = field(init=False)
     noise: Noise = field(init=False)
-    codes: list[int] = field(init=False, default_factory=list)  # so far; they may run past the image's end
+    codes: list[int] = field(init=False, default_factory=list)  # so far
     tie_margin: float = field(init=False, default=0.0)  # see `likelihood.py`
     statistics: RequestStatistics = field(init=False, default_factory=RequestStatistics)
 
@@ -131,7 +131,7 @@ class Request:
     @property
     def missing(self) -> int:
         """Codes that the image still needs."""
-        return max(0, self.raster.codes - len(self.codes))
+        return self.raster.codes - len(self.codes)
 
     @property
     def columns(self) -> int:

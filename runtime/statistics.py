@@ -48,14 +48,14 @@ class Clock:
 class RequestStatistics:
     """What one image cost. Its first token comes from the prefill pass and is no step."""
 
-    codes_per_step: list[int] = field(default_factory=list)  # codes committed by each step, the bonus included
+    accepted_per_step: list[int] = field(default_factory=list)  # drafted codes by step; of `rows`, codes but one
     tie_passes: int = 0  # passes that decided ties
     realised_tvd: float = 0.0  # summed total variation distance that relaxed acceptance gave away
 
     @property
     def target_passes(self) -> int:
         """Target passes this image took part in, the prefill and those for ties included."""
-        return 1 + len(self.codes_per_step) + self.tie_passes
+        return 1 + len(self.accepted_per_step) + self.tie_passes
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def summarise(
 ) -> Statistics:
     """Statistics of a decode that began with the target's clock and ends now."""
     seconds = time.perf_counter() - target.began
-    steps = [n - 1 for request in requests for n in request.codes_per_step]
+    steps = [n for request in requests for n in request.accepted_per_step]
     return Statistics(
         method=method,
         images=len(requests),

@@ -11,8 +11,8 @@ flattened: entry i of a list is `values[offsets[i] : offsets[i + 1]]`.
     codes              int64 [images, rows * columns]; -1 where decoding was cancelled
     part_step          int64 [parts]       which step; 0 is the prefill
     part_image         int64 [parts]       which image
-    part_committed     int64 [parts]       codes that the image kept of it (the last step may overshoot)
-    part_bonus         int64 [parts]       the code drawn after the accepted path; -1 if the part has no codes
+    part_committed     int64 [parts]       codes that the image got of it
+    part_bonus         int64 [parts]       the code drawn after the accepted path; -1 if there is none
     tree_offsets       int64 [parts + 1]   empty trees: the prefill, and every step of method ar
     tree_tokens        int64 [nodes]       code of each node; the root is the last code committed before
     tree_parents       int64 [nodes]       parent of each node within its tree, -1 for the root
@@ -49,7 +49,6 @@ class Part(NamedTuple):
     step: int
     image: int
     codes: Ints
-    committed: int
     tree_tokens: Ints
     tree_parents: Ints
     path: Ints
@@ -69,7 +68,7 @@ class Trace:
         for part in step.parts:
             tokens, parents = (_EMPTY, _EMPTY) if part.tree is None else (part.tree.tokens, part.tree.parents)
             path = _EMPTY if part.acceptance is None else np.array(part.acceptance.path, np.int64)
-            self.parts.append(Part(self.steps, part.request, part.codes, part.committed, tokens, parents, path))
+            self.parts.append(Part(self.steps, part.request, part.codes, tokens, parents, path))
         self.steps += 1
 
     def npz_bytes(self) -> bytes:
@@ -78,11 +77,11 @@ class Trace:
         arrays: dict[str, Any] = {
             "format": FORMAT,
             "grid": [self.rows, self.columns],
-            "codes": self._cells(lambda part: part.codes[: part.committed]),
+            "codes": self._cells(lambda part: part.codes),
             "part_step": [part.step for part in self.parts],
             "part_image": [part.image for part in self.parts],
-            "part_committed": [part.committed for part in self.parts],
-            "part_bonus": [part.codes[-1] if len(part.codes) else -1 for part in self.parts],
+            "part_committed": [len(part.codes) for part in self.parts],
+            "part_bonus": [part.codes[-1] if len(part.codes) >= max(len(part.path), 1) else -1 for part in self.parts],
             "tree_offsets": np.cumsum([0, *map(len, trees)]),
             "tree_tokens": np.concatenate([_EMPTY, *trees]),
             "tree_parents": np.concatenate([_EMPTY, *(part.tree_parents for part in self.parts)]),
@@ -131,6 +130,6 @@ class Trace:
         cells, filled = np.full((images, self.rows * self.columns), -1, np.int64), [0] * images
         for part in self.parts:
             start = filled[part.image]
-            filled[part.image] += part.committed
+            filled[part.image] += len(part.codes)
             cells[part.image, start : filled[part.image]] = value(part)
         return cells

@@ -160,10 +160,11 @@ def code_kinds(part: RequestStep) -> str:
     """
     tree, acceptance = part.tree, part.acceptance
     if tree is None or acceptance is None:
-        return "n" * part.committed
+        return "n" * len(part.codes)
     letters = ["r" if node in acceptance.relaxed else "d" for node in acceptance.path[1:]]
-    letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
-    return "".join(letters)[: part.committed]
+    if acceptance.bonus is not None:
+        letters.append("x" if tree.structure.children[acceptance.path[-1]] else "n")
+    return "".join(letters)
 
 
 def encode(image: Image, file: str, compression: int | None) -> bytes:

@@ -18,6 +18,7 @@ from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
 EXACT = Relaxation(np.zeros((1 << 16, 0), np.int64), 0, lambda_=2.0)  # no code has neighbours
+MANY = 1 << 30  # codes that the picture still needs
 TOLERANCE = 1e-9  # conditional chances of draws cancel to about 1e-12 relative
 
 
@@ -29,7 +30,8 @@ def enumerated(tree: DraftTree, target: Any, rule: Relaxation) -> Iterator[tuple
         stream: Any = script
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(acceptance, "draw", lambda distribution, stream: 0)
-            accepted = walk(tree, target, lambda node: 0, rule, dict.fromkeys(range(tree.nodes), stream).__getitem__)
+            streams = dict.fromkeys(range(tree.nodes), stream)
+            accepted = walk(tree, target, lambda node: 0, rule, streams.__getitem__, MANY)
         total += script.weight
         yield script.weight, accepted
     assert total == pytest.approx(1)

@@ -6,26 +6,21 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from acceptance_steps import EXACT, TOLERANCE, distributions, enumerated, orders, relaxations, step_output, tvd
+from acceptance_steps import EXACT, MANY, TOLERANCE, distributions, enumerated, orders, relaxations, step_output, tvd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lantern_rt.runtime.acceptance import Acceptance, Relaxation, follow, walk_greedy
+from lantern_rt.runtime.acceptance import Acceptance, Relaxation, follow, walk, walk_greedy
 from lantern_rt.runtime.sampling import Probabilities
 from lantern_rt.runtime.tree import DraftTree
 
 SIZE = 5
-
-
-class Zeros:
-    """A stream of uniform numbers that are all the smallest."""
-
-    def random(self) -> float:
-        return 0.0
 
 
 @given(distributions(SIZE), distributions(SIZE), st.integers(1, SIZE))
@@ -113,8 +108,24 @@ def test_a_walk_follows_the_choices_for_as_long_as_they_were_drafted() -> None:
         asked.append(node)
         return {0: 6, 2: 7, 3: 9}[node]
 
-    assert follow(tree, choice) == Acceptance([0, 2, 3], 9)
+    assert follow(tree, choice, MANY) == Acceptance([0, 2, 3], 9)
     assert asked == [0, 2, 3], "only visited nodes are asked"
+
+
+@pytest.mark.parametrize(("missing", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
+def test_what_lies_past_the_pictures_end_is_neither_accepted_nor_counted(missing: int, bonus: int | None) -> None:
+    """A chain of three drafts that are all accepted, by relaxation alone, where there is room."""
+    chain, p = lines([0, 1, 1, 1], [-1, 0, 1, 2]), np.array([0.4, 0.3, 0.3])
+    rule = Relaxation(np.array([[2], [2], [0]]), 1, delta=0.35)
+    path = [0, 1, 2, 3][: missing + 1]
+    stream: Any = SimpleNamespace(random=lambda: 0.5)
+    walked = walk(chain, lambda node: p, lambda node: 0, rule, lambda node: stream, missing)
+    greedy = walk_greedy(chain, lambda node: p, rule, missing)
+    assert walked.realised_tvd == pytest.approx(0.3 * (len(path) - 1))
+    assert greedy.realised_tvd == len(path) - 1
+    for accepted in (walked, greedy):
+        assert (accepted.path, accepted.bonus, accepted.relaxed) == (path, bonus, path[1:])
+    assert follow(chain, lambda node: 1 if node < 3 else 0, missing) == Acceptance(path, bonus)
 
 
 # ---------------------------------------------------------------- greedy
@@ -127,15 +138,15 @@ def lines(tokens: list[int], parents: list[int], leaf_order: list[int] | None = 
 def test_greedy_acceptance_follows_the_arg_max_and_gives_its_successor() -> None:
     tree = lines([0, 1, 2, 0, 1], [-1, 0, 0, 2, 2])
     table = {0: [0.1, 0.2, 0.7], 2: [0.3, 0.6, 0.1], 4: [0.5, 0.3, 0.2]}
-    accepted = walk_greedy(tree, lambda node: np.array(table[node]), EXACT)
+    accepted = walk_greedy(tree, lambda node: np.array(table[node]), EXACT, MANY)
     assert (accepted.path, accepted.bonus, accepted.realised_tvd) == ([0, 2, 4], 0, 0.0)
 
 
 def test_greedy_acceptance_takes_a_code_whose_neighbours_lift_it_above_the_arg_max() -> None:
     tree, p = lines([0, 1], [-1, 0]), np.array([0.4, 0.25, 0.05, 0.3])
     near = np.array([[1, 2, 3], [3, 2, 0], [3, 1, 0], [1, 2, 0]])
-    lifted = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.3))
-    held = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.29))
+    lifted = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.3), MANY)
+    held = walk_greedy(tree, lambda node: p, Relaxation(near, 2, delta=0.29), MANY)
     assert (lifted.path, lifted.realised_tvd) == ([0, 1], 1.0)
     assert held.path == [0]
     assert held.bonus == lifted.bonus == 0, "the bonus is never relaxed"
@@ -145,16 +156,16 @@ def test_greedy_acceptance_prefers_the_longest_path_and_then_the_first_leaf() ->
     near = np.array([[1, 2], [0, 2], [0, 1]])
     rule, p = Relaxation(near, 2, delta=0.9), np.array([0.34, 0.33, 0.33])
     both = lines([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2])
-    assert walk_greedy(both, lambda node: p, rule).path == [0, 1, 3]
-    assert walk_greedy(lines([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule).path == [0, 2, 4]
+    assert walk_greedy(both, lambda node: p, rule, MANY).path == [0, 1, 3]
+    assert walk_greedy(lines([0, 0, 1, 0, 1], [-1, 0, 0, 1, 2], [4, 3]), lambda node: p, rule, MANY).path == [0, 2, 4]
     longer = lines([0, 0, 1, 1], [-1, 0, 0, 2])
-    assert walk_greedy(longer, lambda node: p, rule).path == [0, 2, 3]
+    assert walk_greedy(longer, lambda node: p, rule, MANY).path == [0, 2, 3]
 
 
 @given(distributions(SIZE), st.permutations(range(SIZE)), st.integers(0, SIZE))
 def test_exact_greedy_acceptance_always_ends_on_arg_maxima(p: Probabilities, codes: list[int], count: int) -> None:
     tree = lines([0, *codes[:count]], [-1] + [0] * count)
-    accepted = walk_greedy(tree, lambda node: p, EXACT)
+    accepted = walk_greedy(tree, lambda node: p, EXACT, MANY)
     assert [*tree.tokens[accepted.path[1:]], accepted.bonus][0] == p.argmax()
 
 

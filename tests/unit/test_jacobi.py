@@ -53,7 +53,7 @@ def enumerated(method: Sjd, sampling: Sampling, patch: pytest.MonkeyPatch) -> tu
         choices_by(script, patch)
         codes: list[int] = []
         for step in decode.decode(model, [prompt], [0], sampling, method):
-            codes += step.parts[0].codes[: step.parts[0].committed].tolist()
+            codes += step.parts[0].codes.tolist()
         assert step.stats is not None
         realised += script.weight * step.stats.realised_tvd
         found[tuple(codes)] += script.weight
@@ -115,9 +115,9 @@ def drafts_that_look_behind_them(patch: pytest.MonkeyPatch) -> None:
 def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
     right = acceptance.walk
 
-    def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any) -> Any:
+    def wrong(tree: Any, target: Any, choice: Any, rule: Any, decisions: Any, missing: int) -> Any:
         answers = choice.__self__
-        return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])))
+        return right(tree, target, choice, rule, lambda node: decisions(node).at(int(answers.cells[node])), missing)
 
     patch.setattr(scheduler, "walk", wrong)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from acceptance_steps import EXACT
+from acceptance_steps import EXACT, MANY
 from numpy.typing import NDArray
 
 from lantern_rt.methods import Sampling
@@ -77,9 +77,9 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
 
     relaxation = relaxation_of(case, residual)
     if case["mode"] == "greedy":
-        return walk_greedy(tree, target, relaxation), tree, leaves, 0
+        return walk_greedy(tree, target, relaxation, MANY), tree, leaves, 0
     numbers: Any = Recorded(case["uniforms"])
-    accepted = walk(tree, target, lambda node: 0, relaxation, lambda node: numbers)
+    accepted = walk(tree, target, lambda node: 0, relaxation, lambda node: numbers, MANY)
     ended_on_a_leaf = not tree.structure.children[accepted.path[-1]]
     return accepted, tree, leaves, len(numbers.left) - ended_on_a_leaf
 

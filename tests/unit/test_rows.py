@@ -96,7 +96,8 @@ def told(
 @pytest.mark.parametrize("sampling", [Sampling(), GUIDED, Sampling(cfg_scale=2.0, temperature=0)])
 @pytest.mark.parametrize("ends", [False, True], ids=["", "with row ends"])
 @pytest.mark.parametrize(
-    ("rows", "columns", "window"), [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (3, 4, 7), (4, 3, 4), (3, 4, 4), (4, 1, 1)]
+    ("rows", "columns", "window"),
+    [(3, 4, 1), (4, 3, 2), (3, 5, 3), (5, 6, 2), (3, 4, 7), (4, 3, 4), (3, 4, 4), (4, 1, 1)],
 )
 def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
     rows: int, columns: int, window: int, sampling: Sampling, ends: bool

@@ -100,7 +100,7 @@ def test_tokens_do_not_depend_on_who_shares_the_passes(visits: list[Visit], rows
                 request.use(chosen)
         for part in scheduler.step():
             assert part.request not in cancelled
-            codes[part.request] += part.codes[: part.committed].tolist()
+            codes[part.request] += part.codes.tolist()
         step += 1
     for number, visit in enumerate(visits):
         expected = alone(visit, visit.methods[0])
