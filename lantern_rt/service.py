@@ -35,6 +35,7 @@ from .runtime.statistics import Clock, summarise
 _LOG = logging.getLogger(__name__)
 MOST_NODES = 65  # of a request in a pass: all that share it are padded to the widest
 MOST_FAILURES = 3  # passes that failed one after the other
+_RETURNING = 60.0  # seconds over which refused requests are spread
 _NEWEST = 0.2  # weight of the last image in the mean time that one takes
 
 Listener = Callable[[StreamStep | BaseException], None]
@@ -105,6 +106,7 @@ class Service:
         self._arriving: deque[Ticket] = deque()
         self._leaving: deque[Ticket] = deque()
         self._images = 0  # accepted and not ended
+        self._next_return = 0.0  # when the next request that is refused is to come again
         self._since = time.perf_counter()  # when there was nothing to do, or an image was done
         self._closing = self._draining = False
         self._failures = 0  # passes since the last image that was done
@@ -174,13 +176,26 @@ class Service:
                 raise RequestError("closed", field="service", remedy="make another")
             excess = self._images + images - room
             if self._images and excess > 0:
-                seconds = max(1, math.ceil(excess * self.seconds_per_image))
-                raise BusyError(f"found {self._images} images before this one", seconds)
+                raise BusyError(f"found {self._images} images before this one", self._wait(excess, images))
             self._images += images
             ticket.places = images
             self._arriving.append(ticket)
             self._changed.notify()
         return ticket
+
+    def _wait(self, excess: int, images: int) -> int:
+        """Seconds after which a request that was refused may find room, each after the one refused before it.
+
+        Beyond a minute they begin anew, as not all come back. The lock is held.
+        """
+        now = time.perf_counter()
+        room = now + excess * self.seconds_per_image
+        self._next_return = max(self._next_return, room)
+        if self._next_return > room + _RETURNING:
+            self._next_return = room
+        seconds = self._next_return - now
+        self._next_return += images * self.seconds_per_image
+        return max(1, math.ceil(seconds))
 
     def raster(self, settings: Settings) -> Raster:
         """How the codes of a request's images stand in their sequence."""

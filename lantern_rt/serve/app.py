@@ -63,7 +63,7 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
                 CORSMiddleware,
                 allow_origins=[*origins],
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
+                allow_headers=["*"],  # OpenAI's client sends a dozen of its own
                 expose_headers=["retry-after", "x-request-id"],
             )
         )
@@ -92,7 +92,8 @@ class _Pages:
         return {"id": backend.name, **own, "lantern": backend.describe()}
 
     async def live(self, request: Request) -> Response:
-        return JSONResponse({"status": "live"})
+        failed = self._state.status == "failed"
+        return JSONResponse({"status": "failed" if failed else "live"}, 503 if failed else 200)
 
     async def ready(self, request: Request) -> Response:
         status = self._state.status

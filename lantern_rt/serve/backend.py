@@ -33,6 +33,10 @@ class ImageBackend(Protocol):
 
     name: str
 
+    @property
+    def alive(self) -> bool:
+        """Whether it can draw."""
+
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""
 
@@ -57,6 +61,11 @@ class LocalBackend:
         self.pipeline = pipeline
         self.manifest = pipeline.pipeline.bundle.manifest
         self.name = self.manifest.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether the decoder runs, and its last passes have not all failed."""
+        return self.pipeline.service.open
 
     def describe(self) -> dict[str, Any]:
         """What `/v1/models` says of the model, ready for JSON."""

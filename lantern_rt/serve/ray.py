@@ -164,6 +164,7 @@ class RayBackend:
 
     def __init__(self, name: str, description: dict[str, Any], replicas: DeploymentHandle[Replica]) -> None:
         self.name = name
+        self.alive = True  # Ray replaces replicas that are not
         self._description = description
         self._replicas = replicas.options(stream=True)
         self._running = 0

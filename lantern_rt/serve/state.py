@@ -120,9 +120,11 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """`loading`, `ready` or `draining`."""
+        """`loading`, `ready`, `draining`, or `failed` where a model cannot draw any more."""
         if self.draining:
             return "draining"
+        if not all(backend.alive for backend in self.backends.values()):
+            return "failed"
         return "ready" if self.backends else "loading"
 
     def check_open(self) -> None:

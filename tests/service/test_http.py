@@ -15,9 +15,11 @@ import pytest
 from PIL import Image
 from running_server import GENERATIONS, RunningServer, events, until
 
-from lantern_rt import open_bundle
+from lantern_rt import AsyncPipeline, Pipeline, open_bundle
+from lantern_rt.runtime.scheduler import Scheduler
 from lantern_rt.serve import images
-from lantern_rt.serve.backend import ACCEPTED
+from lantern_rt.serve.app import make_app
+from lantern_rt.serve.backend import ACCEPTED, LocalBackend
 from lantern_rt.serve.images import ImagesEndpoint
 from lantern_rt.serve.state import Limits, ServerState
 
@@ -133,7 +135,9 @@ def test_requests_are_counted_and_logged_without_their_prompts(tiny: RunningServ
 
 
 def test_answers_carry_safe_headers_and_other_sites_may_not_read_them(tiny: RunningServer) -> None:
-    status, headers, body = tiny.request("GET", "/", headers={"origin": "https://example.org"})
+    asked = {"origin": "https://example.org", "x-request-id": "mine-4"}
+    status, headers, body = tiny.request("GET", "/", headers=asked)
+    assert headers["x-request-id"] == "mine-4"
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert headers["content-security-policy"].startswith("default-src 'self'")
     assert headers["x-content-type-options"] == "nosniff"
@@ -148,7 +152,7 @@ def test_named_sites_may_ask(start: Callable[..., RunningServer], tiny_folder: P
     _, headers, _ = server.request("GET", "/v1/models", headers={"origin": "https://example.com"})
     assert "access-control-allow-origin" not in headers
     asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
-    asked["access-control-request-headers"] = "content-type"
+    asked["access-control-request-headers"] = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
     assert server.request("OPTIONS", GENERATIONS, headers=asked)[0] == 200
 
 
@@ -217,6 +221,13 @@ async def answered(backend: Any, asked: Any) -> list[Any]:
     """What the endpoint sends for a body, or for a client that never sends one."""
     state = ServerState(Limits(body_seconds=0.05))
     state.backends = {"slow": backend}
+    sent = await called(ImagesEndpoint(state), GENERATIONS, asked)
+    assert not state.active
+    return sent
+
+
+async def called(app: Any, path: str, asked: Any = None) -> list[Any]:
+    """What an application sends for a request with this body, or without."""
     bodies = iter([json.dumps(asked).encode()] if asked else [])
     sent: list[Any] = []
 
@@ -229,9 +240,9 @@ async def answered(backend: Any, asked: Any) -> list[Any]:
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": GENERATIONS, "headers": headers, "state": {"request_id": "1"}}
-    await ImagesEndpoint(state)(scope, receive, send)
-    assert not state.active
+    method = "POST" if path == GENERATIONS else "GET"
+    scope = {"type": "http", "method": method, "path": path, "headers": headers, "state": {"request_id": "1"}}
+    await app({**scope, "query_string": b"", "root_path": ""}, receive, send)
     return sent
 
 
@@ -250,3 +261,25 @@ def test_metrics_tell_methods_apart_by_their_names_only(tiny: RunningServer) -> 
     assert tiny.post({"prompt": "red cube", "method": "sjd:window=5"})[0] == 200
     until(lambda: tiny.metric("lantern_images_total", method="sjd", model="tiny") >= 1)
     assert "window" not in tiny.get("/metrics")[1]
+
+
+def test_a_server_whose_decoder_is_dead_is_neither_ready_nor_live(
+    tiny_pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def statuses() -> list[list[int]]:
+        pipeline = AsyncPipeline(tiny_pipe)
+        state = ServerState(Limits())
+        state.backends = {"tiny": LocalBackend(pipeline)}
+        seen = []
+        app = make_app(state)
+        for broken in (False, True, False):
+            with monkeypatch.context() as patch:
+                if broken:
+                    patch.setattr(Scheduler, "step", lambda own: (_ for _ in ()).throw(MemoryError("no more")))
+                for _ in range(3):
+                    await called(app, GENERATIONS, {"prompt": "red cube", "method": "ar"})
+            seen.append([(await called(app, path))[0]["status"] for path in ("/readyz", "/livez")])
+        await asyncio.to_thread(pipeline.service.close)
+        return seen
+
+    assert asyncio.run(statuses()) == [[200, 200], [503, 503], [200, 200]]

@@ -134,7 +134,10 @@ def test_cancelling_stops_the_picture_and_frees_the_server(page: Page, scenes: R
     page.select_option("#method", "ar")
     page.click("#draw")
     expect(page.locator(".count")).not_to_have_text(f"0 of {CODES} codes")
-    page.keyboard.press("Enter")  # on the button, which has the focus
+    for key in ("Enter", "Space"):  # on the button, which keeps the focus
+        page.keyboard.press(key)
+    expect(page.locator("#status")).to_have_text("Drawing with ar")
+    page.click("#cancel")
     expect(page.locator("#status")).to_have_text("Cancelled")
     assert int(page.locator(".count").inner_text().split()[0]) < CODES
     until(lambda: scenes.metric("lantern_images_running", model="scenes") == 0)
@@ -202,6 +205,9 @@ def test_the_curl_command_draws_the_picture_that_is_saved(page: Page, scenes: Ru
 
 def test_a_phone_shows_everything_in_its_width_and_large_enough_to_touch(phone: Page) -> None:
     draw(phone, "sjd", "ar")
+    stage = phone.locator(".stage").first.bounding_box()
+    assert 0 <= stage["y"] < phone.locator("#form").bounding_box()["y"], "the picture comes first, and is seen"
+    assert stage["y"] < PHONE["viewport"]["height"] / 2
     phone.click(".curl >> nth=0")
     assert phone.evaluate("document.documentElement.scrollWidth") == 390
     targets = phone.locator("button:visible, select:visible, input:not([type=checkbox]):visible, a:visible").all()

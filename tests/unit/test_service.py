@@ -96,6 +96,12 @@ def test_requests_share_passes(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) 
     assert max(active) == 4
 
 
+def refused_for(service: Service) -> int:
+    with pytest.raises(BusyError) as busy:
+        service.submit(Caller(), "red cube")
+    return busy.value.seconds
+
+
 def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
     with Service(pipe, together=2, waiting=1) as service:
         asking = True
@@ -107,6 +113,11 @@ def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
         assert busy.value.seconds >= 1
         with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
             service.submit(Caller(), "red cube", num_images=4)
+        assert service.seconds_per_image == 0.0
+        service.seconds_per_image = 2.0
+        assert [refused_for(service) for _ in range(4)] == [2, 4, 6, 8], "each after the one before"
+        assert max(refused_for(service) for _ in range(60)) <= 62
+        service.seconds_per_image = 0.0
         asking = False
         for caller in callers:
             caller.last()

@@ -114,9 +114,8 @@ async function start() {
 
 function busy(yes) {
   at("cancel").hidden = !yes;
-  at("draw").disabled = yes;
-  if (yes) at("cancel").focus();
-  else at("draw").focus({ preventScroll: true });
+  at("draw").setAttribute("aria-disabled", yes);  // it keeps the focus: Enter once more does nothing
+  if (yes) at("output").scrollIntoView({ block: "nearest" });
 }
 
 /** Show what changed, once per frame of the screen. */
