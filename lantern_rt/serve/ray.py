@@ -8,6 +8,7 @@ depends on bundle, seed and settings alone, so a request whose replica dies is d
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -235,5 +236,5 @@ class RayBackend:
                 self._running -= 1
 
     def _busy(self, error: BackPressureError | BusyError) -> BusyError:
-        seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._seconds)
+        seconds = error.seconds if isinstance(error, BusyError) else math.ceil(self._seconds * random.uniform(1, 3))
         return BusyError("no replica has room", seconds)

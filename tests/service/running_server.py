@@ -44,8 +44,8 @@ class RunningServer:
     def _wait_for(self, pattern: str, seconds: float = 60.0) -> str:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.process.poll() is None:
-            if found := re.search(pattern, self.log):
-                return found[1]
+            if match := re.search(pattern, self.log):
+                return match[1]
             time.sleep(0.02)
         raise AssertionError(f"{pattern} is not in {self.log!r}")
 
@@ -66,23 +66,23 @@ class RunningServer:
             connection.close()
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
-        status, found, body = self.request("GET", path, headers=headers)
-        return status, json.loads(body) if found.get("content-type") == "application/json" else body.decode()
+        status, answer_headers, body = self.request("GET", path, headers=headers)
+        return status, json.loads(body) if answer_headers.get("content-type") == "application/json" else body.decode()
 
-    def post(self, asked: Any, **headers: str) -> tuple[int, Any]:
+    def post(self, content: Any, **headers: str) -> tuple[int, Any]:
         """Ask for images; status and answer."""
-        given = {"content-type": "application/json", **headers}
-        body = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
-        status, _, answer = self.request("POST", GENERATIONS, body, given)
+        headers = {"content-type": "application/json", **headers}
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        status, _, answer = self.request("POST", GENERATIONS, body, headers)
         return status, json.loads(answer)
 
     @contextmanager
-    def open(self, asked: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+    def open(self, content: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
         """A connection on which images were asked for; leaving closes it."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         try:
             headers = {"content-type": "application/json"}
-            connection.request("POST", self.root + GENERATIONS, json.dumps(asked).encode(), headers)
+            connection.request("POST", self.root + GENERATIONS, json.dumps(content).encode(), headers)
             yield connection
         finally:
             connection.close()
@@ -91,8 +91,8 @@ class RunningServer:
         """A sample of /metrics; 0 if it is not there."""
         text = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
         pattern = rf"^{re.escape(f'{name}{{{text}}}' if text else name)} (\S+)$"
-        found = re.search(pattern, self.get("/metrics")[1], re.MULTILINE)
-        return float(found[1]) if found else 0.0
+        sample = re.search(pattern, self.get("/metrics")[1], re.MULTILINE)
+        return float(sample[1]) if sample else 0.0
 
     def stop(self, *signals: signal.Signals) -> int:
         """Its exit code after these signals, by default SIGTERM."""
@@ -117,5 +117,5 @@ def until(condition: Any, seconds: float = 60.0) -> None:
 
 def events(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     """Kinds and data of server-sent events."""
-    found = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
-    return [(kind.decode(), json.loads(data)) for kind, data in found]
+    lines = re.findall(rb"^(?:event: ([^\n]*)\n)?data: ([^\n]*)\n\n", body, re.MULTILINE)
+    return [(kind.decode(), json.loads(data)) for kind, data in lines]

@@ -217,18 +217,18 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     assert json.loads(answer["body"])["error"]["message"].startswith("body: not all of it was there after 0.05 s")
 
 
-async def answered(backend: Any, asked: Any) -> list[Any]:
+async def answered(backend: Any, content: Any) -> list[Any]:
     """What the endpoint sends for a body, or for a client that never sends one."""
     state = ServerState(Limits(body_seconds=0.05))
     state.backends = {"slow": backend}
-    sent = await called(ImagesEndpoint(state), GENERATIONS, asked)
+    sent = await called(ImagesEndpoint(state), GENERATIONS, content)
     assert not state.active
     return sent
 
 
-async def called(app: Any, path: str, asked: Any = None) -> list[Any]:
+async def called(app: Any, path: str, content: Any = None) -> list[Any]:
     """What an application sends for a request with this body, or without."""
-    bodies = iter([json.dumps(asked).encode()] if asked else [])
+    bodies = iter([json.dumps(content).encode()] if content else [])
     sent: list[Any] = []
 
     async def receive() -> Any:

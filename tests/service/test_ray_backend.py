@@ -122,7 +122,7 @@ def test_a_cluster_without_room_is_busy(replica: Replica) -> None:
     replicas = Replicas(replica, BackPressureError(4, 4))
     with pytest.raises(BusyError) as caught:
         draw(replicas)
-    assert caught.value.seconds == 1
+    assert 1 <= caught.value.seconds <= 3
     assert len(replicas.responses) == 1
 
 
