@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import __version__
-from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Provenance, Source, file_sha256
+from ..bundle.manifest import FORMAT_VERSION, FileEntry, Manifest, Source, file_sha256
 from ..engines.contracts import Progress
 from ..errors import CheckpointError, OutputError
 from ..output.files import check_new_folder, existing_parent, folder_or_nothing
@@ -48,6 +48,7 @@ class Model:
         files: further roles with a file name and its content (`tokenizer`: `("tokenizer.json", ...)`).
         neighbors: how many of every code are kept.
         licence: of the checkpoint.
+        weights: as `Provenance` has it.
         drafts_for: the sha256 of a bundle's target weights that the drafter learned from, where it says so.
     """
 
@@ -59,6 +60,7 @@ class Model:
     files: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     neighbors: int = MOST
     licence: str = "unknown (see the checkpoint's source)"
+    weights: str | None = None
     drafts_for: str | None = None
 
 
@@ -140,7 +142,12 @@ def export_model(
             **model.fields,
             "target": target.model_copy(update={"precision": rounding.of("target"), "dtype": rounding.compute}),
             "drafter": drafter and drafter.model_copy(update={"precision": rounding.of("drafter")}),
-            "provenance": Provenance(exporter=f"lantern-rt {__version__}", sources=sources, licence=model.licence),
+            "provenance": {
+                "exporter": f"lantern-rt {__version__}",
+                "sources": sources,
+                "licence": model.licence,
+                "weights": model.weights,
+            },
         }
         hashed = _hashed("files", paths.values(), progress)
         manifest = Manifest(

@@ -213,7 +213,7 @@ def read_weights(
         if averaged and kind != "ema":
             _LOG.warning("%s: has no ema; taking its only weights", path)
         elif averaged is None and len(kinds) > 1:
-            _LOG.warning("%s: has weights in %s; taking %s (--weights)", path, " and ".join(kinds), kind)
+            _LOG.warning("%s: has %s; taking %s, --weights ema takes the other", path, " and ".join(kinds), kind)
         content = content if kind is None else content[kind]
     if not isinstance(content, Mapping) or not content:
         found = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"

@@ -7,6 +7,7 @@ do not show there: a configuration file or the published model of these sizes ha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ def read_llamagen(
         encoder = read_text_encoder(text_encoder, module.uncond.shape[1], progress)
         sources += encoder.sources
         condition = text_condition(encoder.encoder, encoder.tokenizer, module)
-    return image_model(
+    model = image_model(
         family="llamagen",
         decoder=transformer.decoder,
         code_embeddings=transformer.code_embeddings,
@@ -155,6 +156,7 @@ def read_llamagen(
         sources=sources,
         drafting=drafting,
     )
+    return replace(model, weights=weights)
 
 
 class LlamaGen(NamedTuple):
@@ -214,6 +216,7 @@ def read_transformer(
     codes, code_width = checkpoint.shape("codes")
     values.agree(vocab_size=codes, hidden_size=code_width)
     condition, prefix = _take_condition(checkpoint, values)
+    _check_feed_forward(checkpoint, values)
     sizes = DecoderConfig(
         **layer_sizes(checkpoint, values, _heads(checkpoint, values), parts=4),
         vocab_size=codes,
@@ -245,6 +248,17 @@ def _take_condition(checkpoint: Checkpoint, config: Config) -> tuple[ClassCondit
         shapes = f"shapes {first}, {second}, {[prefix, caption_dim]}"
         raise checkpoint.error(found=f"caption weights of {shapes}", expected="ones that fit each other")
     return CaptionCondition(*(weights.pop(name).float() for name in names)), prefix
+
+
+def _check_feed_forward(checkpoint: Checkpoint, config: Config) -> None:
+    """Refuse official arguments that give feed-forward layers another width than the weights'."""
+    multiple = config.whole("multiple_of")
+    if multiple is not None:
+        rows = checkpoint.shape("layers.0.ffn.gate.weight")[0]
+        factor = 1.0 if config.get("ffn_dim_multiplier") is None else config.number("ffn_dim_multiplier", 1.0)
+        width = int(factor * (8 * checkpoint.shape("codes")[1] // 3))
+        if rows != -(-width // multiple) * multiple:
+            raise config.error("multiple_of", expected=f"one that makes {width} to {rows}, as the weights have")
 
 
 def _published(checkpoint: Checkpoint) -> Published | None:

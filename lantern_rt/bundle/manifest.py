@@ -210,11 +210,12 @@ class Source(Part):
 
 
 class Provenance(Part):
-    """Who made the bundle, from what, under which licence."""
+    """Who made the bundle, from what, under which licence; `weights`: those taken of files with both, if chosen."""
 
     exporter: str
     sources: tuple[Source, ...] = ()
     licence: str
+    weights: Literal["model", "ema"] | None = None
 
 
 class Manifest(Part):

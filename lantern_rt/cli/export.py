@@ -11,7 +11,7 @@ import typer
 from ..inputs import require_library
 from .console import print_text, progress, say
 from .memory import PeakMemory
-from .options import ForceOption, WeightsOption
+from .options import ForceOption
 
 if TYPE_CHECKING:
     from ..export.writer import Model
@@ -51,7 +51,9 @@ def export(
     ] = None,
     config: Annotated[str | None, typer.Option(help="JSON file with sizes that the weights do not show.")] = None,
     grid: Annotated[int | None, typer.Option(help="Tokens per side of an image, where no file says it.")] = None,
-    weights: WeightsOption = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Of LlamaGen's files with both, model or ema. [default: model]")
+    ] = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     precision: Annotated[
         str | None,

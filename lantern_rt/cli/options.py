@@ -84,9 +84,6 @@ ProviderOption = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
-WeightsOption = Annotated[
-    str | None, typer.Option("--weights", help="Of LlamaGen's files with both, model or ema. [default: model]")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, and nothing else.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 

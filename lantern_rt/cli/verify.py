@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..inputs import require_library
 from ..output.tables import text_table
 from .console import print_text, progress
-from .options import BundleArgument, JsonOption, WeightsOption, open_bundle
+from .options import BundleArgument, JsonOption, open_bundle
 
 if TYPE_CHECKING:
     from ..export.verify import Verification
@@ -33,7 +33,6 @@ def verify(
             "config, those that there were, in this order. [default: ONNX's reference evaluator on small inputs]"
         ),
     ] = None,
-    weights: WeightsOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
@@ -41,7 +40,7 @@ def verify(
     Needs lantern-rt[cpu,export].
     """
     opened = open_bundle(bundle)
-    options = {**_match(opened.manifest, checkpoints), "weights": weights} if checkpoints else {}
+    options = _match(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
         require_library(library, "verify", "cpu,export")
     with progress(lines=False) as show:
@@ -77,7 +76,7 @@ def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
     if len(checkpoints) != len(roles):
         expected = ", ".join(f"{role.replace('_', ' ')} ({names[role]})" for role in roles)
         raise CheckpointError(field="checkpoints", found=", ".join(checkpoints), expected=expected)
-    options: dict[str, Any] = dict(zip(roles, checkpoints, strict=True))
+    options: dict[str, Any] = dict(zip(roles, checkpoints, strict=True)) | {"weights": manifest.provenance.weights}
     if "grid" in FAMILIES[manifest.family]:
         options["grid"] = manifest.grid_rows
     return options

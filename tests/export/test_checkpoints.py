@@ -56,7 +56,7 @@ def test_a_state_dict_is_found_bare_and_wrapped(tmp_path: Path, wrapper: str | N
 
 @pytest.mark.parametrize(
     ("averaged", "expected", "warnings"),
-    [(None, 1, ["has weights in model and ema; taking model"]), (False, 1, []), (True, 2, [])],
+    [(None, 1, ["has model and ema; taking model, --weights ema takes the other"]), (False, 1, []), (True, 2, [])],
 )
 def test_of_a_model_and_its_average_one_is_taken_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, averaged: bool | None, expected: int, warnings: list[str]

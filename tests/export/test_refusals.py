@@ -190,6 +190,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "no square": (official(block_size=17), "config.json: block_size", "17 codes a square grid"),
     "no small number": (official(norm_eps=0), "config.json: norm_eps", "0 a positive number"),
     "an unknown field": (official(n_heads=4), "config.json: n_heads", "unknown field block_size, caption_dim n_head,"),
+    "another feed-forward width": (official(multiple_of=96), "config.json: multiple_of", "96 170 256"),
     "a field twice": (twice, "config.json", "'n_head' twice, with two values"),
     "weights of no kind": (lambda folder: read_llamagen(C2I, VQ, weights="best"), "weights", "'best' model or ema"),
     "a missing weight": (
@@ -242,7 +243,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
             ("caption_dim", 2048, "2048 32"),
             ("cls_token_num", 120, "120 8"),
             ("block_size", 256, "256 36"),
-            ("rope_base", 500000, "500000 10000.0"),
             ("rope_scaling", {"type": "linear"}, "linear none"),
             ("vocab_size", 129, "129 128"),
             ("hidden_act", "gelu", "'gelu' 'silu'"),

@@ -242,6 +242,23 @@ def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
     assert words in err.splitlines()[-1]
 
 
+def test_the_average_that_a_bundle_was_exported_from_is_what_it_is_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = torch.load(C2I, weights_only=True)
+    torch.save(
+        content | {"ema": {name: weight * 1.5 for name, weight in content["model"].items()}}, tmp_path / "both.pt"
+    )
+    files = ["--target", tmp_path / "both.pt", "--vq", VQ, "--config", config_of(C2I)]
+    for i, options in enumerate((["--weights", "ema"], [])):
+        code, _, err = program(capsys, "export", *files, "--output", tmp_path / f"b{i}", *options)
+        assert code == 0
+        assert ("both.pt: has model and ema; taking model" in err) == (options == [])
+        assert report(capsys, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_of(C2I))[1] == set()
+    one, other = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
+    assert one != other
+
+
 def test_a_drafter_of_other_sizes_is_refused_by_its_own_name(
     t2i_drafter_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
