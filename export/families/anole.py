@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...bundle.manifest import TokenLayout
 from ...engines.contracts import Progress
@@ -25,7 +24,7 @@ from ..checkpoints.files import Config, listing, refusing
 from ..checkpoints.folders import Checkpoint
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
-from ..models.eagle import EagleDrafter, read_drafter
+from ..models.eagle import read_drafter
 from ..models.llama import decoder_config, rename_llama
 from ..models.llamagen_vq import VQGAN, read_vqgan
 from ..progress import silent
@@ -49,7 +48,7 @@ class Chameleon(NamedTuple):
 
     decoder: Decoder
     embeddings: Tensor
-    codes: list[int]
+    codes: range
     condition: Condition
     sources: list[tuple[str, Path]]
     names: Mapping[str, int]
@@ -123,7 +122,7 @@ def read_chameleon(
     codes, names = _read_vocabulary(config, tokens)
     checkpoint.read(keep=lambda name: not name.startswith(_VQ_PREFIX))
     rename_llama(checkpoint, "model.", _NAMES)
-    highest = max(*codes, *(names[name] for name in tokens))
+    highest = max(codes.stop - 1, *(names[name] for name in tokens))
     for name in _NAMES:
         rows = checkpoint.shape(name)[0]
         if rows <= highest:
@@ -135,7 +134,7 @@ def read_chameleon(
         sizes = decoder_config(checkpoint, config, len(codes), grid, picture_tokens=picture_tokens, bounded=bounded)
         decoder = Decoder(sizes)
     embeddings, head = checkpoint.weights.pop("embed.weight"), checkpoint.weights["head.weight"]
-    checkpoint.weights["head.weight"] = arranged(head, codes)
+    checkpoint.weights["head.weight"] = head[codes.start : codes.stop]
     checkpoint.load_strict(decoder)
     named_tokens = {name: names[name] for name in tokens}
     condition = token_condition(embeddings, decoder.config.prefix, layout(names), tokenizer, named_tokens)
@@ -152,14 +151,12 @@ def chameleon_model(
     drafting = None
     if drafter is not None:
         fits = {name: (value,) for name in _SHARED if (value := target.config.get(name)) is not None}
-        tokens, first = len(target.embeddings), min(target.codes)
+        tokens, first = len(target.embeddings), target.codes.start
         drafting = read_drafter(drafter, target.decoder, tokens, fits, progress, code_offset=first)
-        arrange_codes(drafting.drafter, target.codes)
-    end = max(target.codes) + 1
     return image_model(
         decoder=target.decoder,
         # A drafter embeds tokens as far behind the first code as they are here, so none in between is left out.
-        code_embeddings=arranged(target.embeddings, [*target.codes, *range(end, end + further)]),
+        code_embeddings=target.embeddings[target.codes.start : target.codes.stop + further],
         condition=target.condition,
         vq=image.vq,
         sources=[*target.sources, *image.sources],
@@ -168,21 +165,7 @@ def chameleon_model(
     )
 
 
-def arrange_codes(drafter: EagleDrafter, codes: list[int]) -> None:
-    """Put the drafter's embeddings of codes in order: code c at the first code's token + c."""
-    first, table = min(codes), drafter.embed.weight
-    if codes != sorted(codes):
-        ordered = table.clone()
-        ordered[first : first + len(codes)] = arranged(table, codes)
-        drafter.embed.weight = nn.Parameter(ordered, requires_grad=False)
-
-
-def arranged(table: Tensor, tokens: list[int]) -> Tensor:
-    """The rows of tokens that are in one block; a view where they lie in order, as codes do in published models."""
-    return table[min(tokens) : max(tokens) + 1] if tokens == sorted(tokens) else table[torch.tensor(tokens)]
-
-
-def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[list[int], Mapping[str, int]]:
+def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[range, Mapping[str, int]]:
     """The token of every code, and all tokens by name, the needed ones among them."""
     names = config.get("vocabulary_map")
     if not isinstance(names, dict) or any(type(token) is not int or token < 0 for token in names.values()):
@@ -191,8 +174,8 @@ def _read_vocabulary(config: Config, needed: Sequence[str]) -> tuple[list[int], 
         raise config.error("vocabulary_map", f"lacks {listing(missing)}")
     codes = {name: re.fullmatch("IMGIMG([A-J]+)Z", name) for name in names}
     tokens = {int(code[1].translate(_DIGITS)): names[name] for name, code in codes.items() if code}
-    count, ids = len(tokens), sorted(tokens.values())
-    if count < 2 or ids != list(range(ids[0], ids[0] + count)) or sorted(tokens) != list(range(count)):
-        expected = "those of the codes 0, 1, ... with ids in one block"
+    first, count = tokens.get(0, 0), len(tokens)
+    if count < 2 or any(tokens.get(code) != first + code for code in range(count)):
+        expected = "those of the codes 0, 1, ... with ids in a row"
         raise config.error("vocabulary_map", found=f"{count} image tokens (IMGIMG..Z)", expected=expected)
-    return [tokens[code] for code in range(count)], names
+    return range(first, first + count), names

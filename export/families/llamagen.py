@@ -87,12 +87,6 @@ _ARGUMENTS = {"n_layer", "n_head", "n_kv_head", "dim", "ffn_hidden", "multiple_o
 _ARGUMENTS |= {"norm_eps", "initializer_range", "token_dropout_p", "attn_dropout_p", "resid_dropout_p", "ffn_dropout_p"}
 _ARGUMENTS |= {"drop_path_rate", "num_classes", "caption_dim", "class_dropout_prob", "model_type", "vocab_size"}
 _ARGUMENTS |= {"cls_token_num", "block_size", "max_batch_size", "max_seq_len"}
-_FOREIGN = {  # a name found in checkpoints of another kind, and what they are
-    "quantize.embedding.weight": "a VQ tokenizer",
-    "fc.weight": "an EAGLE drafter",
-    "model.vqmodel.quantize.embedding.weight": "a Chameleon model such as Anole",
-    "model.embed_tokens.weight": "a Hugging Face decoder (Llama, Chameleon or alike)",
-}
 _UNUSED = (".inv_freq", "condition_embeddings")  # written by some versions beside the weights
 
 
@@ -211,7 +205,6 @@ def read_transformer(
     if "codes" not in weights or not {"classes", "captions.uncond"} & weights.keys():
         first = ", ".join(sorted(map(checkpoint.shown, weights))[:3])
         found = f"no class or caption embeddings with tok_embeddings, but {first}"
-        found = next((kind for name, kind in _FOREIGN.items() if name in weights), found)
         raise checkpoint.error(found=found, expected="a LlamaGen transformer")
     codes, code_width = checkpoint.shape("codes")
     values.agree(vocab_size=codes, hidden_size=code_width)

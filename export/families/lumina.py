@@ -53,7 +53,7 @@ def read_lumina(
     tokens = (*PROMPT_TOKENS, _ROW_END, *sides.values())
     model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest, progress)
     names, codes = model.names, model.codes
-    behind = names[_ROW_END] - max(codes)
+    behind = names[_ROW_END] + 1 - codes.stop
     if behind < 1:
         raise refusal(target, _ROW_END, found=f"token {names[_ROW_END]}", expected="one behind the image tokens")
     return chameleon_model(
@@ -65,7 +65,7 @@ def read_lumina(
         family="lumina",
         sampling=_SAMPLING,
         sizes=[lumina_size(high, wide, names) for high, wide in patches],
-        row_end=names[_ROW_END] - min(codes),
+        row_end=names[_ROW_END] - codes.start,
     )
 
 

@@ -208,7 +208,11 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "a grid far too large": (official(block_size=10**60), "grid", "1 to 256"),
     "no grid": (official(block_size=None), "grid", "do not show 16 (256 pixels)"),
     "no heads": (lambda folder: read_transformer(C2I), C2I.name, "do not show the number of heads"),
-    "a VQ tokenizer for a target": (lambda folder: read_transformer(VQ), VQ.name, "a VQ tokenizer"),
+    "a VQ tokenizer for a target": (
+        lambda folder: read_transformer(VQ),
+        VQ.name,
+        "but decoder.conv_blocks.0.attn.0.k.bias",
+    ),
     "a target for a VQ tokenizer": (lambda folder: read_vq(C2I), C2I.name, "has no quantize.embedding.weight"),
     "a missing level": (
         lambda folder: read_vq(edited(folder, VQ, drop("encoder.conv_blocks.4."))),
@@ -310,7 +314,7 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
     "Anole's codes": (
         anole(config=lambda c: [c["vocabulary_map"].pop(n) for n in list(c["vocabulary_map"]) if n == "IMGIMGBZ"]),
         "vocabulary_map",
-        "127 image tokens in one block",
+        "127 image tokens in a row",
     ),
     "Lumina as Anole": (lambda folder: read_anole(LUMINA, VQGAN), "architectures", "with mask_image_logits"),
     "stretched positions": (anole(rope_scaling={"type": "linear"}), "rope_parameters", "'linear' plain"),
