@@ -48,10 +48,6 @@ def official(edit: Any = None, **fields: Any) -> Read:
     )
 
 
-def lantern(edit: Any = None, **fields: Any) -> Read:
-    return lambda folder: read_transformer(copied(LANTERN / "t2i", folder, edit, **fields))
-
-
 def drafter(edit: Any = None, **fields: Any) -> Read:
     return lambda folder: read_llamagen(
         T2I, VQ, drafter=copied(DRAFTER, folder / "drafter", edit, **fields), config=config_of(T2I)
@@ -220,9 +216,6 @@ REFUSALS: dict[str, tuple[Read, str, str]] = {
         "4 encoder and 5 decoder levels",
     ),
     "a VQ tokenizer of other codes": (few_codes, "vq", "100 codes 128"),
-    # LANTERN's layout
-    "LANTERN's condition": (lantern(input_type="video"), "config.json: input_type", "'video' 't2i' or 't2i2'"),
-    "LANTERN's heads": (lantern(num_attention_heads=None), "", "do not show the number of heads num_attention_heads"),
     # Folders of weights
     "missing shards": (
         lambda folder: Checkpoint(
