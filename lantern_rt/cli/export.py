@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from ..inputs import require_library
 from .console import print_text, progress, say
 from .memory import PeakMemory
 from .options import ForceOption
-
-if TYPE_CHECKING:
-    from ..export.writer import Model
 
 EXAMPLES = r"""
 lantern-rt export --target c2i_B_256.pt --vq vq_ds16_c2i.pt --grid 16 --output bundles/llamagen-b
@@ -97,7 +94,6 @@ def export(
     start = time.perf_counter()
     with PeakMemory() as peak, progress() as show:
         model = read_family(family, options, show)
-        say(_summary(model))
         export_model(model, output, precisions=precisions, force=force, progress=show)
     size = sum(file.stat().st_size for file in output.iterdir())
     memory = "" if peak.bytes is None else f", at most {peak.bytes / 1e9:.2f} GB of memory besides mapped files"
@@ -105,25 +101,3 @@ def export(
     say(f"wrote {amount} in {time.perf_counter() - start:.0f} s{memory}")
     say(f"quality: strict; for balanced and fast, run `lantern-rt eval {output} --write-presets`")
     print_text(output)
-
-
-def _summary(model: Model) -> str:
-    """What the checkpoints hold, as a line."""
-    fields = model.fields
-    target, drafter, condition = fields["target"], fields["drafter"], fields["condition"]
-    prompt = f"texts of up to {condition.prefix} tokens"
-    if condition.kind == "class":
-        prompt = f"{condition.classes} classes"
-    elif condition.kind == "embeddings":
-        prompt = f"embeddings of texts, up to {condition.prefix} x {condition.caption_dim}"
-    parts = [
-        f"{fields['family']}: {target.num_layers} layers",
-        f"hidden size {target.hidden_size}",
-        f"{target.hidden_size // target.head_dim} heads",
-        f"grid {fields['grid_rows']} x {fields['grid_columns']}",
-        f"{fields['image_width']} x {fields['image_height']} pixels",
-        f"vocabulary {target.vocab_size}",
-        f"condition: {prompt}",
-        f"drafter: {drafter.num_layers} layers" if drafter else "no drafter",
-    ]
-    return ", ".join(parts)

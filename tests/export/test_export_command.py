@@ -15,7 +15,7 @@ from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.registry import check_family
 
 
-def test_an_export_says_what_it_took_and_how_to_get_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_says_what_it_wrote_and_how_to_get_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "b"
     files = ["--target", C2I, "--vq", VQ, "--config", config_of(C2I), "--output", bundle]
     command = ["export", *map(str, files)]
@@ -24,8 +24,6 @@ def test_an_export_says_what_it_took_and_how_to_get_presets(tmp_path: Path, caps
     manifest = open_bundle(bundle).manifest
     assert (manifest.target.dtype, manifest.target.precision, manifest.presets) == ("float16", "fp16", {})
     assert out.strip() == str(bundle)
-    sizes = "llamagen: 3 layers, hidden size 64, 4 heads, grid 4 x 4, 64 x 64 pixels, vocabulary 128, "
-    assert f"{sizes}condition: 10 classes, no drafter" in err.splitlines()
     assert "writing target.onnx" in err
     assert "GB of memory besides mapped files" in err
     assert any(line.startswith("wrote ") and " MB in " in line for line in err.splitlines())
