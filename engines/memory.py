@@ -41,7 +41,7 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     path = bundle.path(role)
     try:
         weights = float_weights(path)
-        if not 0 <= weights < MOST_WEIGHTS:
+        if weights >= MOST_WEIGHTS:
             raise ValueError("more weights than any file holds")
     except (ValueError, OSError) as error:
         raise BundleError(

@@ -131,6 +131,15 @@ def test_outputs_stay_as_they_are_when_their_cache_has_gone(target: OrtDeviceEng
     np.testing.assert_array_equal(output.hidden[:, :2], before)
 
 
+def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
+    cache = holding(target, 0, [[0]], 200)
+    bound = cache.lease.slab.bound
+    for nodes, kept in ((64, 1), (65, 0)):
+        before = len(bound)
+        target.run(causal(target, cache, [[1] * nodes]), cache)
+        assert len(bound) - before == kept
+
+
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:
     def draw(first: int) -> list[Floats]:
         found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from lantern_rt import Pipeline, open_bundle
+from lantern_rt.bundle.onnx_scan import graph_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.memory import check_products, weight_bytes
 from lantern_rt.engines.profiles import BuildOptions
@@ -44,6 +46,13 @@ def test_weights_in_memory_are_those_of_the_file(t2i_products_bundle: Path) -> N
     bundle = open_bundle(t2i_products_bundle)
     stored = sum(entry.bytes for role, entry in bundle.manifest.files.items() if role in ("target", "target.data"))
     assert weight_bytes(bundle, "target") == stored
+
+
+def test_float_weights_in_memory_are_float32_however_they_are_stored() -> None:
+    bundle = open_bundle("scenes")
+    stored = graph_weights(bundle.path("target")).values()
+    assert {weight.dtype for weight in stored} >= {"float16", "float32"}
+    assert weight_bytes(bundle, "target") == 4 * sum(prod(weight.shape) for weight in stored if weight.dtype)
 
 
 def test_only_cpus_run_it(t2i_products_bundle: Path, tmp_path: Path) -> None:

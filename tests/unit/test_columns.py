@@ -149,6 +149,7 @@ def test_a_row_with_little_room_left_shares_passes_with_rows_of_many_nodes() -> 
     feeds = cache.encode(Pass(np.zeros((2, 16), np.int64), mask), 16)
     assert feeds["write"][0, :, 1].tolist() == [*range(120, 127), *[127] * 9]
     assert feeds["write"][1, :, 1].tolist() == [*range(16)]
+    assert feeds["columns"].shape == (2, WORD)  # what all nodes of a row see is not listed
     with pytest.raises(ValueError, match="a node that only filled up its row"):
         cache.append(cache.written, [np.array([7]), np.array([0])])
     cache.append(cache.written, [np.arange(7), np.array([0, 15])])
@@ -165,3 +166,8 @@ def test_what_another_pass_wrote_is_refused() -> None:
     with pytest.raises(ValueError, match="a pass that was not the last one on this cache"):
         columns.cache.append(earlier, nothing)
     columns.cache.append(columns.cache.written, nothing)
+
+
+def test_passes_are_filled_up_to_few_numbers_of_nodes() -> None:
+    """Never to one: plans take two at the least."""
+    assert [node_count(nodes) for nodes in (1, 2, 3, 33, 64, 65, 129)] == [2, 2, 4, 64, 64, 128, 192]
