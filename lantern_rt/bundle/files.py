@@ -153,7 +153,7 @@ def _read_manifest_text(folder: Path) -> bytes:
 
 def _parse_manifest(path: Path, text: bytes) -> Manifest:
     with _expecting(path, "JSON"):
-        data = json.loads(text.decode("utf-8"), parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
+        data = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not re.fullmatch(r"[0-9]{1,4}\.[0-9]{1,4}", version):
         expected = f"a version such as {FORMAT_VERSION}"
@@ -245,13 +245,6 @@ def _refusal(path: Path, found: str, expected: str) -> BundleError:
 
 def _expecting(path: Path, what: str) -> AbstractContextManager[None]:
     return reading(path, what, BundleError, _AGAIN)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} where a finite number belongs")
-    return number
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,9 +38,9 @@ def file_sha256(path: Path, counted: Callable[[int], None] = lambda size: None) 
 
 
 class Part(BaseModel):
-    """Base of all manifest parts: immutable, no unknown fields."""
+    """Base of all manifest parts: immutable, no unknown fields, finite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class FileEntry(Part):
