@@ -116,21 +116,17 @@ class Pipeline:
         Raises: BundleError, EngineError: a graph or table is damaged. RequestError: the pipeline was closed.
         """
         self.engines.load_all()
-        if self.bundle.manifest.neighbors:
+        manifest = self.bundle.manifest
+        if manifest.neighbors:
             _ = self.bundle.neighbors
-        self._run_decoders()
-        _LOG.info("warmed up bundle %s", self.bundle.manifest.name)
-
-    def _run_decoders(self) -> None:
-        """A few tokens of an image without a prompt, by the drafter if there is one."""
-        manifest, engines = self.bundle.manifest, self.engines
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
         method = Eagle(tree="chain-3") if manifest.drafter else Ar()
-        model = self.model(engines, [method])
+        model = self.model(self.engines, [method])
         sampling = Sampling(cfg_scale=2.0)
         for _ in islice(decode(model, [Prompt(row, row)], [0], sampling, method), WARM_UP_STEPS):
-            pass
+            pass  # a few tokens of an image without a prompt
+        _LOG.info("warmed up bundle %s", manifest.name)
 
     @property
     def engines(self) -> Engines:
@@ -282,7 +278,8 @@ class Pipeline:
 
     def model(self, engines: Engines, methods: Sequence[MethodConfig], size: str | None = None) -> Model:
         """What the runtime needs to draw pictures of a size, by default the bundle's, by these methods."""
-        manifest, own = self.bundle.manifest, {one.name for one in fields(DrafterLayout)}
+        manifest = self.bundle.manifest
+        own = {one.name for one in fields(DrafterLayout)}
         layout = manifest.drafter.model_dump(include=own) if manifest.drafter else {}
         grid = manifest.size(size)
         neighbors = any(isinstance(method, Relaxed) and method.neighbors for method in methods)

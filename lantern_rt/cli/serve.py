@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +18,6 @@ from .console import say
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
 
 if TYPE_CHECKING:
-    from ..asynchronous import AsyncPipeline
     from ..bundle.files import Bundle
 
 EXAMPLES = """
@@ -72,6 +72,7 @@ def serve(
     """
     for library in LIBRARIES:
         require_library(library, "lantern-rt serve", "serve")
+    from ..asynchronous import AsyncPipeline
     from ..serve.server import Server
     from ..serve.state import Limits, read_keys
 
@@ -81,7 +82,8 @@ def serve(
     keys = [] if api_key_file is None else read_keys(api_key_file)
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
-    models = [_loader(bundle, options, batch, waiting) for bundle in opened]
+    limits: dict[str, Any] = {"together": batch, "waiting": waiting, "picture_threads": 1, **asdict(options)}
+    models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
     server = Server(models, host, port, Limits(deadline=deadline, keys=keys), cors or ())
     names = ", ".join(bundle.manifest.name for bundle in opened)
     say(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
@@ -107,17 +109,6 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
             check_memory(bundle, resolve_settings(bundle.manifest, {"method": "auto"}))
         by_name[bundle.manifest.name] = bundle
     return list(by_name.values())
-
-
-def _loader(
-    bundle: Bundle, options: EngineOptions, batch: int | None, waiting: int
-) -> Callable[[], Awaitable[AsyncPipeline]]:
-    from ..asynchronous import AsyncPipeline
-
-    engine_options = asdict(options)
-    return lambda: AsyncPipeline.from_bundle(
-        bundle, together=batch, waiting=waiting, picture_threads=1, **engine_options
-    )
 
 
 @contextmanager
