@@ -1,4 +1,5 @@
-"""The one thing that pyproject.toml cannot say: a package index has no files beside README, so its links get a host."""
+"""What pyproject.toml cannot say: a package index has no files beside README, so that its links need a host; and an
+editable install is by links instead of an import hook, which type checkers and editors do not follow."""
 
 import re
 import tomllib
@@ -16,4 +17,8 @@ def absolute(link: re.Match[str]) -> str:
 
 
 readme = re.sub(r"\]\((?!\w+:)([^)]+)\)", absolute, Path("README.md").read_text("utf-8"))
-setup(long_description=readme, long_description_content_type="text/markdown")
+setup(
+    long_description=readme,
+    long_description_content_type="text/markdown",
+    options={"editable_wheel": {"mode": "strict"}},
+)

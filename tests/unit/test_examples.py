@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -55,6 +56,19 @@ def test_the_notebook_is_valid_and_its_cells_run(tmp_path: Path, monkeypatch: py
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
     manifest = names["pipe"].bundle.manifest
     assert names["result"].images[0].size == (manifest.image_width, manifest.image_height)
+
+
+def test_the_prompts_of_published_tables_are_the_longest_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/reproduce.md").read_text("utf-8"), re.M | re.S)
+    captions = [(1, "a cat"), (2, "a dog"), (1, "a cat\nwith a hat "), (2, "dog")]
+    entries = [{"image_id": image, "caption": caption} for image, caption in captions]
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/captions_val2017.json").write_text(json.dumps({"annotations": entries}))
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert Path("captions.txt").read_text().splitlines() == ["a cat with a hat", "a dog"]
 
 
 # ---------------------------------------------------------------- the service
