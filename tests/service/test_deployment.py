@@ -138,7 +138,7 @@ def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     sent = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text("utf-8").split() if line[0] == "!"}
     folders = {folder.split("/")[0] for folder in project["tool"]["setuptools"]["package-dir"].values()}
-    assert sent == folders | {"pyproject.toml", "constraints.txt", "LICENSE", "NOTICE", project["project"]["readme"]}
+    assert sent == folders | {"pyproject.toml", "setup.py", "constraints.txt", "LICENSE", "NOTICE", "README.md"}
     assert all((ROOT / name).exists() for name in sent)
     (wheel, *_), (user, *_) = instructions("RUN"), instructions("RUN")[1:]
     (extras,) = re.findall(r"\.whl\)\[([a-z,]+)\]", wheel)
