@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json import dumps
@@ -117,11 +118,15 @@ class Progress:
 
 
 def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str, str]:
-    """What draws an image again, as its `info` and PNG files hold it; embeddings are not recorded."""
+    """What draws an image again, as its `info` and PNG files hold it; of embeddings only the hash."""
     kind = "prompt" if isinstance(image.label, str) else "class_id"
+    subject = {kind: str(image.label)}
+    if image.label is None:
+        values = b"".join(value.tobytes() for value in image.inputs.values())
+        subject = {"embedding": hashlib.sha256(values).hexdigest()}
     return {
         "Software": f"lantern-rt {__version__}",
-        **({} if image.label is None else {kind: str(image.label)}),
+        **subject,
         "seed": str(image.seed),
         "method": settings.method.method,
         "noise": FORMAT,

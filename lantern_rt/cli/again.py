@@ -14,10 +14,13 @@ from ..inputs import short
 from ..methods import PARAMETERS, Auto, MethodConfig
 from ..output.recipe import CURE, Recipe, read_recipe
 from ..prompts import bundle_tokenizer
-from ..requests import SAMPLING, Request, check_request
+from ..requests import SAMPLING, Request, Settings, check_request, resolve_settings
+from ..results import record
 
 if TYPE_CHECKING:
     from .options import EngineOptions
+
+_IMAGE = {"prompt", "class_id", "embedding", "seed"}  # what a recipe says of its image besides settings
 
 
 def read_again(
@@ -50,6 +53,18 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     Raises:
         BundleError: it is another bundle. RequestError: the bundle refuses the recipe, or understands it differently.
     """
+    settings = _recorded_settings(picture, recipe, bundle)
+    options = {name: getattr(settings.sampling, name) for name in SAMPLING}
+    options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
+    subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    try:
+        return check_request(bundle.manifest, bundle_tokenizer(bundle), **subjects, **options)
+    except RequestError as error:
+        raise RequestError(str(error), field=str(picture)) from error
+
+
+def _recorded_settings(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings:
+    """The settings of a recipe, as its bundle understands them; raises as `recorded_request` does."""
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
             field=str(picture),
@@ -58,37 +73,39 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
             remedy="give that one before --from",
         )
     names = ("method", "size", *SAMPLING, *PARAMETERS)  # without settings that are unknown or always the bundle's
-    options = {name: recipe.settings[name] for name in names if name in recipe.settings}
-    subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    recorded = recipe.settings
     try:
-        request = check_request(bundle.manifest, bundle_tokenizer(bundle), **subjects, seed=recipe.seed, **options)
+        settings = resolve_settings(bundle.manifest, {name: recorded[name] for name in names if name in recorded})
     except RequestError as error:
         raise RequestError(str(error), field=str(picture)) from error
-    recorded = recipe.settings
-    own = request.settings.as_dict()
+    own = settings.as_dict()
     for name in sorted(recorded.keys() | own.keys()):
         if name not in recorded or name not in own or recorded[name] != own[name]:
             found, expected = (short(side[name]) if name in side else "nothing" for side in (recorded, own))
             field = f"{picture}: settings: {short(name)}"
             raise RequestError(field=field, found=found, expected=expected, remedy=CURE)
-    return request
+    return settings
 
 
 def same_picture(path: Path, bundle: Bundle, request: Request, scale: int) -> bool:
     """Whether a file already holds the picture, enlarged so many times, of this request of one image."""
     try:
-        recorded = recorded_request(path, read_recipe(path), bundle)
-        with Image.open(path) as image:
-            size = image.size
+        recipe = read_recipe(path)
+        old = _recorded_settings(path, recipe, bundle)
+        with Image.open(path) as file:
+            size = file.size
     except (LanternError, OSError):
         return False
-    width, height = bundle.manifest.pixels(bundle.manifest.size(request.settings.size))
-    (old,), (new,) = recorded.images, request.images
+    (image,) = request.images
+    settings = request.settings
+    width, height = bundle.manifest.pixels(bundle.manifest.size(settings.size))
+    recorded = recipe.model_dump(include=_IMAGE, exclude_none=True)
+    own = {name: text for name, text in record(bundle, settings, image).items() if name in _IMAGE}
     return (
         size == (scale * width, scale * height)
-        and (old.label, old.seed) == (new.label, new.seed)
-        and (recorded.settings.sampling, recorded.settings.size) == (request.settings.sampling, request.settings.size)
-        and _same_method(recorded.settings.method, request.settings.method, bundle)
+        and {name: str(value) for name, value in recorded.items()} == own
+        and (old.sampling, old.size) == (settings.sampling, settings.size)
+        and _same_method(old.method, settings.method, bundle)
     )
 
 

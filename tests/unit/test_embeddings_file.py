@@ -34,6 +34,12 @@ def test_embeddings_of_a_file_are_drawn_as_from_python(program: Any, embeddings_
     pipeline = Pipeline.from_bundle(embeddings_bundle, threads=1)
     result = pipeline(embeddings=(arrays["embeddings"], arrays["mask"]), seed=4, num_images=2)
     assert [one["codes"] for one in images] == [codes.tolist() for codes in result.codes]
+    again = ("--embeddings", "Two Texts.npz", "--count", 2, "--threads", 1)
+    out = program("run", embeddings_bundle, *again, "--seed", 4)[1]
+    assert out.splitlines() == [one["output"] for one in images]  # they are there
+    np.savez("Two Texts.npz", **{**arrays, "embeddings": -arrays["embeddings"]})
+    out = program("run", embeddings_bundle, *again, "--seed", 5)[1]
+    assert out.splitlines()[0] == "two-texts-0-seed5-2.png"
     code, _, err = program("run", embeddings_bundle, "--from", images[0]["output"])
     assert (code, err.count("\n")) == (2, 1)
 
