@@ -50,7 +50,7 @@ WIDE_COLUMNS = {
 
 
 def bench(
-    bundle: BundleArgument,
+    bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
     count: Annotated[int, typer.Option(help="Images of every method; there are three turns at least.")] = 8,
     batch: Annotated[int, typer.Option(help="Images decoded together.")] = 1,

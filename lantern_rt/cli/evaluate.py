@@ -49,7 +49,7 @@ _RESULT, _KIND = "eval.json", "folder of an evaluation"
 
 
 def evaluate(
-    bundle: BundleArgument,
+    bundle: BundleArgument = "scenes",
     method: MethodsOption = None,
     prompts: PromptsOption = None,
     count: Annotated[

@@ -31,7 +31,7 @@ _COLUMNS = {"quality": "{quality}", "fastest method": "{method}", "speed-up": "{
 
 
 def tune(
-    bundle: BundleArgument,
+    bundle: BundleArgument = "scenes",
     batch: Annotated[int, typer.Option(help="Images decoded together, as in later use.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="For requests of temperature 0.")] = False,
     prompts: PromptsOption = None,
