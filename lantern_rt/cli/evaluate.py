@@ -13,7 +13,6 @@ import typer
 from ..bundle.files import Bundle
 from ..bundle.manifest import Preset
 from ..bundle.presets import write_presets as write_into_bundle
-from ..compare.evaluate import ImageSet
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets
@@ -44,7 +43,6 @@ lantern-rt eval scenes --method sjd:lambda=2 --method lantern++:lambda=3:tree=ch
 lantern-rt eval bundles/t2i --prompts captions.txt --features inception/model.onnx --agreement clip/model.onnx
 lantern-rt eval bundles/t2i --prompts captions.txt --agreement clip/model.onnx --write-presets
 """
-BATCH = 8  # images decoded together
 _RESULT, _KIND = "eval.json", "folder of an evaluation"
 
 
@@ -106,7 +104,6 @@ def evaluate(
     methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)
     drawn = read_bundle_prompts(opened, prompts, count)
     seeds = -(-(count or 1) // len(drawn.items))
-    images = ImageSet(drawn, seeds, BATCH)
     feature_graph: Features | None = None
     agreement_graph: Agreement | None = None
     if features is not None:
@@ -127,7 +124,7 @@ def evaluate(
             real = folder_features(feature_graph, reference, size, show)
     pipeline = options.load(opened)
     with progress() as show:
-        report, pictures = run_evaluation(pipeline, images, methods, show, feature_graph, agreement_graph, real)
+        report, pictures = run_evaluation(pipeline, drawn, seeds, methods, show, feature_graph, agreement_graph, real)
     facts = _facts(pipeline)
     facts["reference"] = "ar, other seeds" if real is None else f"{reference}, {len(real)} images"
     with folder_or_nothing(output, False, _RESULT, _KIND) as folder:

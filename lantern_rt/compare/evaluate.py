@@ -9,8 +9,7 @@ nothing to measure but the passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,32 +26,15 @@ from .turns import MethodRun, Prompts, Run, scored, take_turns
 MIN_PROMPTS = 2
 ENOUGH_PROMPTS = 30
 IMAGES_PER_FEATURE = 10
+BATCH = 8  # images decoded together
 REFERENCE = "ar, other seeds"
 _WIDE, _RESAMPLES_WIDE = 256, 200  # features, or images if fewer, from which on a Frechet distance takes a while
 
 
-@dataclass(frozen=True)
-class ImageSet:
-    """Which images are drawn: every prompt with `seeds` seeds, `batch` at a time; image n has seed first_seed + n."""
-
-    prompts: Prompts
-    seeds: int
-    batch: int
-    first_seed: int = 0
-
-    @property
-    def count(self) -> int:
-        """How many images a method draws."""
-        return len(self.prompts.items) * self.seeds
-
-    def requests(self) -> Iterator[dict[str, Any]]:
-        """Arguments of pipeline calls that draw them, prompt by prompt."""
-        return self.prompts.requests(self.batch, self.seeds, self.first_seed)
-
-
 def evaluate(
     pipeline: Pipeline,
-    images: ImageSet,
+    prompts: Prompts,
+    seeds: int,
     methods: Sequence[MethodRun],
     show: Progress,
     features: Features | None = None,
@@ -63,7 +45,8 @@ def evaluate(
 
     Args:
         pipeline: that draws.
-        images: which.
+        prompts: to draw; image n of all has seed n, whatever the method.
+        seeds: images of a prompt.
         methods: plain decoding first.
         show: takes progress.
         features: None leaves figures of sets of images out.
@@ -77,7 +60,8 @@ def evaluate(
     Raises:
         RequestError: too few prompts, or a graph fails.
     """
-    labels = images.prompts.labels
+    labels = prompts.labels
+    count = len(labels) * seeds
     manifest = pipeline.bundle.manifest
     if len(labels) < MIN_PROMPTS:
         raise RequestError(field="prompts", found=str(len(labels)), expected=f"at least {MIN_PROMPTS} to compare")
@@ -86,36 +70,36 @@ def evaluate(
         features([nothing])
     if agreement is not None:
         agreement([nothing], [max(labels, key=len)])
-    turns = list(take_turns(pipeline, methods, images.requests(), score=False, show=show, total=images.count))
+    turns = list(take_turns(pipeline, methods, prompts.requests(BATCH, seeds, 0), score=False, show=show, total=count))
     runs = {method.label: list(own) for method, own in zip(methods, zip(*turns, strict=True), strict=True)}
     plain, *_ = runs.values()
     compared = {label: own for label, own in runs.items() if own is plain or not same_codes(own, plain)}
     for number, (label, own) in enumerate(compared.items()):
         show("likelihoods", number, len(compared))
-        compared[label] = [scored(pipeline, one, request) for one, request in zip(own, images.requests(), strict=True)]
+        requests = prompts.requests(BATCH, seeds, 0)
+        compared[label] = [scored(pipeline, one, request) for one, request in zip(own, requests, strict=True)]
     drawn = {label: [image for one in own for image in one.images] for label, own in compared.items()}
-    figures = _single_figures(list(compared.values()), images.seeds)
+    figures = _single_figures(list(compared.values()), seeds)
     if agreement is not None:
-        figures["agreement"] = _agreement_figure(agreement, images, drawn, show)
+        figures["agreement"] = _agreement_figure(agreement, labels, seeds, drawn, show)
     if features is not None:
         sets: list[Floats] = []
         for own_images in drawn.values():
             show("features", len(sets), len(drawn))
             sets.append(features(own_images))
         if real is None:
-            drawn[REFERENCE] = _draw_reference(pipeline, methods[0], images, show)
-            figures["frechet"] = frechet_figure(sets, features(drawn[REFERENCE]), images.seeds, show)
+            drawn[REFERENCE] = _draw_reference(pipeline, methods[0], prompts, seeds, show)
+            figures["frechet"] = frechet_figure(sets, features(drawn[REFERENCE]), seeds, show)
         else:
-            figures["frechet"] = frechet_figure(sets, real, images.seeds, show, paired=False)
+            figures["frechet"] = frechet_figure(sets, real, seeds, show, paired=False)
     columns = {label: {name: figure[i] for name, figure in figures.items()} for i, label in enumerate(compared)}
     report = {
         "prompts": labels,
-        "seeds_per_prompt": images.seeds,
-        "first_seed": images.first_seed,
-        "images_per_method": images.count,
+        "seeds_per_prompt": seeds,
+        "images_per_method": count,
         "features": None if features is None else {**features.facts, "num_features": sets[-1].shape[1]},
         "agreement": None if agreement is None else agreement.facts,
-        "notes": _notes(images, None if features is None else sets[-1].shape[1], compared),
+        "notes": _notes(len(labels), count, None if features is None else sets[-1].shape[1], compared),
         "methods": [
             {
                 "method": label,
@@ -133,14 +117,15 @@ def evaluate(
     return report, drawn
 
 
-def _draw_reference(pipeline: Pipeline, plain: MethodRun, images: ImageSet, show: Progress) -> list[Image]:
+def _draw_reference(pipeline: Pipeline, plain: MethodRun, prompts: Prompts, seeds: int, show: Progress) -> list[Image]:
     """Plain decoding's images of the same prompts with further seeds."""
-    others = replace(images, first_seed=images.first_seed + images.count)
+    count = len(prompts.items) * seeds
 
     def show_reference(_: str, done: int, total: int) -> None:
         show(f"images of {REFERENCE}", done, total)
 
-    turns = take_turns(pipeline, [plain], others.requests(), score=False, show=show_reference, total=images.count)
+    others = prompts.requests(BATCH, seeds, first_seed=count)
+    turns = take_turns(pipeline, [plain], others, score=False, show=show_reference, total=count)
     return [image for (own,) in turns for image in own.images]
 
 
@@ -161,15 +146,15 @@ def _tokens_per_pass(runs: Sequence[Run]) -> list[float]:
 
 
 def _agreement_figure(
-    agreement: Agreement, images: ImageSet, drawn: Mapping[str, Sequence[Image]], show: Progress
+    agreement: Agreement, labels: Sequence[str], seeds: int, drawn: Mapping[str, Sequence[Image]], show: Progress
 ) -> Figure:
     """Agreement of every method's images with their prompts; drawn: images by label."""
-    prompts = [prompt for prompt in images.prompts.labels for _ in range(images.seeds)]
+    prompts = [label for label in labels for _ in range(seeds)]
     values: list[Floats] = []
     for own_images in drawn.values():
         show("prompt agreement", len(values), len(drawn))
         values.append(agreement(own_images, prompts))
-    return estimate_mean(values, images.seeds)
+    return estimate_mean(values, seeds)
 
 
 def _single_figures(methods: Sequence[Sequence[Run]], seeds: int) -> dict[str, Figure]:
@@ -215,23 +200,23 @@ def frechet_figure(
     return estimate(distances, len(by_prompt), resamples, moved=True)
 
 
-def _notes(images: ImageSet, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:
+def _notes(prompts: int, images: int, width: int | None, compared: Mapping[str, Sequence[Run]]) -> list[str]:
     """What limits the figures.
 
     Args:
-        images: that were drawn.
+        prompts: that were drawn.
+        images: of a method.
         width: features of an image; None without features.
         compared: runs by label.
     """
     notes = []
-    prompts = len(images.prompts.items)
     if prompts < ENOUGH_PROMPTS:
         notes.append(f"{prompts} prompts: intervals of fewer than {ENOUGH_PROMPTS} are too narrow.")
     if width is None:
         notes.append("No Frechet distance: the bundle has no vq_encoder and --features was not given.")
-    elif images.count < IMAGES_PER_FEATURE * width:
+    elif images < IMAGES_PER_FEATURE * width:
         notes.append(
-            f"{images.count} images for {width} features, expected at least {IMAGES_PER_FEATURE * width}: ar's own "
+            f"{images} images for {width} features, expected at least {IMAGES_PER_FEATURE * width}: ar's own "
             "Frechet distance is mostly an effect of so few, and small differences drown in it."
         )
     notes += [

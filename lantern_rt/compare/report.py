@@ -114,7 +114,7 @@ def _grid(report: Mapping[str, Any], images: Mapping[str, list[Image]]) -> str:
     for i in range(0, count, max(1, count // GRID_IMAGES))[:GRID_IMAGES]:
         prompt = report["prompts"][i // report["seeds_per_prompt"]]
         embedded = (_embedded(own[i]) for own in images.values())
-        rows.append((f"{escape(prompt)}<br>seed {report['first_seed'] + i}", *embedded))
+        rows.append((f"{escape(prompt)}<br>seed {i}", *embedded))
     return html_table(rows, [escape(label) for label in ("prompt", *images)])
 
 
