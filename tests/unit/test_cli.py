@@ -241,11 +241,16 @@ def test_export_without_torch_names_what_to_install(program: Any, monkeypatch: p
     assert (code, "pip install 'lantern-rt[cpu,export]'" in err) == (2, True)
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
-def test_every_help_shows_examples_within_80_columns(command: list[str]) -> None:
+STEPS = [["train-drafter", step] for step in ("data", "fit")]
+OTHER_WORDS = r"--(num-images|images|together)\b|come again|given away|\bcodes\b|forward pass"  # count, batch, tokens
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), *STEPS])
+def test_every_help_shows_examples_within_80_columns_in_the_words_of_the_glossary(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80"})
     assert [line for line in result.output.splitlines() if len(line) > 80 and "'{" not in line] == []
     assert result.exit_code == 0
+    assert re.search(OTHER_WORDS, result.output, re.IGNORECASE) is None
     assert f"  lantern-rt {' '.join(command)}" in result.output.partition("Examples:\n")[2]
 
 

@@ -57,7 +57,9 @@ def test_full_and_closed_streams_are_no_tracebacks(
     assert "Traceback" not in done[2]
 
 
-def test_ctrl_c_exits_with_130_and_keeps_finished_images(tmp_path: Path) -> None:
+def test_ctrl_c_exits_with_130_and_keeps_finished_images_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle = make_tiny_bundle(tmp_path / "slow", grid=16)
     command = ["run", str(bundle), "red", "--threads", "1", "--method", "ar", "--count", "1000"]
     process = subprocess.Popen(
@@ -74,6 +76,9 @@ def test_ctrl_c_exits_with_130_and_keeps_finished_images(tmp_path: Path) -> None
     assert len(finished) < 1000
     assert all(path.read_bytes().endswith(b"IEND\xaeB`\x82") for path in finished)
     assert [*tmp_path.glob(".*/*")] == []
+    monkeypatch.chdir(tmp_path)
+    assert run_program([*command[:-1], "2"]) == 0
+    assert "of 2 images are there already" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_refused_for_a_trace_and_leaves_no_part_of_it(
