@@ -15,7 +15,9 @@ from lantern_rt.export.families.lumina import read_lumina
 from lantern_rt.export.registry import check_family
 
 
-def test_an_export_says_what_it_wrote_and_how_to_get_presets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_says_what_it_wrote_and_how_to_get_presets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bundle = tmp_path / "b"
     files = ["--target", C2I, "--vq", VQ, "--config", config_of(C2I), "--output", bundle]
     command = ["export", *map(str, files)]
