@@ -8,6 +8,7 @@ and codes through the image decoder, one at a time: neither memory nor a single 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -47,7 +48,8 @@ WARM_UP_STEPS = 3
 class Pipeline:
     """Generates images from one bundle. Make one with `Pipeline.from_bundle`; several threads may use it.
 
-    Close it with `close`, or use it as `with Pipeline.from_bundle(...) as pipe:`.
+    Close it with `close`, or use it as `with Pipeline.from_bundle(...) as pipe:`. Threads do not survive a fork, nor
+    does a GPU: a process that was forked after loading is refused, and opens a pipeline of its own.
     """
 
     def __init__(self, bundle: Bundle, engines: Engines) -> None:
@@ -55,6 +57,7 @@ class Pipeline:
         self._tokenizer = bundle_tokenizer(bundle)
         self._loaded: tuple[Engines, Chooser] | None = (engines, Chooser(bundle, engines))
         self._free = available_memory() if engines.on_cpu else None
+        self._process = os.getpid()
 
     @classmethod
     def from_bundle(
@@ -141,6 +144,9 @@ class Pipeline:
     def _open(self) -> tuple[Engines, Chooser]:
         if self._loaded is None:
             raise RequestError("closed", field="pipeline", remedy="call Pipeline.from_bundle again")
+        if os.getpid() != self._process:
+            remedy = "call Pipeline.from_bundle in every process, or start them by `spawn`"
+            raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
         return self._loaded
 
     def __call__(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:

@@ -157,6 +157,7 @@ class Service:
             RequestError: as a call of the pipeline does; or the service was closed.
             BusyError: too many wait.
         """
+        _ = self.pipeline.engines  # refused in a forked process, where nobody would draw
         request = self.pipeline.check(prompts, **options)
         self.pipeline.check_room(request)
         images = len(request.images)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -171,3 +174,29 @@ def test_nan_weights_of_the_target_are_an_error_not_a_picture(tmp_path: Path) ->
     for options in ({"method": "ar"}, {"method": "eagle"}, {"temperature": 0}):
         with pytest.raises(EngineError, match="NaN"):
             pipe("red cube", **options)
+
+
+FORKED = """
+import os, sys
+from lantern_rt import Pipeline, RequestError
+from lantern_rt.service import Service
+pipe = Pipeline.from_bundle(sys.argv[1], threads=2)
+pipe("red cube")
+service = Service(pipe)
+if os.fork() == 0:
+    for draw in (lambda: pipe("red cube"), lambda: service.submit(print, "red cube")):
+        try:
+            draw()
+        except RequestError as error:
+            print(error.field, error.problem, flush=True)
+    print(len(Pipeline.from_bundle(sys.argv[1], threads=2)("red cube").images), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_process_that_was_forked_is_refused_and_opens_a_pipeline_of_its_own(words_bundle: Path) -> None:
+    program = [sys.executable, "-c", FORKED, str(words_bundle)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.splitlines() == 2 * ["pipeline loaded before this process was forked"] + ["1"]
