@@ -48,11 +48,11 @@ TESTS = {
     "engines/device_graph.py": "onnxruntime/device_graph onnxruntime/device_engine",
     "engines/engine_folder.py": "unit/engine_folder unit/hostile_files",
     "engines/kv_cache.py": "unit/kv_cache onnxruntime/caches_side_by_side onnxruntime/engine",
-    "engines/loader.py": "onnxruntime/loader unit/pipeline unit/embedding",
+    "engines/loader.py": "onnxruntime/loader unit/pipeline unit/embedding onnxruntime/tensorrt_bundles",
     "engines/sampling_head.py": "onnxruntime/device_sampling",
     "engines/ort/device.py": "onnxruntime/device_sampling onnxruntime/device_engine",
     "engines/ort/engine.py": "onnxruntime/engine onnxruntime/device_engine",
-    "engines/ort/slabs.py": "onnxruntime/device_engine",
+    "engines/ort/slabs.py": "onnxruntime/device_engine onnxruntime/tensorrt_engine",
 }
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -113,7 +113,9 @@ def test_every_token_is_the_choice_after_what_the_definition_lets_it_see(
         expected = [told(model, prompt, window, sampling, draw)]
         for drafts in (0, 1, 2, 5):
             assert drawn(model, [prompt], window, [seed], sampling, drafts) == expected
-        assert drawn(replace(model, most_nodes=2), [prompt], window, [seed], sampling, drafts=1) == expected
+        narrow = replace(toy(rows, columns, ends=ends), most_nodes=2)
+        assert drawn(narrow, [prompt], window, [seed], sampling, drafts=1) == expected
+        assert {nodes for _, nodes in narrow.target.passes[1:]} == {2}  # type: ignore[attr-defined]
 
 
 def test_pictures_are_distributed_as_the_definition_says() -> None:

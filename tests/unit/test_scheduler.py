@@ -179,8 +179,12 @@ def _tokens(model: Model, sampling: Sampling, methods: tuple[MethodConfig, ...],
     scheduler = Scheduler(model)
     request = Request(0, model.raster, prompt(1).rows(sampling), sampling, methods, 1)
     scheduler.submit(request)
+    joining = Request(1, model.raster, prompt(2).rows(sampling), sampling, methods, 2)  # has less to catch up with
     for step in range(1000):
-        request.use(methods[-1] if step < late else methods[0])
+        if step == 20:
+            scheduler.submit(joining)
+        for one in (request, joining):
+            one.use(methods[-1] if step < late else methods[0])
         if not scheduler.step():
             break
     return request.codes[: model.codes]
