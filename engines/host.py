@@ -103,7 +103,7 @@ def available_memory() -> int:
     import psutil
 
     free = [int(psutil.virtual_memory().available)]
-    with suppress(ImportError):  # Windows has no such limits
+    with suppress(ImportError, AttributeError):  # of systems without such limits
         import resource
 
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
