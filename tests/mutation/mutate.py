@@ -48,7 +48,7 @@ TESTS = {
     "engines/device_graph.py": "onnxruntime/device_layouts onnxruntime/device_engine",
     "engines/engine_folder.py": "unit/engine_folder unit/hostile_files",
     "engines/kv_cache.py": "unit/kv_cache onnxruntime/engine onnxruntime/tensorrt_engine",
-    "engines/graph_writer.py": "onnxruntime/device_layouts onnxruntime/engine",
+    "engines/graph_writer.py": "onnxruntime/device_layouts onnxruntime/engine export/t5",
     "engines/host.py": "unit/host unit/large_requests",
     "engines/loader.py": "onnxruntime/loader onnxruntime/tensorrt_bundles unit/pipeline unit/embedding",
     "engines/sampling_head.py": "onnxruntime/device_sampling",
