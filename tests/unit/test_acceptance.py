@@ -112,6 +112,14 @@ def test_a_walk_follows_the_choices_for_as_long_as_they_were_drafted() -> None:
     assert asked == [0, 2, 3], "only visited nodes are asked"
 
 
+def test_a_candidate_that_cannot_have_been_drawn_is_passed_over_but_uses_its_number() -> None:
+    p, q, numbers = np.array([0.0, 0.0, 1.0]), np.array([0.0, 0.0, 1.0]), iter([0.0, 0.5])
+    stream: Any = SimpleNamespace(random=lambda: next(numbers))
+    tree = DraftTree(np.array([0, 1, 2]), np.array([-1, 0, 0]), lambda node: q)
+    accepted = walk(tree, lambda node: p, lambda node: 0, EXACT, lambda node: stream, MANY)
+    assert (accepted.path, accepted.bonus, [*numbers]) == ([0, 2], 0, [])
+
+
 @pytest.mark.parametrize(("missing", "bonus"), [(1, None), (2, None), (3, None), (4, 0)])
 def test_what_lies_past_the_pictures_end_is_neither_accepted_nor_counted(missing: int, bonus: int | None) -> None:
     """A chain of three drafts that are all accepted, by relaxation alone, where there is room."""
