@@ -18,7 +18,7 @@ from .ort.backend import OrtGraphs
 from .ort.providers import DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers
 from .trt.backend import find_backend
 
-# Of a CPU that computes in float32; the embedded model's largest was 6.1e-5 nats (benchmarks/ties.py).
+# Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
 ROUNDING = 1e-4
 _UNLIMITED = 1 << 20
 

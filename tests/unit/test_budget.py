@@ -15,7 +15,7 @@ from lantern_rt.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("runtime", "engines", "export", "lantern_rt", "train")
-LINES = {PRODUCT: 21_300, ("tests",): 21_550, ("benchmarks",): 1_500}
+LINES = {PRODUCT: 21_350, ("tests",): 21_550, ("benchmarks",): 1_500}
 LONGEST_FILE = 400
 WORDS = 13_000
 OPTIONS = 95
