@@ -72,15 +72,16 @@ def test_prompts_are_those_of_a_file_or_of_the_bundle_or_classes_or_embeddings(t
         assert field in (error.value.field, str(error.value).partition(":")[0])
 
 
-@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize("command", ["bench", "tune", "train-drafter data"])
 def test_every_prompt_is_checked_before_anything_is_loaded_with_file_and_line(
     program: Any, words_bundle: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr(Pipeline, "from_bundle", lambda *_, **__: pytest.fail("loaded a graph"))
-    Path("prompts.txt").write_text("red cube\n\ngreen cube\na purple cube\n")
-    code, out, err = program(command, words_bundle, "--prompts", "prompts.txt")
+    Path("prompts.txt").write_text("red cube\n\ngreen cube\na zebra\n")
+    rest = ["scenes", "--output", "shards"] if command.endswith("data") else [words_bundle]
+    code, out, err = program(*command.split(), *rest, "--prompts", "prompts.txt")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("lantern-rt: prompts.txt:4: found unknown word 'purple'")
+    assert err.startswith("lantern-rt: prompts.txt:4: found unknown word 'zebra'")
 
 
 def test_every_turn_begins_with_another_method_and_likelihoods_wait_for_its_end(
