@@ -61,7 +61,7 @@ def test_filters_agree_with_a_plain_second_opinion(
     if np.abs(np.cumsum(shares) - top_p).min() > 1e-5 and order == "top-p, top-k":  # else rounding decides
         np.testing.assert_allclose(found, expected, atol=1e-6)
     assert found.sum() == pytest.approx(1)
-    assert found.argmax() == logits.argmax()
+    assert logits[found.argmax()] == pytest.approx(logits.max(), abs=1e-6)  # rounding may make two equal
     assert np.count_nonzero(found) <= (top_k or len(logits))
 
 
