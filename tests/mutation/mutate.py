@@ -66,7 +66,8 @@ def mutants(node: ast.AST) -> Iterator[ast.expr]:
     """Every expression below a node in a slightly different form, at its place."""
     for child in ast.iter_child_nodes(node):
         notes = (getattr(node, "annotation", None), getattr(node, "returns", None))
-        if isinstance(child, (ast.Raise, ast.Assert)) or child in notes:  # what errors say, what holds anyway
+        holds = isinstance(child, ast.Assert) or (isinstance(child, ast.keyword) and child.arg == "strict")
+        if holds or isinstance(child, ast.Raise) or child in notes:  # what holds anyway, and what errors say
             continue
         yield from mutants(child)
         changed = _mutated(child)
