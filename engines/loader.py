@@ -37,6 +37,7 @@ class Engines:
         picture_threads: of the VQ decoder, by default as many as the others have.
 
     Raises:
+        BundleError: the graph of the target, the condition or the VQ decoder is damaged.
         EngineError: the plans are of another bundle, version or host, or altered; the same before anything is loaded.
     """
 
