@@ -34,10 +34,11 @@ def slope(samples: list[Held]) -> float:
 
 
 def check_steady(samples: list[Held], passing: int = 0) -> None:
-    """passing: files that another thread may have open at the moment of a sample."""
+    """passing: files that another thread may have open at the moment of a sample, as a race may hold objects then."""
     assert max(one.descriptors for one in samples) - min(one.descriptors for one in samples) <= passing
     assert max(one.threads for one in samples) <= samples[0].threads
-    assert max(one.objects for one in samples) - min(one.objects for one in samples) < 1000
+    earlier, later = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+    assert min(one.objects for one in later) - min(one.objects for one in earlier) < 500
 
 
 @pytest.mark.parametrize(("what", "count"), [("images", 200), ("pipelines", 20), ("service", 200)])
