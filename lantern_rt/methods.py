@@ -240,7 +240,8 @@ class Options(TypedDict, total=False):
     What to draw: `class_ids` or `embeddings`, for bundles that take those instead of prompts; embeddings alone or with
     a mask `(embeddings, mask)`, right-padded, `[tokens, dim]` or `[prompts, tokens, dim]`. Image i of a prompt, of
     `num_images`, is drawn with seed + i, whatever else is in the batch; `seed` may be one number per prompt. `size`:
-    such as `"768x768"`, width x height, where a bundle draws several.
+    such as `"768x768"`, width x height, where a bundle draws several. `negative_prompt`: what guidance leads away
+    from, for all prompts; of bundles that take prompts, and with guidance.
 
     How: `method`, a name such as `"lantern++"`, a method string such as `"sjd:window=5"`, or an object of
     `lantern_rt.methods`; then parameters of methods (`lambda_` is lambda, `quality` that of `auto`), and what shapes
@@ -249,6 +250,7 @@ class Options(TypedDict, total=False):
 
     class_ids: int | Sequence[int] | None
     embeddings: Embeddings | None
+    negative_prompt: str | None
     seed: int | Sequence[int]
     num_images: int
     method: str | MethodConfig | None

@@ -269,10 +269,13 @@ class Pipeline:
         )
 
     def prefixes(self, engines: Engines, images: Sequence[ImageRequest]) -> Iterator[Prompt]:
-        """Prefix rows of every image in turn; those of one prompt are computed once."""
+        """Prefix rows of every image of a request in turn; those of one prompt are computed once."""
+        negative = images[0].negative
+        instead = None if negative is None else engines.condition(negative.inputs)[0]
         for _, same in groupby(images, lambda one: id(one.inputs)):
             image, *others = same
             cond, uncond = engines.condition(image.inputs)
+            uncond = uncond if instead is None else instead
             if [(1, len(real)) for real in image.real] != [cond.shape[:2], uncond.shape[:2]]:
                 problem = f"gave {cond.shape[:2]} and {uncond.shape[:2]} rows and tokens of a prompt"
                 raise BundleError(problem, field=str(self.bundle.path("condition")), remedy="export the bundle again")

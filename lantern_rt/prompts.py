@@ -5,7 +5,7 @@ The prefix rows of an embeddings bundle are laid out here: right-padded in reque
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ class ImageRequest:
     """One image: its label (prompt, class id, or None), its seed, and what the condition graph reads.
 
     inputs: by name, `[1, ...]`. real: of the conditional and the unconditional row, bool `[prefix]`, False on padding.
-    tokens: ids of both rows, where prompts are made of them.
+    tokens: ids of both rows, where prompts are made of them. negative: of the negative prompt, if there is one, whose
+    conditional row takes the place of the unconditional one; the same object for all images of a request.
     """
 
     label: Label
@@ -37,6 +38,7 @@ class ImageRequest:
     real: tuple[NDArray[np.bool_], NDArray[np.bool_]]
     tokens: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
     seed: int = 0
+    negative: ImageRequest | None = None
 
 
 def bundle_tokenizer(bundle: Bundle) -> PromptTokenizer | None:
@@ -62,9 +64,29 @@ def class_requests(condition: ConditionSpec, class_ids: list[Any]) -> list[Image
 
 
 def text_requests(
-    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any]
+    condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any], negative: Any = None
 ) -> list[ImageRequest]:
-    """What is made of every prompt; a refusal says which one it is of."""
+    """What is made of every prompt and of the negative one, if any; a refusal says which one it is of."""
+    requests = _text_requests("prompt", condition, tokenizer, size, prompts)
+    if negative is None:
+        return requests
+    if isinstance(tokenizer, TemplateTokenizer) and condition.layout and condition.layout.negative:
+        tokenizer = replace(tokenizer, template=condition.layout.negative)
+    (other,) = _text_requests("negative_prompt", condition, tokenizer, size, [negative])
+    return [
+        replace(
+            one,
+            real=(one.real[0], other.real[0]),
+            tokens=one.tokens and other.tokens and (one.tokens[0], other.tokens[0]),
+            negative=other,
+        )
+        for one in requests
+    ]
+
+
+def _text_requests(
+    field: str, condition: ConditionSpec, tokenizer: PromptTokenizer, size: Size, prompts: list[Any]
+) -> list[ImageRequest]:
     if isinstance(tokenizer, TemplateTokenizer):
         tokenizer = tokenizer.of_size(size.name)
     requests = []
@@ -72,7 +94,7 @@ def text_requests(
         try:
             requests.append(_text_request(condition, tokenizer, size, prompt))
         except RequestError as error:
-            error.field = _nth("prompt", i, len(prompts))
+            error.field = _nth(field, i, len(prompts))
             raise
     return requests
 

@@ -213,6 +213,7 @@ def check_request(
     *,
     class_ids: int | Sequence[int] | None = None,
     embeddings: Embeddings | None = None,
+    negative_prompt: str | None = None,
     seed: int | Sequence[int] = 0,
     num_images: int = 1,
     **options: Any,
@@ -247,13 +248,21 @@ def check_request(
         cure = "export it with --text-encoder to give prompts" if (other, kind) == ("prompts", "embeddings") else ""
         found = takes[other] if other else "nothing to draw"
         raise RequestError(field=own_field, found=found, expected=wanted, remedy=cure)
+    if negative_prompt == "":
+        negative_prompt = None
+    if negative_prompt is not None and own_field != "prompts":
+        problem = f"bundle {manifest.name} takes {takes[own_field]}"
+        raise RequestError(problem, field="negative_prompt", remedy="leave it out")
+    if negative_prompt is not None and not settings.sampling.guided:
+        remedy = "leave it out, or give a larger cfg_scale"
+        raise RequestError("does nothing without guidance", field="negative_prompt", found="cfg_scale 1", remedy=remedy)
     if embeddings is not None:
         subjects = embedding_requests(condition, embeddings)
     elif class_ids is not None:
         subjects = class_requests(condition, _as_list(class_ids))
     else:
         assert tokenizer is not None
-        subjects = text_requests(condition, tokenizer, manifest.size(settings.size), _as_list(prompts))
+        subjects = text_requests(condition, tokenizer, manifest.size(settings.size), _as_list(prompts), negative_prompt)
     if not subjects:
         raise RequestError(field=own_field, found="an empty list", expected=wanted)
     count = whole("num_images", num_images, 1, 1, IMAGES_LIMIT)

@@ -124,6 +124,8 @@ def record(bundle: Bundle, settings: Settings, image: ImageRequest) -> dict[str,
     if image.label is None:
         values = b"".join(value.tobytes() for value in image.inputs.values())
         subject = {"embedding": hashlib.sha256(values).hexdigest()}
+    if image.negative is not None:
+        subject["negative_prompt"] = str(image.negative.label)
     return {
         "Software": f"lantern-rt {__version__}",
         **subject,

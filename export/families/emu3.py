@@ -138,7 +138,7 @@ def grids(area: int, scale: int) -> list[tuple[int, int]]:
 def prompt_layout(library: Tokenizer, negative: str = NEGATIVE) -> TokenLayout:
     """How a caption becomes both rows, up to begin of image; the tokens of a picture's size follow."""
     start, end, uncond = (_encoded(library, text) for text in (START, BEGIN, START + negative + BEGIN))
-    return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond)
+    return TokenLayout(template="{prompt}" + SUFFIX, before=start, after=end, uncond=uncond, negative="{prompt}")
 
 
 def picture_size(library: Tokenizer, rows: int, columns: int, scale: int) -> Size:

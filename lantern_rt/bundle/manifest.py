@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..methods import METHODS, Ar, Method, MethodConfig, MethodName, Quality, Sampling
 
-FORMAT_VERSION = "3.0"
+FORMAT_VERSION = "3.1"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
@@ -100,7 +100,8 @@ class TokenLayout(Part):
     The prompt replaces `{prompt}` in `template`, the size's name `{size}`; the text is tokenised without the
     tokenizer's own special tokens. Conditional row: `before`, the text's ids, `after`. Unconditional row: `uncond`,
     whatever the prompt; or the conditional row with each of the text's ids replaced by `uncond_fill`. Both rows end
-    with the tokens of the picture's `Size`, if it has any.
+    with the tokens of the picture's `Size`, if it has any. A negative prompt's conditional row takes the unconditional
+    one's place; `negative` is its template, where that is another.
     """
 
     template: Annotated[str, Field(pattern=r"\{prompt\}")] = "{prompt}"
@@ -108,6 +109,7 @@ class TokenLayout(Part):
     after: Annotated[tuple[TokenId, ...], Field(min_length=1)]
     uncond: tuple[TokenId, ...] | None = None
     uncond_fill: TokenId | None = None
+    negative: Annotated[str, Field(pattern=r"\{prompt\}")] | None = None
 
     @model_validator(mode="after")
     def _one_uncond(self) -> TokenLayout:

@@ -20,7 +20,13 @@ from ..results import record
 if TYPE_CHECKING:
     from .options import EngineOptions
 
-_IMAGE = {"prompt", "class_id", "embedding", "seed"}  # what a recipe says of its image besides settings
+_IMAGE = {
+    "prompt",
+    "negative_prompt",
+    "class_id",
+    "embedding",
+    "seed",
+}  # what a recipe says of its image besides settings
 
 
 def read_again(
@@ -57,6 +63,7 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
     subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
+    subjects["negative_prompt"] = recipe.negative_prompt
     try:
         return check_request(bundle.manifest, bundle_tokenizer(bundle), **subjects, **options)
     except RequestError as error:

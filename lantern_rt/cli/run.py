@@ -66,6 +66,10 @@ def run(
             metavar="TEXT", help="The same as a prompt in quotes; may be given several times.", rich_help_panel=SUBJECTS
         ),
     ] = None,
+    negative_prompt: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="What guidance leads away from.", rich_help_panel=SUBJECTS),
+    ] = None,
     class_id: Annotated[
         list[int] | None,
         typer.Option(
@@ -149,7 +153,14 @@ def run(
     name, prompts = _bundle_and_prompts(words or [])
     prompts += prompt or []
     subjects = {"prompts": prompts or None, "class_ids": class_id or None, "embeddings": embeddings}
-    settings = {"seed": seed, "num_images": count, "size": size, "method": method, "quality": quality}
+    settings = {
+        "negative_prompt": negative_prompt,
+        "seed": seed,
+        "num_images": count,
+        "size": size,
+        "method": method,
+        "quality": quality,
+    }
     sampling = {"cfg_scale": cfg_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     options = {key: value for key, value in (subjects | settings | sampling).items() if value is not None}
     engine = EngineOptions(threads, engines, provider)

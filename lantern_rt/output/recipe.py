@@ -28,6 +28,7 @@ class Recipe(Config):
     """
 
     prompt: str | None = None
+    negative_prompt: str | None = None
     class_id: int | None = None
     embedding: str | None = None
     seed: int

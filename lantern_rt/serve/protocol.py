@@ -52,6 +52,7 @@ class ImagesRequest(BaseModel):
     moderation: Literal["auto", "low"] | None = None
     user: Text | None = None
     # ours
+    negative_prompt: Text | None = None
     seed: Whole | None = None
     class_id: Whole | None = None
     method: Text | None = None
@@ -73,6 +74,7 @@ class ImagesRequest(BaseModel):
         values = {
             "prompts": None if self.class_id is not None and not self.prompt else self.prompt,
             "class_ids": self.class_id,
+            "negative_prompt": self.negative_prompt,
             "seed": self.seed,
             "num_images": self.n,
             "method": self.method,

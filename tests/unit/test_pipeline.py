@@ -90,6 +90,14 @@ def test_the_drafter_and_the_neighbours_are_loaded_when_first_needed(
 # ---------------------------------------------------------------- conditions
 
 
+def test_guidance_leads_away_from_the_negative_prompt(pipe: Pipeline) -> None:
+    plain, away = (pipe("red cube", seed=1, negative_prompt=text).codes[0] for text in ("", "green sphere"))
+    assert plain.tolist() == pipe("red cube", seed=1).codes[0].tolist() != away.tolist()
+    # Away from itself is nowhere: what is left is the prompt's own row.
+    itself = pipe("red cube", seed=1, negative_prompt="red cube").codes[0]
+    assert itself.tolist() == pipe("red cube", seed=1, cfg_scale=1).codes[0].tolist()
+
+
 def test_class_ids_take_the_place_of_prompts(class_bundle: Path) -> None:
     class_pipe = Pipeline.from_bundle(class_bundle, threads=1)
     together = class_pipe(class_ids=[3, 9], seed=2)

@@ -98,6 +98,8 @@ OPTIONS = [
         for value in ("", "  \n", 3, [3], "red " * 2500, "red " * 5, "a purple one", "!?")
     ),
     ("prompt 2 of 2", {"prompts": ["red cube", ""]}),
+    *(("negative_prompt", {"prompts": "red cube", "negative_prompt": value}) for value in (3, "a purple one", " ")),
+    ("negative_prompt", {"prompts": "red cube", "negative_prompt": "a sphere", "cfg_scale": 1}),
 ]
 CLASSES = [
     *(("class id", value) for value in (10, -1, 1.5, "3", True)),
@@ -134,6 +136,10 @@ def test_a_refusal_names_the_parameter_at_fault(words: Checker, field: str, requ
 @pytest.mark.parametrize(("field", "class_ids"), CLASSES)
 def test_a_class_out_of_range_is_refused(classes: Checker, field: str, class_ids: Any) -> None:
     check_refusal(classes, field, {"class_ids": class_ids})
+
+
+def test_classes_have_no_negative_prompt(classes: Checker) -> None:
+    check_refusal(classes, "negative_prompt", {"class_ids": 1, "negative_prompt": "a cube"})
 
 
 @pytest.mark.parametrize("embeddings", EMBEDDINGS)

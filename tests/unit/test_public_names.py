@@ -46,7 +46,7 @@ def test_parameters_of_a_call_are_these() -> None:
 
     assert list(parameters) == ["self", "prompts", "options"]
     assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == list(parameters)
-    assert list(Options.__annotations__)[:4] == ["class_ids", "embeddings", "seed", "num_images"]
+    assert list(Options.__annotations__)[:5] == ["class_ids", "embeddings", "negative_prompt", "seed", "num_images"]
     assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p")
     assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
     assert PARAMETERS == {

@@ -55,6 +55,7 @@ def picture(path: Path, texts: dict[str, str]) -> Path:
         ["--method", "lantern:delta=0.3:neighbors=8:residual=neighborhood"],
         ["--method", "lantern++:lambda=3", "--top-k", "0"],
         ["--method", "sjd:window=4:delta=0.1", "--cfg-scale", "1"],
+        ["--method", "ar", "--negative-prompt", "green sphere"],
         ["--method", "sjd", "--seed", str(2**64 - 3)],
     ],
 )

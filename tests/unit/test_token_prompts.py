@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,10 +36,12 @@ class Ids:
         return self.ids
 
 
-def requests(manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1) -> list[ImageRequest]:
+def requests(
+    manifest: Manifest, layout: TokenLayout, ids: list[int], images: int = 1, **options: Any
+) -> list[ImageRequest]:
     condition = ConditionSpec(kind="tokens", prefix=12, layout=layout)
     own, tokenizer = manifest.model_copy(update={"condition": condition}), Ids(ids)
-    request = check_request(own, tokenizer, "a prompt", seed=7, num_images=images)  # type: ignore[arg-type]
+    request = check_request(own, tokenizer, "a prompt", seed=7, num_images=images, **options)  # type: ignore[arg-type]
     assert tokenizer.slots == 12 - len(layout.before) - len(layout.after)
     return request.images
 
@@ -56,6 +59,13 @@ def test_an_unconditional_row_may_be_the_prompt_with_its_text_filled_in(manifest
     (request,) = requests(manifest, JANUS, [50, 51])
     assert request.inputs["token_ids"].tolist() == [[1, 50, 51, 9]]
     assert request.inputs["uncond_ids"].tolist() == [[1, 2, 2, 9]]
+
+
+def test_a_negative_prompt_takes_the_unconditional_rows_place_by_a_template_of_its_own(manifest: Manifest) -> None:
+    (request,) = requests(manifest, ANOLE, [50, 51], negative_prompt="red")
+    assert request.tokens is not None
+    assert request.tokens[1].tolist() == [0, 50, 51, 140, 133]
+    assert [len(real) for real in request.real] == [5, 5]
 
 
 def test_drafter_slots_read_the_next_token_of_their_own_row() -> None:

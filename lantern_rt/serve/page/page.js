@@ -44,6 +44,7 @@ function useModel() {
   show(at("size-field"), sizes.length > 1);
   show(at("class-field"), takes === "class");
   show(at("prompt-field"), takes !== "class");
+  show(at("negative-field"), takes !== "class");
   at("class-id").max = (classes ?? 1) - 1;
   at("class-id").value ||= 0;
   const shortest = [...examples ?? []].sort((a, b) => a.length - b.length).slice(0, 4);
