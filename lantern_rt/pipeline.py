@@ -72,7 +72,7 @@ class Pipeline:
         """Open and load a bundle.
 
         Args:
-            bundle: an embedded one by name, a folder, or one that is open already.
+            bundle: an embedded one by name, a folder, `hf:owner/name[@revision]`, or one that is open already.
             threads: for the engines, by default one per physical core.
             verify: compare every file's hash first.
             provider: what ONNX Runtime runs the graphs on: `cpu` (default), `cuda`, `webgpu`, `openvino`, ...

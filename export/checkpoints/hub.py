@@ -1,8 +1,6 @@
-"""Checkpoints by name from a model hub: `hf:owner/name[/file][@revision]` instead of a path.
+"""Checkpoints by name from a model hub.
 
 Only what an exporter reads is fetched: a folder's configuration, tokenizer and weights in one format, or the one file.
-Everything goes through `huggingface_hub`, with its own cache, bars and settings (HF_ENDPOINT, HF_HOME, HF_TOKEN,
-HF_HUB_OFFLINE). Nothing that is fetched is run.
 """
 
 from __future__ import annotations
@@ -11,15 +9,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from ...bundle.hub import HUB, hub_error, read_reference, refused
 from ...errors import CheckpointError, LanternError
-from ...inputs import brief, require_library
 from .files import listing
 from .folders import INDEX, SINGLE, choose_files, read_index
 
-_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_REFERENCE = re.compile(
-    rf"hf:(?P<repository>{_PART}/{_PART})(?:/(?P<file>{_PART}(?:/{_PART})*))?(?:@(?P<revision>.+))?"
-)
 # Fetched with weights, where they are there.
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer.json", "emu3.tiktoken", "emu3_vision_tokens.txt")
 _CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})/(?P<file>.+)")
@@ -28,7 +22,7 @@ _CACHED = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(
 def cached_origin(path: Path) -> str | None:
     """The reference, with its commit, of a file in the hub's cache; None for files of any other place."""
     match = _CACHED.fullmatch(path.as_posix())
-    return match and f"hf:{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
+    return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
 def fetch(place: Path | str) -> Path:
@@ -38,21 +32,14 @@ def fetch(place: Path | str) -> Path:
         place: a path, which is returned as it is, or a reference.
 
     Raises:
-        EngineError: `huggingface_hub` is not installed.
         CheckpointError: a malformed reference, nothing of this name, or it can neither be reached nor is in the cache.
     """
     text = place.as_posix() if isinstance(place, Path) else place
-    if not text.startswith("hf:"):
+    if not text.startswith(HUB):
         return Path(place)
-    match = _REFERENCE.fullmatch(text)
-    if match is None:
-        expected = "hf:owner/name, hf:owner/name/file, either with @revision, or a path on this machine"
-        raise CheckpointError(f"expected {expected}", field=text)
-    require_library("huggingface_hub", text, "export")
+    repository, file, revision = read_reference(text, CheckpointError)
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    repository, file, revision = match.group("repository", "file", "revision")
     try:
         info = HfApi().model_info(repository, revision=revision)
         files = [sibling.rfilename for sibling in info.siblings or []]
@@ -64,16 +51,13 @@ def fetch(place: Path | str) -> Path:
     except LanternError:
         raise
     except Exception as error:  # the library's errors and those of its network client share no base class
-        if isinstance(error, (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError)):
-            problem = f"the hub refuses it ({brief(error)})"
-            remedy = "check the name, accept the terms on its page, or run `hf auth login`"
-            raise CheckpointError(problem, field=text, remedy=remedy) from error
         # What an earlier call left; whether it is whole is seen when it is read.
-        cached = try_to_load_from_cache(repository, file or _SIDE_FILES[0], revision=revision)
+        cached = (
+            None if refused(error) else try_to_load_from_cache(repository, file or _SIDE_FILES[0], revision=revision)
+        )
         if not isinstance(cached, str):
-            problem = f"the hub cannot be reached ({brief(error)})"
             remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
-            raise CheckpointError(problem, field=text, remedy=remedy) from error
+            raise hub_error(error, text, CheckpointError, remedy) from error
         return Path(cached) if file else Path(cached).parent
     if file and not (folder / file).is_file():
         raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")

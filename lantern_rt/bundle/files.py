@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from ..errors import BundleError
 from ..inputs import brief, explain, read_plain_file, reading, short
+from .hub import HUB, fetch_bundle
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
 
@@ -94,14 +95,17 @@ def open_bundle(
     unread: Collection[str] = (),
     counted: Callable[[int, int], None] | None = None,
 ) -> Bundle:
-    """Open a bundle folder, or an embedded bundle by name, and check it.
+    """Open a bundle folder, an embedded bundle by name, or one of the hub by `hf:owner/name[@revision]`, and check it.
 
     A plain word is a name first and a folder second; write `./word` for the folder. `verify` reads every
     file to compare its sha256, but for roles that are `unread` because engines stand for them; sizes, places
     and graph references are always checked. `counted` is told how many bytes are compared, of how many.
     Raises: BundleError.
     """
-    folder = _find(path_or_name)
+    name = path_or_name.as_posix() if isinstance(path_or_name, Path) else path_or_name
+    fetched = name.startswith(HUB)
+    folder = fetch_bundle(name, MANIFEST_FILE, _listed) if fetched else _find(path_or_name)
+    home = folder.parents[1] if fetched else folder  # the hub's cache keeps files beside the folder, which has links
     text = _read_manifest_text(folder)
     manifest = _parse_manifest(folder / MANIFEST_FILE, text)
     hashed = {role for role in manifest.files if verify and role not in unread}
@@ -115,7 +119,7 @@ def open_bundle(
 
     count(0)
     for role, entry in manifest.files.items():
-        _check_file(folder, role, entry, count if role in hashed else None)
+        _check_file(folder, home, role, entry, count if role in hashed else None)
     own = {entry.path for entry in manifest.files.values()}
     for role, entry in manifest.files.items():
         if role in GRAPHS and not entry.path.endswith(".onnx"):
@@ -139,6 +143,14 @@ def _find(path_or_name: str | Path) -> Path:
         raise BundleError(f"not a usable path ({brief(error)})", field=named) from error
     known = ", ".join(names) or "none in this installation"
     raise BundleError(field=named, found=found, expected=f"a bundle's folder or an embedded name: {known}")
+
+
+def _listed(folder: Path) -> list[str]:
+    """Names of the files that a manifest lists, each checked to be of a file within its folder."""
+    manifest = _parse_manifest(folder / MANIFEST_FILE, _read_manifest_text(folder))
+    for role, entry in manifest.files.items():
+        _check_name(folder, role, entry.path)
+    return [entry.path for entry in manifest.files.values()]
 
 
 def _read_manifest_text(folder: Path) -> bytes:
@@ -176,12 +188,7 @@ def _parse_manifest(path: Path, text: bytes) -> Manifest:
     return manifest
 
 
-def _check_file(folder: Path, role: str, entry: FileEntry, counted: Callable[[int], None] | None) -> None:
-    """Refuse what is not a plain file inside the folder, or not the file that was exported.
-
-    counted: told of the bytes that are hashed; None: none are.
-    """
-    name, path = entry.path, folder / entry.path
+def _check_name(folder: Path, role: str, name: str) -> None:
     odd = "\\" in name or ":" in name or not name.isprintable() or len(name) > 1000
     if odd or any(part in ("", ".", "..") for part in name.split("/")):
         raise BundleError(
@@ -189,9 +196,18 @@ def _check_file(folder: Path, role: str, entry: FileEntry, counted: Callable[[in
             found=f"path {short(name)}",
             expected="a path inside the folder, with forward slashes",
         )
+
+
+def _check_file(folder: Path, home: Path, role: str, entry: FileEntry, counted: Callable[[int], None] | None) -> None:
+    """Refuse what is not a plain file of the folder, or not the file that was exported.
+
+    home: where links of the folder may lead. counted: told of the bytes that are hashed; None: none are.
+    """
+    _check_name(folder, role, entry.path)
+    path = folder / entry.path
     try:
         real = path.resolve(strict=True)
-        if not real.is_relative_to(folder.resolve()):
+        if not real.is_relative_to(home.resolve()):
             raise _refusal(path, "a link that leaves the bundle's folder", "a file in it")
         if not real.is_file():
             raise _refusal(path, "a folder or device", "a file")

@@ -13,6 +13,13 @@ from .files import MANIFEST_FILE, Bundle
 from .manifest import Manifest, Preset
 
 
+def check_own(bundle: Bundle) -> None:
+    """Raises: OutputError: the bundle lies in the hub's cache, which is to be left as it was fetched."""
+    path = bundle.folder / MANIFEST_FILE
+    if path.is_symlink():
+        raise OutputError("is the hub's", field=str(path), remedy="copy the bundle to a folder of your own")
+
+
 def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
     """Write presets beside those that a bundle has, in place of those of the same quality; at once or not at all.
 

@@ -59,7 +59,7 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
     Raises:
         BundleError: it is another bundle. RequestError: the bundle refuses the recipe, or understands it differently.
     """
-    settings = _recorded_settings(picture, recipe, bundle)
+    settings = recorded_settings(picture, recipe, bundle)
     options = {name: getattr(settings.sampling, name) for name in SAMPLING}
     options |= {"method": settings.method, "size": settings.size, "seed": recipe.seed}
     subjects: dict[str, Any] = {"prompts": recipe.prompt, "class_ids": recipe.class_id}
@@ -70,7 +70,7 @@ def recorded_request(picture: Path, recipe: Recipe, bundle: Bundle) -> Request:
         raise RequestError(str(error), field=str(picture)) from error
 
 
-def _recorded_settings(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings:
+def recorded_settings(picture: Path, recipe: Recipe, bundle: Bundle) -> Settings:
     """The settings of a recipe, as its bundle understands them; raises as `recorded_request` does."""
     if bundle.digest != recipe.bundle_digest:
         raise BundleError(
@@ -98,7 +98,7 @@ def same_picture(path: Path, bundle: Bundle, request: Request, scale: int) -> bo
     """Whether a file already holds the picture, enlarged so many times, of this request of one image."""
     try:
         recipe = read_recipe(path)
-        old = _recorded_settings(path, recipe, bundle)
+        old = recorded_settings(path, recipe, bundle)
         with Image.open(path) as file:
             size = file.size
     except (LanternError, OSError):

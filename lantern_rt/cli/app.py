@@ -26,6 +26,7 @@ COMMANDS = {
     "tune": ("tune", "Find the fastest way to draw each quality's images on this host."),
     "bench": ("bench", "Compare the speed of methods with ar's, in turns on the same prompts and seeds."),
     "eval": ("evaluate", "Compare the images of methods with plain decoding's."),
+    "push": ("push", "Send a bundle to the hub, with a model card."),
     "verify": ("verify", "Compare a bundle's graphs with what they were made from."),
 }
 

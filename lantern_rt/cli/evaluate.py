@@ -12,6 +12,7 @@ import typer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Preset
+from ..bundle.presets import check_own
 from ..bundle.presets import write_presets as write_into_bundle
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
@@ -99,6 +100,8 @@ def evaluate(
     options = EngineOptions(threads, engines, provider)
     opened = options.open_bundle(bundle)
     manifest = opened.manifest
+    if write_presets:
+        check_own(opened)
     output = output or _free_folder(f"eval-{slug(manifest.name)}")
     check_new_folder(output, False, _RESULT, _KIND)
     methods = parse_methods(method or candidate_methods(manifest), {"temperature": temperature}, opened)

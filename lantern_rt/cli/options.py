@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 SUBJECTS, OUTPUT, METHOD, SAMPLING, ENGINE = "What to draw", "Output", "Method", "Sampling", "Engine"  # groups in help
 
-BundleArgument = Annotated[str, typer.Argument(help="Bundle folder, or the name of an embedded bundle.")]
+BundleArgument = Annotated[
+    str, typer.Argument(help="Bundle folder, name of an embedded bundle, or hf:owner/name[@revision].")
+]
 PromptsOption = Annotated[
     Path | None,
     typer.Option("--prompts", help="Text file, one prompt a line. [default: the bundle's]", rich_help_panel=SUBJECTS),

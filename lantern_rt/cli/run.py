@@ -56,8 +56,8 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="[BUNDLE] [PROMPT]...",
-            help="What to draw, each prompt in quotes; before them, if need be, a bundle: its folder, or an embedded "
-            "one's name. [default: scenes, or that of --from]",
+            help="What to draw, each prompt in quotes; before them, if need be, a bundle: its folder, an embedded "
+            "one's name, or hf:owner/name[@revision]. [default: scenes, or that of --from]",
         ),
     ] = None,
     prompt: Annotated[
@@ -229,9 +229,12 @@ def _bundle_and_prompts(words: list[str]) -> tuple[str | None, list[str]]:
 
 def _is_bundle(word: str) -> bool:
     from ..bundle.files import MANIFEST_FILE, embedded_names
+    from ..bundle.hub import HUB
 
     with suppress(OSError, ValueError):  # too long for a name
-        return word in embedded_names() or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
+        return (
+            word in embedded_names() or word.startswith(HUB) or (word != "" and (Path(word) / MANIFEST_FILE).is_file())
+        )
     return False
 
 

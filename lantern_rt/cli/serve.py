@@ -33,7 +33,7 @@ LIMITS, REACH = "Limits", "Who may ask"  # groups in help
 def serve(
     bundles: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[BUNDLE]...", help="Bundle folders, or names of embedded ones. [default: scenes]"),
+        typer.Argument(metavar="[BUNDLE]...", help="Bundles: folders, embedded names, or hf: names. [default: scenes]"),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 is every one.", rich_help_panel=REACH)

@@ -1,7 +1,8 @@
-"""Checkpoints by name, from a stand-in for the hub on this machine; and what is said when there is none."""
+"""Checkpoints and bundles by name, from a stand-in for the hub on this machine; and what is said when there is none."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -15,8 +16,10 @@ from typing import Any, ClassVar
 
 import pytest
 from goldens import DATA, manifest
+from tiny_bundle import make_tiny_bundle
 
-from lantern_rt.errors import CheckpointError, EngineError
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.errors import CheckpointError
 from lantern_rt.export.checkpoints.hub import cached_origin, fetch
 
 pytest.importorskip("huggingface_hub")
@@ -37,6 +40,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
         "model-2.safetensors": b"two",
     },
 }
+UPLOADED: dict[str, bytes] = {}
 FETCH = """
 import json, sys
 from lantern_rt.errors import LanternError
@@ -63,6 +67,42 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.answer(body=True)
 
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        UPLOADED[hashlib.sha256(content).hexdigest()] = content
+        self.send({})
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers["Content-Length"]))
+        what = self.path.strip("/").split("/")
+        repository = "/".join(what[2:4])
+        if self.headers["Authorization"] != "Bearer hf_token":
+            self.send({"error": "Invalid username or password."}, 401)
+        elif self.path == "/api/repos/create":
+            asked = json.loads(sent)
+            assert asked.get("private") or asked["visibility"] == "private"
+            REPOSITORIES.setdefault(f"{asked['organization']}/{asked['name']}", {})
+            self.send({"url": f"http://{self.headers['Host']}/owner/pushed"})
+        elif self.path == "/api/validate-yaml":
+            self.send({"errors": [], "warnings": []})
+        elif what[4:5] == ["preupload"]:
+            names = [file["path"] for file in json.loads(sent)["files"]]
+            modes = {name: "regular" if name.endswith((".json", ".md")) else "lfs" for name in names}
+            self.send({"files": [{"path": n, "uploadMode": modes[n], "shouldIgnore": False} for n in names]})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            upload = {"upload": {"href": f"http://{self.headers['Host']}/upload"}}
+            self.send({"objects": [one | {"actions": upload} for one in json.loads(sent)["objects"]]})
+        elif what[4:5] == ["commit"]:
+            for line in map(json.loads, sent.splitlines()):
+                own = line["value"]
+                if line["key"] == "file":
+                    REPOSITORIES[repository][own["path"]] = base64.b64decode(own["content"])
+                elif line["key"] == "lfsFile":
+                    REPOSITORIES[repository][own["path"]] = UPLOADED[own["oid"]]
+            self.send({"commitUrl": f"http://{self.headers['Host']}/{repository}/commit/{COMMIT}", "commitOid": COMMIT})
+        else:
+            self.send({"error": "unknown"}, 404)
+
     def answer(self, body: bool) -> None:
         parts = self.path.partition("?")[0].strip("/").split("/")
         if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
@@ -85,7 +125,7 @@ class Hub(BaseHTTPRequestHandler):
             self.send({"id": repository, "sha": commit_of(revision), "siblings": siblings})
 
     def answer_file(self, repository: str, revision: str, name: str, body: bool) -> None:
-        content = REPOSITORIES[repository].get(name)
+        content = REPOSITORIES.get(repository, {}).get(name)
         if content is None:
             self.send({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
@@ -123,7 +163,7 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-def run(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(endpoint: str, home: Path, *arguments: str, **further: str) -> subprocess.CompletedProcess[str]:
     """A fresh program: `huggingface_hub` reads its settings when it is imported."""
     own = {
         "HF_ENDPOINT": endpoint,
@@ -132,7 +172,7 @@ def run(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProce
         "HF_HUB_DISABLE_XET": "1",
     }
     unset = {"HF_HUB_OFFLINE", "HF_TOKEN", "HF_HUB_CACHE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"}
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | own
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | own | further
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -227,7 +267,77 @@ def test_a_plain_path_is_left_alone(tmp_path: Path) -> None:
     assert cached_origin(fetch("models/x.pt")) is None
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EngineError, match=r"vq\.pt: huggingface_hub is not installed; run `pip install "):
-        fetch("hf:owner/files/vq.pt")
+# ---------------------------------------------------------------- bundles
+
+
+class Program:
+    """The command line, in a folder, with the hub."""
+
+    def __init__(self, endpoint: str, folder: Path) -> None:
+        self.endpoint, self.folder = endpoint, folder
+
+    def __call__(self, *arguments: object, home: str = "home", **environment: str) -> tuple[int, str]:
+        """Exit code, and what went to stdout, or if it failed the last line of stderr."""
+        words = ["-m", "lantern_rt", *map(str, arguments)]
+        done = run(environment.pop("endpoint", self.endpoint), self.folder / home, *words, **environment)
+        return done.returncode, done.stderr.splitlines()[-1] if done.returncode else done.stdout.strip()
+
+
+@pytest.fixture
+def program(endpoint: str, tmp_path: Path) -> Iterator[Program]:
+    yield Program(endpoint, tmp_path)
+    REPOSITORIES.pop("owner/pushed", None)
+
+
+def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
+    program: Program, tmp_path: Path
+) -> None:
+    bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny", "class"))
+    assert program("push", bundle.folder, "owner/pushed", HF_TOKEN="hf_token") == (0, f"hf:owner/pushed@{COMMIT}")
+    there = REPOSITORIES["owner/pushed"]
+    assert {entry.path for entry in bundle.manifest.files.values()} < there.keys()
+    card, sample = there["README.md"].decode(), tmp_path / "sample.png"
+    assert "lantern-rt run hf:owner/pushed --class-id 0\n" in card
+    assert f"digest | {bundle.digest}" in card
+    sample.write_bytes(there["samples/4.png"])
+    arguments = ("run", "hf:owner/pushed@v1", "--from", sample, "--output", tmp_path / "again.png", "--force")
+    for environment in ({}, {"endpoint": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
+        assert program(*arguments, **environment) == (0, str(tmp_path / "again.png"))
+        assert (tmp_path / "again.png").read_bytes() == sample.read_bytes()
+    code, line = program("eval", "hf:owner/pushed@v1", "--write-presets")
+    assert (code, line.endswith("copy the bundle to a folder of your own")) == (2, True)
+    code, line = program("run", "hf:owner/pushed@v1", "--class-id", 1, home="other", HF_HUB_OFFLINE="1")
+    assert (code, "the hub cannot be reached" in line) == (2, True)
+
+
+def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path: Path) -> None:
+    folder = make_tiny_bundle(tmp_path / "tiny", "class")
+    files = REPOSITORIES["owner/pushed"] = {path.name: path.read_bytes() for path in folder.iterdir()}
+    right = files["target.onnx"]
+    for change, found in (
+        ({"target.onnx": right[:-1] + bytes([right[-1] ^ 1])}, "target.onnx: found sha256"),
+        ({"target.onnx": right + b" "}, "bytes, expected"),
+        ({"bundle.json": files["bundle.json"].replace(b'"target.onnx"', b'"../target.onnx"')}, "path '../target.onnx'"),
+        ({"bundle.json": b"{}"}, "format_version"),
+    ):
+        REPOSITORIES["owner/pushed"] = files | change
+        code, line = program("inspect", "hf:owner/pushed", home=found[:5])
+        assert (code, found in line) == (2, True), line
+
+
+def test_refusals_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path) -> None:
+    folder = make_tiny_bundle(tmp_path / "tiny", "class")
+    stranger = tmp_path / "stranger.png"
+    assert program(
+        "run", make_tiny_bundle(tmp_path / "other", "class", damage=1), "--class-id", 1, "--output", stranger
+    )
+    for arguments, expected in (
+        (("push", folder, "owner/pushed"), "owner/pushed: the hub refuses it (Client error '401"),
+        (("push", folder, "pushed"), "repository: found 'pushed', expected owner/name"),
+        (("push", folder, "owner/pushed", stranger), "stranger.png: found bundle"),
+        (("inspect", "hf:owner/nothing"), "hf:owner/nothing: the hub refuses it ("),
+        (("inspect", "hf:owner/target"), "hf:owner/target: the hub refuses it ("),
+        (("inspect", "hf:owner/files/other.pt"), "expected the name of a whole repository"),
+    ):
+        code, line = program(*arguments)
+        assert (code, expected in line) == (2, True), line

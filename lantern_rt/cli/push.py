@@ -1,0 +1,138 @@
+"""The `push` command: a bundle to the hub, with a model card made of what it says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..bundle.files import MANIFEST_FILE, Bundle
+from ..bundle.hub import HUB, check_repository, make_repository, push_files
+from ..errors import RequestError
+from ..inputs import brief, read_plain_file
+from ..output.recipe import read_recipe
+from .again import recorded_settings
+from .console import print_text, progress, say
+from .inspect import describe_bundle
+from .options import BundleArgument, EngineOptions, open_bundle
+
+EXAMPLES = """
+lantern-rt push bundles/llamagen-b owner/llamagen-b
+lantern-rt push bundles/text owner/text cat.png dog.png
+"""
+DRAWN, _COLUMNS = 4, 4  # pictures of a card without any given, and pictures side by side
+_PICTURE_LIMIT = 1 << 26  # bytes
+_LICENCES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "openrail", "llama2")
+
+
+def push(
+    bundle: BundleArgument,
+    repository: Annotated[str, typer.Argument(help="owner/name on the hub; a new one is private.")],
+    pictures: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[PNG]...", help=f"Pictures of this bundle for its card. [default: {DRAWN} that are drawn now]"
+        ),
+    ] = None,
+) -> None:
+    """Send a bundle to the hub, with a model card: README.md and pictures.
+
+    The token is that of `hf auth login`, or HF_TOKEN. What is there under other names stays.
+    """
+    check_repository(repository)
+    opened = open_bundle(bundle)
+    samples = [_read_sample(path, opened) for path in pictures or ()]
+    make_repository(repository)  # before anything is drawn
+    samples = samples or _draw_samples(opened)
+    files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(samples, 1)}
+    for name in (MANIFEST_FILE, *(entry.path for entry in opened.manifest.files.values())):
+        files[name] = opened.folder / name
+    files["README.md"] = model_card(opened, repository, [texts for _, texts in samples]).encode()
+    say(f"sending {len(files)} files")
+    print_text(push_files(repository, files, f"{opened.manifest.name}, {opened.digest[:12]}"))
+
+
+def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
+    """A picture's file and what it records. Raises: RequestError, BundleError: this bundle did not draw it."""
+    recipe = read_recipe(path)
+    recorded_settings(path, recipe, bundle)
+    try:
+        return read_plain_file(path, _PICTURE_LIMIT), recipe.model_dump(exclude_none=True)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"cannot be read ({brief(error)})", field=str(path)) from error
+
+
+def _draw_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
+    """As many pictures as there are prompts for. Raises: RequestError: the bundle has no prompts of its own."""
+    from ..compare.turns import read_bundle_prompts
+    from ..output.images import png_bytes
+
+    try:
+        prompts = read_bundle_prompts(bundle, count=DRAWN)
+    except RequestError as error:
+        error.remedy = "draw pictures with `lantern-rt run`, and name them behind the repository"
+        raise
+    with EngineOptions().load(bundle) as pipeline, progress(lines=False) as show:
+        for step in pipeline.stream(**prompts.request(0, len(prompts.items), first_seed=0)):
+            show("drawing pictures for the card", step.done, step.total)
+        images = [step.image(i) for i in range(len(prompts.items))]
+    return [(png_bytes(image, image.info), image.info) for image in images]
+
+
+def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, Any]]) -> str:
+    """The README.md of a repository.
+
+    Args:
+        bundle: what is in it.
+        repository: its name.
+        samples: what each picture, `samples/1.png` and so on, records.
+    """
+    manifest = bundle.manifest
+    made = manifest.provenance
+    name, kind, licence = f"{HUB}{repository}", manifest.condition.kind, made.licence.lower()
+    origins = [source.origin.removeprefix(HUB) for source in made.sources if source.origin]
+    bases = dict.fromkeys("/".join(origin.split("/")[:2]).partition("@")[0] for origin in origins)
+    captions = [f"{one.get('prompt', 'class {}'.format(one.get('class_id')))}, seed {one['seed']}" for one in samples]
+    subject = f"--class-id {samples[0].get('class_id')}" if kind == "class" else '"what to draw"'
+    subject = "--embeddings FILE.npz" if kind == "embeddings" else subject
+    lines = [
+        "---",
+        "library_name: lantern-rt",
+        f"pipeline_tag: {'unconditional-image-generation' if kind == 'class' else 'text-to-image'}",
+        f"license: {licence if licence in _LICENCES else 'other'}",
+        *(["base_model:", *(f"- {base}" for base in bases)] if bases else []),
+        "---",
+        f"# {_text(manifest.name)}",
+        "",
+        f"A bundle of lantern-rt: {_text(manifest.family)} on ONNX Runtime.",
+        "",
+    ]
+    for start in range(0, len(captions), _COLUMNS):
+        numbers = range(start, min(start + _COLUMNS, len(captions)))
+        lines += _table([[f"![](samples/{i + 1}.png)" for i in numbers], [captions[i] for i in numbers]])
+    lines += [
+        "Every picture records how it was drawn: `--from` draws it again.",
+        "",
+        f'    pip install "lantern-rt[cpu]"\n    lantern-rt run {name} {subject}',
+        f"    lantern-rt run {name} --from 1.png\n    lantern-rt serve {name}",
+        "",
+    ]
+    for section, facts in describe_bundle(bundle).items():
+        rows = [[fact, value] for fact, value in facts.items() if fact != "folder"]
+        lines += [f"## {_text(section)}", "", *_table([["field", "value"], *rows])] if rows else []
+    files = [[one.role, one.name, one.sha256, one.origin or ""] for one in made.sources]
+    lines += ["## made from", "", *_table([["role", "file", "sha256", "from"], *files])] if files else []
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table and an empty one; the first row is its head."""
+    head, *others = (f"| {' | '.join(map(_text, row))} |" for row in rows)
+    return [head, "|---" * len(rows[0]) + "|", *others, ""]
+
+
+def _text(text: str) -> str:
+    """A text that means itself in Markdown: one line, no markup of its own but that of pictures."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
