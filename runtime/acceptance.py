@@ -199,14 +199,9 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, m
     Ties go to the path with the first leaf. The bonus is the arg-max after the path's end, unrelaxed. Every relaxed
     token counts 1 in the distance. missing: codes that the picture still needs, where the path is cut.
     """
-    best, end = (0, 0), 0
-    open_nodes = [0]
+    reached = [0]
     seen: dict[int, Probabilities] = {}
-    while open_nodes:
-        node = open_nodes.pop()
-        key = (-int(tree.structure.depths[node]), int(tree.structure.leaf_rank[node]))
-        if key < best:
-            best, end = key, node
+    for node in reached:
         if not tree.structure.children[node]:
             continue
         p = seen[node] = target(node)
@@ -214,7 +209,8 @@ def walk_greedy(tree: DraftTree, target: Distribution, relaxation: Relaxation, m
         for child in tree.structure.children[node]:
             token = int(tree.tokens[child])
             if token == top or p[token] + float(p[relaxation.aggregation_set(p, token)].sum()) > p[top]:
-                open_nodes.append(child)
+                reached.append(child)
+    end = min(reached, key=lambda node: (-tree.structure.depths[node], tree.structure.leaf_rank[node]))
     path = tree.path_to(end)[: missing + 1]
     relaxed = [child for node, child in pairwise(path) if tree.tokens[child] != seen[node].argmax()]
     if len(path) > missing:

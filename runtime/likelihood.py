@@ -95,7 +95,8 @@ def _passes(model: Model, rows: Sequence[PrefixRow], tokens: Ints, clock: Clock)
     for start in range(0, tokens.shape[1], NODES):
         part = tokens[:, start : start + NODES]
         count = part.shape[1]
-        nodes = np.pad(part, ((0, 0), (0, max(0, MINIMUM_NODES - count))))
+        nodes = np.zeros((sides, max(MINIMUM_NODES, count)), np.int64)
+        nodes[:, :count] = part
         output = clock.run(target, causal_pass(target, cache, nodes, model.positions - 1, padding), cache)
         clock.append(cache, output.new_kv, [np.arange(count)] * sides)
         yield output, np.full(sides, count)

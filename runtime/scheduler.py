@@ -284,7 +284,7 @@ class Scheduler:
         logits = output.logits
         if not isinstance(logits, np.ndarray) and isinstance(logits, DeviceLogits):
             self._choose_on_device(logits, drafts, answers)
-        elif len(answers) > 1:
+        else:
             exact = ((answer, self._rows[request]) for request, answer in answers.items() if request.exact)
             choose_together(logits, exact)
 
@@ -331,7 +331,7 @@ class Scheduler:
         return step, layout.kept(accepted.path)
 
     def _walk(self, request: Request, tree: DraftTree, answer: TargetOutput) -> Acceptance:
-        relaxation = None if request.exact else Relaxation.of(request.method, self.model.neighbors)
+        relaxation = Relaxation.of(request.method, self.model.neighbors)
         if relaxation is None:
             return follow(tree, answer.choice, request.missing)
         if request.sampling.greedy:

@@ -91,9 +91,9 @@ class DynamicTree:
     """
 
     # that are kept of all that are made: the root, and those with the highest probability of their path
-    nodes: int = 59
-    depth: int = 5  # levels below the root
-    branch: int = 10  # how many nodes of a level get children, and how many children each
+    nodes: int
+    depth: int  # levels below the root
+    branch: int  # how many nodes of a level get children, and how many children each
 
     def __post_init__(self) -> None:
         made = self.branch + (self.depth - 1) * self.branch**2

@@ -65,14 +65,26 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 def mutants(node: ast.AST) -> Iterator[ast.expr]:
     """Every expression below a node in a slightly different form, at its place."""
     for child in ast.iter_child_nodes(node):
-        notes = (getattr(node, "annotation", None), getattr(node, "returns", None))
-        holds = isinstance(child, ast.Assert) or (isinstance(child, ast.keyword) and child.arg == "strict")
-        if holds or isinstance(child, ast.Raise) or child in notes:  # what holds anyway, and what errors say
+        if _left_alone(node, child):
             continue
         yield from mutants(child)
         changed = _mutated(child)
         if changed is not None:
             yield ast.copy_location(changed, child)
+
+
+def _left_alone(parent: ast.AST, node: ast.AST) -> bool:
+    """Guards of what holds anyway, what errors and annotations say, and numbers of which another is as good."""
+    if isinstance(node, ast.keyword):
+        return node.arg in ("strict", "frozen", "init", "repr", "eq")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):  # 1 << 20: no limit; or 2 << 3, a tag
+        return isinstance(node.left, ast.Constant)
+    if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):  # MOST = 64: how much is done at once, or kept
+        return isinstance(node.value, ast.Constant) and isinstance(node.value.value, int) and node.value.value > 16
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and parent.func.attr == "reshape":
+        return isinstance(node, ast.UnaryOp)  # -1: to NumPy, -2 means the same
+    annotations = (getattr(parent, "annotation", None), getattr(parent, "returns", None))
+    return isinstance(node, (ast.Assert, ast.Raise, ast.JoinedStr)) or node in annotations
 
 
 def _mutated(node: ast.AST) -> ast.expr | None:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.device_engine import DeviceCache
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine
+from lantern_rt.engines.ort.slabs import Bound, Slabs
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
@@ -138,6 +140,24 @@ def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
         before = len(bound)
         target.run(causal(target, cache, [[1] * nodes]), cache)
         assert len(bound) - before == kept
+
+
+def test_a_pass_is_recorded_from_its_third_run_on() -> None:
+    recorded: list[bool] = []
+    graph: Any = SimpleNamespace(bind=lambda values, record: recorded.append)
+    bound = Bound(graph, Device("cpu"), {}, {}, 1)
+    for _ in range(4):
+        bound.run({})
+    assert recorded == [False, False, True, True]
+
+
+def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
+    graph: Any = None
+    slabs = Slabs(Device("cpu"), graph, 1, "float32", None)
+    leases = [slabs.take((1, 16, width)) for width in (1, 2, 3)]
+    while leases:
+        del leases[0]
+    assert [slab.shape[2] for slab in slabs._kept.values()] == [2, 3]
 
 
 def test_several_threads_may_use_one_engine(target: OrtDeviceEngine) -> None:

@@ -138,6 +138,12 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
             agree(found, on_host(logits, one, 2))
 
 
+def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
+    device = Device("cpu")
+    on(device, logits_of()).best([asking(Sampling(), Noise(9), start=GROUP + 1, count=4)], 1)
+    assert [*device._noise[VOCABULARY]._places] == [(9, 1)]
+
+
 def test_noise_that_has_made_room_for_other_comes_back() -> None:
     device, logits = Device("cpu"), logits_of(rows=1, nodes=4)
     rows = on(device, logits)

@@ -18,6 +18,8 @@ from tiny_graphs import TINY, ClassTable, Painter, export, tiny_drafter
 
 from lantern_rt import Pipeline
 from lantern_rt.bundle.files import open_bundle
+from lantern_rt.engines.contracts import Tensor
+from lantern_rt.engines.graph_writer import GraphWriter
 from lantern_rt.engines.loader import Engines
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
@@ -115,6 +117,28 @@ def test_a_damaged_image_decoder_is_found_before_any_code_is_drawn(folder: Path,
     with pytest.raises(BundleError) as caught:
         Pipeline.from_bundle(copy, threads=ONE)
     assert caught.value.field == f"{copy / 'vq_decoder.onnx'}: input `codes`"
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_an_image_encoder_takes_pictures_of_three_channels(folder: Path, tmp_path: Path, channels: int) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
+    graph = GraphWriter()
+    numbers = graph.op("Slice", graph.reshape("images", 0, -1), graph.ints(0), graph.ints(TINY.grid**2), graph.ints(1))
+    graph.op("Cast", numbers, name="codes", to=7)
+    pictures = Tensor("images", ("float32",), ("rows", channels, 2 * TINY.grid, 2 * TINY.grid))
+    data = graph.to_bytes([pictures], [Tensor("codes", ("int64",), ("rows", TINY.grid**2))])
+    (copy / "vq_encoder.onnx").write_bytes(data)
+    manifest = json.loads((copy / "bundle.json").read_text())
+    entry = {"path": "vq_encoder.onnx", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest["files"]["vq_encoder"] = entry
+    (copy / "bundle.json").write_text(json.dumps(manifest))
+    image = np.full((1, channels, 16, 16), 5, np.float32)
+    if channels == 3:
+        assert (Engines(open_bundle(copy), ONE).vq_encoder(image) == 5).all()
+    else:
+        with pytest.raises(BundleError) as caught:
+            Engines(open_bundle(copy), ONE).vq_encoder(image)
+        assert caught.value.field.endswith("input `images`")
 
 
 def test_codes_outside_the_codebook_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,12 @@ def test_the_cpu_quota_limits_the_threads(
     assert host.usable_cores() == (4 if quota is None else int(quota))
 
 
+def test_control_groups_are_the_processs_own_and_all_above_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_read", lambda path: "0::/a/../b\n3:cpu,cpuacct:/c\n4:memory:/d")
+    own = ("", "cpu", "a", "a/b", "cpu/c")
+    assert host._cgroups() == [host._CGROUP / path for path in own]
+
+
 def test_hyperthreads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for cpu in range(4):
         (tmp_path / f"cpu{cpu}" / "topology").mkdir(parents=True)
@@ -158,3 +164,4 @@ def test_a_limit_on_address_space_counts_as_memory(monkeypatch: pytest.MonkeyPat
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert caught.value.field == "memory"
+    assert "1,048,576 tokens need 32.0 GiB" in str(caught.value)

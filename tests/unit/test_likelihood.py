@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from toy_engine import make_model, make_prompt, next_distribution
 
 from lantern_rt.methods import Sampling
-from lantern_rt.runtime.likelihood import likelihood
+from lantern_rt.runtime.likelihood import likelihood, tie_margin
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(cfg_scale=2.5, temperature=0.8)])
@@ -34,3 +35,11 @@ def test_the_entropy_is_what_the_likelihood_is_to_be_expected_given_the_codes_be
         expected, entropy = expected + chance * found.nats, entropy + chance * found.entropy
     assert entropy == pytest.approx(expected, abs=1e-5)
     assert entropy > 0.3
+
+
+@pytest.mark.parametrize(("cfg_scale", "temperature", "factor"), [(1, 0.5, 2), (3, 0, 5), (0.5, 2, 0.5)])
+def test_guidance_and_temperature_scale_what_rounding_may_do(
+    cfg_scale: float, temperature: float, factor: float
+) -> None:
+    sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature)
+    assert tie_margin(replace(make_model(), rounding=0.1), sampling) == pytest.approx(0.1 * factor)

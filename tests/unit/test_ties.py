@@ -15,9 +15,12 @@ from toy_engine import ToyTarget, codes_of, make_model, make_prompt, scramble
 from lantern_rt.methods import Ar, Eagle, MethodConfig, Sampling, Sjd
 from lantern_rt.runtime.decode import decode
 from lantern_rt.runtime.engine import Pass, PassOutput
+from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.sampling import choose, is_decisive
 from lantern_rt.runtime.state import Model
 from lantern_rt.runtime.statistics import Statistics
+from lantern_rt.runtime.target import TargetOutput, choose_together
+from lantern_rt.runtime.tree import DraftTree
 
 METHODS = [Eagle(tree="chain-2"), Eagle(tree="dynamic-8-3-3"), Sjd(window=2), Sjd(window=5)]
 SAMPLINGS = [
@@ -95,6 +98,17 @@ def test_passes_that_decide_ties_are_counted() -> None:
     assert not any(one.tie_passes for one in drawn(wobbly(0.0), SAMPLINGS[0], Ar(), 24)[1][0].per_image)
 
 
+@pytest.mark.parametrize(("count", "together"), [(1, 0), (2, 2), (200, 128)])
+def test_neighbours_choose_together_what_each_would_choose_as_far_as_memory_goes(count: int, together: int) -> None:
+    logits = np.random.default_rng(0).normal(size=(count, 3, 5)).astype(np.float32)
+    chain = DraftTree(np.arange(2), np.array([-1, 0])).structure
+    own = [TargetOutput(lambda nodes: logits, chain, Noise(i), range(4, 6), Sampling()) for i in range(count)]
+    choose_together(logits, [(one, slice(i, i + 1)) for i, one in enumerate(own)])
+    expected = [choose(logits[i, :2], Noise(i).gumbel(4, 2, 5), Sampling()).tolist() for i in range(together)]
+    assert [[*one._choices.values()] for one in own[:together]] == expected
+    assert not any(one._choices for one in own[together:])
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Rows, Rows | None, Sampling, float, int]:
     size, seed = draw(st.integers(2, 40)), draw(st.integers(0, 2**32 - 1))
@@ -135,6 +149,8 @@ def test_most_choices_are_clear_and_ties_are_not() -> None:
         assert clear.mean() > 0.95
     equal = np.zeros((1, 8), np.float32)
     assert not judged(equal, None, Sampling(temperature=0), 1e-6)[1].any()
+    near, loud = np.array([400, 399.99], np.float32), np.array([0, -5], np.float32)
+    assert not is_decisive(near, loud, 0, Sampling(top_p=0.5), 0.02)
     boundary = np.array([[2.0, 1.0, 1.0 + 1e-5, 0.0]], np.float32)  # which of two is the second of top-k 2?
     loud = np.array([[0.0, 9.0, 0.0, 0.0]], np.float32)
     assert not judged(boundary, loud, Sampling(top_k=2), 1e-4)[1].any()
