@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -55,6 +55,11 @@ TESTS = {
     "engines/ort/engine.py": "onnxruntime/engine onnxruntime/device_engine",
     "engines/ort/slabs.py": "onnxruntime/device_engine onnxruntime/tensorrt_engine",
 }
+# Examples in one order, and the first that fails ends a test: looking for a smaller one takes minutes.
+PROFILE = """
+from hypothesis import Phase, settings
+settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+"""
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
@@ -118,12 +123,13 @@ def tried(source: str, mutant: ast.expr) -> tuple[str, str]:
     return (data[:start] + f"({after})".encode() + data[end:]).decode(), words
 
 
-def passes(folder: Path, tests: str, seconds: float) -> bool:
-    """Whether the tests of a copy pass; those that hang do not."""
-    paths = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests.split()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
-    surroundings = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+def passes(folder: Path, tests: Iterable[str], seconds: float, compiled: bool = False) -> bool:
+    """Whether the tests of a copy pass; those that hang do not. compiled: modules are kept compiled for later calls."""
+    paths = ["tests/{}/test_{}.py".format(*test.split("/")) for test in tests]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+    surroundings = os.environ | {"PYTHONDONTWRITEBYTECODE": "" if compiled else "1"}
     with (folder / "output.txt").open("w") as output:
+        command = [sys.executable, "-m", "pytest", *options, *paths]
         process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=surroundings)
         try:
             return process.wait(seconds) == 0
@@ -142,19 +148,20 @@ def main() -> None:
     sources = {path: (ROOT / path).read_text() for path in TESTS if path.startswith(options.only)}
     places = [(path, mutant) for path, source in sources.items() for mutant in mutants(ast.parse(source))]
     chosen = random.Random(options.seed).sample(places, options.count)
-    seconds: dict[str, float] = {}  # that the tests of a file may take
     survivors = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "copy"
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
+        with (folder / "tests" / "conftest.py").open("a") as conftest:
+            conftest.write(PROFILE)
+        start = time.monotonic()
+        if not passes(folder, dict.fromkeys(test for path, _ in chosen for test in TESTS[path].split()), 7200, True):
+            sys.exit("the tests fail as it is:\n" + (folder / "output.txt").read_text())
+        seconds = 60 + time.monotonic() - start  # that the tests of one file may take
         for path, mutant in chosen:
-            start = time.monotonic()
-            if path not in seconds and not passes(folder, TESTS[path], 1200):
-                sys.exit(f"{path}: its tests fail as it is")
-            seconds.setdefault(path, 60 + 4 * (time.monotonic() - start))
             changed, words = tried(sources[path], mutant)
             (folder / path).write_text(changed)
-            survived = passes(folder, TESTS[path], seconds[path])
+            survived = passes(folder, TESTS[path].split(), seconds)
             (folder / path).write_text(sources[path])
             survivors += survived
             print(f"{'SURVIVED' if survived else 'killed  '} {path}:{words}", flush=True)

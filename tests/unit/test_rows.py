@@ -157,6 +157,7 @@ def test_every_cell_is_drawn_once_after_those_that_it_sees(
         for cells in (batch.cells[batch.counts > 0], batch.cells[batch.sampled] + 1, batch.cached):
             assert len({*cells.tolist()}) == len(cells)
         assert not {*batch.cells[batch.counts > 0].tolist()} & {*batch.cached.tolist()}
+        assert (batch.structure.ancestors.sum(0)[batch.counts == 0] == 1).all()  # no other sees what stands in
         kept, drawn = grid.take(batch, rng.integers(0, 2, len(batch.sampled)))  # drafts are right now and then
         assert len(drawn) + len(kept) > 0  # or nothing would ever happen
         assert not known & {*drawn.tolist()}
