@@ -44,7 +44,7 @@ TESTS = {
     "engines/columns.py": "unit/columns onnxruntime/tensorrt_engine onnxruntime/device_engine",
     "engines/decoder_tensors.py": "onnxruntime/engine onnxruntime/device_engine",
     "engines/device_engine.py": "onnxruntime/device_engine onnxruntime/device_sampling",
-    "engines/device_graph.py": "onnxruntime/device_layouts onnxruntime/device_engine",
+    "engines/device_graph.py": "onnxruntime/device_layouts onnxruntime/device_engine onnxruntime/device_pictures",
     "engines/engine_folder.py": "unit/engine_folder unit/hostile_files",
     "engines/kv_cache.py": "unit/kv_cache onnxruntime/engine onnxruntime/tensorrt_engine",
     "engines/graph_writer.py": "onnxruntime/device_layouts onnxruntime/engine export/t5",
