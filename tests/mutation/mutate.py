@@ -25,7 +25,8 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*
 TESTS = {
     "runtime/acceptance.py": "unit/acceptance unit/lantern_accept_golden unit/jacobi",
     "runtime/decode.py": "unit/decode unit/rows",
-    "runtime/drafter.py": "unit/decode unit/row_ends unit/scheduler unit/prefixes onnxruntime/published_drafts",
+    "runtime/drafter.py": "unit/decode unit/row_ends unit/scheduler unit/prefixes "
+    "onnxruntime/published_drafts onnxruntime/published_traces",
     "runtime/drafting.py": "unit/decode",
     "runtime/engine.py": "unit/decode",
     "runtime/grid.py": "unit/rows unit/row_ends",
@@ -43,11 +44,11 @@ TESTS = {
     "runtime/tree_names.py": "unit/tree unit/hostile_files",
     "engines/columns.py": "unit/columns onnxruntime/tensorrt_engine onnxruntime/device_engine",
     "engines/decoder_tensors.py": "onnxruntime/engine onnxruntime/device_engine",
-    "engines/device_engine.py": "onnxruntime/device_engine onnxruntime/device_sampling",
+    "engines/device_engine.py": "onnxruntime/device_engine onnxruntime/device_sampling onnxruntime/device_pictures",
     "engines/device_graph.py": "onnxruntime/device_layouts onnxruntime/device_engine onnxruntime/device_pictures",
     "engines/engine_folder.py": "unit/engine_folder unit/hostile_files",
     "engines/kv_cache.py": "unit/kv_cache onnxruntime/engine onnxruntime/tensorrt_engine",
-    "engines/graph_writer.py": "onnxruntime/device_layouts onnxruntime/engine export/t5",
+    "engines/graph_writer.py": "onnxruntime/device_layouts onnxruntime/engine export/t5 export/int8",
     "engines/host.py": "unit/host unit/large_requests",
     "engines/loader.py": "onnxruntime/loader onnxruntime/tensorrt_bundles unit/pipeline unit/embedding",
     "engines/sampling_head.py": "onnxruntime/device_sampling",

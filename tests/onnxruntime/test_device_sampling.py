@@ -141,7 +141,10 @@ def test_more_seeds_and_positions_than_the_noise_table_has_places_are_drawn_righ
 def test_only_the_noise_that_is_read_is_brought_to_the_device() -> None:
     device = Device("cpu")
     on(device, logits_of()).best([asking(Sampling(), Noise(9), start=GROUP + 1, count=4)], 1)
-    assert [*device._noise[VOCABULARY]._places] == [(9, 1)]
+    table = device._noise[VOCABULARY]
+    assert [*table._places] == [(9, 1)]
+    on(device, logits_of()).best([asking(Sampling(), Noise(seed), count=4) for seed in range(40)], 1)
+    assert table.value.shape()[0] == 80  # the next to come need not push these out
 
 
 def test_noise_that_has_made_room_for_other_comes_back() -> None:

@@ -17,6 +17,7 @@ from tiny_rig import ONE, WIDE, Rig, close, drafter_spec_of, spec_of
 from lantern_rt.engines.decoder_tensors import kv_dtype
 from lantern_rt.engines.kv_cache import SPAN_STEP, KVCache
 from lantern_rt.engines.ort.engine import OrtEngine
+from lantern_rt.engines.ort.session import GraphSession
 from lantern_rt.errors import BundleError, EngineError
 from lantern_rt.export.graph.graphs import write_graph
 from lantern_rt.export.models.eagle import drafter_graph
@@ -81,6 +82,13 @@ def test_a_tree_pass_scores_every_path_and_its_accepted_nodes_are_appended(rig: 
     found = last_logits(rig, cache, [1, 2])
     for row in range(2):
         close(found[row], rig.reference(row, [*tokens[row, paths[row]].tolist(), row + 1])[-1])
+
+
+def test_outputs_of_other_sizes_than_their_pass_are_refused(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, run = tiny.prefilled(5), GraphSession.run
+    monkeypatch.setattr(GraphSession, "run", lambda self, feeds: [array[:1] for array in run(self, feeds)])
+    with refused(BundleError, "output `logits`", "the graph is damaged"):
+        last_logits(tiny, cache, [0] * 5)
 
 
 def test_truncated_entries_are_forgotten_and_overwritten(rig: Rig) -> None:
