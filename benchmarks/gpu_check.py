@@ -35,6 +35,7 @@ from lantern_rt import EngineError, LanternError, Pipeline, __version__, open_bu
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.host import import_onnxruntime
+from lantern_rt.engines.ort.session import load_session
 from lantern_rt.engines.profiles import BuildOptions
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
@@ -105,13 +106,11 @@ def build(bundle: Path, backend: str) -> Path:
 
 def device_bandwidth(provider: str, size: int) -> float:
     """Bytes per second of copying `size` bytes of device memory, reads and writes counted; median of 20 runs."""
-    runtime = import_onnxruntime()
     values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n"]) for name in ("data", "copy")]
     graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["data"], ["copy"])], "copy", values[:1], values[1:])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    name = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}[provider]
-    session = runtime.InferenceSession(model.SerializeToString(), providers=[name])
-    data, copy = (runtime.OrtValue.ortvalue_from_numpy(np.zeros(size // 4, np.float32), provider, 0) for _ in range(2))
+    session, zeros = load_session(model.SerializeToString(), 1, provider), np.zeros(size // 4, np.float32)
+    data, copy = (import_onnxruntime().OrtValue.ortvalue_from_numpy(zeros, provider, 0) for _ in range(2))
     binding = session.io_binding()
     binding.bind_ortvalue_input("data", data)
     binding.bind_ortvalue_output("copy", copy)

@@ -7,9 +7,9 @@ import platform
 from dataclasses import dataclass
 
 from ..errors import EngineError
-from .gpu import find_gpu
-from .host import available_memory, cpu_quota, import_onnxruntime, installed_runtimes, runtime_conflict, usable_cores
-from .ort.providers import PROVIDERS
+from .gpu import CUDA, OLDEST_DRIVER, find_gpu
+from .host import RUNTIMES, available_memory, cpu_quota, import_onnxruntime, installed, runtime_conflict, usable_cores
+from .ort.providers import DEFAULT_PROVIDER, PROVIDERS, automatic
 from .ort.session import check_provider
 
 _PACKAGES = ("numpy", "pillow", "pydantic", "tokenizers", "rich", "typer", "torch", "onnx")
@@ -35,9 +35,10 @@ def host_report() -> HostReport:
 
     conflict = runtime_conflict()
     problems = [str(conflict)] if conflict else []
-    providers: list[str] = []
+    providers, main = list[str](), DEFAULT_PROVIDER
     try:
-        providers = import_onnxruntime().get_available_providers()
+        runtime = import_onnxruntime()
+        providers, main = runtime.get_available_providers(), automatic(runtime)
     except EngineError as error:
         problems = problems or [str(error)]
     versions, gpu = _installed(), find_gpu()
@@ -49,17 +50,21 @@ def host_report() -> HostReport:
                     check_provider(provider.name)
                 except EngineError as error:
                     problems.append(str(error))
-    usable = "CPUExecutionProvider" in providers
+    needed = f"CUDA {CUDA}, driver {OLDEST_DRIVER} or newer"
+    if gpu and float(gpu.driver) < CUDA and any(name.startswith(("onnxruntime-gpu", "tensorrt")) for name in versions):
+        problems.append(f"NVIDIA driver: found one for CUDA {gpu.driver}, expected {needed}; update it")
+    usable = "CPUExecutionProvider" in providers and (main == DEFAULT_PROVIDER or not problems)
     listed = [name for name in versions if name in _PACKAGES or name.startswith(_FOR_ACCELERATORS)]
     facts = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed_runtimes()) or "none installed",
+        "onnxruntime": ", ".join(f"{name} {versions[name]}" for name in installed(*RUNTIMES)) or "none installed",
         "providers": ", ".join(providers) or "none",
         "cores": f"{cores} physical usable" + ("" if quota is None else f", quota {quota:g}"),
         "memory": f"{_gib(available_memory())} available of {_gib(psutil.virtual_memory().total)}",
-        "will use": f"ONNX Runtime on the CPU, threads: {cores}" if usable else "nothing: no backend is usable",
+        "will use": f"ONNX Runtime, provider {main}, threads: {cores}" if usable else "nothing: see the problems",
         "gpu": f"{gpu.compute_capability}, driver for CUDA {gpu.driver}" if gpu else "none found",
+        "for GPUs": f"`lantern-rt[gpu]` in place of `[cpu]`: {needed}",
         "packages": ", ".join(f"{name} {versions[name]}" for name in listed),
     }
     return HostReport(facts, tuple(problems))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from typing import NamedTuple
 
 DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+CUDA, OLDEST_DRIVER = 13, 580  # of what the extras gpu, tensorrt and tensorrt-rtx install
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -18,7 +20,7 @@ class Gpu(NamedTuple):
 
 
 def find_gpu() -> Gpu | None:
-    """The first GPU, or None where there is no driver or no device; allocates nothing."""
+    """The first GPU, or None where there is no driver or no device, or, with a warning, it fails; allocates nothing."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -31,5 +33,8 @@ def find_gpu() -> Gpu | None:
         or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
         or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
     )
+    if failed not in (0, 100):  # CUDA_ERROR_NO_DEVICE
+        problem = "no GPU can be used, NVIDIA's driver fails with CUDA error %d: see what `nvidia-smi` says"
+        logging.getLogger(__name__).warning(problem, failed)
     number = version.value
     return None if failed else Gpu(f"{number // 1000}.{number % 1000 // 10}", f"SM{major.value}{minor.value}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import EngineError
 from ..inputs import brief
+from .gpu import find_gpu
 
 _CPU = Path("/sys/devices/system/cpu")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -30,6 +31,7 @@ _INSTRUCTION_SETS = (
     "i8mm",
     "sve",
 )
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu")  # distributions; two overwrite each other's files
 _import_lock = threading.Lock()
 
 
@@ -48,8 +50,9 @@ def import_onnxruntime() -> Any:
             if conflict := runtime_conflict():
                 raise conflict from error
             install = "install" if isinstance(error, ImportError) else "install --force-reinstall"
+            extra = "gpu" if find_gpu() or installed("tensorrt", "tensorrt-rtx") else "cpu"  # plans run on GPUs
             problem = f"onnxruntime cannot be imported ({brief(error, 200)})"
-            raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[cpu]'`") from error
+            raise EngineError(problem, remedy=f"install it with `pip {install} 'lantern-rt[{extra}]'`") from error
     return onnxruntime
 
 
@@ -117,19 +120,19 @@ def available_memory() -> int:
     return max(0, min(free))
 
 
-def installed_runtimes() -> list[str]:
-    """Installed distributions of ONNX Runtime; two overwrite each other's files."""
-    names = []
-    for name in ("onnxruntime", "onnxruntime-gpu"):
+def installed(*names: str) -> list[str]:
+    """Those of some distributions that are installed."""
+    found = []
+    for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version(name)
-            names.append(name)
-    return names
+            found.append(name)
+    return found
 
 
 def runtime_conflict() -> EngineError | None:
     """The error for two ONNX Runtime distributions in one environment; None with at most one."""
-    names = installed_runtimes()
+    names = installed(*RUNTIMES)
     if len(names) < 2:
         return None
     both = f"{' and '.join(names)} are both installed and overwrite each other's files"

@@ -12,10 +12,10 @@ from ..bundle.manifest import Manifest
 from ..runtime.engine import Engine, Floats, Ints
 from .contracts import Array, Function, Tensor
 from .engine_folder import EngineFolder
-from .host import thread_count
+from .host import import_onnxruntime, thread_count
 from .memory import INTEGERS, PRODUCTS, check_products
 from .ort.backend import OrtGraphs
-from .ort.providers import DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers
+from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, automatic
 from .trt.backend import find_backend
 
 # Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
@@ -53,8 +53,13 @@ class Engines:
         self.threads = thread_count(threads)
         self.picture_threads = thread_count(picture_threads or threads)
         # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
-        self.backend = folder.manifest.backend if folder else f"onnxruntime-{providers.main}"
-        self.picture_backend = self.backend if folder else f"onnxruntime-{providers.of(IMAGE_DECODER)}"
+        self.backend, drafts, self.picture_backend = (
+            folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
+            for role in ("target", "drafter", IMAGE_DECODER)
+        )
+        check_products(bundle, self.backend, drafts)
+        if drafts != self.backend:
+            self.backend += f",drafter={providers.of('drafter')}"
         self.on_cpu = folder is None and providers.main == DEFAULT_PROVIDER
         precision, dtype = bundle.manifest.target.precision, bundle.manifest.target.dtype
         self.integers = precision in INTEGERS  # products round what they multiply to 8 bits
@@ -69,7 +74,6 @@ class Engines:
         self._lock = threading.Lock()
         self._drafter: Engine | None = None
         self._vq_encoder: Function | None = None
-        check_products(bundle, self.backend)
         if folder is None:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
@@ -115,6 +119,15 @@ class Engines:
         _ = self.drafter
         size = self._bundle.manifest.size()
         self.vq_decoder(np.zeros((1, size.rows, size.columns), np.int64))
+
+
+def choose_providers(wanted: Providers, bundle: Bundle) -> Providers:
+    """The same, with `auto` decided for this host and bundle. Raises: EngineError: a GPU's library does not load."""
+    decoders = bundle.manifest.target, bundle.manifest.drafter
+    if wanted.main != AUTO:
+        return wanted
+    only_cpu = any(spec is not None and spec.precision == PRODUCTS for spec in decoders)
+    return wanted._replace(main=DEFAULT_PROVIDER if only_cpu else automatic(import_onnxruntime()))
 
 
 def _image_tensors(manifest: Manifest) -> tuple[list[Tensor], list[Tensor]]:

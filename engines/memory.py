@@ -50,13 +50,12 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     return 4 * weights
 
 
-def check_products(bundle: Bundle, where: str) -> None:
-    """Raises: RequestError: the bundle multiplies integers, and `where`, such as `onnxruntime-cuda`, is not a CPU."""
-    decoders = (bundle.manifest.target, bundle.manifest.drafter)
-    products = any(one is not None and one.precision == PRODUCTS for one in decoders)
-    if products and not where.startswith("onnxruntime-cpu"):
-        raise RequestError(
-            f"bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do",
-            found=where,
-            remedy="export it with --precision fp32 or fp16, or use provider cpu",
-        )
+def check_products(bundle: Bundle, target: str, drafter: str | None = None) -> None:
+    """Raises: RequestError: a decoder multiplies integers, and where it runs, such as `onnxruntime-cuda`, is no CPU."""
+    for spec, where in ((bundle.manifest.target, target), (bundle.manifest.drafter, drafter or target)):
+        if spec is not None and spec.precision == PRODUCTS and not where.startswith("onnxruntime-cpu"):
+            raise RequestError(
+                f"bundle {bundle.manifest.name} multiplies integers (int8), which only CPUs do",
+                found=where,
+                remedy="export it with --precision fp32 or fp16, or use provider cpu",
+            )

@@ -75,8 +75,9 @@ class Pipeline:
             bundle: an embedded one by name, a folder, `hf:owner/name[@revision]`, or one that is open already.
             threads: for the engines, by default one per physical core.
             verify: compare every file's hash first.
-            provider: what ONNX Runtime runs the graphs on: `cpu` (default), `cuda`, `webgpu`, `openvino`, ...
-                (docs/gpu.md), with `vq_decoder=NAME` or `condition=NAME` for one of them.
+            provider: what ONNX Runtime runs the graphs on: `cpu`, `cuda`, `webgpu`, `openvino`, ... (docs/gpu.md), with
+                `drafter=NAME`, `vq_decoder=NAME` or `condition=NAME` for one of them; by default `auto`, the GPU where
+                there is one and a package for it, else the CPU.
             engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
             picture_threads: for the image decoder, by default as many; services take one, so that pictures of some do
                 not hold up the tokens of others.
@@ -87,16 +88,17 @@ class Pipeline:
             RequestError: a provider is unknown, or contradicts the engines.
         """
         from .engines.engine_folder import EngineFolder, open_engine_folder
-        from .engines.loader import Engines
+        from .engines.loader import Engines, choose_providers
 
         folder = engines if engines is None or isinstance(engines, EngineFolder) else open_engine_folder(engines)
-        chosen = None if provider is None else Providers.read(provider)
-        if folder is not None and chosen not in (None, ON_CPU):
+        chosen = Providers.read(() if provider is None else provider)
+        if folder is not None and chosen not in (Providers(), ON_CPU):
             expected = f"{folder.manifest.backend}, which {folder.folder} was built for"
             raise RequestError(field="provider", found=str(chosen), expected=expected, remedy="leave the provider out")
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
-        loaded = Engines(opened, threads, chosen or ON_CPU, folder, picture_threads=picture_threads)
+        providers = choose_providers(chosen, opened) if folder is None else ON_CPU
+        loaded = Engines(opened, threads, providers, folder, picture_threads=picture_threads)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 

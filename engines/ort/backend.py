@@ -25,14 +25,15 @@ class OrtGraphs:
         self._bundle, self._threads, self._providers = bundle, threads, providers
         for name in {providers.main, *providers.own.values()}:
             check_provider(name)
-        self._device = Device(providers.main) if PROVIDERS[providers.main].memory != "cpu" else None
+        names = {providers.of(role) for role in ("target", "drafter")}
+        self._devices = {name: Device(name) for name in names if PROVIDERS[name].memory != "cpu"}
 
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         """The target (with its table of code embeddings) or the drafter (without) as an engine."""
-        path = self._bundle.path(role)
-        if self._device is not None:
-            return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._device)
-        return OrtEngine(path, spec, code_embeddings, self._threads, self._providers.main)
+        path, provider = self._bundle.path(role), self._providers.of(role)
+        if provider in self._devices:
+            return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider])
+        return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
     def function(
         self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None

@@ -2,7 +2,7 @@
 
 ONNX Runtime falls back silently: to the CPU when a provider's libraries do not load, node by node when it lacks a
 kernel. Here the provider asked for takes the whole graph, or loading stops.
-The graphs that run once an image may have a provider of their own.
+The drafter, and the graphs that run once an image, may have a provider of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 
 from ...errors import EngineError
 from ...inputs import brief, short
+from ..gpu import find_gpu
+from ..host import installed
 
+AUTO = "auto"  # the first GPU's, where a package for it is installed and it is found; else the CPU's
 DEFAULT_PROVIDER = "cpu"  # ONNX Runtime's own kernels: they run every graph, and others may fall back to them
 # Copies, and nodes on shapes and indices, which providers leave on the CPU on purpose: a few numbers, needed there.
 _SHAPE_OPS = {"Shape", "Size", "Constant", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast"}
@@ -88,13 +91,13 @@ _ALL = (
 PROVIDERS = {provider.name: provider for provider in _ALL}
 _turns = {provider.name: threading.RLock() for provider in _ALL if provider.recording}
 IMAGE_DECODER = "vq_decoder"
-_ONCE = ("condition", IMAGE_DECODER)  # graphs that run once an image; target and drafter share what they compute
+_OWN = ("drafter", "condition", IMAGE_DECODER)  # graphs that may run elsewhere than the target
 
 
 class Providers(NamedTuple):
     """Names of providers: `own` by graph, `main` for all others."""
 
-    main: str = DEFAULT_PROVIDER
+    main: str = AUTO
     own: Mapping[str, str] = MappingProxyType({})
 
     def of(self, role: str) -> str:
@@ -114,19 +117,19 @@ class Providers(NamedTuple):
         own: dict[str, str] = {}
         for one in names.split(",") if isinstance(names, str) else names:
             role, named, name = one.strip().rpartition("=")
-            if named and role not in _ONCE:
+            if named and role not in _OWN:
                 remedy = "all others run on one provider, NAME"
-                raise _refused(found=f"graph {short(role)}", expected=" or ".join(_ONCE), remedy=remedy)
+                raise _refused(found=f"graph {short(role)}", expected=" or ".join(_OWN), remedy=remedy)
             if role in own:
                 raise _refused(found=f"{own[role]} and {name} for {role or 'all graphs'}", expected="one")
-            if _named(name).rounds and role != IMAGE_DECODER:
+            if (named or name != AUTO) and _named(name).rounds and role != IMAGE_DECODER:
                 remedy = f"give it to the image decoder alone, {IMAGE_DECODER}={name}"
                 raise _refused(f"{name} rounds to bfloat16", found=f"it for {role or 'all graphs'}", remedy=remedy)
             own[role] = name
-        return cls(own.pop("", DEFAULT_PROVIDER), own)
+        return cls(own.pop("", AUTO), own)
 
 
-ON_CPU = Providers()
+ON_CPU = Providers(DEFAULT_PROVIDER)
 
 
 def _refused(problem: str = "", **fields: str) -> EngineError:
@@ -140,9 +143,10 @@ _lock = threading.Lock()
 def find_provider(name: str, runtime: Any) -> Provider:
     """The provider of a name. Raises: EngineError unless this `runtime` (the onnxruntime module) has it."""
     provider = _named(name)
-    if provider.plugin:
-        plugin_devices(provider, runtime)
-    elif provider.execution_provider not in runtime.get_available_providers():
+    if provider.plugin and not plugin_devices(provider, runtime):
+        problem = "ONNX Runtime finds no device that it runs on"
+        raise EngineError(problem, field=f"provider {name}", remedy="install its driver")
+    if not provider.plugin and provider.execution_provider not in runtime.get_available_providers():
         raise EngineError(
             field=f"provider {name}",
             found=f"onnxruntime {runtime.__version__} with {', '.join(runtime.get_available_providers())}",
@@ -152,14 +156,23 @@ def find_provider(name: str, runtime: Any) -> Provider:
     return provider
 
 
+def automatic(runtime: Any) -> str:
+    """The provider of the first GPU that is found and has its package, else the CPU's. Raises: as `plugin_devices`."""
+    for provider in _ALL:
+        here = provider.memory != "cpu" and installed(provider.package.partition("[")[0])
+        if here and (plugin_devices(provider, runtime) if provider.plugin else find_gpu()):
+            return provider.name
+    return DEFAULT_PROVIDER
+
+
 def _named(name: str) -> Provider:
     if (provider := PROVIDERS.get(name)) is None:
-        raise _refused(found=short(name), expected=f"one of {', '.join(PROVIDERS)}")
+        raise _refused(found=short(name), expected=f"one of {', '.join([AUTO, *PROVIDERS])}")
     return provider
 
 
 def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
-    """The devices of a plugin, registered before. Raises: EngineError: it is not installed, does not load, has none."""
+    """The devices of a plugin, registered before. Raises: EngineError: it is not installed, or does not load."""
     field, module = f"provider {provider.name}", provider.package.replace("-", "_")
     with _lock:
         try:
@@ -174,10 +187,7 @@ def plugin_devices(provider: Provider, runtime: Any) -> list[Any]:
             problem = f"onnxruntime {runtime.__version__} cannot load its library ({brief(error, 200)})"
             remedy = f"check the device's driver, or update onnxruntime and {provider.package}"
             raise EngineError(problem, field=field, remedy=remedy) from error
-    devices = [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
-    if not devices:
-        raise EngineError("ONNX Runtime finds no device that it runs on", field=field, remedy="install its driver")
-    return devices
+    return [one for one in runtime.get_ep_devices() if one.ep_name == provider.execution_provider]
 
 
 def turn(provider: str) -> AbstractContextManager[object]:
@@ -190,15 +200,12 @@ def turn(provider: str) -> AbstractContextManager[object]:
 
 def check_taken(where: object, provider: Provider, session: Any) -> None:
     """Raises: EngineError unless `provider` runs the graph: present, and every node but shape arithmetic its own."""
-    remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver and update {provider.package}"
+    remedy = f"use provider {DEFAULT_PROVIDER}, or check its driver (`lantern-rt doctor`) and update {provider.package}"
     if provider.execution_provider not in session.get_providers():
         problem = f"provider {provider.name} did not load"
         raise EngineError(problem, field=str(where), found=", ".join(session.get_providers()), remedy=remedy)
     if provider.name == DEFAULT_PROVIDER:
         return
-    if not hasattr(session, "get_provider_graph_assignment_info"):
-        problem = f"this onnxruntime cannot say which nodes provider {provider.name} takes"
-        raise EngineError(problem, field=str(where), expected="1.24 or newer", remedy=f"update {provider.package}")
     left = Counter(
         node.op_type
         for part in session.get_provider_graph_assignment_info()

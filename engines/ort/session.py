@@ -147,7 +147,8 @@ def load_session(
             raise BundleError(
                 f"not a graph that can be loaded: {what}", field=str(where), remedy="export the bundle again"
             ) from error
-        remedy = "close other programs, there is too little memory" if "bad_alloc" in what else "update onnxruntime"
+        other = "update onnxruntime" if provider == DEFAULT_PROVIDER else f"check the driver, or use {DEFAULT_PROVIDER}"
+        remedy = "close other programs, there is too little memory" if "bad_alloc" in what else other
         problem = f"ONNX Runtime {runtime.__version__} does not take this graph: {what}"
         raise EngineError(problem, field=str(where), remedy=remedy) from error
     check_taken(where, chosen, session)
@@ -155,12 +156,12 @@ def load_session(
 
 
 def check_provider(name: str) -> None:
-    """Raises: EngineError: the provider is not installed, or cannot run a convolution for lack of its library.
+    """Raises: EngineError: the provider is not installed, its device does not work, or it has no convolutions.
 
     Image decoders are made of convolutions, and would fail when a whole image has been decoded.
     """
     provider = find_provider(name, import_onnxruntime())
-    if not provider.library:
+    if provider.memory == "cpu":
         return
     session = load_session(convolution_graph(), 1, name)
     try:
@@ -169,7 +170,7 @@ def check_provider(name: str) -> None:
         raise EngineError(
             f"ONNX Runtime cannot run a convolution ({brief(error, 200)})",
             field=f"provider {name}",
-            remedy=f"install {provider.library}: {provider.package}",
+            remedy=f"install {provider.library or 'its driver'}: {provider.package}",
         ) from error
 
 

@@ -82,7 +82,7 @@ ProviderOption = Annotated[
         "--provider",
         metavar="[GRAPH=]NAME",
         help="What ONNX Runtime runs on: cpu, cuda, webgpu, openvino, ... (docs/gpu.md). Once more for one graph, "
-        "such as vq_decoder=openvino. [default: cpu]",
+        "such as drafter=cpu. [default: auto, the GPU if there is one, else the CPU]",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -98,13 +98,18 @@ class EngineOptions:
     engines: Path | None = None
     provider: list[str] | None = None
 
-    @property
-    def on_cpu(self) -> bool:
-        """Whether ONNX Runtime runs the bundle's own graphs on the CPU.
+    def on_cpu(self, bundle: Bundle) -> bool:
+        """Whether ONNX Runtime runs the bundle's own graphs on the CPU; says so where `auto` is a GPU."""
+        from ..engines.loader import choose_providers
+        from .console import say
 
-        Raises: EngineError: there is no such provider.
-        """
-        return self.engines is None and Providers.read(self.provider or ()).main == DEFAULT_PROVIDER
+        if self.engines is not None:
+            return False
+        chosen = Providers.read(self.provider or ())
+        main = choose_providers(chosen, bundle).main
+        if main not in (DEFAULT_PROVIDER, chosen.main):
+            say(f"running on the GPU, provider {main}; --provider cpu for the CPU")
+        return main == DEFAULT_PROVIDER
 
     def open_bundle(self, name: str) -> Bundle:
         """Open a bundle without hashing the graphs that engines replace."""
@@ -130,7 +135,7 @@ class EngineOptions:
         from .console import progress
 
         engines = None if self.engines is None else open_engine_folder(self.engines)
-        if self.on_cpu:
+        if self.on_cpu(bundle):
             check_memory(bundle, settings or resolve_settings(bundle.manifest, {"method": "auto"}), prefix)
         with progress(lines=False) as show:
             show("loading graphs")

@@ -105,7 +105,7 @@ def _open(names: list[str], options: EngineOptions) -> list[Bundle]:
         if bundle.manifest.name in by_name:
             twice = f"two named {bundle.manifest.name}"
             raise RequestError(field="bundles", found=twice, expected="one each: requests choose a model by its name")
-        if options.on_cpu:
+        if options.on_cpu(bundle):
             check_memory(bundle, resolve_settings(bundle.manifest, {"method": "auto"}))
         by_name[bundle.manifest.name] = bundle
     return list(by_name.values())

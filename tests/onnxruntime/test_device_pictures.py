@@ -9,7 +9,8 @@ from device_pipeline import device_pipeline
 
 from lantern_rt import Pipeline
 from lantern_rt.engines.ort import slabs
-from lantern_rt.engines.ort.engine import OrtDeviceEngine
+from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
+from lantern_rt.engines.ort.providers import PROVIDERS
 from lantern_rt.requests import check_request
 from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.scheduler import Scheduler
@@ -80,6 +81,18 @@ def test_pictures_of_a_device_have_the_codes_of_the_same_on_a_cpu(
         assert len({tuple(one.statistics.accepted_per_step) for one in found}) == 3  # the rows were ragged
     (alone,) = drawn(on_device, [1], options)
     assert alone.codes == found[1].codes
+
+
+@pytest.mark.parametrize("options", [METHODS[3], METHODS[5], METHODS[7]], ids=str)
+def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
+    on_cpu: Pipeline, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(PROVIDERS, "twin", PROVIDERS["cpu"]._replace(name="twin"))
+    mixed = device_pipeline("scenes", "cpu,drafter=twin")
+    assert isinstance(mixed.engines.target, OrtDeviceEngine)
+    assert isinstance(mixed.engines.drafter, OrtEngine)
+    expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, mixed))
+    assert [one.codes for one in found] == [one.codes for one in expected]
 
 
 @pytest.mark.parametrize("method", ["eagle:tree=mc-25", "sjd:window=7"])

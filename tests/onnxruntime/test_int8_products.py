@@ -74,3 +74,4 @@ def test_a_drafter_of_integers_runs_on_cpus_alone_as_well(t2i_products_bundle: P
     check_products(mixed, "onnxruntime-cpu")
     with pytest.raises(RequestError):
         check_products(mixed, "onnxruntime-cuda")
+    check_products(mixed, "onnxruntime-cuda", "onnxruntime-cpu")

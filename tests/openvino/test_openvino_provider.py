@@ -28,7 +28,7 @@ def pipe() -> Pipeline:
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Pipeline:
-    return Pipeline.from_bundle("scenes")
+    return Pipeline.from_bundle("scenes", provider="cpu")
 
 
 def first_codes(pipe: Pipeline, method: str, **options: float) -> list[list[int]]:
@@ -58,7 +58,7 @@ def test_the_image_decoder_alone_may_run_on_it(on_cpu: Pipeline) -> None:
 
 
 def test_pictures_in_bfloat16_are_the_cpus_within_a_level_and_codes_are_the_same(on_cpu: Pipeline) -> None:
-    pipe = Pipeline.from_bundle("scenes", provider="vq_decoder=openvino-bf16")
+    pipe = Pipeline.from_bundle("scenes", provider="cpu,vq_decoder=openvino-bf16")
     here, there = (one(PROMPTS, seed=SEEDS, method="ar") for one in (pipe, on_cpu))
     for i in range(len(PROMPTS)):
         np.testing.assert_array_equal(here.codes[i], there.codes[i])

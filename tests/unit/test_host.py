@@ -14,6 +14,7 @@ import pytest
 from lantern_rt.cli.main import run_program
 from lantern_rt.engines import doctor, host, kv_cache
 from lantern_rt.engines.doctor import host_report
+from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.host import import_onnxruntime, thread_count
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import EngineError
@@ -24,14 +25,14 @@ def test_doctor_says_what_will_be_used(capsys: pytest.CaptureFixture[str]) -> No
     assert run_program(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problems"] == []
-    assert report["facts"]["will use"].startswith("ONNX Runtime on the CPU, threads: ")
+    assert report["facts"]["will use"].startswith("ONNX Runtime, provider cpu, threads: ")
     assert run_program(["doctor"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in report["facts"])
 
 
 def test_two_onnxruntime_distributions_are_a_problem_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "installed_runtimes", lambda: ["onnxruntime", "onnxruntime-gpu"])
+    monkeypatch.setattr(host, "installed", lambda *names: list(names))
     (problem,) = host_report().problems
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in problem
 
@@ -45,6 +46,15 @@ def test_a_missing_onnxruntime_is_a_problem_and_no_crash(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(EngineError):
         import_onnxruntime()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1" if name == "tensorrt-rtx" else version(name))
+    assert "pip install 'lantern-rt[gpu]'" in host_report().problems[0]
+
+
+def test_a_driver_older_than_the_installed_libraries_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89"))
+    monkeypatch.setattr(doctor, "_installed", lambda: {"tensorrt-rtx": "1.7.1"})
+    monkeypatch.setattr(doctor, "installed", lambda *_: [])
+    assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in host_report().problems[-1]
 
 
 def test_ctrl_c_while_onnxruntime_is_imported_is_no_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +72,7 @@ def test_ctrl_c_while_onnxruntime_is_imported_is_no_missing_library(monkeypatch:
 def test_an_installed_provider_that_cannot_run_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr(doctor, "_installed", lambda: {"onnxruntime-ep-webgpu": "1"})
-    monkeypatch.setattr(doctor, "installed_runtimes", list)
+    monkeypatch.setattr(doctor, "installed", lambda *_: [])
     monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
     (problem,) = host_report().problems
     assert problem.startswith("provider webgpu: no module onnxruntime_ep_webgpu")

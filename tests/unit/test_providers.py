@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +15,16 @@ from typing import Any
 import pytest
 from tiny_bundle import make_tiny_bundle
 
-from lantern_rt import Pipeline
+from lantern_rt import Pipeline, open_bundle
+from lantern_rt.cli.options import EngineOptions
+from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.ort import providers
 from lantern_rt.engines.ort.providers import (
     ON_CPU,
     PROVIDERS,
     Provider,
     Providers,
+    automatic,
     check_taken,
     find_provider,
     turn,
@@ -66,11 +72,11 @@ def refusal(call: Callable[..., object], *arguments: object) -> EngineError:
     return caught.value
 
 
-def test_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
-    assert Providers.read(()) == Providers.read("cpu") == ON_CPU
-    chosen = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu"])
-    roles = ("target", "drafter", "condition", "vq_decoder")
-    assert [chosen.of(role) for role in roles] == ["cuda", "cuda", "cpu", "openvino-bf16"]
+def test_the_drafter_and_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> None:
+    assert Providers.read(()) == Providers.read("auto") != Providers.read("cpu") == ON_CPU
+    chosen = Providers.read(["cuda", "vq_decoder=openvino-bf16", "condition=cpu", "drafter=webgpu"])
+    roles = ("target", "drafter", "condition", "vq_decoder", "vq_encoder")
+    assert [chosen.of(role) for role in roles] == ["cuda", "webgpu", "cpu", "openvino-bf16", "cuda"]
     assert Providers.read(str(chosen)) == chosen
 
 
@@ -81,6 +87,7 @@ def test_graphs_that_run_once_an_image_may_have_a_provider_of_their_own() -> Non
         ("vq=cpu", "graph 'vq'"),
         ("target=cuda", "graph 'target'"),
         ("vq_decoder=", "''"),
+        ("drafter=auto", "'auto'"),
         ("cpu,cuda", "cpu and cuda for all graphs"),
         ("condition=cpu,condition=cuda", "cpu and cuda for condition"),
         ("openvino-bf16", "it for all graphs"),
@@ -102,7 +109,7 @@ def test_the_image_decoder_alone_may_have_another_provider(tmp_path: Path, monke
         return run(session, feeds)
 
     monkeypatch.setattr(GraphSession, "run", note)
-    pipe = Pipeline.from_bundle(bundle, threads=1, provider="vq_decoder=twin")
+    pipe = Pipeline.from_bundle(bundle, threads=1, provider="cpu,vq_decoder=twin")
     pipe("red sphere", method="ar")
     assert used == {"cpu": {"condition", "target"}, "twin": {"vq_decoder"}}
     assert (pipe.engines.backend, pipe.engines.picture_backend) == ("onnxruntime-cpu", "onnxruntime-twin")
@@ -154,6 +161,37 @@ def test_a_plugin_that_is_missing_broken_or_without_a_device_is_refused(
     module = None if path is None else SimpleNamespace(get_library_path=lambda: path)
     monkeypatch.setitem(sys.modules, PLUGIN, module)
     assert words in refusal(find_provider, "webgpu", Runtime(CPU, devices=("OtherExecutionProvider",))).problem
+
+
+def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "_registered", {PLUGIN})
+    monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace())
+    for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
+        monkeypatch.setattr(providers, "installed", lambda name, package=package: name == package)
+        for gpu, expected in ((Gpu("13.0", "SM89"), provider), (None, "cpu")):
+            monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
+            assert automatic(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
+
+
+def test_a_gpu_that_cannot_be_used_stops_loading_and_one_that_a_bundle_cannot_use_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime")
+    bundle = open_bundle(make_tiny_bundle(tmp_path / "tiny"))
+    monkeypatch.setattr("lantern_rt.engines.loader.automatic", lambda _: "cuda")
+    assert refusal(Pipeline.from_bundle, bundle).field == "provider cuda"
+    assert not EngineOptions().on_cpu(bundle)
+    assert capsys.readouterr().err == "running on the GPU, provider cuda; --provider cpu for the CPU\n"
+    target = bundle.manifest.target.model_copy(update={"precision": "int8"})
+    integers = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target}))
+    assert EngineOptions().on_cpu(integers)
+
+
+def test_what_records_passes_is_allowed_from_the_versions_on_that_are_tested() -> None:
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    lowest = {re.sub(r"(\[.*])?>=", "==", line) for line in (*extras["gpu"], *extras["webgpu"])}
+    assert lowest <= {*(root / "constraints.txt").read_text("utf-8").splitlines()}
 
 
 def test_a_device_that_records_passes_has_one_user_at_a_time() -> None:

@@ -21,7 +21,7 @@ except EngineError as error:
 @pytest.mark.parametrize("name", ["t2i_drafter_bundle", "t2i_int8_bundle", "anole_bundle"])
 def test_codes_of_a_family_are_the_cpus(request: pytest.FixtureRequest, name: str) -> None:
     folder = request.getfixturevalue(name)
-    pipe, on_cpu = Pipeline.from_bundle(folder, provider="webgpu"), Pipeline.from_bundle(folder)
+    pipe, on_cpu = (Pipeline.from_bundle(folder, provider=name) for name in ("webgpu", "cpu"))
     condition = pipe.bundle.manifest.condition
     subject: dict[str, Any] = {"prompts": "red"}
     if condition.kind == "embeddings":

@@ -31,7 +31,7 @@ def pipe() -> Pipeline:
 
 @pytest.fixture(scope="module")
 def on_cpu() -> Pipeline:
-    return Pipeline.from_bundle("scenes")
+    return Pipeline.from_bundle("scenes", provider="cpu")
 
 
 def first_codes(pipe: Pipeline, method: str, count: int = STEPS, **options: float) -> list[list[int]]:
@@ -52,6 +52,14 @@ def test_drawn_codes_are_the_cpus(pipe: Pipeline, on_cpu: Pipeline, method: str)
 @pytest.mark.parametrize("method", ["ar", "eagle:tree=dynamic-8-4-2"])
 def test_passes_that_are_replayed_draw_the_cpus_codes(pipe: Pipeline, on_cpu: Pipeline, method: str) -> None:
     assert first_codes(pipe, method, RECORDED) == first_codes(on_cpu, method, RECORDED)
+
+
+@pytest.mark.parametrize("providers", ["drafter=cpu", "cpu,drafter=webgpu"])
+def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(on_cpu: Pipeline, providers: str) -> None:
+    pipe, method = Pipeline.from_bundle("scenes", provider=providers), "eagle:tree=dynamic-8-4-2"
+    main = "onnxruntime-" if "cpu," in providers else "onnxruntime-webgpu,"  # by default the GPU's
+    assert pipe.engines.backend == main + providers
+    assert first_codes(pipe, method) == first_codes(on_cpu, method)
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}], ids=str)
