@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 # Each has a reader `read_<family>` in `export.families.<family>` with parameters of these names.
 FAMILIES = {
-    "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights"),
-    "anole": ("target", "vq", "drafter", "grid"),
-    "lumina": ("target", "vq", "drafter", "grid"),
-    "janus": ("target",),
-    "emu3": ("target", "vq", "grid"),
+    "llamagen": ("target", "vq", "drafter", "text_encoder", "config", "grid", "weights", "lora"),
+    "anole": ("target", "vq", "drafter", "grid", "lora"),
+    "lumina": ("target", "vq", "drafter", "grid", "lora"),
+    "janus": ("target", "lora"),
+    "emu3": ("target", "vq", "grid", "lora"),
 }
 CHECKPOINTS = ("target", "vq", "drafter", "text_encoder", "config")  # the options that are paths
 _OPTIONAL_VQ = ("emu3",)  # whose target may hold it
@@ -42,7 +42,8 @@ def read_family(family: str, options: Mapping[str, Any], progress: Progress = si
 
     Args:
         family: one of `FAMILIES`.
-        options: by names of `FAMILIES`: paths, or references to the hub, whose files are fetched; None where not given.
+        options: by names of `FAMILIES`: paths, or references to the hub, whose files are fetched; `lora` some of them,
+            each with `:scale` or not; None where not given.
         progress: how much of every checkpoint is read.
 
     Raises:
@@ -50,12 +51,17 @@ def read_family(family: str, options: Mapping[str, Any], progress: Progress = si
         EngineError: a library that they need is not installed.
     """
     check_family(family, options)
+    from .checkpoints import lora
     from .checkpoints.hub import fetch
 
     arguments = {name: value for name, value in options.items() if value is not None}
     for role in CHECKPOINTS:
         if role in arguments:
             arguments[role] = fetch(arguments[role])
+    if "lora" in arguments:
+        adapters = [lora.split_scale(text) for text in arguments["lora"]]
+        files = (lora.CONFIG, lora.WEIGHTS)
+        arguments["lora"] = [lora.read_adapter(fetch(place, files), scale) for place, scale in adapters]
     progress("reading checkpoints", 0, 0)
     read = getattr(import_module(f".families.{family}", __package__), f"read_{family}")
     model: Model = read(**arguments, progress=progress)

@@ -8,7 +8,7 @@ that only the index or only a file has is an error. Every file that is read is r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -19,6 +19,7 @@ from ...errors import CheckpointError
 from ...inputs import short
 from ..progress import count_megabytes, silent
 from .files import SHOWN, TOKENIZER, Config, Weights, listing, read_config, read_weights, refusal
+from .lora import Adapter
 
 SINGLE = ("model.safetensors", "pytorch_model.safetensors", "pytorch_model.bin")
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -37,6 +38,7 @@ class Checkpoint:
         role: what it is to the bundle: `target`, `vq`, `drafter` or `text_encoder`.
         progress: how much of the weights is read, in megabytes.
         averaged: as `read_weights` has it.
+        adapters: merged into the weights, one after the other, once these are read.
         weights: by the names that readers give them.
         names: those of the files by those of readers, for messages; `*` stands for the number of a layer.
         prefix: what files put before all names.
@@ -47,6 +49,7 @@ class Checkpoint:
     role: str = "target"
     progress: Progress = silent
     averaged: bool | None = None
+    adapters: Sequence[Adapter] = ()
     weights: Weights = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
@@ -115,6 +118,9 @@ class Checkpoint:
                 raise refusal(path, twice[0], "is in a file before it, too", remedy=remedy)
             self.weights |= part
             self.sources.append((self.role, path))
+        for adapter in self.adapters:
+            adapter.merge(self.weights, keep)
+            self.sources += adapter.sources
 
     def shown(self, name: str) -> str:
         """A weight's name in the files."""

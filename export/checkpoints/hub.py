@@ -25,11 +25,12 @@ def cached_origin(path: Path) -> str | None:
     return match and f"{HUB}{match['owner']}/{match['name']}/{match['file']}@{match['commit']}"
 
 
-def fetch(place: Path | str) -> Path:
+def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
     """The file or folder that a path or reference names, fetched if need be.
 
     Args:
         place: a path, which is returned as it is, or a reference.
+        names: files of a folder that are wanted, where it is not a model's.
 
     Raises:
         CheckpointError: a malformed reference, nothing of this name, or it can neither be reached nor is in the cache.
@@ -43,7 +44,7 @@ def fetch(place: Path | str) -> Path:
     try:
         info = HfApi().model_info(repository, revision=revision)
         files = [sibling.rfilename for sibling in info.siblings or []]
-        patterns = [file] if file else [*_choose_weights(text, files), *_SIDE_FILES]
+        patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         index = folder / patterns[0]
         if index.name in INDEX:  # its files, of the same commit
@@ -52,9 +53,8 @@ def fetch(place: Path | str) -> Path:
         raise
     except Exception as error:  # the library's errors and those of its network client share no base class
         # What an earlier call left; whether it is whole is seen when it is read.
-        cached = (
-            None if refused(error) else try_to_load_from_cache(repository, file or _SIDE_FILES[0], revision=revision)
-        )
+        first = file or [*names, *_SIDE_FILES][0]
+        cached = None if refused(error) else try_to_load_from_cache(repository, first, revision=revision)
         if not isinstance(cached, str):
             remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
             raise hub_error(error, text, CheckpointError, remedy) from error

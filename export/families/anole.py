@@ -22,6 +22,7 @@ from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, listing, refusing
 from ..checkpoints.folders import Checkpoint
+from ..checkpoints.lora import Adapter
 from ..graph.conditions import Condition, token_condition
 from ..models.decoder import Decoder
 from ..models.eagle import read_drafter
@@ -62,7 +63,13 @@ def _layout(names: Mapping[str, int]) -> TokenLayout:
 
 @refusing
 def read_anole(
-    target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None, progress: Progress = silent
+    target: Path,
+    vq: Path,
+    *,
+    drafter: Path | None = None,
+    grid: int | None = None,
+    lora: Sequence[Adapter] = (),
+    progress: Progress = silent,
 ) -> Model:
     """The model of a Chameleon folder with its VQGAN.
 
@@ -71,6 +78,7 @@ def read_anole(
         vq: a folder with vqgan.ckpt and vqgan.yaml, or the .ckpt.
         drafter: a folder in LANTERN's layout.
         grid: rows of codes, by default those of the VQGAN's own resolution.
+        lora: merged into the target.
 
     Raises: CheckpointError, RequestError.
     """
@@ -82,7 +90,7 @@ def read_anole(
         raise CheckpointError(field="grid", found="nothing, and no .yaml beside the .ckpt", expected="rows of codes")
     if image.grid not in (None, rows):
         raise CheckpointError(field="grid", found=str(rows), expected=f"{image.grid}, as in the .yaml of vq, or none")
-    model = read_chameleon(target, rows, progress=progress)
+    model = read_chameleon(target, rows, lora=lora, progress=progress)
     return chameleon_model(model, image, drafter, progress, family="anole", sampling=_SAMPLING)
 
 
@@ -94,6 +102,7 @@ def read_chameleon(
     tokens: Sequence[str] = PROMPT_TOKENS,
     layout: Callable[[Mapping[str, int]], TokenLayout] = _layout,
     picture_tokens: int = 0,
+    lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Chameleon:
     """The decoder in a Hugging Face folder.
@@ -105,12 +114,13 @@ def read_chameleon(
         tokens: names that its pictures and prompts need.
         layout: of prompts, by the ids of all names.
         picture_tokens: of the longest picture, where that is not grid * grid.
+        lora: merged into the weights.
         progress: how much of the weights is read.
 
     Raises:
         CheckpointError: it is another model.
     """
-    checkpoint = Checkpoint(folder, progress=progress)
+    checkpoint = Checkpoint(folder, progress=progress, adapters=lora)
     config, tokenizer = checkpoint.config(), checkpoint.tokenizer()
     config.expect("model_type", "chameleon")
     usual = LUMINA if _MARK in config.values else CHAMELEON

@@ -24,6 +24,7 @@ from ...methods import Sampling
 from ..checkpoints.deferred import joined, without_weights
 from ..checkpoints.files import Config, read_text, read_tokenizer, refusal, refusing
 from ..checkpoints.folders import Checkpoint
+from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.emu3_vq import load_emu3_vq
@@ -70,7 +71,14 @@ _VQ_PREFIXES = ("model.vqmodel.", "vqmodel.")
 
 
 @refusing
-def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None, progress: Progress = silent) -> Model:
+def read_emu3(
+    target: Path,
+    vq: Path | None = None,
+    *,
+    grid: int | None = None,
+    lora: Sequence[Adapter] = (),
+    progress: Progress = silent,
+) -> Model:
     """The model in a folder of transformers, or in the published ones.
 
     Args:
@@ -78,11 +86,12 @@ def read_emu3(target: Path, vq: Path | None = None, *, grid: int | None = None, 
         vq: the folder of Emu3-VisionTokenizer, where target does not hold it.
         grid: rows of codes of a square picture; other sizes have about as many pixels. By default those of the
             published size.
+        lora: merged into the decoder.
 
     Raises: CheckpointError, RequestError.
     """
     check_grid(grid)
-    checkpoint = Checkpoint(target, progress=progress)
+    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
     config = checkpoint.config()
     config.expect("model_type", *_MODEL_TYPES)
     own_vq = config.get("model_type") == _MODEL_TYPES[0]

@@ -7,7 +7,7 @@ is the prompt with padding for its text. LANTERN has no drafter for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, refusing
 from ..checkpoints.folders import Checkpoint
+from ..checkpoints.lora import Adapter
 from ..graph.conditions import token_condition
 from ..models.decoder import Decoder
 from ..models.llama import decoder_config, rename_llama
@@ -42,12 +43,12 @@ _TEMPLATE = "<|User|>: {prompt}\n\n<|Assistant|>:"
 
 
 @refusing
-def read_janus(target: Path, *, progress: Progress = silent) -> Model:
-    """The model in a folder with config.json, generation_config.json, tokenizer.json and weights.
+def read_janus(target: Path, *, lora: Sequence[Adapter] = (), progress: Progress = silent) -> Model:
+    """The model in a folder with config.json, generation_config.json, tokenizer.json and weights, adapters merged.
 
     Raises: CheckpointError.
     """
-    checkpoint = Checkpoint(target, progress=progress)
+    checkpoint = Checkpoint(target, progress=progress, adapters=lora)
     config, generation = checkpoint.config(), checkpoint.config("generation_config.json")
     tokenizer = checkpoint.tokenizer()
     config.expect("model_type", "janus")

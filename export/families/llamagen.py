@@ -7,6 +7,7 @@ do not show there: a configuration file or the published model of these sizes ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import isqrt
 from pathlib import Path
@@ -21,6 +22,7 @@ from ...methods import Sampling
 from ..checkpoints.deferred import without_weights
 from ..checkpoints.files import Config, read_config, refusing
 from ..checkpoints.folders import Checkpoint
+from ..checkpoints.lora import Adapter
 from ..graph.conditions import CaptionCondition, ClassCondition, text_condition
 from ..models.decoder import Decoder, DecoderConfig
 from ..models.eagle import read_drafter
@@ -99,6 +101,7 @@ def read_llamagen(
     config: Path | None = None,
     grid: int | None = None,
     weights: str | None = None,
+    lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> Model:
     """The model of a LlamaGen transformer with its VQ tokenizer.
@@ -112,6 +115,7 @@ def read_llamagen(
         grid: rows of codes, 16 for 256 pixels: needed where neither the file nor the configuration has it, nor only one
             was published; refused where they have another.
         weights: `model` or `ema`, of files of target and tokenizer with both; by default the first, and a warning.
+        lora: merged into the target.
 
     Raises: CheckpointError, RequestError.
     """
@@ -119,7 +123,7 @@ def read_llamagen(
     if weights not in (None, "model", "ema"):
         raise RequestError(field="weights", found=short(weights), expected="model or ema")
     averaged = None if weights is None else weights == "ema"
-    transformer = read_transformer(target, config=config, grid=grid, averaged=averaged, progress=progress)
+    transformer = read_transformer(target, config=config, grid=grid, averaged=averaged, lora=lora, progress=progress)
     image, vq_sources = read_vq(vq, progress, averaged)
     sources = [*transformer.sources, *vq_sources]
     drafting = None
@@ -173,13 +177,14 @@ def read_transformer(
     config: Path | None = None,
     grid: int | None = None,
     averaged: bool | None = None,
+    lora: Sequence[Adapter] = (),
     progress: Progress = silent,
 ) -> LlamaGen:
     """The transformer in a file or folder; arguments as of `read_llamagen` and `read_weights`.
 
     Raises: CheckpointError.
     """
-    checkpoint = Checkpoint(path, progress=progress, averaged=averaged)
+    checkpoint = Checkpoint(path, progress=progress, averaged=averaged, adapters=lora)
     checkpoint.read(keep=lambda name: not name.endswith(_UNUSED))
     for wrapper in ("module.", "_orig_mod."):  # of data-parallel training, and compiling
         if all(name.startswith(wrapper) for name in checkpoint.weights):

@@ -7,7 +7,7 @@ unconditional row is these last three tokens alone. The files hold no image toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...bundle.manifest import Size, TokenLayout
@@ -15,6 +15,7 @@ from ...engines.contracts import Progress
 from ...errors import CheckpointError
 from ...methods import Sampling
 from ..checkpoints.files import refusal, refusing
+from ..checkpoints.lora import Adapter
 from ..models.llamagen_vq import read_vqgan
 from ..progress import silent
 from ..writer import Model
@@ -30,7 +31,13 @@ _SAMPLING = Sampling(cfg_scale=3.0, top_k=2000)  # of its solver; LANTERN's for 
 
 @refusing
 def read_lumina(
-    target: Path, vq: Path, *, drafter: Path | None = None, grid: int | None = None, progress: Progress = silent
+    target: Path,
+    vq: Path,
+    *,
+    drafter: Path | None = None,
+    grid: int | None = None,
+    lora: Sequence[Adapter] = (),
+    progress: Progress = silent,
 ) -> Model:
     """The model of a Lumina-mGPT folder with Chameleon's VQGAN.
 
@@ -40,6 +47,7 @@ def read_lumina(
         drafter: a folder in LANTERN's layout.
         grid: rows of codes of its square picture, which is the default: 32, 48 or 64 of the published models; other
             sizes have about as many codes.
+        lora: merged into the target.
 
     Raises: CheckpointError, RequestError.
     """
@@ -51,7 +59,7 @@ def read_lumina(
     longest = max(_PATCH * high * (_PATCH * wide + 1) - 1 for high, wide in patches)
     sides = {side: f"<reserved{8800 + side:05d}>" for side in range(1, 1 + max(max(pair) for pair in patches))}
     tokens = (*PROMPT_TOKENS, _ROW_END, *sides.values())
-    model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest, progress)
+    model = read_chameleon(target, grid, LUMINA, tokens, _layout, longest, lora, progress)
     names, codes = model.names, model.codes
     behind = names[_ROW_END] + 1 - codes.stop
     if behind < 1:

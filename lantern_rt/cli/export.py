@@ -51,6 +51,13 @@ def export(
     weights: Annotated[
         str | None, typer.Option(help="Of LlamaGen's files with both, model or ema. [default: model]")
     ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FOLDER[:SCALE]",
+            help="LoRA adapter of PEFT to merge into the target; several are merged in order.",
+        ),
+    ] = None,
     family: Annotated[str, typer.Option(help="Model family: llamagen, anole, lumina, janus or emu3.")] = "llamagen",
     precision: Annotated[
         str | None,
@@ -78,6 +85,7 @@ def export(
         "config": config,
         "grid": grid,
         "weights": weights,
+        "lora": lora or None,
     }
     check_family(family, options)
     for library in ("torch", "onnx", "onnxruntime"):

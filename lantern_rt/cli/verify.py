@@ -30,7 +30,8 @@ def verify(
         list[str] | None,
         typer.Argument(
             help="What the bundle was exported from, as export takes it: target, VQ model, drafter, text encoder, "
-            "config, those that there were, in this order. [default: ONNX's reference evaluator on small inputs]"
+            "config, LoRA adapters, those that there were, in this order. [default: ONNX's reference evaluator on "
+            "small inputs]"
         ),
     ] = None,
     json: JsonOption = False,
@@ -73,10 +74,13 @@ def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
         raise CheckpointError(field="checkpoints", found=f"one of family {manifest.family!r}", expected=expected)
     names = {source.role: source.name for source in reversed(manifest.provenance.sources)}
     roles = [role for role in CHECKPOINTS if role in names]
-    if len(checkpoints) != len(roles):
+    scales = [one.role.partition(":")[2] for one in manifest.provenance.sources if one.role.startswith("lora:")]
+    if len(checkpoints) != len(roles) + len(scales):
         expected = ", ".join(f"{role.replace('_', ' ')} ({names[role]})" for role in roles)
+        expected += ", LoRA adapter" * len(scales)
         raise CheckpointError(field="checkpoints", found=", ".join(checkpoints), expected=expected)
-    options: dict[str, Any] = dict(zip(roles, checkpoints, strict=True)) | {"weights": manifest.provenance.weights}
+    options: dict[str, Any] = dict(zip(roles, checkpoints, strict=False)) | {"weights": manifest.provenance.weights}
+    options["lora"] = [f"{place}:{own}" for place, own in zip(checkpoints[len(roles) :], scales, strict=True)] or None
     if "grid" in FAMILIES[manifest.family]:
         options["grid"] = manifest.grid_rows
     return options
