@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import groupby, islice
@@ -151,11 +150,18 @@ class Pipeline:
             raise RequestError("loaded before this process was forked", field="pipeline", remedy=remedy)
         return self._loaded
 
-    def __call__(self, prompts: str | Sequence[str] | None = None, **options: Unpack[Options]) -> Result:
+    def __call__(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        callback_on_step: Callable[[StreamStep], object] | None = None,
+        **options: Unpack[Options],
+    ) -> Result:
         """Generate `num_images` images for every prompt, class id or text embedding.
 
         Args:
             prompts: what to draw, of known words or any text, as the bundle takes it.
+            callback_on_step: called with what `stream` yields after every step; what it raises ends the call.
             options: what else to draw, how many, and how, see `Options`.
 
         Returns:
@@ -166,7 +172,9 @@ class Pipeline:
             EngineError: the graphs cannot be run, or give NaN.
         """
         request = self.check(prompts, **options)
-        (last,) = deque(self.decode(request), maxlen=1)
+        for last in self.decode(request):
+            if callback_on_step is not None:
+                callback_on_step(last)
         return result_of(request.images, [last.image(i) for i in range(len(last.codes))], last)
 
     def stream(

@@ -16,6 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from tiny_bundle import make_tiny_bundle
@@ -69,6 +70,39 @@ def test_the_prompts_of_published_tables_are_the_longest_captions(
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert Path("captions.txt").read_text().splitlines() == ["a cat with a hat", "a dog"]
+
+
+def test_the_node_for_comfyui_draws_what_the_pipeline_draws() -> None:
+    pytest.importorskip("torch")
+    nodes = runpy.run_path(str(ROOT / "examples/comfyui_node.py"))["NODE_CLASS_MAPPINGS"]
+    node = nodes["LanternDraw"]()
+    values = ("scenes", "a red cube on sand", "a blue cone", 3, 2, "strict")
+    asked = dict(zip(node.INPUT_TYPES()["required"], values, strict=True))
+    (pictures,) = getattr(node, node.FUNCTION)(**asked)
+    options = {"negative_prompt": "a blue cone", "seed": 3, "num_images": 2}
+    expected = Pipeline.from_bundle("scenes")("a red cube on sand", **options).images
+    assert (pictures.numpy() * 255).round().astype(np.uint8).tobytes() == b"".join(one.tobytes() for one in expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of its own
+def test_the_gradio_page_draws_what_the_pipeline_draws(pipe: Pipeline) -> None:
+    pytest.importorskip("gradio")
+    from gradio_client import Client
+
+    app = runpy.run_path(str(ROOT / "examples/gradio_app.py"), run_name="app")["make_app"](pipe)
+    _, url, _ = app.launch(prevent_thread_lock=True, quiet=True)
+    try:
+        client = Client(url, verbose=False)
+        path, figures = client.predict("red cube", "green sphere", 4, "strict", api_name="/draw")
+        with pytest.raises(Exception, match="unknown word 'purple'"):
+            client.predict("purple cube", "", 4, "strict", api_name="/draw")
+    finally:
+        app.close()
+    assert "tokens per forward pass" in figures
+    with Image.open(path) as image:
+        expected = pipe("red cube", negative_prompt="green sphere", seed=4).images[0]
+        assert image.convert("RGB").tobytes() == expected.tobytes()
+        assert image.info["negative_prompt"] == "green sphere"
 
 
 # ---------------------------------------------------------------- the service

@@ -160,6 +160,15 @@ def test_a_partial_image_shows_what_is_known_and_grey_elsewhere(pipe: Pipeline) 
         assert (partial[~known] == GREY).all()
 
 
+def test_a_callback_hears_of_every_step_and_ends_the_call_by_raising(pipe: Pipeline) -> None:
+    heard: list[int] = []
+    result = pipe("red cube", method="ar", callback_on_step=lambda step: heard.append(step.done))
+    assert heard == [step.done for step in pipe.stream("red cube", method="ar")]
+    assert heard[-1] == len(result.codes[0])
+    with pytest.raises(ZeroDivisionError):
+        pipe("red cube", callback_on_step=lambda step: 1 // 0)
+
+
 def test_closing_a_stream_cancels_it(pipe: Pipeline) -> None:
     stream = pipe.stream(PROMPTS, seed=1)
     next(stream)

@@ -44,8 +44,8 @@ def test_parameters_of_a_call_are_these() -> None:
     from lantern_rt.methods import METHODS, PARAMETERS, Options
     from lantern_rt.requests import SAMPLING
 
-    assert list(parameters) == ["self", "prompts", "options"]
-    assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == list(parameters)
+    assert list(parameters) == ["self", "prompts", "callback_on_step", "options"]
+    assert list(inspect.signature(lantern_rt.Pipeline.stream).parameters) == ["self", "prompts", "options"]
     assert list(Options.__annotations__)[:5] == ["class_ids", "embeddings", "negative_prompt", "seed", "num_images"]
     assert SAMPLING == ("cfg_scale", "temperature", "top_k", "top_p")
     assert list(METHODS) == ["ar", "eagle", "lantern", "lantern++", "sjd", "rows", "auto"]
