@@ -10,15 +10,23 @@ from ..bundle.files import Bundle
 from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, file_blake2b
+from .gpu import find_gpu
 from .memory import check_products
 from .profiles import BuildOptions, profiles
 from .trt.backend import find_backend
+from .trt.builder import RTX, build_plan, by_hand, write_graph
 
 
 def build_engines(
-    bundle: Bundle, bundle_name: str, options: BuildOptions, output: Path, force: bool, say: Progress
-) -> EngineManifest:
-    """Build a plan of every graph that the backend takes and write the folder; returns what `engine.json` says.
+    bundle: Bundle,
+    bundle_name: str,
+    options: BuildOptions,
+    output: Path,
+    force: bool,
+    say: Progress,
+    dry_run: bool = False,
+) -> tuple[EngineManifest, list[str]]:
+    """Build a plan of every graph that the backend takes and write the folder.
 
     Args:
         bundle: what is built.
@@ -27,6 +35,10 @@ def build_engines(
         output: the folder to write.
         force: replace an engine folder that is there.
         say: called with what is being done.
+        dry_run: write the graphs, which needs no library and no GPU, and build nothing.
+
+    Returns:
+        What `engine.json` says, and the command lines that build and compare each plan by hand.
 
     Raises:
         EngineError: the library is missing, or does not take a graph.
@@ -35,31 +47,40 @@ def build_engines(
     """
     backend = find_backend(options.backend)
     check_products(bundle, backend.name)
-    capabilities = backend.compute_capabilities(options)
+    gpu = None if backend.name == RTX else find_gpu()
+    capabilities = options.compute_capabilities if dry_run else backend.compute_capabilities(options)
     command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend.name]
     command += ["--max-rows", str(options.max_rows), "--max-nodes", str(options.max_nodes)]
     for name in options.compute_capabilities:
         command += ["--compute-capability", name]
-    version = backend.version()
+    version = "none" if dry_run else backend.version()
     check_new_folder(output, force, ENGINE_FILE, KIND)
     with folder_or_nothing(output, force, ENGINE_FILE, KIND) as folder:
-        graphs: dict[str, BuiltGraph] = {}
+        graphs, lines = dict[str, BuiltGraph](), list[str]()
         for role in (role for role in backend.roles if role in bundle.manifest.files):
             start, shapes = time.perf_counter(), profiles(bundle.manifest, role, options)
-            plan = backend.build(bundle, role, shapes, options, folder, say)
-            if plan is not None:
-                graphs[role] = BuiltGraph(
-                    path=plan.name,
-                    blake2b=file_blake2b(plan),
-                    bytes=plan.stat().st_size,
-                    profiles=shapes,
-                    seconds=time.perf_counter() - start,
-                )
+            inputs = write_graph(bundle, role, shapes, folder)
+            if inputs is None:
+                continue
+            lines += by_hand(backend.name, bundle, role, inputs, capabilities, output)
+            if dry_run:
+                continue
+            graph = folder / f"{role}.onnx"
+            plan = build_plan(backend.name, graph, inputs, capabilities, say)
+            graphs[role] = BuiltGraph(
+                path=plan.name,
+                blake2b=file_blake2b(plan),
+                bytes=plan.stat().st_size,
+                onnx=file_blake2b(graph),
+                profiles=shapes,
+                seconds=time.perf_counter() - start,
+            )
         manifest = EngineManifest(
             format_version=FORMAT_VERSION,
             backend=backend.name,
             builder_version=version,
             compute_capabilities=capabilities,
+            gpu=gpu.name if gpu else None,
             precision=bundle.manifest.target.dtype,
             bundle=bundle.manifest.name,
             bundle_sha256=bundle.digest,
@@ -68,4 +89,4 @@ def build_engines(
             graphs=graphs,
         )
         (folder / ENGINE_FILE).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
-    return manifest
+    return manifest, lines

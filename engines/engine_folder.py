@@ -24,7 +24,7 @@ from ..inputs import brief, explain, read_plain_file, reading, short
 from .profiles import Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
-FORMAT_VERSION = "4.0"
+FORMAT_VERSION = "5.0"
 _LIMIT = 1 << 20  # bytes of engine.json; it has a few thousand
 _AGAIN = "build the engines again"
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -33,13 +33,15 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 class BuiltGraph(Part):
     """One plan, by its plain file name, and the shapes it takes.
 
-    blake2b: its 32-byte BLAKE2b hash. Hashing is most of what loading a plan takes, and on processors without
-    instructions for SHA-256 this goes 1.8 times as fast.
+    onnx: the hash of the graph that it was built from, `<role>.onnx` beside it.
+    blake2b: the plan's own 32-byte BLAKE2b hash. Hashing is most of what loading a plan takes, and on processors
+    without instructions for SHA-256 this goes 1.8 times as fast.
     """
 
     path: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     blake2b: Hash
     bytes: Annotated[int, Field(ge=0, le=2**50)]
+    onnx: Hash
     profiles: Annotated[tuple[Profile, ...], Field(min_length=1)]
     seconds: float
 
@@ -47,13 +49,15 @@ class BuiltGraph(Part):
 class EngineManifest(Part):
     """The whole of `engine.json`.
 
-    compute_capabilities: GPUs that the plans run on. command: what builds them again, without `--output`.
+    compute_capabilities: GPUs that the plans run on. gpu: the name of the only one, where the library builds for one.
+    command: what builds them again, without `--output`. graphs: plans by role; none where only graphs were written.
     """
 
     format_version: str
     backend: str
     builder_version: str
     compute_capabilities: tuple[str, ...]
+    gpu: str | None
     precision: str
     bundle: str
     bundle_sha256: Hash

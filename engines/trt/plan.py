@@ -1,11 +1,14 @@
 """One TensorRT or TensorRT-RTX plan: loaded, checked, and run on device memory by address.
 
-Each profile has an execution context, made when first needed. A run returns when it is done.
+Each profile has an execution context, made when first needed. A run is on the plan's own stream, and returns when it
+is done. TensorRT-RTX records passes whose shapes come again; TensorRT does not: a recording would need a context for
+each shape.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +22,10 @@ from ...inputs import read_plain_file
 from ...output.files import cache_folder, replace_file
 from ..contracts import DTypes, Tensor
 from ..engine_folder import EngineFolder
-from ..gpu import find_gpu
+from ..gpu import Stream, find_gpu
 from ..profiles import Profile
 
 _LIMIT = 1 << 30  # bytes of kernels
-_DEFAULT_STREAM = 0
 
 
 def make_logger(library: Any, errors: list[str]) -> Any:
@@ -62,8 +64,9 @@ class Kernels:
             with suppress(OutputError):  # no home folder
                 self._path = cache_folder() / "kernels" / f"{name}.bin"
 
-    def make_context(self, engine: Any, strategy: Any) -> Any:
-        """A context of a plan that uses and adds kernels."""
+    def make_context(self, library: Any, engine: Any) -> Any:
+        """A context of a plan that uses and adds kernels; memory for intermediate results is of the profile chosen."""
+        strategy = library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE
         config = engine.create_runtime_config() if hasattr(engine, "create_runtime_config") else None
         if config is None or not hasattr(config, "create_runtime_cache"):
             return engine.create_execution_context(strategy)
@@ -74,6 +77,7 @@ class Kernels:
                 with suppress(OSError, ValueError, RuntimeError):  # of another driver, or damaged
                     self._cache.deserialize(read_plain_file(self._path, _LIMIT))
         config.set_runtime_cache(self._cache)
+        config.cuda_graph_strategy = library.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return engine.create_execution_context(config)
 
     def save(self) -> None:
@@ -88,23 +92,31 @@ class Kernels:
 class Plan:
     """A plan on a device, as an `Executable`. Several threads may run it; each run waits for its turn.
 
-    profiles: the ranges it was built for. rebuild: the command that builds it again. kernels: shared with other plans.
+    profiles: the ranges it was built for. rebuild: the command that builds it again. stream: what it runs on.
+    kernels: shared with other plans.
 
     Raises: EngineError if the library does not load the plan.
     """
 
     def __init__(
-        self, library: Any, path: Path, profiles: Sequence[Profile], rebuild: str, kernels: Kernels | None = None
+        self,
+        library: Any,
+        path: Path,
+        profiles: Sequence[Profile],
+        rebuild: str,
+        stream: Stream,
+        kernels: Kernels | None = None,
     ) -> None:
         self._library, self.path, self.profiles, self._rebuild = library, path, profiles, rebuild
-        self._kernels = kernels or Kernels(None)
+        self._stream, self._kernels = stream, kernels or Kernels(None)
         self._errors: list[str] = []
         self._logger = make_logger(library, self._errors)  # the library keeps no reference of its own
         self._engine: Any = None
         try:
             self._runtime = library.Runtime(self._logger)
-            self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
-        except (TypeError, RuntimeError) as error:  # what the bindings raise where the library returns nothing
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
+                self._engine = self._runtime.deserialize_cuda_engine(pages)  # those that were hashed; no copy of them
+        except (TypeError, RuntimeError, ValueError) as error:  # nothing returned by the library; an empty file
             self._errors.append(str(error))
         except OSError as error:
             raise EngineError(f"cannot be read ({error.strerror or error})", field=str(path)) from error
@@ -115,7 +127,7 @@ class Plan:
         self.dtypes: DTypes = {}
         self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}  # by profile
-        self._shapes: dict[int, list[tuple[int, ...]]] = {}  # of all tensors, that each context ran on last
+        self._last: dict[int, tuple[Any, Any]] = {}  # shapes and addresses that each context ran on last
 
     def other(self, found: str, expected: str, more: str = "") -> EngineError:
         """The error for a plan that is not the one expected; `more` goes to the command that builds it again."""
@@ -150,7 +162,7 @@ class Plan:
             raise self.other(f"{wanted} {what}", f"at most {most}, which it was built for", more)
 
     def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
-        """As `Executable`, in the smallest profile that takes as many nodes; TensorRT-RTX records by itself."""
+        """As `Executable`, in the smallest profile that takes as many nodes; what is recorded, the library decides."""
         nodes = values["token_ids"].shape()[1] if "token_ids" in values else 0
         _, profile = min((one.nodes[2], i) for i, one in enumerate(self.profiles) if one.nodes[2] >= nodes)
         shapes = [tuple(values[name].shape()) for name in self._names]
@@ -160,10 +172,15 @@ class Plan:
             with self._lock:
                 self._errors.clear()
                 context = self._context(profile)
-                if self._shapes.pop(profile, None) != shapes:
+                last_shapes, last_addresses = self._last.pop(profile, (None, None))
+                if last_shapes != shapes:
                     self._set_shapes(context, shapes)
-                self._check(context.execute_v2(addresses), "run this plan")
-                self._shapes[profile] = shapes  # only if everything succeeded
+                if last_addresses != addresses:
+                    for name, address in zip(self._names, addresses, strict=True):
+                        self._check(context.set_tensor_address(name, address), f"take the place of `{name}`")
+                self._check(context.execute_async_v3(self._stream.handle), "run this plan")
+                self._stream.synchronize()
+                self._last[profile] = shapes, addresses  # only if everything succeeded
 
         return run
 
@@ -181,12 +198,10 @@ class Plan:
                 raise self.other(f"`{name}` as {list(found)}", f"{list(shape)}")
 
     def _context(self, profile: int) -> Any:
-        """The context of a profile; what it needs for intermediate results, it takes when the profile is chosen."""
         if profile not in self._contexts:
-            strategy = self._library.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE
-            context = self._kernels.make_context(self._engine, strategy)
+            context = self._kernels.make_context(self._library, self._engine)
             self._check(context is not None, "make an execution context (is the device's memory full?)")
-            chosen = context.set_optimization_profile_async(profile, _DEFAULT_STREAM)
+            chosen = context.set_optimization_profile_async(profile, self._stream.handle)
             self._check(chosen, f"choose profile `{self.profiles[profile].name}`")
             self._contexts[profile] = context
         return self._contexts[profile]

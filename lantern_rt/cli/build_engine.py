@@ -32,6 +32,12 @@ def build_engine(
             metavar="SM", help="GPU to build for, such as SM89; may be given several times. [default: this host's]"
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Write the graphs that plans are built from, and print the command lines that build them."
+        ),
+    ] = False,
     json: JsonOption = False,
     force: ForceOption = False,
 ) -> None:
@@ -42,10 +48,10 @@ def build_engine(
         say("note: this bundle computes in float32, and so will its plans; exported with --compute float16, they take "
             "half the memory")  # fmt: skip
     with progress() as show:
-        manifest = build_engines(opened, bundle, options, output, force, show)
+        manifest, lines = build_engines(opened, bundle, options, output, force, show, dry_run)
     if json:
-        print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json")})
+        print_json({"folder": str(output), "manifest": manifest.model_dump(mode="json"), "by_hand": lines})
         return
     for role, graph in manifest.graphs.items():
         say(f"{role}: {graph.seconds:.1f} s, {graph.bytes / 2**20:,.1f} MiB")
-    print_text(output)
+    print_text("\n".join(lines) if dry_run else output)

@@ -2,7 +2,7 @@
 
 Stricter than the real one where that finds mistakes: tensors that overlap, caches that are not written in place,
 inputs that are no numbers and shapes outside a profile are refused. A "plan" is a JSON text of an ONNX graph, the
-folder of its weights, and its profiles.
+folder of its weights, and what its inputs may be.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import json
+import mmap
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
@@ -19,8 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.trt.backend import ranges
+from lantern_rt.engines.trt.builder import Inputs
 
 Array = np.ndarray[Any, Any]
 _TYPES = {"float": "FLOAT", "float16": "HALF", "int32": "INT32", "int64": "INT64"}
@@ -34,6 +34,23 @@ _AXES = {  # of a decoder's inputs; other graphs have rows only
     "seen": ("rows", "nodes", "words"),
     **dict.fromkeys(("token_ids", "hidden_ids", "position_ids", "logits", "hidden_states"), _NODES),
 }
+
+
+class HostStream:
+    """What a plan runs on; here a run is done at once. `waits`: how often it was waited for."""
+
+    handle = 7
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+class _Graphs(Enum):
+    DISABLED = 0
+    WHOLE_GRAPH_CAPTURE = 1
 
 
 class _Mode(Enum):
@@ -60,14 +77,15 @@ class _Context:
     def __init__(self, engine: _Engine) -> None:
         self.engine, self.profile = engine, -1
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
 
     def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        assert stream == HostStream.handle
         self.profile = profile
         return 0 <= profile < self.engine.num_optimization_profiles
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        profile = self.engine.profiles[self.profile]
-        low, _, high = ranges(name, self.engine.get_tensor_shape(name), profile, max(20_000, profile.rows[2] * 64))
+        low, _, high = self.engine.profiles[self.profile][name]
         assert all(least <= size <= most for size, least, most in zip(shape, low, high, strict=True)), (name, shape)
         self.shapes[name] = shape
         return True
@@ -84,9 +102,13 @@ class _Context:
             size if isinstance(size, int) else known[named[i]] for i, size in enumerate(self.engine.outputs[name].shape)
         )
 
-    def execute_v2(self, bindings: Sequence[int]) -> bool:
-        engine = self.engine
-        addresses = dict(zip([*engine.inputs, *engine.outputs], bindings, strict=True))
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        self.addresses[name] = memory
+        return True
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        assert stream_handle == HostStream.handle  # the default one cannot be recorded
+        engine, addresses = self.engine, self.addresses
         views: dict[str, Array] = {}
         spans = []
         for name, address in addresses.items():
@@ -130,6 +152,7 @@ class _Config:
     def __init__(self, engine: _Engine) -> None:
         self.engine, self.strategy = engine, _Allocation.ON_PROFILE_CHANGE
         self.cache: HostKernels | None = None
+        self.cuda_graph_strategy = _Graphs.DISABLED
 
     def set_execution_context_allocation_strategy(self, strategy: _Allocation) -> None:
         self.strategy = strategy
@@ -153,7 +176,7 @@ class _Engine:
         self.session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name: value for value in self.session.get_inputs()}
         self.outputs = {value.name: value for value in self.session.get_outputs()}
-        self.profiles = [Profile.model_validate_json(json.dumps(profile)) for profile in plan["profiles"]]
+        self.profiles: list[Inputs] = plan["inputs"]
         self.num_optimization_profiles = len(self.profiles)
         self.num_io_tensors = len(self.inputs) + len(self.outputs)
         self.runs: list[tuple[int, dict[str, tuple[int, ...]]]] = []
@@ -177,6 +200,7 @@ class _Engine:
     def create_execution_context(self, config: _Config) -> _Context:
         assert config.strategy is _Allocation.ON_PROFILE_CHANGE
         assert config.cache is not None
+        assert config.cuda_graph_strategy is _Graphs.WHOLE_GRAPH_CAPTURE
         config.cache.kernels.add(f"{len(self.inputs)} {self.contexts}")
         self.contexts += 1
         return _Context(self)
@@ -188,6 +212,7 @@ class HostLibrary:
     __name__, __version__ = "host_tensorrt", "1.0"
     ILogger = _Logger
     TensorIOMode, DataType, ExecutionContextAllocationStrategy = _Mode, _Type, _Allocation
+    CudaGraphStrategy = _Graphs
 
     def __init__(self) -> None:
         self.engines: list[_Engine] = []
@@ -197,18 +222,17 @@ class HostLibrary:
         self.logger = logger
         return self
 
-    def deserialize_cuda_engine(self, plan: bytes) -> _Engine | None:
+    def deserialize_cuda_engine(self, plan: mmap.mmap) -> _Engine | None:
         try:
-            self.engines.append(_Engine(json.loads(plan), self))
+            self.engines.append(_Engine(json.loads(bytes(plan)), self))
         except ValueError:
             self.logger.log(_Logger.ERROR, "Serialization assertion failed")
             return None
         return self.engines[-1]
 
 
-def write_plan(onnx: Path, profiles: Sequence[Profile], plan: Path, model: bytes | None = None) -> Path:
-    """The "plan" of a graph, or of a `model` with the graph's weights."""
-    described = [profile.model_dump(mode="json") for profile in profiles]
-    graph = base64.b64encode(model or onnx.read_bytes()).decode()
-    plan.write_text(json.dumps({"graph": graph, "folder": str(onnx.parent), "profiles": described}))
+def write_plan(onnx: Path, inputs: Sequence[Inputs], plan: Path) -> Path:
+    """The "plan" of a graph in a file, beside which are its weights or a link to them."""
+    graph, folder = base64.b64encode(onnx.read_bytes()).decode(), onnx.with_suffix(".onnx.data").resolve().parent
+    plan.write_text(json.dumps({"graph": graph, "folder": str(folder), "inputs": inputs}))
     return plan

@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_tensorrt import HostKernels, HostLibrary, write_plan
+from host_tensorrt import HostKernels, HostLibrary, HostStream, write_plan
 from tiny_graphs import Painter, export
 
-from lantern_rt.bundle.files import Bundle, open_bundle
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.engines import build as build_module
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.device_engine import DeviceBlock
-from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.ort.device import Device, dtype_of
-from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
+from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
+from lantern_rt.engines.trt.builder import Inputs
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.pipeline import Pipeline
@@ -37,12 +38,15 @@ def test_images_beyond_the_rows_of_a_plan_are_decoded_in_turns(tmp_path: Path) -
     export(module, {"codes": torch.zeros(2, 16, dtype=torch.int64)}, ["images"], free, path)
     rows = (Profile(name="rows", rows=(1, 2, 2), nodes=(0, 0, 0), columns=(0, 0, 0)),)
     library = HostLibrary()
-    plan = Plan(library, write_plan(path, rows, tmp_path / "vq.plan"), rows, "again")
+    stream: Any = HostStream()
+    written = write_plan(path, [{"codes": ((1, 16), (2, 16), (2, 16))}], tmp_path / "vq.plan")
+    plan = Plan(library, written, rows, "again", stream)
     tensors = [Tensor("codes", ("int64",), (None, 16))], [Tensor("images", ("float32",), (None, 3, 8, 8))]
     (images,) = TensorRTFunction(plan, *tensors, Device("cpu")).run({"codes": codes})
     with torch.no_grad():
         np.testing.assert_allclose(images, module(torch.from_numpy(codes)).numpy(), atol=1e-6)
     assert [shapes["codes"][0] for _, shapes in library.engines[0].runs] == [2, 2, 1]
+    assert stream.waits == 3
 
 
 @pytest.fixture
@@ -50,20 +54,14 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
     """The library that "plans" are built for and run in."""
     library = HostLibrary()
 
-    def build(
-        self: object, bundle: Bundle, role: str, shapes: tuple[Profile, ...], options: object, folder: Path, say: object
-    ) -> Path | None:
-        manifest, path, model = bundle.manifest, bundle.path(role), None
-        if role == "vq_decoder" and manifest.sizes:
-            return None
-        if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
-            model = device_graph(path, spec, role == "drafter", capacity=capacity_of(shapes)).model
-        return write_plan(path, shapes, folder / f"{role}.plan", model)
+    def build(name: str, graph: Path, inputs: list[Inputs], gpus: object, say: object) -> Path:
+        return write_plan(graph, inputs, graph.with_suffix(".plan"))
 
-    monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
+    monkeypatch.setattr(build_module, "build_plan", build)
     monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89"))
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
     monkeypatch.setattr(tensorrt_backend, "MEMORY", "cpu")
+    monkeypatch.setattr(tensorrt_backend, "Stream", HostStream)
     return library
 
 

@@ -217,6 +217,6 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict
 
 
 def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Context, "execute_v2", lambda self, addresses: False)
+    monkeypatch.setattr(_Context, "execute_async_v3", lambda self, stream: False)
     error = refusal(lambda: tiny.prefilled(1))
     assert error.problem == "host_tensorrt 1.0 does not run this plan: no reason given"

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, write_plan
+from host_tensorrt import HostLibrary, HostStream, write_plan
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
 from lantern_rt.engines.profiles import Profile, capacity_of
+from lantern_rt.engines.trt.builder import ranges
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.export.graph.graphs import target_graph, write_graph
@@ -71,7 +72,9 @@ class Rig:
         elif on == "plan":
             self.library = HostLibrary()
             made = device_graph(self.path, spec_of(config), drafts=False, capacity=capacity_of(PROFILES))
-            self.plan = write_plan(self.path, PROFILES, self.path.with_suffix(".plan"), made.model)
+            (graph := folder / "device.onnx").write_bytes(made.model)
+            inputs = [{one.name: ranges(one.name, one.shape, each, 20_000) for one in made.inputs} for each in PROFILES]
+            self.plan = write_plan(graph, inputs, self.path.with_suffix(".plan"))
             self.engine = self.load_plan()
 
     def load(self, threads: int) -> OrtEngine:
@@ -80,7 +83,8 @@ class Rig:
     def load_plan(
         self, plan: Path | None = None, profiles: tuple[Profile, ...] = PROFILES, **change: Any
     ) -> TensorRTEngine:
-        loaded = Plan(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny")
+        stream: Any = HostStream()
+        loaded = Plan(self.library, plan or self.plan, profiles, "lantern-rt build-engine tiny", stream)
         return TensorRTEngine(loaded, spec_of(self.config).model_copy(update=change), self.table, Device("cpu"))
 
     def prefilled(self, rows: int, engine: Any = None, capacity: int = 300) -> Any:

@@ -32,6 +32,7 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
             path=path.name,
             blake2b=file_blake2b(path),
             bytes=path.stat().st_size,
+            onnx="0" * 64,
             profiles=profiles(opened.manifest, role, OPTIONS),
             seconds=0.5,
         )
@@ -40,6 +41,7 @@ def write_plans(bundle: Path, folder: Path) -> EngineFolder:
         backend=OPTIONS.backend,
         builder_version=VERSION,
         compute_capabilities=OPTIONS.compute_capabilities,
+        gpu=None,
         precision=opened.manifest.target.dtype,
         bundle=opened.manifest.name,
         bundle_sha256=opened.digest,

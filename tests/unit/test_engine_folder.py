@@ -23,6 +23,8 @@ from lantern_rt.engines.profiles import profiles
 from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.errors import BundleError
 
+L4 = Gpu("13.0", "SM89", "NVIDIA L4")
+
 
 def silent(what: str, done: int, total: int) -> None:
     pass
@@ -43,14 +45,20 @@ def engines(bundle: Path, tmp_path: Path) -> Path:
 def building(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that builds words, for a GPU that is here."""
 
-    def build(self: object, bundle: object, role: str, shapes: object, options: object, folder: Path, say: Any) -> Path:
-        say(f"building {role}", 1, 1)
-        (folder / f"{role}.plan").write_text(role)
-        return folder / f"{role}.plan"
+    def write(bundle: object, role: str, shapes: object, folder: Path) -> list[object]:
+        (folder / f"{role}.onnx").write_text(f"graph of {role}")
+        return []
 
-    monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "build", build)
+    def build(name: str, graph: Path, inputs: object, gpus: object, say: Any) -> Path:
+        say(f"building {graph.stem}", 1, 1)
+        graph.with_suffix(".plan").write_text(graph.stem)
+        return graph.with_suffix(".plan")
+
+    monkeypatch.setattr(build_module, "write_graph", write)
+    monkeypatch.setattr(build_module, "build_plan", build)
     monkeypatch.setattr(tensorrt_backend.TensorRTBackend, "version", lambda self: VERSION)
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89"))
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: L4)
+    monkeypatch.setattr(build_module, "find_gpu", lambda: L4)
 
 
 @pytest.fixture
@@ -90,6 +98,7 @@ def test_what_was_built_is_recorded_and_printed_by_inspect(program: Any, bundle:
     assert {path.name for path in folder.iterdir()} == {
         *(graph.path for graph in manifest.graphs.values()),
         ENGINE_FILE,
+        *(f"{role}.onnx" for role in manifest.graphs),
     }
     assert (manifest.backend, manifest.builder_version) == ("tensorrt-rtx", VERSION)
     assert (manifest.bundle, manifest.bundle_sha256, manifest.precision) == ("tiny", opened.digest, "float32")
@@ -241,9 +250,9 @@ def test_a_file_outside_the_folder_cannot_be_named(bundle: Path, engines: Path, 
     ("text", "expected"),
     [
         ("{", "expected JSON"),
-        ("[]", "found engine format None, expected 4.0; build the engines again"),
-        ('{"format_version": "2.0"}', "found engine format '2.0', expected 4.0; build the engines again"),
-        ('{"format_version": "4.0"}', "field `backend`: found nothing, expected a value"),
+        ("[]", "found engine format None, expected 5.0; build the engines again"),
+        ('{"format_version": "2.0"}', "found engine format '2.0', expected 5.0; build the engines again"),
+        ('{"format_version": "5.0"}', "field `backend`: found nothing, expected a value"),
         (" " * ((1 << 20) + 1), "cannot be read (more than 1,048,576 bytes), expected a short JSON text"),
         (None, "no engine.json in it; an engine folder is written by `lantern-rt build-engine`"),
     ],
@@ -265,8 +274,10 @@ def test_what_cannot_run_the_plans_is_refused_before_they_are_loaded(
         return caught.value
 
     assert refused_as(None).expected == "a GPU of SM89"
-    assert refused_as(Gpu("13.0", "SM86")).expected == "SM86, the GPU of this host"
-    assert refused_as(Gpu("13.0", "SM89"), provider="cuda").field == "provider"
+    assert refused_as(Gpu("13.0", "SM86", "A2")).expected == "SM86, the GPU of this host"
+    assert refused_as(L4, provider="cuda").field == "provider"
+    change(engines, gpu="NVIDIA GeForce RTX 4090")  # of the same capability, for which TensorRT chose other kernels
+    assert refused_as(L4).expected == "NVIDIA L4, the GPU of this host"
     change(engines, backend="abacus")
-    assert isinstance(error := refused_as(Gpu("13.0", "SM89")), RequestError)
+    assert isinstance(error := refused_as(L4), RequestError)
     assert (error.field, error.found) == ("backend", "'abacus'")

@@ -1,0 +1,220 @@
+"""Graphs to plans, by Polygraphy: a graph in a file, what its inputs may be, and the command lines that do the same.
+
+Networks are strongly typed: every tensor has the type that the graph gives it, so precision is the exporter's
+choice. Attention that no kernel takes in one is made of others, so that a graph is built for any GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...bundle.files import Bundle
+from ...errors import EngineError, OutputError, RequestError
+from ...inputs import brief, short
+from ...output.files import cache_folder
+from ..contracts import Progress, Tensor
+from ..device_graph import WORD, device_graph
+from ..gpu import find_gpu
+from ..profiles import Profile, capacity_of
+from .plan import first
+
+Shape = tuple[int, ...]
+Bounds = tuple[Shape, Shape, Shape]  # smallest, the one to tune for, largest
+Inputs = dict[str, Bounds]  # of a graph, in one profile
+RTX = "tensorrt-rtx"
+MODULES = {"tensorrt": "tensorrt", RTX: "tensorrt_rtx"}
+
+
+def import_library(name: str, module: str | None = None) -> Any:
+    """The module of a backend, or another of its extra. Raises: EngineError with the command that installs it."""
+    own = module or MODULES[name]
+    try:
+        found = importlib.import_module(own)
+        _ = found.__version__  # any folder of that name on the path would be a module, too
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        problem = f"{own} cannot be imported ({brief(error, 200)})"
+        raise EngineError(problem, remedy=f"install it with `pip install 'lantern-rt[{name}]'`") from error
+    return found
+
+
+def import_polygraphy(name: str) -> Callable[[str], Any]:
+    """What imports Polygraphy's modules, for a backend's library; they say nothing by themselves.
+
+    Raises: EngineError: it is not installed, or in use with the other library, which it does not change any more.
+    """
+    os.environ.setdefault("POLYGRAPHY_USE_TENSORRT_RTX", str(int(name == RTX)))
+    package = import_library(name, "polygraphy")
+    if (name == RTX) != package.config.USE_TENSORRT_RTX:
+        remedy = "build in another process, without POLYGRAPHY_USE_TENSORRT_RTX"
+        raise EngineError(field="polygraphy", found="it in use with another library", expected=name, remedy=remedy)
+    logger = importlib.import_module("polygraphy.logger").G_LOGGER
+    logger.use_python_logging_system, logger.colors, logger.letter = True, False, False
+    logger.module_severity = logger.ERROR
+    return lambda module: importlib.import_module(f"polygraphy.{module}")
+
+
+def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: Path) -> list[Inputs] | None:
+    """Write `<role>.onnx`, what a plan is built from, beside a link to its weights; returns what its inputs may be.
+
+    None for an image decoder for several sizes: the CPU runs that.
+    """
+    manifest, path, entries = bundle.manifest, bundle.path(role), 0
+    if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
+        model, inputs, *_ = device_graph(path, spec, role == "drafter", capacity=capacity_of(profiles))
+        entries = max(profile.nodes[2] for profile in profiles)
+        if role == "target":
+            prefixes = entries * max(profile.rows[2] for profile in profiles)
+            entries = max(spec.vocab_size, 1 + (manifest.row_end or 0), prefixes)
+    elif manifest.sizes:
+        return None
+    else:
+        model, inputs = path.read_bytes(), [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
+    (folder / f"{role}.onnx").write_bytes(model)
+    if f"{role}.data" in manifest.files:
+        weights = bundle.path(f"{role}.data")
+        (folder / weights.name).symlink_to(weights.resolve())
+    return [{tensor.name: ranges(tensor.name, tensor.shape, one, entries) for tensor in inputs} for one in profiles]
+
+
+def ranges(name: str, shape: Sequence[int | str | None], profile: Profile, entries: int) -> Bounds:
+    """Smallest, best and largest shape of a graph input under a profile; fixed sizes stay as they are.
+
+    entries: embeddings that nodes read from, or nodes of the pass whose hidden states they read, at most.
+    """
+    some: Shape = (1, entries, entries)
+    axes: list[Shape] | None = {"embeddings": [some], "hidden": [(1, *profile.rows[1:]), some]}.get(name)
+    if axes is None:
+        axes = [profile.rows, profile.nodes, tuple(size // WORD for size in profile.columns)]
+    low, best, high = (
+        tuple(size if isinstance(size, int) else axes[i][which] for i, size in enumerate(shape)) for which in range(3)
+    )
+    return low, best, high
+
+
+def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[str], say: Progress) -> Path:
+    """Build a plan of a graph in a file, a profile for each of `shapes`, and write it beside the graph.
+
+    gpus: the compute capabilities to build for, of TensorRT-RTX.
+    Raises:
+        EngineError: the library does not take the graph.
+        RequestError: it knows no such GPU.
+    """
+    library, polygraphy = import_library(name), import_polygraphy(name)
+    trt, timings, errors = polygraphy("backend.trt"), timing_cache(f"{name}-{library.__version__}"), _Errors()
+    monitor = make_monitor(library, f"building {graph.stem}", say)
+    options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
+    for inputs in shapes:
+        options["profiles"].append(profile := trt.Profile())
+        for tensor, bounds in inputs.items():
+            profile.add(tensor, *bounds)
+    if name == RTX:
+        known = [one for one in library.ComputeCapability.__members__ if one.startswith("SM")]
+        if odd := [one for one in gpus if one not in known]:
+            raise RequestError(field="compute_capability", found=short(odd[0]), expected=f"one of {', '.join(known)}")
+        capabilities = [(int(one[2:-1]), int(one[-1])) for one in gpus]
+        config = polygraphy("backend.tensorrt_rtx").CreateConfigRTX(compute_capabilities=capabilities, **options)
+    else:
+        config = trt.CreateConfig(**options)
+    tf32 = library.BuilderFlag.TF32  # float32 is what a float32 bundle promises
+    config = trt.PostprocessConfig(config, lambda builder, network, config: config.clear_flag(tf32))
+    network = trt.SetDecomposableAttentions(trt.NetworkFromOnnxPath(str(graph)))
+    logging.getLogger("Polygraphy").addHandler(errors)
+    try:
+        plan = trt.EngineBytesFromNetwork(network, config, save_timing_cache=timings)()
+    except polygraphy("exception").PolygraphyException as error:
+        if monitor.interrupted:
+            raise KeyboardInterrupt from error
+        problem = f"{name} {library.__version__} does not build this graph: {first(errors.said)}"
+        remedy = "try smaller --max-rows or --max-nodes, or by hand: --dry-run prints how"
+        raise EngineError(problem, field=graph.name, remedy=remedy) from error
+    finally:
+        logging.getLogger("Polygraphy").removeHandler(errors)
+    file = graph.with_suffix(".plan")
+    file.write_bytes(memoryview(plan))
+    return file
+
+
+def timing_cache(version: str) -> str | None:
+    """The file of what kernels took on this GPU, which Polygraphy locks; None where there is no folder for it."""
+    gpu = find_gpu()
+    with suppress(OutputError, OSError):
+        folder = cache_folder() / "timings"
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(folder / f"{version}-{gpu.name if gpu else 'no GPU'}.bin".replace("/", "-"))
+    return None
+
+
+def by_hand(
+    name: str, bundle: Bundle, role: str, shapes: Sequence[Inputs], gpus: Sequence[str], folder: Path
+) -> list[str]:
+    """The lines that build the plan of a graph in a folder: with Polygraphy, which runs and compares it, and without.
+
+    ONNX Runtime follows no links to weights: Polygraphy reads them from the bundle.
+    """
+    graph, plan = folder / f"{role}.onnx", folder / f"{role}.plan"
+    run = ["polygraphy", "run", f"{graph}", "--external-data-dir", f"{bundle.path(role).parent}", "--trt", "--onnxrt"]
+    run += ["--decomposable-attentions", "--save-engine", f"{plan}"]
+    build = ["trtexec", f"--onnx={graph}", f"--saveEngine={plan}", "--noTF32"]
+    if name == RTX:
+        run = ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", *run, "--compute-capabilities"]
+        run += [f"{one[2:-1]}.{one[-1]}" for one in gpus]
+        build[0] = "tensorrt_rtx"
+    for number, inputs in enumerate(shapes):
+        build.append(f"--profile={number}")
+        for which, word in enumerate(("min", "opt", "max")):
+            sizes = {tensor: [*map(str, bounds[which])] for tensor, bounds in inputs.items()}
+            run += [f"--trt-{word}-shapes", *(f"{one}:[{','.join(size)}]" for one, size in sizes.items())]
+            build.append(f"--{word}Shapes=" + ",".join(f"{one}:{'x'.join(size)}" for one, size in sizes.items()))
+    return [shlex.join(run), shlex.join(build)]
+
+
+class _Errors(logging.Handler):
+    """Keeps the errors that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def make_monitor(library: Any, what: str, say: Progress) -> Any:
+    """A progress monitor that passes on the outer two levels of phases, and stops the build on Ctrl-C.
+
+    `interrupted` on the result tells that it did: an exception must not cross the library's own frames.
+    """
+
+    class Monitor(library.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.interrupted = False
+            self._phases: dict[str, tuple[int, int]] = {}  # depth and steps
+
+        def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+            self._phases[name] = (self._phases.get(parent, (0, 0))[0] + 1 if parent else 0, steps)
+            self._report(name, 0)
+
+        def step_complete(self, name: str, step: int) -> bool:
+            self._report(name, step + 1)
+            return not self.interrupted
+
+        def phase_finish(self, name: str) -> None:
+            self._report(name)
+
+        def _report(self, name: str, done: int | None = None) -> None:
+            depth, steps = self._phases.get(name, (2, 1))
+            try:
+                if depth < 2:
+                    say(f"{what}: {name[0].lower()}{name[1:]}", steps if done is None else done, steps)
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    return Monitor()
