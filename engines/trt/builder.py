@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +108,9 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
         RequestError: it knows no such GPU.
     """
     library, polygraphy = import_library(name), import_polygraphy(name)
-    trt, timings, errors = polygraphy("backend.trt"), timing_cache(f"{name}-{library.__version__}"), _Errors()
+    trt, errors, timings = polygraphy("backend.trt"), _Errors(), None
+    if name != RTX:  # which times nothing
+        timings = timing_cache(library.__version__)
     monitor = make_monitor(library, f"building {graph.stem}", say)
     options = {"profiles": [], "progress_monitor": monitor, "load_timing_cache": timings}
     for inputs in shapes:
@@ -127,11 +130,13 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
     network = trt.SetDecomposableAttentions(trt.NetworkFromOnnxPath(str(graph)))
     logging.getLogger("Polygraphy").addHandler(errors)
     try:
-        plan = trt.EngineBytesFromNetwork(network, config, save_timing_cache=timings)()
+        with warnings.catch_warnings(action="ignore"):  # Polygraphy calls what TensorRT-RTX has deprecated
+            plan = trt.EngineBytesFromNetwork(network, config, save_timing_cache=timings)()
     except polygraphy("exception").PolygraphyException as error:
         if monitor.interrupted:
             raise KeyboardInterrupt from error
-        problem = f"{name} {library.__version__} does not build this graph: {first(errors.said)}"
+        said = [one for one in errors.said if one.startswith("In node")] or errors.said  # the parser's own words
+        problem = f"{name} {library.__version__} does not build this graph: {first(said)}"
         remedy = "try smaller --max-rows or --max-nodes, or by hand: --dry-run prints how"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
@@ -147,7 +152,7 @@ def timing_cache(version: str) -> str | None:
     with suppress(OutputError, OSError):
         folder = cache_folder() / "timings"
         folder.mkdir(parents=True, exist_ok=True)
-        return str(folder / f"{version}-{gpu.name if gpu else 'no GPU'}.bin".replace("/", "-"))
+        return str(folder / f"{version}-{gpu.name if gpu else None}.bin".replace("/", "-"))
     return None
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lantern_rt.bundle.files import open_bundle
 from lantern_rt.engines.contracts import Tensor
-from lantern_rt.engines.gpu import find_gpu
+from lantern_rt.engines.gpu import Stream, find_gpu
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.session import GraphSession
-from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt.backend import MEMORY, MODULES, TensorRTBackend, import_library
+from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.trt.backend import MEMORY
+from lantern_rt.engines.trt.builder import MODULES, build_plan, import_library, write_graph
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.errors import EngineError
@@ -26,20 +27,22 @@ USED = {
         "get_tensor_shape", "create_execution_context",
     ],
     "IExecutionContext": [
-        "set_optimization_profile_async", "set_input_shape", "get_tensor_shape", "execute_v2",
+        "set_optimization_profile_async", "set_input_shape", "get_tensor_shape", "set_tensor_address",
+        "execute_async_v3",
     ],
     "ExecutionContextAllocationStrategy": ["ON_PROFILE_CHANGE"],
     "TensorIOMode": ["INPUT", "OUTPUT"],
     "DataType": ["FLOAT", "HALF", "INT32", "INT64"],
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
-    "OnnxParser": ["parse", "num_errors", "get_error"],
 }  # fmt: skip
 COMPILING = {  # of a library that compiles kernels where a plan runs
     "ICudaEngine": ["create_runtime_config"],
     "IRuntimeConfig": [
         "set_execution_context_allocation_strategy", "create_runtime_cache", "set_runtime_cache",
+        "cuda_graph_strategy",
     ],
+    "CudaGraphStrategy": ["WHOLE_GRAPH_CAPTURE"],
     "IRuntimeCache": ["serialize", "deserialize"],
 }  # fmt: skip
 
@@ -70,15 +73,18 @@ def test_compiled_kernels_can_be_kept(kind: str) -> None:
 def image_decoder(name: str, folder: Path, provider: str) -> tuple[TensorRTFunction, GraphSession]:
     """The image decoder of `scenes` as a plan and in ONNX Runtime."""
     scenes = open_bundle("scenes")
-    manifest, bundle = scenes.manifest, SimpleNamespace(path=scenes.path, manifest=scenes.manifest)
+    manifest = scenes.manifest
     rows = (Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0)),)
-    options = BuildOptions(name, compute_capabilities=() if find_gpu() else ("SM89",))
-    built = TensorRTBackend(name).build(bundle, "vq_decoder", rows, options, folder, lambda what, done, total: None)  # type: ignore[arg-type]
+    written = write_graph(scenes, "vq_decoder", rows, folder)
+    assert written is not None
+    gpu = find_gpu()
+    gpus = (gpu.compute_capability if gpu else "SM89",)
+    built = build_plan(name, folder / "vq_decoder.onnx", written, gpus, lambda what, done, total: None)
     inputs = [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]
     outputs = [Tensor("images", ("float32",), (None, 3, manifest.image_height, manifest.image_width))]
     plain = GraphSession(scenes.path("vq_decoder"), inputs, outputs)
-    assert built is not None
-    plan = Plan(import_library(name), built, rows, "again")
+    stream: Any = Stream() if gpu else None
+    plan = Plan(import_library(name), built, rows, "again", stream)
     return TensorRTFunction(plan, inputs, outputs, Device(provider)), plain
 
 

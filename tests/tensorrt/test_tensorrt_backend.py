@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import onnx
@@ -15,17 +15,18 @@ import pytest
 from onnx import TensorProto, helper
 
 from lantern_rt.bundle.files import Bundle, open_bundle
-from lantern_rt.bundle.onnx_scan import float_weights
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
 from lantern_rt.engines.trt import backend as tensorrt_backend
-from lantern_rt.engines.trt.backend import MODULES, TensorRTBackend, ranges
+from lantern_rt.engines.trt.backend import TensorRTBackend
+from lantern_rt.engines.trt.builder import MODULES, build_plan, ranges, write_graph
 from lantern_rt.errors import EngineError, LanternError, RequestError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
+KERNELS = 4 << 20  # bytes of a small plan that are not weights
 ONE_ROW = Profile(name="rows", rows=(1, 1, 1), nodes=(0, 0, 0), columns=(0, 0, 0))
 
 
@@ -76,7 +77,7 @@ def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: p
     for name in MODULES:
         error = refusal(lambda name=name: TensorRTBackend(name).compute_capabilities(BuildOptions(name)))
         assert error.found == "no NVIDIA GPU and driver"
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM90"))
+    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM90", "NVIDIA H100"))
     backend = TensorRTBackend("tensorrt")
     assert backend.compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
     assert TensorRTBackend("tensorrt-rtx").compute_capabilities(RTX) == ("SM89", "SM120")
@@ -85,14 +86,14 @@ def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: p
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
     tree = Profile(name="tree", rows=(1, 2, 8), nodes=(2, 64, 64), columns=(64, 192, 384))
     for name in ("token_ids", "hidden_ids", "position_ids"):
-        assert ranges(name, (-1, -1), tree, 512) == ((1, 2), (2, 64), (8, 64))
-    assert ranges("embeddings", (-1, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
-    assert ranges("hidden", (-1, -1, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
-    assert ranges("write", (-1,), tree, 512) == ((1,), (2,), (8,))
-    assert ranges("seen", (-1, -1, -1), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
+        assert ranges(name, (None, None), tree, 512) == ((1, 2), (2, 64), (8, 64))
+    assert ranges("embeddings", (None, 256), tree, 512) == ((1, 256), (512, 256), (512, 256))
+    assert ranges("hidden", (None, None, 256), tree, 512) == ((1, 1, 256), (2, 512, 256), (8, 512, 256))
+    assert ranges("write", (None,), tree, 512) == ((1,), (2,), (8,))
+    assert ranges("seen", (None, None, None), tree, 512) == ((1, 2, 4), (2, 64, 12), (8, 64, 24))
     past = ((1, 4, 384, 64), (2, 4, 384, 64), (8, 4, 384, 64))
-    assert ranges("past_key_values.0.key", (-1, 4, 384, 64), tree, 512) == past
-    assert ranges("codes", (-1, 256), ONE_ROW, 0) == ((1, 256),) * 3
+    assert ranges("past_key_values.0.key", (None, 4, 384, 64), tree, 512) == past
+    assert ranges("codes", (None, 256), ONE_ROW, 0) == ((1, 256),) * 3
 
 
 # ---------------------------------------------------------------- ahead of time, without a GPU
@@ -121,23 +122,33 @@ def test_plans_cannot_be_run_without_a_driver_and_say_so(plans: Path, scenes: Bu
 
 
 @pytest.mark.usefixtures("library")
-def test_graphs_that_compute_in_float16_make_smaller_plans(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "compute", "precision"),
+    [
+        ({}, "float16", None),
+        ({}, "float32", "int4-weights"),
+        ({"family": "emu3", "key_share": 2, "vocab_size": 1600}, "float16", None),
+        ({"hidden_size": 400}, "float16", None),
+    ],
+    ids=["float16", "int4", "grouped heads", "heads of 100 numbers"],
+)
+def test_weights_of_a_plan_are_as_small_as_the_bundles(
+    tmp_path: Path, change: dict[str, Any], compute: str, precision: str | None
+) -> None:
     torch = pytest.importorskip("torch")
     from random_bundle import Shape, random_bundle
 
-    shape = Shape(4, 4, 256, 768, codes=1024, grid=4, dtype=torch.float32, vq_width=32)
-    sizes: dict[str, list[int]] = {"target": [], "drafter": []}
-    for compute in ("float32", "float16"):
-        bundle = open_bundle(random_bundle(shape, tmp_path / compute, compute))
-        for role, found in sizes.items():
-            profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
-            (folder := tmp_path / f"{compute}-{role}").mkdir()
-            built = TensorRTBackend("tensorrt-rtx").build(bundle, role, profiles, RTX, folder, silent)
-            assert built is not None
-            found.append(built.stat().st_size)
-    bytes_saved = {role: 2 * float_weights(bundle.path(role)) for role in sizes}
-    for role, (full, half) in sizes.items():
-        assert full - half > 0.7 * bytes_saved[role]  # kernels, which plans also hold, differ too
+    shape = replace(Shape(2, 4, 256, 768, codes=1024, grid=4, dtype=torch.float32, vq_width=32), **change)
+    bundle = open_bundle(random_bundle(shape, tmp_path / "bundle", compute, precision))
+    sizes = bundle.manifest.target
+    assert sizes.dtype == compute
+    assert sizes.num_kv_heads == 4 // shape.key_share
+    profiles = (Profile(name="tree", rows=(1, 2, 2), nodes=(2, 8, 8), columns=(64, 64, 64)),)
+    for role in ("target", "drafter") if bundle.manifest.drafter else ("target",):
+        inputs = write_graph(bundle, role, profiles, tmp_path)
+        assert inputs is not None
+        plan = build_plan("tensorrt-rtx", tmp_path / f"{role}.onnx", inputs, ("SM89",), silent)
+        assert plan.stat().st_size < bundle.manifest.files[f"{role}.data"].bytes + KERNELS
 
 
 @pytest.mark.usefixtures("library")
@@ -150,23 +161,20 @@ def test_an_unknown_gpu_is_answered_with_the_known_ones(scenes: Bundle, tmp_path
 
 
 @pytest.mark.usefixtures("library")
-def test_a_graph_that_cannot_be_parsed_names_its_node(tmp_path: Path) -> None:
+def test_a_graph_that_is_not_built_says_which_node_or_shape(scenes: Bundle, tmp_path: Path) -> None:
     path, node = tmp_path / "vq_decoder.onnx", helper.make_node("Bogus", ["codes"], ["images"], name="strange_2")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows", 4]) for name in ("codes", "images")]
     graph = helper.make_graph([node], "bad", values[:1], values[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
-    bundle: Any = SimpleNamespace(path=lambda _: path, manifest=SimpleNamespace(target=None, drafter=None, sizes=()))
-    build = partial(TensorRTBackend("tensorrt-rtx").build, bundle, "vq_decoder", [ONE_ROW], RTX, tmp_path, silent)
-    assert "cannot parse node `strange_2` (Bogus)" in refusal(build).problem
+    build = partial(build_plan, "tensorrt-rtx", path, [{"codes": ((1, 4),) * 3}], ("SM89",), silent)
+    assert "strange_2 and operator: Bogus" in refusal(build).problem
     path.write_bytes(b"junk")
-    assert "cannot parse" in refusal(build).problem
-
-
-@pytest.mark.usefixtures("library")
-def test_shapes_that_contradict_the_graph_fail_the_build(scenes: Bundle, tmp_path: Path) -> None:
+    assert "Failed to parse the ONNX model" in refusal(build).problem
     wrong = Profile(name="rows", rows=(1, 1, 1), nodes=(4, 2, 2), columns=(64, 64, 64))
-    error = refusal(lambda: TensorRTBackend("tensorrt-rtx").build(scenes, "drafter", [wrong], RTX, tmp_path, silent))
-    assert "does not build this graph" in error.problem
+    inputs = write_graph(scenes, "drafter", [wrong], tmp_path)
+    assert inputs is not None
+    found = refusal(lambda: build_plan("tensorrt-rtx", tmp_path / "drafter.onnx", inputs, ("SM89",), silent))
+    assert "token_ids" in found.problem
 
 
 @pytest.mark.usefixtures("library")
@@ -178,8 +186,10 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
         if "optimization" in what:
             raise KeyboardInterrupt
 
+    inputs = write_graph(scenes, "vq_decoder", [ONE_ROW], tmp_path)
+    assert inputs is not None
     with pytest.raises(KeyboardInterrupt):
-        TensorRTBackend("tensorrt-rtx").build(scenes, "vq_decoder", [ONE_ROW], RTX, tmp_path, interrupt)
+        build_plan("tensorrt-rtx", tmp_path / "vq_decoder.onnx", inputs, ("SM89",), interrupt)
     assert calls[0][0] == "building vq_decoder: building engine"
     assert all(0 <= done <= total for _, done, total in calls)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.plan"))

@@ -1,0 +1,73 @@
+"""A small random Janus in its own layout: what tests of exports and of plans are made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+WORDS = ["a", "red", "cube", "on", "sand", "<|User|>:", "<|Assistant|>:"]
+START, PADDING, BEGIN, GRID, CODES = 1, 2, 3, 4, 96
+
+
+def random_janus() -> Any:
+    """Random everywhere: stock initialisation leaves biases at zero, where a lost one would not show."""
+    torch.manual_seed(0)
+    config = transformers.JanusConfig(
+        text_config=transformers.LlamaConfig(
+            vocab_size=100,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            rope_theta=500.0,
+            rms_norm_eps=1e-5,
+        ),
+        vision_config=transformers.JanusVisionConfig(
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=8,
+            projection_dim=48,
+            num_image_tokens=GRID**2,
+        ),
+        vq_config=transformers.JanusVQVAEConfig(
+            embed_dim=8,
+            num_embeddings=CODES,
+            latent_channels=32,
+            base_channels=32,
+            channel_multiplier=[1, 2, 2, 3],
+            num_res_blocks=1,
+            projection_dim=48,
+            image_token_embed_dim=48,
+        ),
+    )
+    model = transformers.JanusForConditionalGeneration(config).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 and "vision_model" not in name:
+            weight += 0.1 * torch.randn_like(weight)
+        if "generation_" in name or "language_model" in name:
+            weight *= 3
+    model.generation_config.update(bos_token_id=START, pad_token_id=PADDING, guidance_scale=5.0)
+    model.generation_config.generation_kwargs = {"boi_token_id": BEGIN}
+    return model
+
+
+def write_janus(model: Any, place: Path) -> None:
+    """The model as transformers saves it, in several shards, with a tokenizer of a few words."""
+    model.save_pretrained(place, max_shard_size="400KB")
+    assert len(list(place.glob("model-*.safetensors"))) > 2
+    vocabulary = {"<unk>": 0} | {word: 10 + i for i, word in enumerate(WORDS)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
+    }
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
