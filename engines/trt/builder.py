@@ -177,6 +177,8 @@ def by_hand(
             sizes = {tensor: [*map(str, bounds[which])] for tensor, bounds in inputs.items()}
             run += [f"--trt-{word}-shapes", *(f"{one}:[{','.join(size)}]" for one, size in sizes.items())]
             build.append(f"--{word}Shapes=" + ",".join(f"{one}:{'x'.join(size)}" for one, size in sizes.items()))
+    best = {tensor: [*map(str, bounds[1])] for tensor, bounds in shapes[-1].items()} if shapes else {}
+    run += ["--input-shapes", *(f"{one}:[{','.join(size)}]" for one, size in best.items())]
     return [shlex.join(run), shlex.join(build)]
 
 

@@ -12,7 +12,7 @@ import pytest
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
 from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.profiles import Profile
-from lantern_rt.engines.trt.backend import ranges
+from lantern_rt.engines.trt.builder import ranges
 
 for needed in ("torch", "tensorrt_rtx"):
     pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx]")
@@ -67,17 +67,21 @@ def steps_of(path: Path, spec: DecoderSpec | DrafterSpec, drafts: bool) -> list[
             said.append(message)
 
     builder = library.Builder(logger := Logger())
-    network = builder.create_network(1 << int(library.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    network, graph = builder.create_network(0), device_graph(path, spec, drafts, capacity=COLUMNS)
     parser = library.OnnxParser(network, logger)
-    assert parser.parse(device_graph(path, spec, drafts, capacity=COLUMNS).model, str(path)), said[-3:]
+    assert parser.parse(graph.model, str(path)), said[-3:]
+    for layer in map(network.get_layer, range(network.num_layers)):
+        if layer.type == library.LayerType.ATTENTION_INPUT:
+            layer.__class__ = library.IAttentionInputLayer
+            layer.attention.decomposable = True  # as Polygraphy marks them: allowed, where there is no kernel
     config = builder.create_builder_config()
     config.profiling_verbosity = library.ProfilingVerbosity.DETAILED
     config.clear_flag(library.BuilderFlag.TF32)
     config.num_compute_capabilities = 1
     config.set_compute_capability(library.ComputeCapability.SM89, 0)
     shapes = builder.create_optimization_profile()
-    for tensor in map(network.get_input, range(network.num_inputs)):
-        shapes.set_shape(tensor.name, *ranges(tensor.name, tuple(tensor.shape), TREE, entries=512))
+    for tensor in graph.inputs:
+        shapes.set_shape(tensor.name, *ranges(tensor.name, tensor.shape, TREE, entries=512))
     config.add_optimization_profile(shapes)
     assert builder.build_serialized_network(network, config) is not None, said[-3:]
     lines = [line for text in said if text.startswith("Layers:\n") for line in text.splitlines()]

@@ -1,0 +1,76 @@
+"""What NVIDIA's own tools say of the graphs: both layouts of every family, and the command lines that are printed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lantern_rt.bundle.files import open_bundle
+from lantern_rt.engines.build import build_engines
+from lantern_rt.engines.profiles import BuildOptions
+
+for needed in ("torch", "tensorrt_rtx", "onnx_graphsurgeon"):
+    pytest.importorskip(needed, reason="needs lantern-rt[export,tensorrt-rtx] and onnx-graphsurgeon")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1"
+RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
+
+
+def polygraphy(*arguments: object) -> int:
+    """Polygraphy's program in this process."""
+    from polygraphy.tools._main import main
+
+    status: int = main([*map(str, arguments)])
+    return status
+
+
+@pytest.fixture
+def janus_bundle(tmp_path: Path) -> Path:
+    pytest.importorskip("transformers")
+    from small_janus import random_janus, write_janus
+
+    from lantern_rt.export.families.janus import read_janus
+    from lantern_rt.export.writer import export_model
+
+    write_janus(random_janus(), tmp_path / "janus")
+    return export_model(read_janus(tmp_path / "janus"), tmp_path / "bundle")
+
+
+@pytest.mark.parametrize("family", ["t2i_drafter", "t2i_half", "anole", "lumina", "emu3", "janus"])
+def test_both_layouts_are_sound_and_fully_supported(
+    family: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from polygraphy.logger import G_LOGGER
+
+    bundle = open_bundle(request.getfixturevalue(f"{family}_bundle"))
+    built = tmp_path / "engines"
+    build_engines(bundle, "it", RTX, built, False, lambda what, done, total: None, dry_run=True)
+    width = bundle.manifest.target.hidden_size
+    tables = {"target": f"embeddings:[4,{width}]", "drafter": f"hidden:[1,4,{width}]"}  # of ids, which will be 0 and 1
+    for role in tables.keys() & bundle.manifest.files.keys():
+        for graph, sizes in ((bundle.path(role), []), (built / f"{role}.onnx", ["--input-shapes", tables[role]])):
+            capsys.readouterr()
+            with G_LOGGER.verbosity(G_LOGGER.INFO):
+                assert polygraphy("inspect", "capability", graph) == 0
+                assert "Graph is fully supported" in capsys.readouterr().out, graph
+                assert polygraphy("check", "lint", graph, "--external-data-dir", bundle.folder, *sizes) == 0, graph
+
+
+def test_the_lines_of_a_dry_run_are_those_of_its_tools(tmp_path: Path) -> None:
+    """Polygraphy's, without what runs on a GPU; the other has the same shapes."""
+    bundle, built = open_bundle("scenes"), tmp_path / "engines"
+    _, lines = build_engines(bundle, "scenes", RTX, built, False, lambda what, done, total: None, dry_run=True)
+    assert len(lines) == 2 * 3
+    run, other = map(shlex.split, lines[2:4])
+    assert run[:4] == ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", "polygraphy", "run"]
+    kept = [word for word in run[4:] if word != "--trt"]
+    assert polygraphy("run", *kept) == 0
+    kept.remove("--onnxrt")
+    kept[kept.index("--save-engine")] = "--output"
+    assert polygraphy("convert", *kept, "--convert-to", "trt") == 0
+    assert (built / "drafter.plan").stat().st_size > bundle.manifest.files["drafter.data"].bytes
+    largest = [word for word in other if word.startswith("--maxShapes=")]
+    assert ",".join(largest).count("token_ids:2x24,") == 1
