@@ -137,7 +137,7 @@ def verify(
                 pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
             else:
                 pairs = compare(graph, path, [*graph.cases], integers=precision == "int8", progress=progress)
-            _add_graph(role, pairs, precision, 0 if graph is None else tolerance_of(graph), result)
+            add_graph(role, pairs, precision, 0 if graph is None else tolerance_of(graph), result)
     return result
 
 
@@ -212,7 +212,7 @@ def _small_inputs(inputs: Iterable[onnx.ValueInfoProto], manifest: Manifest) -> 
     return arrays
 
 
-def _add_graph(
+def add_graph(
     role: str,
     pairs: Iterable[tuple[str, Arrays, Arrays]],
     precision: Precision,

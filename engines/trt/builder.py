@@ -159,7 +159,7 @@ def timing_cache(version: str) -> str | None:
 def by_hand(
     name: str, bundle: Bundle, role: str, shapes: Sequence[Inputs], gpus: Sequence[str], folder: Path
 ) -> list[str]:
-    """The lines that build the plan of a graph in a folder: with Polygraphy, which runs and compares it, and without.
+    """The lines that build the plan of a graph in a folder: with Polygraphy, run and compared here; and without.
 
     ONNX Runtime follows no links to weights: Polygraphy reads them from the bundle.
     """
@@ -168,17 +168,16 @@ def by_hand(
     run += ["--decomposable-attentions", "--save-engine", f"{plan}"]
     build = ["trtexec", f"--onnx={graph}", f"--saveEngine={plan}", "--noTF32"]
     if name == RTX:
-        run = ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", *run, "--compute-capabilities"]
-        run += [f"{one[2:-1]}.{one[-1]}" for one in gpus]
+        run = ["env", "POLYGRAPHY_USE_TENSORRT_RTX=1", *run]
         build[0] = "tensorrt_rtx"
+        build += ["--skipInference", f"--computeCapabilities={','.join(one[2:] for one in gpus)}"]
     for number, inputs in enumerate(shapes):
         build.append(f"--profile={number}")
         for which, word in enumerate(("min", "opt", "max")):
             sizes = {tensor: [*map(str, bounds[which])] for tensor, bounds in inputs.items()}
-            run += [f"--trt-{word}-shapes", *(f"{one}:[{','.join(size)}]" for one, size in sizes.items())]
+            listed = [f"{one}:[{','.join(size)}]" for one, size in sizes.items()]
+            run += [f"--trt-{word}-shapes", *listed, *(["--input-shapes", *listed] if which == number == 1 else [])]
             build.append(f"--{word}Shapes=" + ",".join(f"{one}:{'x'.join(size)}" for one, size in sizes.items()))
-    best = {tensor: [*map(str, bounds[1])] for tensor, bounds in shapes[-1].items()} if shapes else {}
-    run += ["--input-shapes", *(f"{one}:[{','.join(size)}]" for one, size in best.items())]
     return [shlex.join(run), shlex.join(build)]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..bundle.manifest import Manifest
-from ..errors import CheckpointError
+from ..engines.engine_folder import open_engine_folder
+from ..errors import CheckpointError, RequestError
 from ..inputs import require_library
 from ..output.tables import text_table
-from .console import print_text, progress
+from .console import print_text, progress, say
 from .options import BundleArgument, JsonOption, open_bundle
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = """
 lantern-rt verify scenes
 lantern-rt verify bundles/llamagen-b c2i_B_256.pt vq_ds16_c2i.pt
+lantern-rt verify bundles/llamagen-xl --engines engines/llamagen-xl
 """
 
 
@@ -34,12 +37,20 @@ def verify(
             "small inputs]"
         ),
     ] = None,
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            help="Engine folder of the bundle: its graphs with the bundle's, and on their GPU plans with those."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare a bundle's graphs with what they were made from (exit code 2 if they differ).
 
     Needs lantern-rt[cpu,export].
     """
+    if engines and checkpoints:
+        raise RequestError(field="engines", found="checkpoints, too", expected="one of them")
     opened = open_bundle(bundle)
     options = _match(opened.manifest, checkpoints) if checkpoints else {}
     for library in ("torch", "onnx", "onnxruntime"):
@@ -49,7 +60,13 @@ def verify(
         from ..export.registry import read_family
         from ..export.verify import verify as compare
     with progress() as show:
-        if options:
+        if engines:
+            from ..export.plans import verify_plans
+
+            result, reason = verify_plans(opened, open_engine_folder(engines), show)
+            if reason:
+                say(f"note: plans were not run: {reason}")
+        elif options:
             model = read_family(opened.manifest.family, options, show)
             result = compare(opened, model, options["target"], show)
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from host_tensorrt import HostLibrary, write_plan
+from host_tensorrt import HostLibrary, HostStream, write_plan
 from numpy.typing import NDArray
 from toy_engine import make_model, make_prompt, naive_distribution
 
 from lantern_rt.bundle.manifest import DecoderSpec, DrafterSpec
-from lantern_rt.engines.device_graph import device_graph
+from lantern_rt.engines.gpu import Stream, find_gpu
 from lantern_rt.engines.ort.device import Device
 from lantern_rt.engines.ort.engine import OrtDeviceEngine, OrtEngine
-from lantern_rt.engines.profiles import BuildOptions, Profile, capacity_of
-from lantern_rt.engines.trt.backend import MEMORY, TensorRTBackend, import_library
+from lantern_rt.engines.profiles import Profile
+from lantern_rt.engines.trt import builder
+from lantern_rt.engines.trt.backend import MEMORY
 from lantern_rt.engines.trt.engine import TensorRTEngine
 from lantern_rt.engines.trt.plan import Plan
 from lantern_rt.export.graph.graphs import target_graph, write_graph
@@ -91,34 +91,32 @@ class SmallModel:
 
     def _on_tensorrt(self, name: str, where: str) -> Model:
         """Plans of both graphs, on the GPU, or with the host in its place."""
-        library, device, build = self._host() if where == "host" else self._gpu(name)
+        on_host = where == "host"
+        specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec, sizes=(), row_end=None)
+        names = {f"{role}{end}": f"{role}.onnx{end}" for role in ("target", "drafter") for end in ("", ".data")}
+        specs.files = names
+        bundle: Any = SimpleNamespace(path=lambda name: self.folder / names[name], manifest=specs)
+        library = HostLibrary() if on_host else builder.import_library(name)
+        device = Device("cpu" if on_host else MEMORY)
+        (folder := self.folder / where / name).mkdir(parents=True)
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            return TensorRTEngine(Plan(library, build(role), PROFILES, "rebuild"), spec, table, device)
+            inputs, graph, gpu = (
+                builder.write_graph(bundle, role, PROFILES, folder),
+                folder / f"{role}.onnx",
+                find_gpu(),
+            )
+            assert inputs is not None
+            if gpu is None or on_host:
+                plan = write_plan(graph, inputs, graph.with_suffix(".plan"))
+            else:
+                plan = builder.build_plan(name, graph, inputs, (gpu.compute_capability,), lambda *said: None)
+            stream: Any = HostStream() if on_host else Stream()
+            return TensorRTEngine(Plan(library, plan, PROFILES, "rebuild", stream), spec, table, device)
 
         target = engine("target", self.target_spec, self.table)
         drafter = engine("drafter", self.drafter_spec, None)
         return Model(target, drafter, SMALL.grid**2, SMALL.positions, DrafterLayout(), SMALL.grid, NEAR)
-
-    def _host(self) -> tuple[Any, Any, Callable[[str], Path]]:
-        def build(role: str) -> Path:
-            path, drafts = self.folder / f"{role}.onnx", role == "drafter"
-            spec = self.drafter_spec if drafts else self.target_spec
-            made = device_graph(path, spec, drafts, capacity=capacity_of(PROFILES))
-            return write_plan(path, PROFILES, self.folder / f"{role}.plan", made.model)
-
-        return HostLibrary(), Device("cpu"), build
-
-    def _gpu(self, name: str) -> tuple[Any, Any, Callable[[str], Path]]:
-        specs = SimpleNamespace(target=self.target_spec, drafter=self.drafter_spec, sizes=(), row_end=None)
-        bundle: Any = SimpleNamespace(path=lambda role: self.folder / f"{role}.onnx", manifest=specs)
-
-        def build(role: str) -> Path:
-            options = BuildOptions(name, max_rows=512)
-            backend = TensorRTBackend(name)
-            return backend.build(bundle, role, PROFILES, options, self.folder, lambda what, done, total: None)
-
-        return import_library(name), Device(MEMORY), build
 
     def prompt(self, backend: str, identity: int) -> Prompt:
         """A prompt with `identity % 3` padded prefix rows."""

@@ -12,7 +12,7 @@ from engine_backends import BACKENDS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
 
 from lantern_rt.engines.gpu import find_gpu
-from lantern_rt.engines.trt.backend import MODULES, import_library
+from lantern_rt.engines.trt.builder import MODULES, import_library
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import Ar, Eagle, Lantern, LanternPlusPlus, MethodConfig, Sampling
 from lantern_rt.runtime.decode import decode

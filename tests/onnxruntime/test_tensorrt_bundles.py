@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from host_tensorrt import HostKernels, HostLibrary, HostStream, write_plan
+from host_tensorrt import HostKernels, HostLibrary, HostStream, _Engine, write_plan
 from tiny_graphs import Painter, export
 
 from lantern_rt.bundle.files import open_bundle
@@ -18,7 +19,7 @@ from lantern_rt.engines import build as build_module
 from lantern_rt.engines.build import build_engines
 from lantern_rt.engines.contracts import Tensor
 from lantern_rt.engines.device_engine import DeviceBlock
-from lantern_rt.engines.engine_folder import open_engine_folder
+from lantern_rt.engines.engine_folder import file_blake2b, open_engine_folder
 from lantern_rt.engines.gpu import Gpu
 from lantern_rt.engines.ort.device import Device, dtype_of
 from lantern_rt.engines.profiles import BuildOptions, Profile
@@ -26,6 +27,9 @@ from lantern_rt.engines.trt import backend as tensorrt_backend
 from lantern_rt.engines.trt.builder import Inputs
 from lantern_rt.engines.trt.engine import TensorRTFunction
 from lantern_rt.engines.trt.plan import Plan
+from lantern_rt.errors import EngineError
+from lantern_rt.export import plans as plans_module
+from lantern_rt.export.verify import Verification
 from lantern_rt.pipeline import Pipeline
 
 # ---------------------------------------------------------------- functions and bundles
@@ -156,3 +160,62 @@ def test_compiled_kernels_are_shared_by_all_plans_and_kept_for_the_next_process(
     assert json.loads(kept.read_bytes())[0] == "2"
     kept.write_bytes(b"")  # a damaged file
     draw(bundle, folder)
+
+
+def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
+    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, folder, library = plans
+
+    def verified() -> tuple[Verification, str | None]:
+        return plans_module.verify_plans(open_bundle(bundle), open_engine_folder(folder), lambda *said: None)
+
+    monkeypatch.setattr(plans_module, "find_gpu", lambda: None)
+    result, reason = verified()
+    assert result.passed
+    assert reason == "they need a GPU of SM89, and here is none, or no driver"
+    roles, passes = ("target", "drafter"), ("prefill, 1", "chain, 1", "tree, 1", "prefill, 4", "chain, 4", "tree, 4")
+    expected = {f"{role}.onnx: {what} rows" for role in roles for what in passes}
+    assert {row["graph"] for row in result.distributions} == expected
+
+    wrong = {"logits": 1.0}
+
+    def runner(backend: str, path: Path, built: object, stack: object) -> Any:
+        engine = _Engine(json.loads(path.read_bytes()), library)
+        names = list(engine.outputs)
+        return lambda feeds: {
+            name: array + wrong.get(name, 0)
+            for name, array in zip(names, engine.session.run(names, feeds), strict=True)
+        }
+
+    monkeypatch.setattr(plans_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
+    monkeypatch.setattr(plans_module, "plan_runner", runner)
+    result, reason = verified()
+    assert reason is None
+    failed = {(row["graph"].partition(":")[0], row["tensor"]) for row in result.tensors if not row["passed"]}
+    assert failed == {("target.plan", "logits"), ("drafter.plan", "logits")}
+    wrong.clear()
+    result, _ = verified()
+    assert result.passed
+    assert {"present_key_values.0.key", "images"} < {row["tensor"] for row in result.tensors}
+
+
+def test_a_graph_that_computes_something_else_than_its_bundle_is_found(
+    plans: tuple[Path, Path, HostLibrary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, folder, _ = plans
+    graph = onnx.load(folder / "target.onnx", load_external_data=False)
+    for node in graph.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "interleaved":
+                attribute.i ^= 1  # the other way of pairing numbers
+    (folder / "target.onnx").write_bytes(graph.SerializeToString())
+    monkeypatch.setattr(plans_module, "find_gpu", lambda: None)
+    opened = open_bundle(bundle), open_engine_folder(folder), lambda *said: None
+    with pytest.raises(EngineError, match="another graph"):
+        plans_module.verify_plans(*opened)
+    opened[1].manifest.graphs["target"].__dict__["onnx"] = file_blake2b(folder / "target.onnx")
+    result, _ = plans_module.verify_plans(*opened)
+    failed = {row["graph"] for row in result.tensors if not row["passed"]}
+    assert {"target.onnx: prefill, 1 rows", "target.onnx: tree, 4 rows"} <= failed
+    assert not any(graph.startswith("drafter") for graph in failed)
