@@ -193,7 +193,7 @@ class _Errors(logging.Handler):
 
 
 def make_monitor(library: Any, what: str, say: Progress) -> Any:
-    """A progress monitor that passes on the outer two levels of phases, and stops the build on Ctrl-C.
+    """A progress monitor that passes on what has no parent but the build itself, and stops the build on Ctrl-C.
 
     `interrupted` on the result tells that it did: an exception must not cross the library's own frames.
     """
@@ -202,25 +202,21 @@ def make_monitor(library: Any, what: str, say: Progress) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.interrupted = False
-            self._phases: dict[str, tuple[int, int]] = {}  # depth and steps
+            self._steps: dict[str, int] = {}
 
         def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-            self._phases[name] = (self._phases.get(parent, (0, 0))[0] + 1 if parent else 0, steps)
-            self._report(name, 0)
+            if parent is None or len(self._steps) == 1:
+                self._steps[name] = steps
 
         def step_complete(self, name: str, step: int) -> bool:
-            self._report(name, step + 1)
+            try:
+                if name in self._steps:
+                    say(f"{what}: {name[0].lower()}{name[1:]}", step + 1, self._steps[name])
+            except KeyboardInterrupt:
+                self.interrupted = True
             return not self.interrupted
 
         def phase_finish(self, name: str) -> None:
-            self._report(name)
-
-        def _report(self, name: str, done: int | None = None) -> None:
-            depth, steps = self._phases.get(name, (2, 1))
-            try:
-                if depth < 2:
-                    say(f"{what}: {name[0].lower()}{name[1:]}", steps if done is None else done, steps)
-            except KeyboardInterrupt:
-                self.interrupted = True
+            self._steps.pop(name, None)
 
     return Monitor()

@@ -180,16 +180,23 @@ def test_an_engine_folder_is_compared_with_its_bundle_on_recorded_passes(
 
     wrong = {"logits": 1.0}
 
-    def runner(backend: str, path: Path, built: object, stack: object) -> Any:
-        engine = _Engine(json.loads(path.read_bytes()), library.Runtime(None))
-        names = list(engine.outputs)
-        return lambda feeds: {
-            name: array + wrong.get(name, 0)
-            for name, array in zip(names, engine.session.run(names, feeds), strict=True)
-        }
+    class Runner:
+        def __init__(self, backend: str, path: Path, stack: object) -> None:
+            self.engine = _Engine(json.loads(path.read_bytes()), library.Runtime(None))
+
+        def set_profile(self, index: int) -> None:
+            self.inputs = self.engine.profiles[index]
+
+        def infer(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            for name, (low, _, high) in self.inputs.items():
+                assert all(np.array(low) <= feeds[name].shape), name
+                assert all(feeds[name].shape <= np.array(high)), name
+            names = list(self.engine.outputs)
+            found = zip(names, self.engine.session.run(names, feeds), strict=True)
+            return {name: array + wrong.get(name, 0) for name, array in found}
 
     monkeypatch.setattr(plans_module, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
-    monkeypatch.setattr(plans_module, "plan_runner", runner)
+    monkeypatch.setattr(plans_module, "plan_runner", Runner)
     result, reason = verified()
     assert reason is None
     failed = {(row["graph"].partition(":")[0], row["tensor"]) for row in result.tensors if not row["passed"]}

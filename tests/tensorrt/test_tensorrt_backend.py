@@ -190,6 +190,6 @@ def test_progress_comes_from_the_builder_and_ctrl_c_stops_it(scenes: Bundle, tmp
     assert inputs is not None
     with pytest.raises(KeyboardInterrupt):
         build_plan("tensorrt-rtx", tmp_path / "vq_decoder.onnx", inputs, ("SM89",), interrupt)
-    assert calls[0][0] == "building vq_decoder: building engine"
+    assert all(what.startswith("building vq_decoder: ") for what, _, _ in calls)
     assert all(0 <= done <= total for _, done, total in calls)
     assert not list(tmp_path.glob("*.plan"))
