@@ -31,12 +31,10 @@ import torch
 from decode import REPEATS, bench, measure_passes
 from random_bundle import SHAPES, random_bundle
 
-from lantern_rt import EngineError, LanternError, Pipeline, __version__, open_bundle
-from lantern_rt.engines.build import build_engines
+from lantern_rt import EngineError, LanternError, Pipeline, __version__
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.host import import_onnxruntime
 from lantern_rt.engines.ort.session import load_session
-from lantern_rt.engines.profiles import BuildOptions
 
 BACKENDS = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 GPT = [name for name in SHAPES if name.startswith("GPT-")]
@@ -98,8 +96,8 @@ def main() -> None:
 def build(bundle: Path, backend: str) -> Path:
     """A folder of plans of the bundle."""
     engines, began = bundle.with_name(f"{bundle.name}-{backend}"), time.perf_counter()
-    options = BuildOptions(backend, max_rows=2)
-    build_engines(open_bundle(bundle), str(bundle), options, engines, False, lambda what, done, total: None)
+    command = [sys.executable, "-m", "lantern_rt", "build-engine", bundle, "--backend", backend, "--max-rows", "2"]
+    subprocess.run([*command, "--output", engines], check=True)  # Polygraphy is for one library in a process
     print(f"built plans in {time.perf_counter() - began:.0f} s", flush=True)
     return engines
 
