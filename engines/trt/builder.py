@@ -50,11 +50,10 @@ def import_polygraphy(name: str) -> Callable[[str], Any]:
 
     Raises: EngineError: it is not installed, or in use with the other library, which it does not change any more.
     """
-    os.environ.setdefault("POLYGRAPHY_USE_TENSORRT_RTX", str(int(name == RTX)))
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = str(int(name == RTX))
     package = import_library(name, "polygraphy")
     if (name == RTX) != package.config.USE_TENSORRT_RTX:
-        remedy = "build in another process, without POLYGRAPHY_USE_TENSORRT_RTX"
-        raise EngineError(field="polygraphy", found="it in use with another library", expected=name, remedy=remedy)
+        raise EngineError("is in use with another library", field="polygraphy", remedy="take another process")
     logger = importlib.import_module("polygraphy.logger").G_LOGGER
     logger.use_python_logging_system, logger.colors, logger.letter = True, False, False
     logger.module_severity = logger.ERROR
