@@ -51,7 +51,7 @@ def test_a_missing_onnxruntime_is_a_problem_and_no_crash(monkeypatch: pytest.Mon
 
 
 def test_a_driver_older_than_the_installed_libraries_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89"))
+    monkeypatch.setattr(doctor, "find_gpu", lambda: Gpu("12.8", "SM89", "L4"))
     monkeypatch.setattr(doctor, "_installed", lambda: {"tensorrt-rtx": "1.7.1"})
     monkeypatch.setattr(doctor, "installed", lambda *_: [])
     assert "found one for CUDA 12.8, expected CUDA 13, driver 580 or newer" in host_report().problems[-1]

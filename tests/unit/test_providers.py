@@ -168,7 +168,7 @@ def test_by_default_a_gpu_that_is_there_and_has_its_package_is_used(monkeypatch:
     monkeypatch.setitem(sys.modules, PLUGIN, SimpleNamespace())
     for package, provider in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "cuda"), ("onnxruntime-ep-webgpu", "webgpu")):
         monkeypatch.setattr(providers, "installed", lambda name, package=package: name == package)
-        for gpu, expected in ((Gpu("13.0", "SM89"), provider), (None, "cpu")):
+        for gpu, expected in ((Gpu("13.0", "SM89", "L4"), provider), (None, "cpu")):
             monkeypatch.setattr(providers, "find_gpu", lambda gpu=gpu: gpu)
             assert automatic(Runtime(CPU, devices=(WEBGPU,) if gpu else ())) == expected
 
