@@ -47,7 +47,7 @@ def main() -> None:
     from lantern_rt import Pipeline
     from lantern_rt.engines.ort import backend
 
-    backend.check_convolutions = lambda provider: None  # there is no stand-in for cuDNN; no image is decoded
+    backend.check_provider = lambda provider: None  # there is no stand-in for cuDNN; no image is decoded
     shape = replace(SHAPES["GPT-XL"], num_heads=2, hidden_size=128, intermediate_size=192, vq_width=32)
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
             seconds.append(now - began)
             began = now
     running.close()
-    counts = {name: round(getattr(ops, name) / len(seconds)) for name in ("total", "graph_launches")}
+    counts = {name: round(getattr(ops, name) / len(seconds), 1) for name in ("total", "graph_launches", "h2d", "d2h", "d2d", "syncs")}
     return {"ms": round(1e3 * statistics.median(seconds), 2), **counts}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +36,31 @@ class Tensor:
         return f"{' or '.join(self.dtypes)} [{', '.join(str(n) if isinstance(n, int) else 'any' for n in self.shape)}]"
 
 
+class Part(NamedTuple):
+    """A tensor that lies in another value, so many bytes behind its beginning."""
+
+    whole: Any
+    start: int
+    size: list[int]
+    dtype: str
+
+    def shape(self) -> list[int]:
+        """As that of a value."""
+        return self.size
+
+    def data_ptr(self) -> int:
+        """As that of a value."""
+        return int(self.whole.data_ptr()) + self.start
+
+
 class Executable(Protocol):
     """A loaded graph that runs on values on a device, whichever library loaded it."""
 
     def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
-        """The graph on these inputs and outputs, by name, to be held by the caller.
+        """The graph on these inputs and outputs, by name, to be held by the caller: values on the device, or parts.
 
-        The result runs it, recorded as a graph of that number if it is told to; None: it will not be.
+        The result runs it, recorded as a graph of that number if it is told to; None: it will not be. It need not wait
+        until the device is done.
         """
 
     def forget(self, record: int) -> None:

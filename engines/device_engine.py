@@ -22,7 +22,7 @@ from .columns import ColumnCache, Places, SideBySideCache, fill_up
 from .contracts import Array, Executable, Tensor
 from .decoder_tensors import past_length_of
 from .ort.device import Device, dtype_of
-from .ort.slabs import Bound, Lease, Slabs
+from .ort.slabs import Bound, Launch, Lease, Slabs
 from .sampling_head import Head
 
 MOST_NODES = 64  # of a row, in passes whose shapes come again
@@ -33,9 +33,16 @@ class DeviceCache(Places):
 
     slabs: Slabs
     lease: Lease
+    launch: Launch | None = None  # of the last pass
+
+    def finish(self) -> None:
+        """Run the last pass, if nobody has asked for what comes of it."""
+        if self.launch is not None:
+            self.launch()
 
     def keep_rows(self, rows: Ints) -> None:
         """Keep only these rows, in this order; copied on the device."""
+        self.finish()
         before = self.lease  # held until it has been read
         self.select(rows)
         self.lease = self.slabs.take((len(rows), *before.slab.shape[1:]))
@@ -44,6 +51,8 @@ class DeviceCache(Places):
     def extend(self, other: Cache) -> None:
         """Take in the rows of another cache; copied on the device."""
         added, before = type(self).own(other), self.lease  # held until it has been read
+        self.finish()
+        added.finish()
         self.join(added)
         (own, columns, width), more = before.slab.shape, added.lease.slab.shape
         self.lease = self.slabs.take((own + more[0], max(columns, more[1]), width))
@@ -59,6 +68,7 @@ class DeviceBlock(SideBySideCache, DeviceCache):
     """One whose entries stand side by side."""
 
     def move(self, rows: Ints, sources: Ints, targets: Ints) -> None:
+        self.finish()
         slab = self.lease.slab  # every head has all columns, one after the other
         source, target = (np.stack([rows, columns], 1) for columns in (sources, targets))
         self.slabs.move(slab, source, target, np.arange(0, slab.shape[1], self.columns))
@@ -67,17 +77,32 @@ class DeviceBlock(SideBySideCache, DeviceCache):
 class DeviceRows:
     """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
-    bound: the pass whose output they are, not to be run again meanwhile. lease: held, so that no other cache runs it.
+    launch: the pass whose output they are, None if it is done. bound: what it runs, not to be run again meanwhile.
+    lease: held, so that no other cache runs it.
     """
 
-    def __init__(self, device: Device, value: Any, bound: Bound | None = None, lease: Lease | None = None) -> None:
-        self.device, self.value, self.bound, self._lease = device, value, bound, lease
+    def __init__(
+        self,
+        device: Device,
+        value: Any,
+        launch: Launch | None = None,
+        bound: Bound | None = None,
+        lease: Lease | None = None,
+    ) -> None:
+        self.device, self._value, self._launch, self.bound, self._lease = device, value, launch, bound, lease
         self.dtype, self.stride = dtype_of(value), value.shape()[1]
         if bound is not None:
             bound.users.add(self)
 
+    @property
+    def value(self) -> Any:
+        """The rows as a value on the device, when they are there."""
+        if self._launch is not None:
+            self._launch()
+        return self._value
+
     def __getitem__(self, key: Any) -> Floats:
-        rows, nodes, _ = self.value.shape()
+        rows, nodes, _ = self._value.shape()
         places: Ints = np.arange(rows * nodes).reshape(rows, nodes)[key]
         return self.device.read(self.value, places)
 
@@ -91,16 +116,20 @@ class LogitRows(DeviceRows, DeviceLogits):
 
     def best(self, requests: Sequence[SampleRequest], most: int) -> list[tuple[Ints, Floats]]:
         """As the runtime's `best_codes` on the host, up to rounding; those with the same filters are drawn at once."""
-        vocab_size = self.value.shape()[2]
+        vocab_size = self._value.shape()[2]
         heads = [Head.of(one.sampling, vocab_size, most, one.noise is not None) for one in requests]
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             own = [i for i, other in enumerate(heads) if other == head]
-            codes, scores = self.device.draw(head, self.value, [requests[i] for i in own])
+            codes, scores = self._draw(head, [requests[i] for i in own])
             for place, i in enumerate(own):
                 count = len(requests[i].positions)
                 results[i] = codes[place, :count], scores[place, :count]
         return [results[i] for i in range(len(requests))]
+
+    def _draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+        drawn = None if self._launch is None else self._launch.draw(head, requests)
+        return drawn or self.device.draw(head, self.value, requests)
 
 
 class DeviceEngine(ABC):
@@ -120,7 +149,7 @@ class DeviceEngine(ABC):
         self.spec, self.device, self._graph, self._dtype = spec, device, graph, dtype
         self._table = None if code_embeddings is None else device.put(np.ascontiguousarray(code_embeddings, dtype))
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
-        self._slabs = Slabs(device, graph, len(self._past), dtype, heads)
+        self._slabs = Slabs(device, len(self._past), dtype, heads)
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:
@@ -141,17 +170,18 @@ class DeviceEngine(ABC):
         return own.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Run one pass; logits and hidden states come back as rows on the device."""
+        """Prepare one pass, which is run when its logits, its hidden states (rows on the device) or its cache are used."""
         own = DeviceCache.own(cache)
+        own.finish()
         past_length_of(batch, own)
         start, padded = time.perf_counter(), self.fit(own, batch.positions.shape[1])
         feeds = {**own.encode(batch, padded), **self._read(batch, padded), **self.shared(own)}
         bound, lease = self._bound(own, batch, feeds)
-        bound.run(feeds)
+        launch = own.launch = Launch(bound, feeds, batch.hidden)
         own.seconds += time.perf_counter() - start
         own.passes += 1
         logits, hidden = (bound.outputs[name] for name in ("logits", "hidden_states"))
-        held = bound if lease else None, lease
+        held = launch, bound if lease else None, lease
         return PassOutput(LogitRows(self.device, logits, *held), DeviceRows(self.device, hidden, *held), own.written)
 
     def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:

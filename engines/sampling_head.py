@@ -37,8 +37,8 @@ class Head(NamedTuple):
         both = sampling.filtered and sampling.top_k > 0 and sampling.top_p < 1
         return not both or sampling.filter_order.startswith("top-k")
 
-    def graph(self) -> bytes:
-        """The graph. Of each image's nodes, `[images, nodes]`:
+    def graph(self) -> tuple[bytes, list[Tensor], list[Tensor]]:
+        """The graph, its inputs and outputs. Of each image's nodes, `[images, nodes]`:
 
         Inputs: `logits` float32 `[rows, all, vocab_size]`; `conditional` and `unconditional` int32 `[images, nodes]`:
         where their logits are, rows and nodes taken as one, the same without guidance; `cfg_scale`, `temperature`,
@@ -71,7 +71,8 @@ class Head(NamedTuple):
             inputs.append(Tensor("noise", ("float32",), ("groups", "positions", self.vocab_size)))
             inputs.append(Tensor("noise_ids", ("int32",), nodes))
         best_of = (*nodes, self.most)
-        return graph.to_bytes(inputs, [Tensor("codes", ("int64",), best_of), Tensor("scores", ("float32",), best_of)])
+        outputs = [Tensor("codes", ("int64",), best_of), Tensor("scores", ("float32",), best_of)]
+        return graph.to_bytes(inputs, outputs), inputs, outputs
 
     def _filtered(self, graph: GraphWriter, scaled: str) -> str:
         """Minus infinity for codes below the lowest that the filters keep."""

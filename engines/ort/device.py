@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,15 +16,18 @@ from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP, Noise
 from ...runtime.sampling import damaged
 from ..columns import node_count
-from ..contracts import Array, Tensor
+from ..contracts import Array, Part, Tensor
 from ..graph_writer import GraphWriter
 from ..host import import_onnxruntime
+from ..kv_cache import round_up
 from ..sampling_head import LEFT_OUT, Head
 from .providers import find_provider, turn
-from .session import load_session
+from .session import GraphSession, load_session, run_options
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _GROUPS = 32  # of positions whose noise is kept on the device, at least
+_ALIGNED = 256  # bytes: where arrays of a buffer begin
+PLAIN = 2  # runs of what is bound for good before it is recorded
 
 
 class Device:
@@ -30,17 +36,26 @@ class Device:
     def __init__(self, provider: str) -> None:
         own = find_provider(provider, import_onnxruntime())
         self.provider, self.name = provider, own.memory
-        self.records, self.plain = bool(own.recording), own.plain
+        self.records, self.plain, self.addressed = bool(own.recording), own.plain, own.addressed
+        self.numbers = itertools.count(1)  # of what is recorded
+        self.lock = threading.RLock()  # held while codes are drawn, and taken before the provider's `turn`
         self._sessions: dict[object, tuple[Any, list[str]]] = {}  # with the names of their outputs
+        self._heads: dict[Head, GraphSession] = {}
         self._noise: dict[int, NoiseTable] = {}  # by vocabulary
-        self._lock = threading.Lock()
+        self._token: Any = None
 
     def run(
-        self, key: object, graph: Callable[[], bytes], feeds: Mapping[str, Any], goals: Mapping[str, Any] | None = None
+        self,
+        key: object,
+        graph: Callable[[], bytes],
+        feeds: Mapping[str, Any],
+        goals: Mapping[str, Any] | None = None,
+        wait: bool = True,
     ) -> list[Any]:
         """Run a helper graph, made when it is first needed; feeds are arrays, or values on the device.
 
         goals: values that outputs are written to, None for the host's memory; others get new values on the device.
+        wait: until it is done.
         """
         if key not in self._sessions:
             helper = load_session(graph(), 1, self.provider)
@@ -60,7 +75,7 @@ class Device:
             else:
                 binding.bind_output(name, "cpu" if name in goals else self.name)
         with turn(self.provider):
-            session.run_with_iobinding(binding)
+            session.run_with_iobinding(binding, None if wait else run_options())
         outputs = zip(names, binding.get_outputs(), strict=True)
         return [value.numpy() if name in goals and goals[name] is None else value for name, value in outputs]
 
@@ -148,28 +163,139 @@ class Device:
 
         Raises: EngineError: the logits hold NaN or infinity.
         """
+        with self.lock, turn(self.provider):
+            feeds = self.samples(head, logits.shape()[1], requests)
+            buffer = Buffer(self, Buffer.room(*(one for one in feeds.values() if isinstance(one, np.ndarray))))
+            drawing = Drawing(buffer, 0, head, logits, feeds, None)
+            drawing.fill(feeds)
+            buffer.send()
+            return drawing.run(requests)
+
+    def samples(self, head: Head, width: int, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+        """What a head reads besides logits, which are those of passes over `width` nodes; to be called with `lock`."""
         nodes = node_count(max(len(one.positions) for one in requests))
-        sides, width = np.zeros((2, len(requests), nodes), np.int32), logits.shape()[1]
+        sides = np.zeros((2, len(requests), nodes), np.int32)
         numbers = np.ones((3, len(requests), 1, 1), np.float32)
         for i, one in enumerate(requests):
             count, last = one.nodes.shape[1], len(one.nodes) - 1  # without guidance both sides are the same row
             for side, row in ((0, 0), (1, last)):
                 sides[side, i, :count] = (one.rows.start + row) * width + one.nodes[row]
             numbers[:, i, 0, 0] = one.sampling.cfg_scale, one.sampling.temperature or 1.0, one.sampling.top_p
-        feeds = {"logits": logits, "conditional": sides[0], "unconditional": sides[1]}
-        names = ("cfg_scale", "temperature", "top_p") if head.top_p else ("cfg_scale", "temperature")
-        feeds |= dict(zip(names, numbers, strict=False))
-        with self._lock:
-            if head.noisy:
-                table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
-                feeds["noise_ids"] = table.ids(requests, nodes)
-                feeds["noise"] = table.value
-            codes, scores = self.run(head, head.graph, feeds, {"codes": None, "scores": None})
+        feeds: dict[str, Any] = {"conditional": sides[0], "unconditional": sides[1]}
+        feeds |= zip(("cfg_scale", "temperature", "top_p")[: 2 + head.top_p], numbers, strict=False)
+        if head.noisy:
+            table = self._noise.setdefault(head.vocab_size, NoiseTable(self, head.vocab_size))
+            feeds["noise_ids"] = table.ids(requests, nodes)
+            feeds["noise"] = table.value
+        return feeds
+
+    def head(self, head: Head) -> GraphSession:
+        """The graph that draws codes, loaded when it is first needed."""
+        if head not in self._heads:
+            model, inputs, outputs = head.graph()
+            where = Path("the graph that draws codes")
+            self._heads[head] = GraphSession(where, inputs, outputs, 1, self.provider, model, records=True)
+        return self._heads[head]
+
+    def wait(self) -> None:
+        """Wait until everything that this thread has asked for is done."""
+        if self._token is None:
+            self._token = self.put(np.zeros(1, np.float32))
+        self._token.numpy()
+
+
+class Buffer:
+    """Memory for arrays that go up, or come down, together: by one copy, where memory has addresses."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        """size: bytes, `room` for each array."""
+        self.device, self._bytes = device, np.zeros(size, np.uint8)
+        self._value = device.empty((size,), "uint8") if device.addressed else None
+
+    @staticmethod
+    def room(*arrays: Array) -> int:
+        """Bytes that arrays take."""
+        return sum(round_up(array.nbytes, _ALIGNED) for array in arrays)
+
+    def place(self, arrays: Mapping[str, Array], start: int = 0) -> dict[str, Any]:
+        """Places for arrays of these shapes, from a byte on, as inputs or outputs of graphs."""
+        if self._value is None:
+            return {name: self.device.put(array) for name, array in arrays.items()}
+        places: dict[str, Any] = {}
+        for name, array in arrays.items():
+            places[name] = Part(self._value, start, list(array.shape), array.dtype.name)
+            start += self.room(array)
+        return places
+
+    def fill(self, places: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+        """Put arrays in their places, to be sent up."""
+        for name, place in places.items():
+            if isinstance(place, Part):
+                self._view(place)[...] = arrays[name]
+            else:
+                place.update_inplace(np.ascontiguousarray(arrays[name]))
+
+    def send(self) -> None:
+        """Bring up what has been filled in."""
+        if self._value is not None:
+            self.device.run("send", _identity, {"data": self._bytes}, {"out": self._value}, wait=False)
+
+    def read(self, places: Mapping[str, Any]) -> list[Array]:
+        """Copies of what is in places on the device, when it has done all that it was asked for."""
+        if self._value is None:
+            return [place.numpy() for place in places.values()]
+        self._bytes = self._value.numpy().copy()  # in host memory, the former is the value itself
+        return [self._view(place) for place in places.values()]
+
+    def _view(self, place: Part) -> Array:
+        size = prod(place.size) * np.dtype(place.dtype).itemsize
+        array: Array = self._bytes[place.start : place.start + size].view(place.dtype).reshape(place.size)
+        return array
+
+
+def _identity() -> bytes:
+    writer = GraphWriter()
+    writer.op("Identity", "data", name="out")
+    data, out = (Tensor(name, ("uint8",), (None,)) for name in ("data", "out"))
+    return writer.to_bytes([data], [out])
+
+
+class Drawing:
+    """A head bound to logits, for requests of one shape. What it reads goes up in a buffer, from a byte on."""
+
+    def __init__(
+        self, buffer: Buffer, start: int, head: Head, logits: Any, feeds: Mapping[str, Any], record: int | None
+    ) -> None:
+        """feeds: as `Device.samples` has them. record: the number to record it by, None: it is run op by op."""
+        device = buffer.device
+        self._buffer, self._graph, self.record, self._runs = buffer, device.head(head), record, 0
+        self._inputs = buffer.place({name: one for name, one in feeds.items() if isinstance(one, np.ndarray)}, start)
+        shape = (*feeds["conditional"].shape, head.most)
+        results: dict[str, Array] = {"codes": np.zeros(shape, np.int64), "scores": np.zeros(shape, np.float32)}
+        self._results = Buffer(device, Buffer.room(*results.values()))
+        self._outputs = self._results.place(results)
+        self.held = {"logits": logits, **feeds, **self._inputs, **self._outputs}
+        self._run = self._graph.bind(self.held, record)
+
+    def fill(self, feeds: Mapping[str, Any]) -> None:
+        """Put what it reads into the buffer."""
+        self._buffer.fill(self._inputs, feeds)
+
+    def run(self, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+        """Codes and scores, when what it reads has been sent; as `Device.draw`."""
+        self._run(self._runs >= PLAIN)
+        self._runs += 1
+        codes, scores = self._results.read(self._outputs)
         for own, one in zip(scores, requests, strict=True):
             if not np.isfinite(own[: len(one.positions), 0]).all():
                 raise damaged()
         scores[scores <= LEFT_OUT / 2] = -np.inf
         return codes, scores
+
+    def forget(self) -> None:
+        """It will not be run again."""
+        if self.record is not None:
+            self._graph.forget(self.record)
 
 
 class NoiseTable:
@@ -211,8 +337,3 @@ class NoiseTable:
 def dtype_of(value: Any) -> str:
     """The NumPy name of a value's type."""
     return _DTYPES[value.data_type()]
-
-
-def itemsize(value: Any) -> int:
-    """Bytes of one of a value's numbers."""
-    return np.dtype(dtype_of(value)).itemsize

@@ -23,14 +23,15 @@ from ..host import installed
 AUTO = "auto"  # the first GPU's, where a package for it is installed and it is found; else the CPU's
 DEFAULT_PROVIDER = "cpu"  # ONNX Runtime's own kernels: they run every graph, and others may fall back to them
 # Copies, and nodes on shapes and indices, which providers leave on the CPU on purpose: a few numbers, needed there.
-_SHAPE_OPS = {"Shape", "Size", "Constant", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast"}
+_SHAPE_OPS = {"Shape", "Size", "Constant", "Concat", "Gather", "Slice", "Squeeze", "Unsqueeze", "Cast", "Pow"}
 _ON_CPU = _SHAPE_OPS | {"MemcpyToHost", "MemcpyFromHost"}
 
 
 class Provider(NamedTuple):
     """A provider: ONNX Runtime's name for it, the package that has it, its options, and how it differs from others.
 
-    memory: where its values are, as ONNX Runtime names it; unless on the CPU, decoders run in the device layout. plain:
+    memory: where its values are, as ONNX Runtime names it; unless on the CPU, decoders run in the device layout.
+    addressed: a value there may be a part of another. plain:
     it does not take the op Attention, and float16 on some devices only. plugin: its library comes in the package's
     module, beside onnxruntime. library: what it loads from further packages, and has no convolutions without. leaves:
     roles that run on the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and
@@ -42,6 +43,7 @@ class Provider(NamedTuple):
     package: str
     options: dict[str, str]
     memory: str = "cpu"
+    addressed: bool = True
     plain: bool = False
     plugin: bool = False
     library: str = ""
@@ -50,13 +52,21 @@ class Provider(NamedTuple):
     recording: Mapping[str, str] = MappingProxyType({})
 
 
+# Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of sessions, and plans, is done in that
+# order, so that only reading waits. Whoever holds the `turn` leaves nothing undone to the next thread.
+CUDA_STREAM = "2"
 _ALL = (
     Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),
     Provider(
         "cuda",
         "CUDAExecutionProvider",
         "onnxruntime-gpu[cuda,cudnn]",
-        {"use_tf32": "0"},  # float32 stays float32: TF32 products would not be those of another number of nodes
+        {
+            "use_tf32": "0",  # float32 stays float32: TF32 products would not be those of another number of nodes
+            "arena_extend_strategy": "kSameAsRequested",  # else what is taken doubles every time
+            "cudnn_conv_algo_search": "HEURISTIC",  # else the first picture waits until every algorithm has been timed
+            "user_compute_stream": CUDA_STREAM,
+        },
         memory="cuda",
         library="cuDNN",
         recording={"enable_cuda_graph": "1"},
@@ -67,6 +77,7 @@ _ALL = (
         "onnxruntime-ep-webgpu",
         {},
         memory="gpu",
+        addressed=False,
         plain=True,
         plugin=True,
         leaves=("condition",),

@@ -12,10 +12,10 @@ import numpy as np
 
 from ...errors import BundleError, EngineError
 from ...inputs import brief, reading
-from ..contracts import Array, DTypes, Tensor
+from ..contracts import Array, DTypes, Part, Tensor
 from ..graph_writer import convolution_graph
 from ..host import import_onnxruntime, thread_count
-from .providers import DEFAULT_PROVIDER, check_taken, find_provider, plugin_devices, turn
+from .providers import DEFAULT_PROVIDER, PROVIDERS, check_taken, find_provider, plugin_devices, turn
 
 _TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
 # Microseconds that a thread waits for the next operator before it sleeps. Operators of small models take about as long
@@ -88,14 +88,17 @@ class GraphSession:
 
     def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
         """As `Executable`."""
-        binding = self.session.io_binding()
-        for tensor in self.inputs:
-            binding.bind_ortvalue_input(tensor.name, values[tensor.name])
-        for name in self.output_names:
-            binding.bind_ortvalue_output(name, values[name])
-        options = [import_onnxruntime().RunOptions() for _ in range(2)]
-        for one, number in zip(options, (_UNRECORDED, record or _UNRECORDED), strict=True):
-            one.add_run_config_entry("gpu_graph_id", str(number))
+        binding, memory = self.session.io_binding(), PROVIDERS[self.provider].memory
+        for names, one, part in (
+            ([tensor.name for tensor in self.inputs], binding.bind_ortvalue_input, binding.bind_input),
+            (self.output_names, binding.bind_ortvalue_output, binding.bind_output),
+        ):
+            for name in names:
+                if isinstance(value := values[name], Part):
+                    part(name, memory, 0, np.dtype(value.dtype).type, value.size, value.data_ptr())
+                else:
+                    one(name, value)
+        options = [run_options(number) for number in (_UNRECORDED, record or _UNRECORDED)]
         return lambda recorded: self._call(self.session.run_with_iobinding, binding, options[recorded])
 
     def forget(self, record: int) -> None:
@@ -109,6 +112,14 @@ class GraphSession:
         except Exception as error:
             problem = f"ONNX Runtime failed to run the graph: {brief(error, 200)}"
             raise EngineError(problem, field=str(self.path)) from error
+
+
+def run_options(number: int = _UNRECORDED) -> Any:
+    """Of a run that does not wait for the device, recorded as the graph of a number."""
+    options = import_onnxruntime().RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(number))
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
 
 
 def load_session(

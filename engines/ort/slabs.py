@@ -10,21 +10,24 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ...runtime.engine import Ints
-from ..contracts import Executable
-from .device import Device, itemsize
+from ...runtime.device import SampleRequest
+from ...runtime.engine import Floats, Ints
+from ..columns import node_count
+from ..contracts import Executable, Part
+from ..sampling_head import Head
+from .device import PLAIN, Buffer, Device, Drawing
 from .providers import turn
 
 _KEPT = 2  # slabs that no cache uses
 _MOST_BOUND = 32  # passes of a slab: their outputs take memory, and recordings
-_PLAIN = 2  # runs of a bound pass before it is recorded
+_MOST_DRAWINGS = 8  # heads of a bound pass
 
 
 class Bound:
@@ -42,34 +45,77 @@ class Bound:
         """
         self.number, self.outputs, self.record = 0, placed, record
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._provider = device.provider
-        self._inputs = {name: device.put(one) for name, one in feeds.items() if isinstance(one, np.ndarray)}
+        self.device, self._graph, self._drawings = device, graph, dict[tuple[Any, ...], Drawing]()
+        arrays = {name: one for name, one in feeds.items() if isinstance(one, np.ndarray)}
+        rows, self.nodes = feeds["token_ids"].shape
+        node = np.zeros((rows, node_count(self.nodes)), np.int32)  # of a head: three of these, and three of its rows
+        self._start = Buffer.room(*arrays.values())
+        self._buffer = Buffer(device, self._start + 3 * Buffer.room(node, node[:, 0]))
+        self._inputs = self._buffer.place(arrays)
         self._held = {**feeds, **self._inputs, **placed}
         self._run = graph.bind(self._held, record)
 
     def run(self, feeds: Mapping[str, Any]) -> None:
-        """Run it on other arrays of the same shapes."""
-        with turn(self._provider):
-            for name, value in self._inputs.items():
-                value.update_inplace(np.ascontiguousarray(feeds[name]))
-            self._run(self.number >= _PLAIN)
+        """Run it on other arrays of the same shapes; nobody waits for what comes of it."""
+        with turn(self.device.provider):
+            self._buffer.fill(self._inputs, feeds)
+            self._buffer.send()
+            self._run(self.number >= PLAIN)
         self.number += 1
 
+    def draw(self, feeds: Mapping[str, Any], head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+        """Run it, and draw codes from its logits, as `Device.draw`: all goes up at once, codes alone come down."""
+        device, logits = self.device, self.outputs["logits"]
+        with device.lock, turn(device.provider):
+            more = device.samples(head, self.nodes, requests)
+            key = head, more["conditional"].shape
+            drawing = self._drawings.get(key)
+            if drawing is None or drawing.held.get("noise") is not more.get("noise"):  # whose table may have grown
+                self._make_room(key)
+                record = None if self.record is None else next(device.numbers)
+                drawing = self._drawings[key] = Drawing(self._buffer, self._start, head, logits, more, record)
+            drawing.fill(more)
+            self.run(feeds)
+            return drawing.run(requests)
 
-class Part(NamedTuple):
-    """One of several tensors, all of them of this size, that lie in a value one after the other."""
+    def forget(self) -> None:
+        """It will not be run again."""
+        if self.record is not None:
+            self._graph.forget(self.record)
+        for drawing in self._drawings.values():
+            drawing.forget()
 
-    whole: Any
-    number: int
-    size: list[int]
+    def _make_room(self, key: tuple[Any, ...]) -> None:
+        """Drop the drawing of this key, or else the oldest if there are many."""
+        if key not in self._drawings and len(self._drawings) == _MOST_DRAWINGS:
+            key = next(iter(self._drawings))
+        if drawing := self._drawings.pop(key, None):
+            drawing.forget()
 
-    def shape(self) -> list[int]:
-        """As that of a value."""
-        return self.size
 
-    def data_ptr(self) -> int:
-        """As that of a value."""
-        return int(self.whole.data_ptr()) + self.number * prod(self.size) * itemsize(self.whole)
+class Launch:
+    """A pass that is run once somebody asks for what comes of it: with a head, if that is codes."""
+
+    def __init__(self, bound: Bound, feeds: Mapping[str, Any], reads: object) -> None:
+        """reads: whose values the pass reads, held until it has been run."""
+        self._waiting: tuple[Bound, Mapping[str, Any], object] | None = (bound, feeds, reads)
+
+    def __call__(self) -> None:
+        """Run it, unless it has been; everything is done then."""
+        if self._waiting is not None:
+            bound, feeds, _ = self._waiting
+            self._waiting = None
+            with turn(bound.device.provider):
+                bound.run(feeds)
+                bound.device.wait()
+
+    def draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats] | None:
+        """As `Bound.draw`; None if it has been run."""
+        if self._waiting is None:
+            return None
+        bound, feeds, _ = self._waiting
+        self._waiting = None
+        return bound.draw(feeds, head, requests)
 
 
 @dataclass(eq=False)
@@ -84,15 +130,14 @@ class Slab:
 class Slabs:
     """The slabs of an engine. What nobody uses any more is kept for the next who needs it, but not much of it."""
 
-    def __init__(self, device: Device, graph: Executable, tensors: int, dtype: str, heads: int | None) -> None:
+    def __init__(self, device: Device, tensors: int, dtype: str, heads: int | None) -> None:
         """heads: of a row, each with all columns; all tensors are then one value, which one operation reaches.
 
         None: columns have all heads, and every tensor is a value.
         """
-        self.device, self._graph, self._dtype, self._heads = device, graph, dtype, heads
+        self.device, self._dtype, self._heads = device, dtype, heads
         self._values, self._stack = (1, tensors) if heads else (tensors, 1)
         self._kept: OrderedDict[int, Slab] = OrderedDict()  # the one given back longest ago first
-        self._numbers = itertools.count(1)
         self._lock = threading.RLock()  # one may be given back while another is taken, on the same thread too
 
     def take(self, shape: tuple[int, int, int]) -> Lease:
@@ -113,7 +158,9 @@ class Slabs:
             return slab.values
         rows, lines, width = slab.shape
         size = [rows, self._heads, lines // self._heads, width]
-        return [Part(value, number, size) for value in slab.values for number in range(self._stack)]
+        bytes_each = prod(size) * np.dtype(self._dtype).itemsize
+        starts = [number * bytes_each for number in range(self._stack)]
+        return [Part(value, start, size, self._dtype) for value in slab.values for start in starts]
 
     def copy(self, slab: Slab, rows: Ints, goal: Slab, first: int = 0) -> None:
         """Write rows of a slab to those of another from `first` on."""
@@ -135,22 +182,18 @@ class Slabs:
         """
         places = ((*shape, place) for place in itertools.count())
         key = next(one for one in places if one not in slab.bound or not slab.bound[one].users)
-        bound = slab.bound.pop(key, None) or make(next(self._numbers))
+        bound = slab.bound.pop(key, None) or make(next(self.device.numbers))
         slab.bound[key] = bound
         if len(slab.bound) > _MOST_BOUND:
-            self._drop(slab.bound.pop(next(iter(slab.bound))))
+            slab.bound.pop(next(iter(slab.bound))).forget()
         return bound
-
-    def _drop(self, bound: Bound) -> None:
-        if bound.record is not None:
-            self._graph.forget(bound.record)
 
     def _give_back(self, slab: Slab) -> None:
         with self._lock:
             self._kept[id(slab)] = slab
             surplus = [self._kept.popitem(last=False)[1] for _ in range(len(self._kept) - _KEPT)]
         for bound in (bound for old in surplus for bound in old.bound.values()):
-            self._drop(bound)
+            bound.forget()
 
 
 @dataclass(eq=False)

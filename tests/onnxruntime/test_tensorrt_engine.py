@@ -42,7 +42,7 @@ class Twin:
         self.rng, nothing = np.random.default_rng(0), cast(Any, None)  # no graph is run
         self.plain = KVCache.empty(rows, capacity, TENSORS // 2, HEADS, WIDTH, np.float32)
         self.cache = DeviceBlock(np.zeros(rows, np.int64), capacity, COLUMNS)
-        self.cache.slabs = slabs or Slabs(Device("cpu"), nothing, TENSORS, "float32", heads=HEADS)
+        self.cache.slabs = slabs or Slabs(Device("cpu"), TENSORS, "float32", heads=HEADS)
         self.cache.lease = self.cache.slabs.take((rows, HEADS * COLUMNS, WIDTH))
 
     def held(self) -> np.ndarray[Any, Any]:
