@@ -6,8 +6,10 @@
 No GPU, no values: kernels do nothing, and every call is counted. A target with LlamaGen-XL's 36 layers, float16 and
 16,384 codes, but narrow, since operations do not depend on the width. *Operations* of a target pass and of appending
 accepted nodes: kernels, matrix products, copies; once op by op, and once its shape has come again and was recorded.
-*Steps*: milliseconds of the host for a step of each method with a device that takes no time. Logits that are read come
-as noise; codes that are drawn on the device come as zeros, so that every draft is accepted. Nothing is judged.
+*Steps*: milliseconds of the host for a step of each method with a device that takes no time, and what it asks for.
+Logits that are read come as noise; codes that are drawn on the device come as zeros, so that every draft is accepted.
+*Memory*: of a target of 625 MB, its drafter and a cache. *Copies*: of the cache in a pass of Emu3, whose queries share
+keys. Nothing is judged.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cuda"))
 import null_cuda
 
 COUNTS = ("total", "graph_launches", "kernels", "gemms", "h2d", "d2h", "d2d", "syncs", "bytes_up", "bytes_down")
+COPYING = ("Ungroup", "TransposeQKV")  # kernels that copy all keys or values of a cache
 METHODS = ("ar", "sjd:window=7", "lantern++:tree=balanced-25", "eagle:tree=dynamic-59-5-10")
 ROWS, PAST, CODES = 2, 200, 16384
 WARM = 10  # steps after which shapes that come again have been recorded
@@ -57,6 +61,12 @@ def main() -> None:
         null_cuda.noise(4 * CODES)
         for method in METHODS:
             rows[f"step of {method}"] = step(pipe, method, arguments.steps)
+        emu3 = replace(SHAPES["tiny-emu3"], hidden_size=512, key_share=4)
+        small = random_bundle(emu3, Path(folder) / "narrow-emu3", "float16")
+        pipe = Pipeline.from_bundle(small, provider="cuda,vq_decoder=cpu", verify=False)
+        rows["Emu3, target pass over 2 nodes"] = copies(pipe)
+        large = random_bundle(replace(SHAPES["GPT-XL"], num_layers=13, vq_width=32), Path(folder) / "large", "float16")
+        rows["MiB of the device's memory"] = memory(large)
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"  {key} {value:g}" for key, value in row.items()))
 
@@ -65,18 +75,10 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
     """Counts of target passes, and of appending what was accepted: a chain, and a path of a tree."""
     from lantern_rt.methods import Sampling
     from lantern_rt.runtime.device import SampleRequest
-    from lantern_rt.runtime.engine import Pass
     from lantern_rt.runtime.noise import Noise
 
-    target = pipe.engines.target
-    cache = target.new_cache(ROWS, PAST + 64)
-
-    def run(nodes: int) -> Any:
-        tokens = np.zeros((ROWS, nodes), np.int64)
-        mask = np.zeros((ROWS, nodes, target.next_past_length(cache, nodes) + nodes), bool)
-        mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
-        return target.run(Pass(positions=tokens, attention_mask=mask, tokens=tokens), cache)
-
+    cache = pipe.engines.target.new_cache(ROWS, PAST + 64)
+    run = partial(target_pass, pipe, cache)
     while cache.lengths[0] < PAST:
         cache.append(run(50).new_kv, [np.arange(50)] * ROWS)
 
@@ -91,14 +93,46 @@ def operations(pipe: Any) -> dict[str, dict[str, float]]:
         run(nodes).logits.best([request], 1)
 
     noise = Noise(1)
-    rows = {f"target pass over {nodes} nodes, op by op": count(lambda nodes=nodes: run(nodes), 1) for nodes in (2, 59)}
-    rows |= {f"target pass over {nodes} nodes, again": count(lambda nodes=nodes: run(nodes), 6) for nodes in (2, 59)}
+    rows = {"target pass over 2 nodes, op by op": count(lambda: run(2).logits.value, 1)}
+    rows |= {f"target pass over {n} nodes, again": count(lambda n=n: run(n).logits.value, 6) for n in (2, 59)}
     rows["the same, and choices at 59 nodes"] = count(lambda: choose(59), 6)
     output = run(59)
     rows["append 4 nodes of a chain"] = count(lambda: append([0, 1, 2, 3]))
     output = run(59)
     rows["append 4 nodes of a tree"] = count(lambda: append([0, 3, 17, 40]))
     return rows
+
+
+def target_pass(pipe: Any, cache: Any, nodes: int) -> Any:
+    """A pass whose nodes see each other and all that the cache holds; it is run when its output is used."""
+    from lantern_rt.runtime.engine import Pass
+
+    tokens = np.zeros((ROWS, nodes), np.int64)
+    mask = np.zeros((ROWS, nodes, pipe.engines.target.next_past_length(cache, nodes) + nodes), bool)
+    mask[:, :, : int(cache.lengths[0])] = mask[:, :, -nodes:] = True
+    return pipe.engines.target.run(Pass(positions=tokens, attention_mask=mask, tokens=tokens), cache)
+
+
+def copies(pipe: Any) -> dict[str, float]:
+    """Kernels of a pass that copy the whole cache; Emu3-8B's keys and values are 2.2 GB, 8.9 GB for all its queries."""
+    output = target_pass(pipe, pipe.engines.target.new_cache(ROWS, PAST), 2)
+    with null_cuda.counting() as ops:
+        _ = output.logits.value
+    kernels = null_cuda.kernel_names(ops)
+    return {"copies of the cache": sum(n for name, n in kernels.items() if name.endswith(COPYING))}
+
+
+def memory(bundle: Path) -> dict[str, float]:
+    """What is held with a cache for an image and the drafter, and once ten steps have been made."""
+    from lantern_rt import Pipeline
+
+    with null_cuda.counting() as opened:
+        pipe = Pipeline.from_bundle(bundle, provider="cuda", verify=False)
+        held = [pipe.engines.drafter, pipe.engines.target.new_cache(ROWS, 256)]
+    with null_cuda.counting() as decoding:
+        for _ in islice(pipe.stream(class_ids=1, method=METHODS[-1], cfg_scale=7.5, top_k=1000), WARM):
+            del held[:]
+    return {"opened": opened.bytes_held / 2**20, "decoding": (opened.bytes_held + decoding.bytes_held) / 2**20}
 
 
 def count(act: Callable[[], object], before: int = 0) -> dict[str, float]:
@@ -124,7 +158,8 @@ def step(pipe: Any, method: str, steps: int) -> dict[str, float]:
             seconds.append(now - began)
             began = now
     running.close()
-    counts = {name: round(getattr(ops, name) / len(seconds), 1) for name in ("total", "graph_launches", "h2d", "d2h", "d2d", "syncs")}
+    names = ("total", "graph_launches", "h2d", "d2h", "syncs")
+    counts = {name: round(getattr(ops, name) / len(seconds), 1) for name in names}
     return {"ms": round(1e3 * statistics.median(seconds), 2), **counts}
 
 

@@ -170,7 +170,7 @@ class DeviceEngine(ABC):
         return own.past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Prepare one pass, which is run when its logits, its hidden states (rows on the device) or its cache are used."""
+        """Prepare one pass, to be run when its logits or hidden states, rows on the device, or its cache are used."""
         own = DeviceCache.own(cache)
         own.finish()
         past_length_of(batch, own)
@@ -210,20 +210,20 @@ class DeviceEngine(ABC):
         rows, nodes, words = feeds["seen"].shape
         hidden, slab = batch.hidden, cache.lease.slab
 
-        def make(record: int | None) -> Bound:
+        def make(lasting: bool = True) -> Bound:
             placed = dict(zip(self._past, self._slabs.tensors(slab), strict=True))
             placed |= {name.replace("past", "present", 1): one for name, one in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            return Bound(self._graph, self.device, feeds, placed, record)
+            return Bound(self._graph, self.device, feeds, placed, self.device.record() if lasting else None)
 
         lasting = hidden is None or (
             isinstance(hidden, HiddenView) and getattr(hidden.source, "bound", None) is not None
         )
         if nodes > MOST_NODES or batch.embeds is not None or not lasting:
-            return make(None), None
+            return make(lasting=False), None
         shape = nodes, words, id(feeds.get("hidden"))
-        return self._slabs.bound(slab, shape, lambda number: make(number if self.device.records else None)), cache.lease
+        return self._slabs.bound(slab, shape, make), cache.lease
 
 
 def _enumerate(states: Floats | None, dtype: str) -> tuple[Array, Ints]:

@@ -148,13 +148,24 @@ class _Writer(DecoderWriter):
         if self.products:
             return self.mixed(query, presents[0], presents[1], scale)
         if self.capacity is None:
-            heads, kv_heads = self.heads, spec.num_kv_heads
-            inputs = [query, *presents, self.seen]
-            return graph.op("Attention", *inputs, q_num_heads=heads, kv_num_heads=kv_heads, scale=scale)
+            return self.fused(query, presents, scale)
         query = self.by_head(query, self.heads)
         if scale == 1.0:
             query = graph.op("Mul", query, graph.constant(np.array(width**0.5, self.dtype)))
         return self.side_by_side(graph.op("Attention", query, *presents, self.seen))
+
+    def fused(self, query: str, presents: list[str], scale: float) -> str:
+        """The op Attention, with queries that share a head of keys as further nodes: else CUDA copies keys for each."""
+        graph, shared, group, width = self.graph, self.spec.num_kv_heads, self.group, self.spec.head_dim
+        if group > 1:
+            query = graph.transpose(graph.reshape(query, 0, 0, shared, group, width), 0, 3, 1, 2, 4)
+            query = graph.reshape(query, 0, -1, shared * width)
+        inputs = query, *presents, self.seen
+        mixed = graph.op("Attention", *inputs, q_num_heads=shared, kv_num_heads=shared, scale=scale)
+        if group == 1:
+            return mixed
+        mixed = graph.transpose(graph.reshape(mixed, 0, group, -1, shared, width), 0, 2, 3, 1, 4)
+        return graph.reshape(mixed, 0, 0, self.heads * width)
 
     def mixed(self, query: str, keys: str, values: str, scale: float) -> str:
         """What the op Attention gives, in products: queries that share a head of keys stand one after the other."""
@@ -257,7 +268,7 @@ class _Writer(DecoderWriter):
         return [*tables, graph.reshape(angles, 0, -1)]
 
     def mask(self) -> str:
-        """What is added to scores, `[rows, 1, nodes, columns]`; for products, once for all queries that share keys."""
+        """What is added to scores, `[rows, 1, nodes, columns]`, again for all queries that share keys; not in plans."""
         graph = self.graph
         if self.capacity is None:
             by_all = graph.op("Unsqueeze", self.bits("seen_by_all"), graph.ints(1))  # [rows, 1, columns]
@@ -270,7 +281,7 @@ class _Writer(DecoderWriter):
         half, masked = (graph.constant(np.array(number, np.float32)) for number in (0.5, MASKED[self.dtype]))
         hidden = graph.cast(graph.op("Less", seen, half), "float32")
         mask = self.narrow(graph.op("Unsqueeze", graph.op("Mul", hidden, masked), graph.ints(1)))
-        return self.for_groups(mask) if self.products else mask
+        return self.for_groups(mask) if self.products or self.capacity is None else mask
 
     def bits(self, words: str) -> str:
         """The bits of numbers `[..., words]` as float32 `[..., 16 words]`, the lowest of each first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -27,6 +26,8 @@ from .session import GraphSession, load_session, run_options
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 _GROUPS = 32  # of positions whose noise is kept on the device, at least
 _ALIGNED = 256  # bytes: where arrays of a buffer begin
+_MOST_RECORDED = 1024  # passes and heads, where what was recorded stays until the process ends
+_UNLIMITED = 1 << 31
 PLAIN = 2  # runs of what is bound for good before it is recorded
 
 
@@ -36,8 +37,9 @@ class Device:
     def __init__(self, provider: str) -> None:
         own = find_provider(provider, import_onnxruntime())
         self.provider, self.name = provider, own.memory
-        self.records, self.plain, self.addressed = bool(own.recording), own.plain, own.addressed
-        self.numbers = itertools.count(1)  # of what is recorded
+        self.plain, self.addressed = own.plain, own.addressed
+        most = 0 if not own.recording else _UNLIMITED if own.forgets else _MOST_RECORDED
+        self._records = iter(range(1, most + 1))
         self.lock = threading.RLock()  # held while codes are drawn, and taken before the provider's `turn`
         self._sessions: dict[object, tuple[Any, list[str]]] = {}  # with the names of their outputs
         self._heads: dict[Head, GraphSession] = {}
@@ -196,6 +198,10 @@ class Device:
             where = Path("the graph that draws codes")
             self._heads[head] = GraphSession(where, inputs, outputs, 1, self.provider, model, records=True)
         return self._heads[head]
+
+    def record(self) -> int | None:
+        """A new number to record something by; None: run it op by op, as nothing is recorded, or not any more."""
+        return next(self._records, None)
 
     def wait(self) -> None:
         """Wait until everything that this thread has asked for is done."""

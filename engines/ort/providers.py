@@ -35,7 +35,8 @@ class Provider(NamedTuple):
     it does not take the op Attention, and float16 on some devices only. plugin: its library comes in the package's
     module, beside onnxruntime. library: what it loads from further packages, and has no convolutions without. leaves:
     roles that run on the CPU, once an image, as it lacks ops of theirs. rounds: to bfloat16, which pictures survive and
-    codes do not. recording: further options with which it records passes as graphs; none: it cannot.
+    codes do not. recording: further options with which it records passes as graphs; none: it cannot. forgets: ONNX
+    Runtime can drop what it has recorded.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Provider(NamedTuple):
     leaves: tuple[str, ...] = ()
     rounds: bool = False
     recording: Mapping[str, str] = MappingProxyType({})
+    forgets: bool = True
 
 
 # Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of sessions, and plans, is done in that
@@ -70,6 +72,7 @@ _ALL = (
         memory="cuda",
         library="cuDNN",
         recording={"enable_cuda_graph": "1"},
+        forgets=False,
     ),
     Provider(
         "webgpu",

@@ -72,7 +72,7 @@ class Bound:
             drawing = self._drawings.get(key)
             if drawing is None or drawing.held.get("noise") is not more.get("noise"):  # whose table may have grown
                 self._make_room(key)
-                record = None if self.record is None else next(device.numbers)
+                record = None if self.record is None else device.record()
                 drawing = self._drawings[key] = Drawing(self._buffer, self._start, head, logits, more, record)
             drawing.fill(more)
             self.run(feeds)
@@ -175,14 +175,11 @@ class Slabs:
         for value in slab.values:
             self.device.move(value, sources, targets, np.stack([rows, np.tile(steps, self._stack)], 1))
 
-    def bound(self, slab: Slab, shape: tuple[int, ...], make: Callable[[int], Bound]) -> Bound:
-        """A pass of this shape whose outputs nobody refers to; those used long ago make room.
-
-        Made with a number to record it by if need be.
-        """
+    def bound(self, slab: Slab, shape: tuple[int, ...], make: Callable[[], Bound]) -> Bound:
+        """A pass of this shape whose outputs nobody refers to, made if need be; those used long ago make room."""
         places = ((*shape, place) for place in itertools.count())
         key = next(one for one in places if one not in slab.bound or not slab.bound[one].users)
-        bound = slab.bound.pop(key, None) or make(next(self.device.numbers))
+        bound = slab.bound.pop(key, None) or make()
         slab.bound[key] = bound
         if len(slab.bound) > _MOST_BOUND:
             slab.bound.pop(next(iter(slab.bound))).forget()

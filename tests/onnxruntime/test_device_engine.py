@@ -26,7 +26,10 @@ from lantern_rt.engines.ort.slabs import Bound, Slabs
 from lantern_rt.errors import BundleError
 from lantern_rt.export.graph.graphs import target_graph, write_graph
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
+from lantern_rt.methods import Sampling
+from lantern_rt.runtime.device import SampleRequest
 from lantern_rt.runtime.engine import Floats, HiddenView, Pass
+from lantern_rt.runtime.noise import Noise
 from lantern_rt.runtime.passes import causal_pass, prefill_pass
 
 RNG = np.random.default_rng(0)
@@ -131,6 +134,32 @@ def test_outputs_stay_as_they_are_when_their_cache_has_gone(target: OrtDeviceEng
         for _ in range(2):
             after(target, other, [1, 2])
     np.testing.assert_array_equal(output.hidden[:, :2], before)
+
+
+def test_codes_that_were_drawn_stay_when_their_pass_is_run_again(target: OrtDeviceEngine) -> None:
+    cache, places = holding(target, 0, CODES[:2], 40), np.array([[0, 1], [0, 1]])
+    request = SampleRequest(slice(0, 2), places, Sampling(cfg_scale=2.0), Noise(3), np.arange(2))
+    drawn = []
+    for tokens in ([[1, 2], [3, 0]], [[0, 3], [1, 1]]):
+        logits = target.run(causal(target, cache, tokens), cache).logits
+        ((codes, scores),) = logits.best([request], 4)
+        ((again, same),) = logits.best([request], 4)  # of a pass that has been run
+        np.testing.assert_array_equal(codes, again)
+        np.testing.assert_allclose(scores, same, atol=1e-6)
+        drawn.append((codes, scores, codes.copy(), scores.copy()))
+    for codes, scores, own, before in drawn:
+        np.testing.assert_array_equal(codes, own)
+        np.testing.assert_array_equal(scores, before)
+
+
+def test_a_pass_that_nobody_asks_about_is_run_before_its_cache_is_used(target: OrtDeviceEngine) -> None:
+    expected = after(target, holding(target, 0, [[0, 1], [2, 3]], 40), [1, 1])
+    cache = holding(target, 0, [[0], [2]], 40)
+    output = target.run(causal(target, cache, [[1, 0], [3, 0]]), cache)
+    cache.append(output.new_kv, [np.arange(1)] * 2)
+    cache.extend(holding(target, 2, [[0]], 40))
+    cache.keep_rows(np.array([0, 1]))
+    np.testing.assert_allclose(after(target, cache, [1, 1]), expected, atol=1e-5)
 
 
 def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -111,3 +112,7 @@ def test_a_cache_written_in_any_order_gives_what_the_module_gives(
     monkeypatch.setattr(parity, "device_graph", note)
     parity.check_parity(graph, path)
     assert [FUSED in one.model for one in models] == [not plain]
+    for node in onnx.load_from_string(models[0].model).graph.node:
+        sizes = {one.name: one.i for one in node.attribute}
+        if node.op_type == "Attention":  # or CUDA copies keys for every query
+            assert sizes["q_num_heads"] == sizes["kv_num_heads"] == config.num_kv_heads

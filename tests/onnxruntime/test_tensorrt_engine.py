@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ class Twin:
     """A cache on the device beside one in NumPy; passes write random numbers into both."""
 
     def __init__(self, rows: int, capacity: int = 40, slabs: Slabs | None = None) -> None:
-        self.rng, nothing = np.random.default_rng(0), cast(Any, None)  # no graph is run
+        self.rng = np.random.default_rng(0)
         self.plain = KVCache.empty(rows, capacity, TENSORS // 2, HEADS, WIDTH, np.float32)
         self.cache = DeviceBlock(np.zeros(rows, np.int64), capacity, COLUMNS)
         self.cache.slabs = slabs or Slabs(Device("cpu"), TENSORS, "float32", heads=HEADS)
@@ -218,5 +218,5 @@ def test_a_plan_that_is_not_the_one_described_is_refused(tiny: Rig, change: dict
 
 def test_a_run_that_fails_without_a_word_is_named(tiny: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Context, "execute_async_v3", lambda self, stream: False)
-    error = refusal(lambda: tiny.prefilled(1))
+    error = refusal(lambda: tiny.prefilled(1).finish())
     assert error.problem == "host_tensorrt 1.0 does not run this plan: no reason given"
