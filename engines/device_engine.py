@@ -77,22 +77,15 @@ class DeviceBlock(SideBySideCache, DeviceCache):
 class DeviceRows:
     """Rows `[rows, nodes, width]` on a device. Indexing the first two axes copies just those rows, as float32.
 
-    launch: the pass whose output they are, None if it is done. bound: what it runs, not to be run again meanwhile.
-    lease: held, so that no other cache runs it.
+    launch: the pass whose output they are. lease: held, so that no other cache runs that; without, nobody does.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        value: Any,
-        launch: Launch | None = None,
-        bound: Bound | None = None,
-        lease: Lease | None = None,
-    ) -> None:
-        self.device, self._value, self._launch, self.bound, self._lease = device, value, launch, bound, lease
+    def __init__(self, device: Device, value: Any, launch: Launch | None, lease: Lease | None = None) -> None:
+        self.device, self._value, self._launch, self._lease = device, value, launch, lease
         self.dtype, self.stride = dtype_of(value), value.shape()[1]
-        if bound is not None:
-            bound.users.add(self)
+        self.bound = launch.bound if launch and lease else None  # not to be run again meanwhile
+        if self.bound is not None:
+            self.bound.users.add(self)
 
     @property
     def value(self) -> Any:
@@ -121,15 +114,15 @@ class LogitRows(DeviceRows, DeviceLogits):
         results: dict[int, tuple[Ints, Floats]] = {}
         for head in dict.fromkeys(heads):
             own = [i for i, other in enumerate(heads) if other == head]
-            codes, scores = self._draw(head, [requests[i] for i in own])
+            together = [requests[i] for i in own]
+            if self._launch is not None:
+                codes, scores = self._launch.draw(head, together)
+            else:
+                codes, scores = self.device.draw(head, self._value, together)
             for place, i in enumerate(own):
                 count = len(requests[i].positions)
                 results[i] = codes[place, :count], scores[place, :count]
         return [results[i] for i in range(len(requests))]
-
-    def _draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
-        drawn = None if self._launch is None else self._launch.draw(head, requests)
-        return drawn or self.device.draw(head, self.value, requests)
 
 
 class DeviceEngine(ABC):
@@ -181,8 +174,8 @@ class DeviceEngine(ABC):
         own.seconds += time.perf_counter() - start
         own.passes += 1
         logits, hidden = (bound.outputs[name] for name in ("logits", "hidden_states"))
-        held = launch, bound if lease else None, lease
-        return PassOutput(LogitRows(self.device, logits, *held), DeviceRows(self.device, hidden, *held), own.written)
+        rows = LogitRows(self.device, logits, launch, lease), DeviceRows(self.device, hidden, launch, lease)
+        return PassOutput(*rows, own.written)
 
     def _read(self, batch: Pass, nodes: int) -> dict[str, Any]:
         """What nodes read, as the graph takes it, filled up to so many of a row; what is on the device stays there."""

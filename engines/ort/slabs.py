@@ -71,7 +71,8 @@ class Bound:
             key = head, more["conditional"].shape
             drawing = self._drawings.get(key)
             if drawing is None or drawing.held.get("noise") is not more.get("noise"):  # whose table may have grown
-                self._make_room(key)
+                if drawing is not None or len(self._drawings) == _MOST_DRAWINGS:
+                    self._drawings.pop(key if drawing else next(iter(self._drawings))).forget()
                 record = None if self.record is None else device.record()
                 drawing = self._drawings[key] = Drawing(self._buffer, self._start, head, logits, more, record)
             drawing.fill(more)
@@ -85,37 +86,29 @@ class Bound:
         for drawing in self._drawings.values():
             drawing.forget()
 
-    def _make_room(self, key: tuple[Any, ...]) -> None:
-        """Drop the drawing of this key, or else the oldest if there are many."""
-        if key not in self._drawings and len(self._drawings) == _MOST_DRAWINGS:
-            key = next(iter(self._drawings))
-        if drawing := self._drawings.pop(key, None):
-            drawing.forget()
-
 
 class Launch:
     """A pass that is run once somebody asks for what comes of it: with a head, if that is codes."""
 
     def __init__(self, bound: Bound, feeds: Mapping[str, Any], reads: object) -> None:
-        """reads: whose values the pass reads, held until it has been run."""
-        self._waiting: tuple[Bound, Mapping[str, Any], object] | None = (bound, feeds, reads)
+        """reads: whose values the pass reads, held until it is run."""
+        self.bound, self._feeds, self._reads = bound, [feeds], [reads]
 
     def __call__(self) -> None:
         """Run it, unless it has been; everything is done then."""
-        if self._waiting is not None:
-            bound, feeds, _ = self._waiting
-            self._waiting = None
-            with turn(bound.device.provider):
-                bound.run(feeds)
-                bound.device.wait()
+        if self._feeds:
+            with turn(self.bound.device.provider):
+                self.bound.run(self._feeds.pop())
+                self.bound.device.wait()
+            self._reads.clear()
 
-    def draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats] | None:
-        """As `Bound.draw`; None if it has been run."""
-        if self._waiting is None:
-            return None
-        bound, feeds, _ = self._waiting
-        self._waiting = None
-        return bound.draw(feeds, head, requests)
+    def draw(self, head: Head, requests: Sequence[SampleRequest]) -> tuple[Ints, Floats]:
+        """Run it and draw, as `Bound.draw`; or only draw, if it has been run."""
+        if not self._feeds:
+            return self.bound.device.draw(head, self.bound.outputs["logits"], requests)
+        drawn = self.bound.draw(self._feeds.pop(), head, requests)
+        self._reads.clear()
+        return drawn
 
 
 @dataclass(eq=False)

@@ -174,15 +174,15 @@ def test_passes_of_many_nodes_are_not_kept(target: OrtDeviceEngine) -> None:
 def test_a_pass_is_recorded_from_its_third_run_on() -> None:
     recorded: list[bool] = []
     graph: Any = SimpleNamespace(bind=lambda values, record: recorded.append)
-    bound = Bound(graph, Device("cpu"), {}, {}, 1)
+    feeds = {"token_ids": np.zeros((1, 2), np.int32)}
+    bound = Bound(graph, Device("cpu"), feeds, {}, 1)
     for _ in range(4):
-        bound.run({})
+        bound.run(feeds)
     assert recorded == [False, False, True, True]
 
 
 def test_memory_that_was_given_back_last_is_kept_for_the_next_cache() -> None:
-    graph: Any = None
-    slabs = Slabs(Device("cpu"), graph, 1, "float32", None)
+    slabs = Slabs(Device("cpu"), 1, "float32", None)
     leases = [slabs.take((1, 16, width)) for width in (1, 2, 3)]
     while leases:
         del leases[0]
