@@ -216,7 +216,7 @@ class Buffer:
     def __init__(self, device: Device, size: int) -> None:
         """size: bytes, `room` for each array."""
         self.device, self._bytes = device, np.zeros(size, np.uint8)
-        self._value = device.empty((size,), "uint8") if device.addressed else None
+        self._value = device.put(np.zeros(size, np.uint8)) if device.addressed else None
 
     @staticmethod
     def room(*arrays: Array) -> int:
