@@ -128,6 +128,8 @@ class LogitRows(DeviceRows, DeviceLogits):
 class DeviceEngine(ABC):
     """A decoder in the device layout. With a table of code embeddings it is a target; without, a drafter."""
 
+    in_turn = False  # passes run in turn with what ONNX Runtime was asked for before, on its stream
+
     def __init__(
         self,
         graph: Executable,
@@ -208,7 +210,8 @@ class DeviceEngine(ABC):
             placed |= {name.replace("past", "present", 1): one for name, one in placed.items()}  # written in place
             placed["logits"] = self.device.empty((rows, nodes, self.spec.vocab_size), "float32")
             placed["hidden_states"] = self.device.empty((rows, nodes, self.spec.hidden_size), self._dtype)
-            return Bound(self._graph, self.device, feeds, placed, self.device.record() if lasting else None)
+            record = self.device.record() if lasting else None
+            return Bound(self._graph, self.device, feeds, placed, record, self.in_turn)
 
         lasting = hidden is None or (
             isinstance(hidden, HiddenView) and getattr(hidden.source, "bound", None) is not None

@@ -82,6 +82,8 @@ class OrtEngine:
 class OrtDeviceEngine(DeviceEngine):
     """The device layout of a bundle's graph. With provider `cpu` the device is the host's memory."""
 
+    in_turn = True
+
     def __init__(
         self, path: Path, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None, threads: int, device: Device
     ) -> None:

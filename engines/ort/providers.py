@@ -54,8 +54,8 @@ class Provider(NamedTuple):
     forgets: bool = True
 
 
-# Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of sessions, and plans, is done in that
-# order, so that only reading waits. Whoever holds the `turn` leaves nothing undone to the next thread.
+# Each thread's own default stream (`cudaStreamPerThread`): what a thread asks of any session is done in that order, so
+# that only reading waits. Whoever holds the `turn` leaves nothing undone to the next thread.
 CUDA_STREAM = "2"
 _ALL = (
     Provider(DEFAULT_PROVIDER, "CPUExecutionProvider", "onnxruntime", {}),

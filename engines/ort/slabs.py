@@ -37,13 +37,19 @@ class Bound:
     """
 
     def __init__(
-        self, graph: Executable, device: Device, feeds: Mapping[str, Any], placed: Mapping[str, Any], record: int | None
+        self,
+        graph: Executable,
+        device: Device,
+        feeds: Mapping[str, Any],
+        placed: Mapping[str, Any],
+        record: int | None,
+        in_turn: bool = False,
     ) -> None:
         """feeds: arrays, which get a place on the device, or values there. placed: caches and outputs, values there.
 
-        record: the number to record it by, None: it is run op by op.
+        record: the number to record it by, None: it is run op by op. in_turn: else it needs its inputs there.
         """
-        self.number, self.outputs, self.record = 0, placed, record
+        self.number, self.outputs, self.record, self._in_turn = 0, placed, record, in_turn
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.device, self._graph, self._drawings = device, graph, dict[tuple[Any, ...], Drawing]()
         arrays = {name: one for name, one in feeds.items() if isinstance(one, np.ndarray)}
@@ -60,6 +66,8 @@ class Bound:
         with turn(self.device.provider):
             self._buffer.fill(self._inputs, feeds)
             self._buffer.send()
+            if not self._in_turn:
+                self.device.wait()
             self._run(self.number >= PLAIN)
         self.number += 1
 

@@ -117,27 +117,18 @@ def test_every_method_decodes_on_the_provider(pipe: Pipeline, method: str) -> No
     assert steps[-1].done >= 2 * len(steps)
 
 
-@pytest.mark.parametrize(
-    ("method", "most", "reads"),
-    [("ar", 1, 0), ("sjd:window=3", 1, 0), ("eagle:tree=dynamic-8-4-2", 5, 0), ("lantern++:tree=balanced-25", 6, 3)],
-)
-def test_a_step_sends_up_and_waits_once_a_pass(pipe: Pipeline, method: str, most: int, reads: int) -> None:
-    """most: passes of a step. reads: what relaxed acceptance may read, and a pass that no codes are drawn from."""
-    null_cuda.noise(4 * pipe.bundle.manifest.codebook_size)
-    counted = []
-    try:
-        running = pipe.stream("a red sphere on sand", method=method, seed=1)
-        assert len(list(islice(running, 12))) == 12
-        for _ in range(8):
-            with null_cuda.counting() as ops:
-                assert next(running)
-            counted.append(ops)
-    finally:
-        null_cuda.noise(0)
-    ops = min(counted, key=lambda own: own.total)  # in others a shape was rare, or noise went up
-    assert 0 < ops.h2d <= most + reads
-    assert 0 < ops.syncs <= most + reads
-    assert ops.graph_launches <= 2 * most, "each pass and its head are recorded"
+@pytest.mark.parametrize(("method", "passes"), [("ar", 1), ("sjd:window=3", 1), ("eagle:tree=dynamic-8-4-2", 5)])
+def test_a_step_sends_up_and_waits_once_a_pass(pipe: Pipeline, method: str, passes: int) -> None:
+    running, counted = pipe.stream("a red sphere on sand", method=method, seed=1), []
+    assert len(list(islice(running, 12))) == 12
+    for _ in range(8):
+        with null_cuda.counting() as ops:
+            assert next(running)
+        counted.append(ops)
+    ops = min(counted, key=lambda own: own.total)  # in others noise went up
+    assert 0 < ops.h2d <= passes
+    assert 0 < ops.syncs <= passes
+    assert ops.graph_launches == 2 * passes, "each pass and its head are recorded"
     assert ops.captures == ops.allocations == 0
 
 
