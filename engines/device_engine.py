@@ -7,7 +7,6 @@ several threads, each with caches of its own.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -169,11 +168,10 @@ class DeviceEngine(ABC):
         own = DeviceCache.own(cache)
         own.finish()
         past_length_of(batch, own)
-        start, padded = time.perf_counter(), self.fit(own, batch.positions.shape[1])
+        padded = self.fit(own, batch.positions.shape[1])
         feeds = {**own.encode(batch, padded), **self._read(batch, padded), **self.shared(own)}
         bound, lease = self._bound(own, batch, feeds)
         launch = own.launch = Launch(bound, feeds, batch.hidden)
-        own.seconds += time.perf_counter() - start
         own.passes += 1
         logits, hidden = (bound.outputs[name] for name in ("logits", "hidden_states"))
         rows = LogitRows(self.device, logits, launch, lease), DeviceRows(self.device, hidden, launch, lease)

@@ -34,7 +34,7 @@ def round_up(number: int, step: int = SPAN_STEP) -> int:
 
 @dataclass
 class CacheRows:
-    """How much of a cache is filled, wherever it is kept, and the passes that were run for it (`passes`, `seconds`).
+    """How much of a cache is filled, wherever it is kept, and the passes that were run for it (`passes`).
 
     lengths: entries per row, int64 `[rows]`. capacity: entries that a row may have.
     """
@@ -42,7 +42,6 @@ class CacheRows:
     lengths: Ints
     capacity: int
     passes: int = field(default=0, kw_only=True)
-    seconds: float = field(default=0.0, kw_only=True)
 
     @classmethod
     def own(cls, cache: Cache) -> Self:

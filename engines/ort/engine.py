@@ -5,7 +5,6 @@ An engine may serve several threads, each with caches of its own.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +55,12 @@ class OrtEngine:
         return CacheRows.own(cache).past_length()
 
     def run(self, batch: Pass, cache: Cache) -> PassOutput:
-        """Run one pass. Counts itself in `cache.passes` and `cache.seconds`."""
+        """Run one pass. Counts itself in `cache.passes`."""
         own = KVCache.own(cache)
         feeds = node_inputs(batch, self._table, self._graph.dtypes)
         feeds.update(zip(self._past, own.past(past_length_of(batch, own)), strict=True))
         shape = batch.attention_mask.shape
-        start = time.perf_counter()
         logits, features, *new_kv = self._graph.run(feeds) if shape in self._sound else self._checked(feeds, shape)
-        own.seconds += time.perf_counter() - start
         own.passes += 1
         return PassOutput(logits.astype(np.float32, copy=False), features.astype(np.float32, copy=False), new_kv)
 

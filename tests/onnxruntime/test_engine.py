@@ -267,7 +267,6 @@ def test_one_engine_serves_several_threads_each_with_its_own_cache_and_counts(ti
         worker.join()
     for i, cache in enumerate(caches):
         assert cache.passes == 1 + len(codes[i]) // 2
-        assert cache.seconds > 0
         close(last_logits(tiny, cache, [3])[0], tiny.reference(0, [*codes[i], 3])[-1])
 
 
