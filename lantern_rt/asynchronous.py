@@ -17,7 +17,8 @@ from .errors import RequestError
 from .methods import Options
 from .pipeline import Pipeline
 from .results import Result, StreamStep, result_of
-from .service import Service, Ticket
+from .service import Service
+from .ticket import Ticket
 
 if TYPE_CHECKING:
     from .engines.engine_folder import EngineFolder

@@ -170,7 +170,8 @@ class Scheduler:
             self._cache = cache
         for request in requests:
             if methods := [method for method in request.methods if isinstance(method, Drafted)]:
-                same = (self._eagles[other] for other in self._eagles if other.methods == request.methods)
+                races = [(one, one.methods, one.sampling.greedy) for one in self._eagles]  # change methods together
+                same = (self._eagles[one] for one, *race in races if race == [request.methods, request.sampling.greedy])
                 self._eagles[request] = next(same, None) or EagleDrafter(self.model, methods, self.drafter_clock)
         self.active += requests
         self._arrange()

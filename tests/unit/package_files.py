@@ -12,7 +12,7 @@ LAYERS = (
     ("inputs", "methods"),
     ("runtime", "bundle", "text", "output"),
     ("engines", "requests", "prompts"),
-    ("auto", "results"),
+    ("auto", "results", "sharing", "ticket"),
     ("pipeline",),
     ("asynchronous", "service"),
     ("serve", "compare", "train", "export"),

@@ -7,19 +7,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from idle_service import left_alone
 
 from lantern_rt import Pipeline, RequestError
+from lantern_rt.auto.load import LoadRaces
+from lantern_rt.auto.race import Race
 from lantern_rt.engines.kv_cache import KVCache
 from lantern_rt.errors import BusyError, EngineError
+from lantern_rt.methods import Eagle
+from lantern_rt.requests import Settings
 from lantern_rt.results import StreamStep
 from lantern_rt.runtime.scheduler import Scheduler
-from lantern_rt.service import Service, Ticket
+from lantern_rt.service import Service
+from lantern_rt.ticket import Ticket
 
 PROMPTS = ["red cube", "a green sphere", "red sphere on sand", "green cube on snow"]
 METHODS = ["auto", "ar", "eagle:tree=chain-3", "sjd:window=5", "lantern++:lambda=2", "sjd:window=3:lambda=1.5", "auto"]
@@ -113,18 +120,18 @@ def test_a_service_without_room_says_when_to_come_back(pipe: Pipeline) -> None:
         assert busy.value.seconds >= 1
         with pytest.raises(RequestError, match="num_images: found 4 images, expected at most 3 in one request"):
             service.submit(Caller(), "red cube", num_images=4)
-        assert service.seconds_per_image == 0.0
-        service.seconds_per_image = 2.0
+        assert service.room.seconds == 0.0
+        service.room.seconds = 2.0
         assert [refused_for(service) for _ in range(4)] == [2, 4, 6, 8], "each after the one before"
         assert max(refused_for(service) for _ in range(60)) <= 62
-        service.seconds_per_image = 0.0
+        service.room.seconds = 0.0
         asking = False
         for caller in callers:
             caller.last()
         again = Caller()
         service.submit(again, "red cube", seed=9)
         again.last()
-        assert 0 < service.seconds_per_image < 10
+        assert 0 < service.room.seconds < 10
 
 
 def test_wrong_requests_are_refused_at_once_and_disturb_nobody(service: Service) -> None:
@@ -253,7 +260,7 @@ def test_what_load_the_methods_are_raced_under_is_kept(pipe: Pipeline) -> None:
             service.submit(caller, "red cube", num_images=images)
             last = caller.last()
             assert str(last.settings.choice).startswith("auto chose ")
-        races = vars(service)["_races"].values()
+        races = vars(service)["_races"].races.values()
         assert {images for images, _, _ in races} >= {1, 4}
         assert any(race.turns[race.baseline] for _, _, race in races)
 
@@ -283,3 +290,106 @@ def test_a_service_whose_passes_all_fail_says_that_it_cannot_draw(
         service.submit(caller, "red cube", method="ar")
         caller.last()
         assert service.open
+
+
+def test_requests_of_two_races_are_drafted_by_two_trees_in_one_pass(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = LoadRaces.race
+
+    def settled(own: LoadRaces, sharing: int, settings: Settings) -> Race:
+        found = race(own, sharing, settings)
+        found.settle(Eagle(tree="chain-3" if settings.sampling.greedy else "dynamic-8-4-2"))
+        return found
+
+    monkeypatch.setattr(LoadRaces, "race", settled)
+    with Service(pipe, together=4) as service:
+        callers = [Caller(), Caller()]
+        for caller, temperature in zip(callers, (0.0, 1.0), strict=True):
+            service.submit(caller, "red cube", seed=1, temperature=temperature, num_images=2, method="auto")
+        for caller, temperature in zip(callers, (0.0, 1.0), strict=True):
+            alone = pipe("red cube", seed=1, temperature=temperature, method="ar")
+            assert np.array_equal(caller.last().codes[0], alone.codes[0])
+
+
+def shared(service: Service, asked: dict[str, list[dict[str, Any]]]) -> dict[str, list[StreamStep]]:
+    """The last step of every request of these callers, all of which came before the first pass."""
+    hold = Caller(lambda: not ready)
+    ready = False
+    service.submit(hold, "red cube", method="ar", caller="first")
+    while not hold.steps:
+        time.sleep(0.001)
+    heard: dict[str, list[Caller]] = {}
+    for caller, requests in asked.items():
+        for request in requests:
+            heard.setdefault(caller, []).append(Caller())
+            service.submit(heard[caller][-1], "red sphere", caller=caller, **request)
+    ready = True
+    return {caller: [one.last() for one in own] for caller, own in heard.items()}
+
+
+def test_beside_a_greedy_caller_others_have_their_places_and_small_passes_and_all_images_stay_the_same(
+    pipe: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[tuple[dict[str, int], int]] = []
+    step = Scheduler.step
+
+    def noted(own: Scheduler) -> Any:
+        parts = step(own)
+        tickets = [vars(service)["_tickets"][part.request] for part in parts]
+        passes.append((Counter(one.caller for one in tickets), max((one.nodes for one in own.active), default=0)))
+        return parts
+
+    wide = ["sjd:window=40", "lantern++:lambda=2:tree=mc-25", "rows:window=2", "eagle:tree=mc-25"]
+    asked: dict[str, list[dict[str, Any]]] = {f"neighbour {i}": [{"method": "ar", "seed": i}] for i in range(3)}
+    asked["greedy"] = [{"method": method, "seed": 9, "num_images": 5} for method in wide]
+    with Service(pipe, together=4, waiting=40) as service, monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "step", noted)
+        last = shared(service, asked)
+    for caller, requests in asked.items():
+        for request, drawn in zip(requests, last[caller], strict=True):
+            alone = pipe("red sphere", **request)
+            assert all(np.array_equal(*pair) for pair in zip(drawn.codes, alone.codes, strict=True))
+    together = [(callers, nodes) for callers, nodes in passes if any(name.startswith("nei") for name in callers)]
+    assert together
+    assert all(callers["greedy"] <= 2 for callers, _ in together)
+    assert all(nodes < 25 for _, nodes in together), "wide relaxed drafts have passes of their own, exact ones shrink"
+
+
+def test_a_caller_under_its_share_finds_room_where_another_took_it_all(pipe: Pipeline) -> None:
+    with Service(pipe, together=1, waiting=3) as service:
+        asking = True
+        greedy = [Caller(lambda: asking) for _ in range(4)]
+        for i, caller in enumerate(greedy):
+            service.submit(caller, "red cube", seed=i, method="ar", caller="greedy")
+        other = Caller()
+        service.submit(other, "red cube", seed=9, method="ar", caller="other")
+        with pytest.raises(BusyError):
+            service.submit(Caller(), "red cube", caller="greedy")
+        asking = False
+        other.last()
+        assert isinstance(greedy[-1].error, BusyError)
+        for caller in greedy[:-1]:
+            caller.last()
+
+
+def test_only_what_can_be_done_in_time_is_taken(pipe: Pipeline) -> None:
+    with Service(pipe, together=2, waiting=8) as service:
+        asking = True
+        first, late, last = Caller(lambda: asking), Caller(), Caller()
+        service.submit(first, "red cube", method="ar", deadline=0.001)
+        while not first.steps:
+            time.sleep(0.001)
+        service.room.seconds = 1.0
+        for deadline in (0.5, 2.3):
+            with pytest.raises(BusyError) as busy:
+                service.submit(Caller(), "red cube", deadline=deadline)
+            assert busy.value.seconds >= 1
+        service.submit(late, "red cube", seed=2, num_images=2, deadline=5.0)
+        service.submit(last, "red cube", seed=3, deadline=8.0)
+        service.room.seconds = 3.0  # it got slower
+        asking = False
+        assert late.done.wait(30)
+        assert isinstance(late.error, BusyError)
+        last.last()
+        first.last()
