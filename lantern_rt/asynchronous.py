@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
@@ -119,7 +120,13 @@ class AsyncPipeline:
             self._callers -= 1
 
     async def updates(
-        self, prompts: str | Sequence[str] | None = None, *, steps: bool = True, **options: Unpack[Options]
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        steps: bool = True,
+        caller: str = "",
+        deadline: float = math.inf,
+        **options: Unpack[Options],
     ) -> AsyncGenerator[tuple[Ticket, StreamStep | None], None]:
         """A request's ticket and its steps; first the ticket alone, when the request is taken. For servers.
 
@@ -131,7 +138,7 @@ class AsyncPipeline:
         def hear(step: StreamStep | BaseException) -> None:
             loop.call_soon_threadsafe(news.put_nowait, step)
 
-        submit = partial(self.service.submit, hear, prompts, steps=steps, **options)
+        submit = partial(self.service.submit, hear, prompts, steps=steps, caller=caller, deadline=deadline, **options)
         self._check_open()
         submitting = self._checks.submit(submit)
         try:

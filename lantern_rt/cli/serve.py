@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -14,6 +14,7 @@ import typer
 
 from ..errors import RequestError
 from ..inputs import require_library, whole
+from ..methods import METHODS
 from .console import say
 from .options import EngineOptions, EnginesOption, ProviderOption, ThreadsOption
 
@@ -40,7 +41,11 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", rich_help_panel=REACH)] = 8000,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File of the API keys that are accepted, one a line.", rich_help_panel=REACH)
+        Path | None,
+        typer.Option(
+            help="File of API keys, each on a line, perhaps behind a name; SIGHUP reads it again.",
+            rich_help_panel=REACH,
+        ),
     ] = None,
     cors: Annotated[
         list[str] | None,
@@ -61,6 +66,19 @@ def serve(
         float,
         typer.Option(help="Seconds that a request may take, also once the server is stopped.", rich_help_panel=LIMITS),
     ] = 600.0,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METHOD",
+            help="Method that may be asked for; may be given several times. [default: all]",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
+    max_n: Annotated[int, typer.Option(help="Images of a request at most, 1 .. 10.", rich_help_panel=LIMITS)] = 10,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MODEL", help="Another name of a model; may be given several times."),
+    ] = None,
     threads: ThreadsOption = None,
     engines: EnginesOption = None,
     provider: ProviderOption = None,
@@ -74,21 +92,38 @@ def serve(
         require_library(library, "lantern-rt serve", "serve")
     from ..asynchronous import AsyncPipeline
     from ..serve.server import Server
-    from ..serve.state import Limits, read_keys
+    from ..serve.state import Limits
 
     if not 0 < deadline < 1e9:
         raise RequestError(field="deadline", found=f"{deadline:g}", expected="seconds above 0")
     whole("port", port, 8000, 0, 65535)
-    keys = [] if api_key_file is None else read_keys(api_key_file)
+    whole("max_n", max_n, 10, 1, 10)
+    for name in methods or ():
+        if name not in METHODS:
+            raise RequestError(field="methods", found=repr(name), expected=", ".join(METHODS))
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
+    aliases = _aliases(alias or (), [bundle.manifest.name for bundle in opened])
     limits: dict[str, Any] = {"together": batch, "waiting": waiting, "picture_threads": 1, **asdict(options)}
     models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
-    server = Server(models, host, port, Limits(deadline=deadline, keys=keys), cors or ())
+    own = Limits(deadline=deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases)
+    server = Server(models, host, port, own, cors or ())
     names = ", ".join(bundle.manifest.name for bundle in opened)
     say(f"{names}: {server.url} (a page; images at /v1/images/generations); Ctrl-C stops")
     with _logged():
         server.run()
+
+
+def _aliases(given: Sequence[str], models: Sequence[str]) -> dict[str, str]:
+    """Models by their further names."""
+    aliases: dict[str, str] = {}
+    for text in given:
+        name, _, model = text.partition("=")
+        if not name or name in models or model not in models:
+            expected = f"a new name, and = with one of {', '.join(models)}"
+            raise RequestError(field="alias", found=repr(text), expected=expected)
+        aliases[name] = model
+    return aliases
 
 
 def _open(names: list[str], options: EngineOptions) -> list[Bundle]:

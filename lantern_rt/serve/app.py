@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -21,9 +24,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .backend import ImageBackend
 from .images import ImagesEndpoint
-from .protocol import HttpError
+from .protocol import Figures, HttpError, ImagesRequest
 from .state import ServerState
 
 PAGE = Path(str(files(__package__) / "page"))
@@ -53,6 +55,8 @@ def make_app(state: ServerState, lifespan: Lifespan | None = None, origins: Sequ
         Route("/readyz", pages.ready),
         Route("/health", pages.ready),
         Route("/metrics", pages.metrics),
+        Route("/openapi.json", pages.openapi),
+        Route("/docs", pages.docs),
         Route("/", pages.page),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
@@ -79,17 +83,21 @@ class _Pages:
 
     async def models(self, request: Request) -> Response:
         self._state.check_key(request)
-        models = [self._describe(backend) for backend in self._state.backends.values()]
+        names = [*self._state.backends, *(self._state.limits.aliases if self._state.backends else ())]
+        models = [self._describe(name) for name in names]
         return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         self._state.check_key(request)
         self._state.check_open()
-        return JSONResponse(self._describe(self._state.backend(request.path_params["name"])))
+        return JSONResponse(self._describe(request.path_params["name"]))
 
-    def _describe(self, backend: ImageBackend) -> dict[str, Any]:
-        own = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt"}
-        return {"id": backend.name, **own, "lantern": backend.describe()}
+    def _describe(self, name: str) -> dict[str, Any]:
+        backend, limits = self._state.backend(name), self._state.limits
+        own = {"object": "model", "created": self._state.started, "owned_by": "lantern-rt", "root": backend.name}
+        facts = backend.describe()
+        methods = [method for method in facts["methods"] if method in (limits.methods or facts["methods"])]
+        return {"id": name, **own, "lantern": {**facts, "methods": methods}}
 
     async def live(self, request: Request) -> Response:
         failed = self._state.status == "failed"
@@ -101,6 +109,16 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._state.metrics.text(self._state.backends.values()), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        document = json.loads((PAGE / "openapi.json").read_text("utf-8"))
+        document["info"]["version"] = version("lantern-rt")
+        own = {"ImagesRequest": ImagesRequest.model_json_schema(), "Figures": TypeAdapter(Figures).json_schema()}
+        document["components"]["schemas"] |= own
+        return JSONResponse(document)
+
+    async def docs(self, request: Request) -> Response:
+        return FileResponse(PAGE / "docs.html")
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE / "index.html")

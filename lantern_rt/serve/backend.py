@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -43,8 +44,12 @@ class ImageBackend(Protocol):
     def load(self) -> Load:
         """What there is to do now."""
 
-    def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
-        """Draw a request; close the generator to cancel.
+    def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
+        """Draw a request within its deadline; close the generator to cancel.
+
+        Args:
+            request: of a client.
+            caller: who asks, by key or address.
 
         Yields:
             `ACCEPTED`, then the events that the request wants, then a `Completion`.
@@ -93,14 +98,16 @@ class LocalBackend:
         running = service.running
         return Load(running, max(0, service.images - running))
 
-    async def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+    async def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Draw a request, as `ImageBackend` has it."""
         began = time.perf_counter()
         painting = 0.0  # seconds
         partial = 0  # pictures on the way so far, spaced evenly by codes
         count = request.partial_images or 0
         every_step = bool(request.steps or count)
-        async with aclosing(self.pipeline.updates(**request.options(), steps=every_step)) as updates:
+        within = math.inf if request.deadline is None else request.deadline
+        updates = self.pipeline.updates(**request.options(), steps=every_step, caller=caller, deadline=within)
+        async with aclosing(updates):
             ticket, _ = await anext(updates)
             yield ACCEPTED
             async for _, step in updates:

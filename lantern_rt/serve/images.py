@@ -51,7 +51,8 @@ class _Call:
         self._http = http
         self._send = send
         self._began = time.perf_counter()
-        self._model = ""
+        self._model = self._key = self._quality = ""
+        self._client = http.client.host if http.client else ""
         self._completion: Completion | None = None
         self._failure: Exception | None = None  # which a stream has told
 
@@ -75,6 +76,8 @@ class _Call:
         except Exception as error:
             refusal = HttpError.of(error)
             status = refusal.status
+            if refusal.field == "quality_budget" and self._quality:
+                refusal.field = refusal.param = "quality"
             if status == 500:
                 _LOG.error("a request failed", exc_info=error)
             may_quote_prompt = status == 400 and refusal.field in ("prompt", "body", "")
@@ -87,8 +90,10 @@ class _Call:
     async def _answer(self) -> Completion:
         state = self._state
         state.check_open()
-        state.check_key(self._http)
+        self._key = state.check_key(self._http)
         request = read_request(await self._body(), state.limits.deadline)
+        state.check_request(request)
+        self._quality = request.quality or ""
         backend = state.backend(request.model)
         self._model = backend.name
         async with aclosing(self._draw(backend, request)) as updates:
@@ -118,8 +123,10 @@ class _Call:
     async def _draw(self, backend: ImageBackend, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
         """What a backend gives, until the deadline."""
         assert request.deadline is not None
-        end = asyncio.get_running_loop().time() + request.deadline - (time.perf_counter() - self._began)
-        async with aclosing(backend.draw(request)) as updates:
+        left = request.deadline - (time.perf_counter() - self._began)
+        end = asyncio.get_running_loop().time() + left
+        own = request.model_copy(update={"deadline": left})
+        async with aclosing(backend.draw(own, self._key or self._client)) as updates:
             while True:
                 try:
                     async with asyncio.timeout_at(end):
@@ -183,6 +190,8 @@ class _Call:
         line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "request_id": self._http.state.request_id,
+            "client": self._client,
+            "key": self._key,
             "path": self._http.url.path,
             "status": status,
             "model": self._model,

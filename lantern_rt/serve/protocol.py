@@ -26,6 +26,8 @@ _FIELDS = {  # of a body, by the parameters of a pipeline
     "class_ids": "class_id",
 }
 
+_PRESETS = {"low": "fast", "medium": "balanced", "high": "strict", "hd": "strict"}  # by OpenAI's qualities
+
 Event = dict[str, Any]  # of a stream; `type` is its kind
 Text = Annotated[str, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
@@ -46,8 +48,8 @@ class ImagesRequest(BaseModel):
     output_compression: Annotated[Whole, Field(ge=0, le=100)] | None = None
     stream: Flag | None = None
     partial_images: Annotated[Whole, Field(ge=0, le=MAX_PARTIAL_IMAGES)] | None = None
+    quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = None
     # OpenAI's fields that leave us one thing to do
-    quality: Literal["auto"] | None = None
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     user: Text | None = None
@@ -79,7 +81,7 @@ class ImagesRequest(BaseModel):
             "num_images": self.n,
             "method": self.method,
             "size": None if self.size == "auto" else self.size,
-            "quality": self.quality_budget,
+            "quality": self.quality_budget or _PRESETS.get(self.quality or ""),
             **{name: getattr(self, name) for name in SAMPLING},
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -110,6 +112,8 @@ def read_request(body: bytes, max_deadline: float) -> ImagesRequest:
     for name in ("partial_images", "steps"):
         if getattr(request, name) and not request.stream:
             raise HttpError(400, "goes with stream", field=name, remedy="leave it out, or give stream true")
+    if request.quality_budget and request.quality in _PRESETS:
+        raise HttpError(400, "two qualities", field="quality", remedy="leave it out, or quality_budget")
     if request.output_compression is not None and request.format == "png":
         why = "png has none"
         raise HttpError(400, field="output_compression", expected="output_format jpeg or webp", remedy=why)
@@ -200,7 +204,8 @@ def picture_event(kind: str, request: ImagesRequest, size: str, picture: bytes) 
 
 
 def _appearance(request: ImagesRequest, size: str) -> dict[str, str]:
-    return {"output_format": request.format, "quality": "auto", "background": "opaque", "size": size}
+    quality = {"hd": "high", "standard": "auto"}.get(request.quality or "auto", request.quality or "auto")
+    return {"output_format": request.format, "quality": quality, "background": "opaque", "size": size}
 
 
 def _base64(data: bytes) -> str:

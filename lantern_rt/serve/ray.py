@@ -29,7 +29,7 @@ from ..pipeline import Pipeline
 from .app import make_app
 from .backend import ACCEPTED, ImageBackend, Load, LocalBackend
 from .protocol import Completion, Event, ImagesRequest
-from .state import Limits, ServerState, read_keys
+from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
 MAX_REPLICAS_LOST = 5  # by one request: one that kills them all must not go on for ever
@@ -51,7 +51,7 @@ class Settings(BaseModel):
         queued: requests that may wait at an ingress until a replica has room.
         autoscaling: of each bundle, fields of Ray's `AutoscalingConfig`.
         deadline: seconds of a request, and those that a replica has to end in.
-        api_key_file: as for `lantern-rt serve`.
+        api_key_file, methods, max_n, aliases: as for `lantern-rt serve`; an alias is a key, its model the value.
         cors: sites whose pages may ask.
     """
 
@@ -66,6 +66,9 @@ class Settings(BaseModel):
     autoscaling: dict[str, Any] = {}
     deadline: float = Field(default=600.0, gt=0, lt=1e9)
     api_key_file: Path | None = None
+    methods: list[str] = []
+    max_n: int = Field(default=10, ge=1, le=10)
+    aliases: dict[str, str] = {}
     cors: list[str] = []
 
 
@@ -116,11 +119,16 @@ class Replica:
         """The model's name, and what clients are told of it."""
         return self._backend.name, self._backend.describe()
 
-    async def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion | LanternError, None]:
+    async def draw(
+        self, request: ImagesRequest, caller: str = ""
+    ) -> AsyncGenerator[Event | Completion | LanternError, None]:
         """Draw a request; an error of the user's is the last thing that comes, so that it arrives as what it is."""
         assert request.deadline is not None
         try:
-            async with asyncio.timeout(request.deadline + GRACE), aclosing(self._backend.draw(request)) as updates:
+            async with (
+                asyncio.timeout(request.deadline + GRACE),
+                aclosing(self._backend.draw(request, caller)) as updates,
+            ):
                 async for update in updates:
                     yield update
         except LanternError as error:
@@ -136,8 +144,8 @@ class Ingress:
     """The application of `lantern-rt serve`, whose requests go to replicas."""
 
     def __init__(self, settings: Settings, replicas: Sequence[DeploymentHandle[Replica]]) -> None:
-        keys = [] if settings.api_key_file is None else read_keys(settings.api_key_file)
-        self._state = ServerState(Limits(deadline=settings.deadline, keys=keys))
+        own = settings.model_dump(include={"deadline", "api_key_file", "methods", "max_n", "aliases"})
+        self._state = ServerState(Limits(**own))
         self._replicas = replicas
         self._settings = settings
         log = logging.getLogger(__package__)  # a line of JSON for each request
@@ -180,7 +188,7 @@ class RayBackend:
         """Requests that replicas have accepted from this ingress, and those that wait here for one."""
         return Load(self._running, self._waiting)
 
-    async def draw(self, request: ImagesRequest) -> AsyncGenerator[Event | Completion, None]:
+    async def draw(self, request: ImagesRequest, caller: str = "") -> AsyncGenerator[Event | Completion, None]:
         """Draw a request, and once more from its beginning by another replica whenever one dies.
 
         The seed makes it the same image; events come again.
@@ -194,7 +202,9 @@ class RayBackend:
         self._waiting += 1
         try:
             while True:
-                response: Any = self._replicas.draw.remote(request)  # Ray's own type has no types
+                left = (request.deadline or math.inf) - (time.perf_counter() - began)
+                own = request.model_copy(update={"deadline": left})
+                response: Any = self._replicas.draw.remote(own, caller)  # Ray's own type has no types
                 try:
                     async for update in response:
                         if isinstance(update, LanternError):
@@ -218,7 +228,7 @@ class RayBackend:
                             self._running += 1
                             yield update
                 except (BackPressureError, BusyError) as error:
-                    if queue_seconds is None:
+                    if queue_seconds is None or not replicas_lost:
                         raise self._busy(error) from error
                     await asyncio.sleep(RETRY_SECONDS)  # it had a place, which died
                 except RayError as error:  # not an error of the replica, but its end

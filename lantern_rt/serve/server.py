@@ -17,10 +17,11 @@ from ..errors import RequestError
 from ..inputs import brief, short
 from .app import make_app
 from .backend import LocalBackend
+from .connections import BACKLOG, Connection
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FLUSH_SECONDS = 1  # that connections have to take their last bytes
 
 
@@ -56,7 +57,8 @@ class Server:
         self._hurrying = False
         config = uvicorn.Config(
             make_app(self.state, self._lifespan, origins),
-            http="h11",
+            http=Connection,
+            backlog=BACKLOG,
             ws="none",
             loop="asyncio",
             lifespan="on",
@@ -109,8 +111,14 @@ class Server:
         _LOG.info("ready: %s", ", ".join(self.state.backends))
 
     def _handle_signal(self, number: int) -> None:
-        """Stop; a second Ctrl-C does not wait for requests."""
-        if self._stopping is None:
+        """Stop, where a second Ctrl-C does not wait for requests; SIGHUP has keys read again."""
+        if number == signal.SIGHUP:
+            try:
+                self.state.load_keys()
+                _LOG.info("keys: %d", len(self.state.keys))
+            except RequestError as error:
+                _LOG.warning("keys are as they were: %s", error)
+        elif self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         elif number == signal.SIGINT:
             self._hurrying = True

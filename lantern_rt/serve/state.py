@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from ..errors import RequestError
 from ..inputs import read_plain_file, reading, short
 from .backend import ImageBackend
-from .protocol import Completion, HttpError
+from .protocol import Completion, HttpError, ImagesRequest
 
 MAX_KEYS_FILE = 1 << 20  # bytes
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)  # buckets of histograms
@@ -29,17 +28,25 @@ class Limits:
         deadline: seconds of a request.
         body: bytes of its body.
         body_seconds: until all of them are there.
-        keys: hashes of those accepted, see `read_keys`; none: anybody's.
+        api_key_file: keys that are accepted, see `read_keys`; without one, anybody may ask.
+        methods: names of those that may be asked for; none: all.
+        max_n: images of a request.
+        aliases: models by further names.
     """
 
     deadline: float = 600.0
     body: int = 64 << 10
     body_seconds: float = 20.0
-    keys: Sequence[bytes] = ()
+    api_key_file: Path | None = None
+    methods: Sequence[str] = ()
+    max_n: int = 10
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_keys(path: Path) -> list[bytes]:
-    """Hashes of the keys in a file, one a line; empty lines and those that begin with # do not count.
+def read_keys(path: Path) -> dict[bytes, str]:
+    """Names of the keys in a file, by their hashes: on each line a key, or a name and a key.
+
+    Empty lines and those that begin with # do not count. A key without a name has the beginning of its hash.
 
     Raises:
         RequestError: the file cannot be read, or has no key.
@@ -53,7 +60,8 @@ def read_keys(path: Path) -> list[bytes]:
         raise RequestError(
             field="api_key_file", found=f"a key in {path} that is not ASCII", expected="what a header carries"
         )
-    return [_hash(key) for key in keys]
+    hashes = {_hash(line.split()[-1]): line for line in keys}
+    return {key: " ".join(line.split()[:-1]) or f"key {key.hex()[:8]}" for key, line in hashes.items()}
 
 
 class Metrics:
@@ -112,6 +120,8 @@ class ServerState:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.keys: dict[bytes, str] = {}
+        self.load_keys()
         self.metrics = Metrics()
         self.backends: dict[str, ImageBackend] = {}
         self.active = 0
@@ -134,22 +144,41 @@ class ServerState:
         if not self.backends:
             raise HttpError(503, "the models are being loaded", "loading", 2, remedy="try again in a few seconds")
 
-    def check_key(self, request: Request) -> None:
-        """Raises: HttpError: keys are needed, and the request has none of them."""
-        if not self.limits.keys:
-            return
+    def load_keys(self) -> None:
+        """Read the file of keys, again. Raises: RequestError: it has none; those that were read before are kept."""
+        if self.limits.api_key_file is not None:
+            self.keys = read_keys(self.limits.api_key_file)
+
+    def check_key(self, request: Request) -> str:
+        """The name of a request's key, empty where none is needed.
+
+        Raises:
+            HttpError: keys are needed, and the request has none of them.
+        """
+        if not self.keys:
+            return ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = _hash(key.strip())
-        matches = [hmac.compare_digest(digest, key) for key in self.limits.keys]  # all of them, at the same pace
-        if scheme.lower() != "bearer" or not any(matches):
+        if scheme.lower() != "bearer" or digest not in self.keys:
             raise HttpError(401, "no known key", "invalid_api_key", field="authorization", expected="`Bearer KEY`")
+        return self.keys[digest]
+
+    def check_request(self, request: ImagesRequest) -> None:
+        """Raises: HttpError: the server's operator does not allow it."""
+        limits = self.limits
+        method = (request.method or "auto").partition(":")[0]
+        if limits.methods and method not in limits.methods:
+            raise HttpError(400, field="method", found=short(method), expected=" or ".join(limits.methods))
+        if (request.n or 1) > limits.max_n:
+            raise HttpError(400, field="n", found=f"{request.n}", expected=f"at most {limits.max_n}")
 
     def backend(self, name: str | None) -> ImageBackend:
-        """A model by its name; the first one without. Raises: HttpError: there is none of that name."""
+        """A model by its name or alias; the first one without. Raises: HttpError: there is none of that name."""
         if name is None:
             return next(iter(self.backends.values()))
+        name = self.limits.aliases.get(name, name)
         if name not in self.backends:
-            names = ", ".join(self.backends)
+            names = ", ".join([*self.backends, *self.limits.aliases])
             raise HttpError(404, code="model_not_found", field="model", found=short(name), expected=names)
         return self.backends[name]
 

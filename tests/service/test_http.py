@@ -200,7 +200,7 @@ def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytes
     class Slow:
         name = "slow"
 
-        async def draw(self, request: Any) -> Any:
+        async def draw(self, request: Any, caller: str) -> Any:
             yield ACCEPTED
             await asyncio.sleep(60)
 

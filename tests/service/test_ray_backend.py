@@ -59,10 +59,10 @@ class Replicas:
         assert stream
         return self
 
-    def remote(self, request: ImagesRequest) -> Response:
+    def remote(self, request: ImagesRequest, caller: str) -> Response:
         dies = next(self._dies, None)
         failure = (0, dies) if isinstance(dies, Exception) else (dies, self._error)
-        updates = self._replica.draw(pickle.loads(pickle.dumps(request)))
+        updates = self._replica.draw(pickle.loads(pickle.dumps(request)), caller)
         self.responses.append(Response(updates, *failure))
         return self.responses[-1]
 
