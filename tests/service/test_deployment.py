@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -99,7 +100,18 @@ def test_everything_is_reached_at_the_port_it_listens_at() -> None:
     assert all(mapping.startswith("127.0.0.1:") for service in SERVICES.values() for mapping in service["ports"])
 
 
-@pytest.mark.parametrize("command", [CMD, SERVICES["lantern-rt"]["command"]], ids=["Dockerfile", "compose.yaml"])
+MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text("utf-8")))
+POD = MANIFESTS[0]["spec"]["template"]["spec"]
+UNIT = dict(re.findall(r"^(\w+)=(.*)$", (DEPLOY / "lantern-rt.service").read_text("utf-8"), re.MULTILINE))
+COMMANDS = {
+    "Dockerfile": CMD,
+    "compose.yaml": SERVICES["lantern-rt"]["command"],
+    "kubernetes.yaml": POD["containers"][0]["args"],
+    "lantern-rt.service": UNIT["ExecStart"].split()[1:],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_the_command_of_a_container_starts_a_server(start: Callable[..., RunningServer], command: list[str]) -> None:
     assert instructions("ENTRYPOINT") == ['["lantern-rt"]']
     assert command[0] == "serve"
@@ -109,9 +121,9 @@ def test_the_command_of_a_container_starts_a_server(start: Callable[..., Running
 
 
 def test_a_container_is_given_longer_to_stop_than_the_server_takes() -> None:
-    server = SERVICES["lantern-rt"]
-    deadline = server["command"][server["command"].index("--deadline") + 1]
-    assert float(server["stop_grace_period"].removesuffix("s")) >= float(deadline) + 10
+    graces = SERVICES["lantern-rt"]["stop_grace_period"].removesuffix("s"), POD["terminationGracePeriodSeconds"]
+    for grace, (_, command) in zip((*graces, UNIT["TimeoutStopSec"]), list(COMMANDS.items())[1:], strict=True):
+        assert float(grace) >= float(command[command.index("--deadline") + 1]) + 10
     assert instructions("STOPSIGNAL") == ["SIGTERM"]
 
 
@@ -146,3 +158,28 @@ def test_the_image_is_made_of_what_the_wheel_needs_and_runs_as_nobody_special() 
     assert "-c constraints.txt" in wheel
     account = shlex.split(user.partition("&&")[0])
     assert instructions("USER") == [account[account.index("--uid") + 1]]
+
+
+def test_the_manifests_are_what_kubernetes_knows_and_name_what_the_server_has(
+    metrics: dict[str, set[str]], tiny: RunningServer
+) -> None:
+    deployment, service, scaler = MANIFESTS
+    (container,) = POD["containers"]
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    assert scaler["spec"]["metrics"][0]["pods"]["metric"]["name"] in metrics
+    assert str(container["ports"][0]["containerPort"]) == container["args"][container["args"].index("--port") + 1]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert tiny.get(container[probe]["httpGet"]["path"])[0] == 200
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    for manifest in MANIFESTS:
+        kubernetes.validate(manifest, "1.33", strict=True)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_the_unit_is_what_systemd_knows(tmp_path: Path) -> None:
+    unit = tmp_path / "lantern-rt.service"
+    unit.write_text((DEPLOY / unit.name).read_text("utf-8").replace("/opt/lantern-rt/bin/lantern-rt", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert UNIT["ExecReload"] == "/bin/kill -HUP $MAINPID"
