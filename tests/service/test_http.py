@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import socket
 from collections.abc import Callable
+from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from lantern_rt.serve import images
 from lantern_rt.serve.app import make_app
 from lantern_rt.serve.backend import ACCEPTED, LocalBackend
 from lantern_rt.serve.images import ImagesEndpoint
+from lantern_rt.serve.protocol import ImagesRequest
 from lantern_rt.serve.state import Limits, ServerState
 
 JSON = {"content-type": "application/json"}
@@ -283,3 +286,19 @@ def test_a_server_whose_decoder_is_dead_is_neither_ready_nor_live(
         return seen
 
     assert asyncio.run(statuses()) == [[200, 200], [503, 503], [200, 200]]
+
+
+def test_the_api_describes_itself(tiny: RunningServer) -> None:
+    status, document = tiny.get("/openapi.json")
+    assert (status, document["openapi"], document["info"]["version"]) == (200, "3.1.0", version("lantern-rt"))
+    for path in document["paths"]:
+        assert tiny.request("GET", path)[0] in (200, 405), path
+    schemas = document["components"]["schemas"]
+    assert {name.rpartition("/")[2] for name in re.findall(r'"\$ref": "(.*?)"', json.dumps(document))} <= schemas.keys()
+    assert schemas["ImagesRequest"]["properties"].keys() == ImagesRequest.model_fields.keys()
+    answer = tiny.post({"prompt": "red cube"})[1]
+    assert schemas["Images"]["properties"].keys() == answer.keys()
+    assert schemas["Figures"]["properties"].keys() == answer["lantern"].keys()
+    page = tiny.get("/docs")[1]
+    for script in re.findall(r'(?:src|href)="(.*?)"', page):
+        assert tiny.request("GET", f"/{script}")[0] == 200

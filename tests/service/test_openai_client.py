@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from running_server import RunningServer
+from running_server import RunningServer, until
 
 from lantern_rt import Pipeline
 from lantern_rt.output.images import GREY, png_bytes
@@ -63,6 +64,10 @@ def test_a_quality_draws_its_preset(scenes_client: openai.OpenAI, scenes_pipe: P
     assert presets
     for quality, preset in presets.items():
         answer = scenes_client.images.generate(prompt=PROMPT, extra_body={"seed": 2, "quality_budget": quality})
+        same = {"fast": "low", "balanced": "medium"}[quality]
+        openais = scenes_client.images.generate(prompt=PROMPT, quality=same, extra_body={"seed": 2})
+        assert openais.quality == same
+        assert pixels(file_of(openais.data[0])).tobytes() == pixels(file_of(answer.data[0])).tobytes()
         expected = scenes_pipe(PROMPT, seed=2, quality=quality).images[0]
         assert pixels(file_of(answer.data[0])).tobytes() == np.asarray(expected).tobytes()
         assert answer.model_extra["lantern"]["method"].partition(":")[0] == preset.method.method
@@ -183,14 +188,44 @@ def test_the_client_comes_again_when_the_server_is_busy(start: Callable[..., Run
     assert len(answers) == 4
 
 
-def test_keys_are_asked_for(start: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "keys.txt").write_text("# of the test\nfirst-key\n\nsecond-key\n")
-    server = start(tiny_folder, "--threads", 1, "--api-key-file", tmp_path / "keys.txt")
-    with pytest.raises(openai.AuthenticationError) as caught:
-        client(server).images.generate(prompt="red cube")
-    assert caught.value.code == "invalid_api_key"
-    with pytest.raises(openai.AuthenticationError):
-        client(server).models.list()
-    for key in ("first-key", "second-key"):
-        assert openai.OpenAI(base_url=f"{server.url}/v1", api_key=key).images.generate(prompt="red cube").data
-    assert not any(key in server.log for key in ("any", "first-key", "second-key"))
+def test_keys_are_asked_for_named_in_the_log_and_read_again_on_sighup(
+    start: Callable[..., RunningServer], tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_text("# of the test\nfirst-key\n\nanna second-key\n")
+    server = start(tiny_folder, "--threads", 1, "--api-key-file", file)
+    with client(server) as one:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            one.images.generate(prompt="red cube")
+        assert caught.value.code == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            one.models.list()
+
+    def status(key: str) -> int:
+        return server.post({"prompt": "red cube"}, authorization=f"Bearer {key}")[0]
+
+    assert (status("first-key"), status("second-key")) == (200, 200)
+    until(lambda: len(server.lines()) >= 3)
+    assert [line["key"][:4] for line in server.lines()[-2:]] == ["key ", "anna"]
+    assert server.lines()[-1]["client"] == "127.0.0.1"
+    for content, statuses in (("third-key\n", (401, 401, 200)), ("", (401, 401, 200))):
+        file.write_text(content)
+        size = len(server.log)
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda size=size: "keys" in server.log[size:])  # type: ignore[misc]
+        assert tuple(map(status, ("first-key", "second-key", "third-key"))) == statuses
+    assert not any(key in server.log for key in ("first-key", "second-key", "third-key"))
+    assert server.stop() == 0
+
+
+def test_operators_name_models_and_bound_requests(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
+    limits = ["--alias", "gpt-image-1=tiny", "--methods", "auto", "--methods", "ar", "--max-n", 2]
+    server = start(tiny_folder, "--threads", 1, *limits)
+    with client(server, max_retries=0) as one:
+        assert one.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
+        assert [model.id for model in one.models.list().data] == ["tiny", "gpt-image-1"]
+        assert one.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar", "auto"]
+        for asked, parameter in (({"n": 3}, "n"), ({"extra_body": {"method": "sjd:window=3"}}, "method")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                one.images.generate(prompt="red cube", **asked)
+            assert caught.value.param == parameter

@@ -1,0 +1,54 @@
+"""docs/scale-out.md: the commands of a cluster run as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from running_server import RunningServer, until
+
+pytest.importorskip("ray.serve", reason="needs the extra `ray`")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+(COMMANDS,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/scale-out.md").read_text("utf-8"), re.DOTALL)
+
+
+class Served(RunningServer):
+    """What the configuration serves, as a server like any other."""
+
+    def __init__(self) -> None:
+        self.address = "127.0.0.1:8000"
+
+
+def ready() -> bool:
+    try:
+        return Served().get("/readyz")[0] == 200
+    except OSError:
+        return False
+
+
+def own(process: psutil.Process, home: str) -> bool:
+    try:
+        return process.environ().get("HOME") == home
+    except psutil.Error:
+        return False
+
+
+def test_the_commands_of_a_cluster_serve_images(tmp_path: Path) -> None:
+    home = str(tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "HOME": home, "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment.pop("RAY_AUTH_MODE", None)
+    try:
+        subprocess.run(["bash", "-euc", COMMANDS], cwd=ROOT, env=environment, check=True, stdin=subprocess.DEVNULL)
+        until(ready)
+        assert Served().post({"prompt": "a red cube on sand", "seed": 1})[0] == 200
+    finally:  # not `ray stop`, which ends every cluster of the host
+        for process in [one for one in psutil.process_iter() if own(one, home)]:
+            process.kill()
