@@ -8,6 +8,9 @@ races are decided and then timed. Closed loop: 1 to 16 clients over HTTP, each a
 picture. Open loop: requests come at random, at 0.5 to 3 times the images a second of the best offline batch; `refused`
 is the share that was told to come again (429), and latencies are those of the others. The bound beside p99 is what a
 request may wait at worst: the images that share passes and the queue, at the images a second that were reached.
+Deadlines: the same at twice the load, with a long queue; each has the time that 25 images take at saturation; `late` is the
+share that was taken and not done in time.
+Neighbours: four callers, each from an address of its own, beside a fifth that is like them, or greedy.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from lantern_rt import Pipeline
 from lantern_rt.output.images import png_bytes
 
 BATCHES, CLIENTS, LOADS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (0.5, 1.0, 1.5, 2.0, 3.0)
-TOGETHER, WAITING = 8, 8
+TOGETHER, WAITING, DEADLINE = 8, 8, 25
+GREEDY = {"like them": {}, "wide": {"method": "sjd:window=63"}, "relaxed": {"method": "lantern++"}, "many": {"n": 10}}
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Answers:
 
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
+    late: int = 0
 
     def row(self, elapsed: float) -> dict[str, float]:
         done = sorted(self.seconds) or [float("nan")]
@@ -47,7 +52,8 @@ class Answers:
         return {
             "images_per_second": len(self.seconds) / elapsed,
             **dict(zip(("p50", "p95", "p99"), percent, strict=True)),
-            "refused": self.refused / max(1, self.refused + len(self.seconds)),
+            "refused": self.refused / max(1, self.refused + self.late + len(self.seconds)),
+            "late": self.late / max(1, self.late + len(self.seconds)),
         }
 
 
@@ -81,11 +87,13 @@ def server(*arguments: str) -> Iterator[tuple[str, int]]:
             process.terminate()
 
 
-async def ask(address: tuple[str, int], prompt: str, seed: int, answers: Answers) -> None:
-    """One request on a connection of its own."""
+async def ask(
+    address: tuple[str, int], prompt: str, seed: int, answers: Answers, caller: int = 1, **options: object
+) -> None:
+    """One request on a connection of its own, from an address of the loopback."""
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(*address)
-    body = json.dumps({"prompt": prompt, "seed": seed}).encode()
+    reader, writer = await asyncio.open_connection(*address, local_addr=(f"127.0.0.{caller}", 0))
+    body = json.dumps({"prompt": prompt, "seed": seed, **options}).encode()
     head = (
         f"POST /v1/images/generations HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
     )
@@ -96,6 +104,8 @@ async def ask(address: tuple[str, int], prompt: str, seed: int, answers: Answers
         answers.seconds.append(time.perf_counter() - began)
     elif answer.startswith(b"HTTP/1.1 429"):
         answers.refused += 1
+    elif answer.startswith(b"HTTP/1.1 504"):
+        answers.late += 1
     else:
         raise SystemExit(answer[:500].decode())
 
@@ -111,10 +121,25 @@ async def closed_loop(address: tuple[str, int], prompts: list[str], clients: int
     return answers.row(time.perf_counter() - began)
 
 
-async def open_loop(address: tuple[str, int], prompts: list[str], rate: float, seconds: float) -> dict[str, float]:
+async def neighbours(address: tuple[str, int], seconds: float, fifth: dict[str, object]) -> dict[str, float]:
+    """Four callers with one request at a time; the fifth has four, if it is greedy."""
+    answers, other, began, seeds = Answers(), Answers(), time.perf_counter(), iter(range(1 << 30))
+
+    async def client(caller: int, own: Answers, **options: object) -> None:
+        while time.perf_counter() - began < seconds:
+            await ask(address, "a red cube on sand", next(seeds), own, caller, **options)
+
+    four = [client(caller, answers) for caller in range(2, 6)]
+    await asyncio.gather(*four, *(client(6, other, **fifth) for _ in range(4 if fifth else 1)))
+    return answers.row(time.perf_counter() - began)
+
+
+async def open_loop(
+    address: tuple[str, int], prompts: list[str], rate: float, seconds: float, **options: object
+) -> dict[str, float]:
     answers, began, rng, asked = Answers(), time.perf_counter(), random.Random(0), list[asyncio.Task[None]]()
     while time.perf_counter() - began < seconds:
-        asked.append(asyncio.create_task(ask(address, rng.choice(prompts), len(asked), answers)))
+        asked.append(asyncio.create_task(ask(address, rng.choice(prompts), len(asked), answers, **options)))
         await asyncio.sleep(rng.expovariate(rate))
     await asyncio.gather(*asked)
     return answers.row(time.perf_counter() - began)
@@ -152,6 +177,15 @@ def main() -> None:
             row = asyncio.run(open_loop(address, prompts, load * best, 2 * seconds))
             bound = (TOGETHER + WAITING) / row["images_per_second"]
             report(f"offered: {load:g} x {best:.2f} images/s", row | {"p99_bound": bound})
+    with server(arguments.bundle, "--batch", str(TOGETHER), *threads) as address:
+        for _ in range(2):
+            saturation = asyncio.run(closed_loop(address, prompts, 2 * TOGETHER, seconds))
+        report("saturation", saturation)
+        rate = saturation["images_per_second"]
+        row = asyncio.run(open_loop(address, prompts, 2 * rate, 2 * seconds, deadline=DEADLINE / rate))
+        report("deadlines, 2 x saturation", row)
+        for name, fifth in GREEDY.items():
+            report(f"neighbours of one that is {name}", asyncio.run(neighbours(address, 2 * seconds, fifth)))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

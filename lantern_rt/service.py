@@ -219,7 +219,7 @@ class Service:
         try:
             methods = [] if ticket.automatic else [settings.method]
             if ticket.raced is not None:
-                methods = [*dict.fromkeys(methods + self._races.methods(ticket.raced))]
+                methods = [*dict.fromkeys(methods + self._races.chooser.methods(ticket.raced))]
             prompts = list(self.pipeline.prefixes(self._engines, ticket.request.images))
         except Exception as error:
             self._end(ticket, error)
@@ -236,13 +236,15 @@ class Service:
     def _shed(self) -> None:
         """Refuse who waits and cannot be done in time any more, then the last of who has too much of the room."""
         tickets = dict.fromkeys(self._tickets[sample.index] for sample in self._waiting)
-        waiting = [ticket for ticket in tickets if ticket.waits and ticket.places]
+        waiting = [ticket for ticket in tickets if ticket.waits]
         refused: list[tuple[Ticket, Exception]] = []
         with self._changed:
             over, held = self.room.images - self.room.total, self.room.held
             share = self.room.total / max(1, len(held))
             for ticket in sorted(waiting, key=lambda one: (held[one.caller], one.came), reverse=True):
-                if self.room.is_late(ticket.places, ticket.end) or (over > 0 and held[ticket.caller] > share):
+                if self.room.is_late(ticket.places, ticket.came + ticket.deadline) or (
+                    over > 0 and held[ticket.caller] > share
+                ):
                     refused.append((ticket, self.room.busy(1, ticket.places)))
                     over -= ticket.places
         for ticket, error in refused:
@@ -332,7 +334,7 @@ class Service:
             method = race.method if alone or race.decided else race.leader
             if ticket.samples[0].method != method or ticket.choice is None:
                 assert ticket.raced is not None
-                ticket.use(method, self._races.describe(ticket.raced, race))
+                ticket.use(method, self._races.chooser.describe(ticket.raced, race))
         return next(iter(races.values())) if alone else None
 
     def _tell(self, ticket: Ticket, parts: list[RequestStep]) -> None:

@@ -18,24 +18,13 @@ T = TypeVar("T")
 
 
 class Room:
-    """Room for images, and how long they take. A service calls it with its lock held.
-
-    Args:
-        together: images that share passes at most.
-        waiting: images that may wait for them.
-
-    Attributes:
-        images: that were taken and have not ended.
-        held: the same of each caller who has any.
-        seconds: between one image and the next, lately; 0 before that is known.
-    """
+    """Room for images that share passes, and that wait for them. A service calls it with its lock held."""
 
     def __init__(self, together: int, waiting: int) -> None:
-        self.together = together
-        self.total = together + waiting
-        self.images = 0
-        self.held = Counter[str]()
-        self.seconds = 0.0
+        self.together, self.total = together, together + waiting
+        self.images = 0  # that were taken and have not ended
+        self.held = Counter[str]()  # the same of each caller who has any
+        self.seconds = 0.0  # between one image and the next, lately; 0 before that is known
         self._sums = 0.0, 0.0  # seconds and images, of which the latest count most
         self._next_return = 0.0  # when the next request that is refused is to come again
 
@@ -81,11 +70,7 @@ class Room:
     def busy(self, excess: float, images: int) -> BusyError:
         """What a refused request is told: when it may find room, each after the one refused before it.
 
-        Beyond a minute they begin anew, as not all come back.
-
-        Args:
-            excess: images that have to be done until then.
-            images: of the request.
+        Beyond a minute they begin anew, as not all come back. excess: images that have to be done until then.
         """
         now = time.perf_counter()
         room = now + excess * self.seconds
@@ -98,12 +83,9 @@ class Room:
 
 
 def next_in_turn(waiting: Sequence[tuple[str, T]], held: Counter[str], share: int) -> list[T]:
-    """Those who wait, in the order in which they get places: callers with the fewest places first.
+    """Those who wait, in the order in which they get places: callers who hold the fewest first, none more than a share.
 
-    Args:
-        waiting: callers and what they want drawn, in the order in which they came.
-        held: places of each caller.
-        share: places that one caller may have.
+    waiting: callers and what they want drawn, in the order in which they came.
     """
     places = held.copy()
     order: list[tuple[int, int]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..methods import Auto, MethodConfig
+from ..methods import Auto
 from ..requests import Settings
 from ..runtime.state import method_nodes
 from .chooser import Chooser
@@ -15,16 +15,10 @@ FEW_NODES = 2  # of a pass: what drafts more takes time from others that share i
 
 
 class LoadRaces:
-    """Races of one service.
-
-    Args:
-        chooser: whose races they are.
-        together: images that share passes at most.
-    """
+    """Races of one service. chooser: whose they are. together: images that share passes at most."""
 
     def __init__(self, chooser: Chooser, together: int) -> None:
-        self._chooser = chooser
-        self._together = together
+        self.chooser, self.together = chooser, together
         self.races: dict[TuningKey, tuple[int, Settings, Race]] = {}
 
     def settings(self, settings: Settings) -> Settings | None:
@@ -38,25 +32,17 @@ class LoadRaces:
         if not method.exact or method_nodes(method) <= FEW_NODES:
             return None
         strict = replace(settings, method=Auto())
-        return strict if len(self.methods(strict)) > 1 else None
-
-    def methods(self, settings: Settings) -> list[MethodConfig]:
-        """All methods of a race."""
-        return self._chooser.methods(settings)
+        return strict if len(self.chooser.methods(strict)) > 1 else None
 
     def race(self, sharing: int, settings: Settings) -> Race:
         """The race of requests that share passes with others, so many images in all; the next power of two is near."""
-        images = min(self._together, 1 << max(0, sharing - 1).bit_length())
-        key = self._chooser.key(images, settings)
+        images = min(self.together, 1 << max(0, sharing - 1).bit_length())
+        key = self.chooser.key(images, settings)
         if key not in self.races:
-            self.races[key] = images, settings, self._chooser.race(images, settings)
+            self.races[key] = images, settings, self.chooser.race(images, settings)
         return self.races[key][2]
-
-    def describe(self, settings: Settings, race: Race) -> str:
-        """One line: what draws, and why."""
-        return self._chooser.describe(settings, race)
 
     def keep(self) -> None:
         """Keep what was found."""
         for images, settings, race in self.races.values():
-            self._chooser.keep(images, settings, race)
+            self.chooser.keep(images, settings, race)
