@@ -8,8 +8,8 @@ races are decided and then timed. Closed loop: 1 to 16 clients over HTTP, each a
 picture. Open loop: requests come at random, at 0.5 to 3 times the images a second of the best offline batch; `refused`
 is the share that was told to come again (429), and latencies are those of the others. The bound beside p99 is what a
 request may wait at worst: the images that share passes and the queue, at the images a second that were reached.
-Deadlines: the same at twice the load, with a long queue; each has the time that 25 images take at saturation; `late` is the
-share that was taken and not done in time.
+Deadlines, each the time that 25 images take at saturation: the same at twice the load, with a long queue; `late` is the
+share of what was taken that was not done in time.
 Neighbours: four callers, each from an address of its own, beside a fifth that is like them, or greedy.
 """
 
