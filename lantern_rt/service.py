@@ -69,6 +69,7 @@ class Service:
         self._tickets: dict[int, Ticket] = {}  # by the index of a sample
         self._waiting: list[state.Request] = []  # samples that have no place yet
         self._count = 0  # samples so far
+        self._callers = 0  # of late
         self._changed = threading.Condition()
         self._arriving: deque[Ticket] = deque()
         self._leaving: deque[Ticket] = deque()
@@ -235,27 +236,26 @@ class Service:
 
     def _shed(self) -> None:
         """Refuse who waits and cannot be done in time any more, then the last of who has too much of the room."""
-        tickets = dict.fromkeys(self._tickets[sample.index] for sample in self._waiting)
-        waiting = [ticket for ticket in tickets if ticket.waits]
-        refused: list[tuple[Ticket, Exception]] = []
+        waiting = [one for one in dict.fromkeys(self._tickets[sample.index] for sample in self._waiting) if one.waits]
+        refused: dict[Ticket, Exception] = {}
         with self._changed:
+            self._callers = self.room.callers()
             over, held = self.room.images - self.room.total, self.room.held
             share = self.room.total / max(1, len(held))
             for ticket in sorted(waiting, key=lambda one: (held[one.caller], one.came), reverse=True):
-                if self.room.is_late(ticket.places, ticket.came + ticket.deadline) or (
-                    over > 0 and held[ticket.caller] > share
-                ):
-                    refused.append((ticket, self.room.busy(1, ticket.places)))
+                end = ticket.came + ticket.deadline
+                if self.room.is_late(ticket.places, end) or (over > 0 and held[ticket.caller] > share):
+                    refused[ticket] = self.room.busy(1, ticket.places)
                     over -= ticket.places
-        for ticket, error in refused:
+        for ticket, error in refused.items():
             self._end(ticket, error)
 
     def _give_places(self) -> None:
         """Hand those who wait to schedulers, in the order in which they are to have places."""
-        callers, schedulers = len(self.room.held), self._schedulers
+        schedulers = self._schedulers
         active = [sample for one in schedulers.values() for sample in one.active]
         held = Counter(self._tickets[sample.index].caller for sample in active)
-        share = math.ceil(self.together / callers) if callers > 1 else self.room.total
+        share = max(1, self.together // self._callers) if self._callers > 1 else self.room.total
         order = next_in_turn([(self._tickets[one.index].caller, one) for one in self._waiting], held, share)
         groups = [self._group(sample) for sample in order]
         used = {group for group, one in schedulers.items() if one.active}
@@ -271,7 +271,7 @@ class Service:
         """Whose passes an image shares: beside other callers, those of relaxed methods with about as many nodes."""
         method = sample.methods[0]
         few = sample.nodes <= FEW_NODES or len(sample.methods) > 1
-        if len(self.room.held) < 2 or (method.exact and few):
+        if self._callers < 2 or (method.exact and few):
             return 0
         return (MOST_NODES if isinstance(method, RowParallel) else sample.nodes).bit_length()
 
@@ -325,7 +325,7 @@ class Service:
         there = dict.fromkeys(self._tickets[sample.index] for sample in present)
         races: dict[Ticket, Race] = {}
         for ticket in there:
-            if ticket.raced is not None and (ticket.automatic or len(self.room.held) > 1):
+            if ticket.raced is not None and (ticket.automatic or self._callers > 1):
                 races[ticket] = self._races.race(len(present), ticket.raced)
             elif ticket.choice is not None:
                 ticket.use(ticket.request.settings.method, None)

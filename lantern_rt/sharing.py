@@ -13,6 +13,7 @@ from .errors import BusyError
 _RETURNING = 60.0  # seconds over which refused requests are spread
 _MEMORY = 4.0  # images after which what was measured counts for a third
 _ENOUGH = 0.5  # of an image, before what was measured counts
+_LINGER = 0.5  # seconds in which a caller who had an image is expected to ask for the next one
 _IN_TIME = 0.85  # of a deadline that may be planned with
 T = TypeVar("T")
 
@@ -24,6 +25,7 @@ class Room:
         self.together, self.total = together, together + waiting
         self.images = 0  # that were taken and have not ended
         self.held = Counter[str]()  # the same of each caller who has any
+        self._left: dict[str, float] = {}  # when others had their last image
         self.seconds = 0.0  # between one image and the next, lately; 0 before that is known
         self._sums = 0.0, 0.0  # seconds and images, of which the latest count most
         self._next_return = 0.0  # when the next request that is refused is to come again
@@ -32,7 +34,15 @@ class Room:
         """Take images of a caller, or fewer than none of those that were taken."""
         self.images += images
         self.held[caller] += images
-        self.held += Counter()  # without callers who have none
+        if not self.held[caller]:
+            del self.held[caller]
+            self._left[caller] = time.perf_counter()
+
+    def callers(self) -> int:
+        """Callers who have something to do, or had just now."""
+        since = time.perf_counter() - _LINGER
+        self._left = {one: left for one, left in self._left.items() if left > since and one not in self.held}
+        return len(self.held) + len(self._left)
 
     def measure(self, seconds: float, images: float) -> None:
         """Count a pass: seconds since the one before it, and the images that it drew, mostly a small part of one."""
