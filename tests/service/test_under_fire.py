@@ -56,7 +56,8 @@ class Crowd:
         elif kind == "late":
             asked |= {"n": 4, "deadline": self.rng.random() * 0.05 + 1e-6}
         body = self.rng.choice(WRONG) if kind == "wrong" else json.dumps(asked).encode()
-        reader, writer = await asyncio.open_connection(self.host, self.port)
+        own = f"127.0.0.{self.rng.randrange(2, 6)}", 0  # callers share it
+        reader, writer = await asyncio.open_connection(self.host, self.port, local_addr=own)
         head = f"POST {GENERATIONS} HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n"  # 1.0: no chunks
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         try:
