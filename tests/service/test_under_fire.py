@@ -80,8 +80,11 @@ class Crowd:
         status = int(first.split()[1])
         self.outcomes[str(400 if status == 413 else status)] += 1
         assert status in {"whole": (200, 429), "stream": (200, 429), "wrong": (400, 413), "late": (200, 429, 504)}[kind]
-        if status == 200 and kind == "stream":
-            self.check(events(content)[-1][1], method, prompt, seed, 1)
+        last = events(content)[-1][1] if status == 200 and kind == "stream" else {}
+        if "error" in last:  # it waited where others had a right to its place
+            assert last["error"]["code"] == "busy"
+        elif last:
+            self.check(last, method, prompt, seed, 1)
         elif status == 200:
             self.check(json.loads(content), method, prompt, seed, asked["n"])
 
