@@ -21,7 +21,7 @@ from .connections import BACKLOG, Connection
 from .state import Limits, ServerState
 
 _LOG = logging.getLogger(__name__)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP")]  # not all systems have all
 FLUSH_SECONDS = 1  # that connections have to take their last bytes
 
 
@@ -112,7 +112,7 @@ class Server:
 
     def _handle_signal(self, number: int) -> None:
         """Stop, where a second Ctrl-C does not wait for requests; SIGHUP has keys read again."""
-        if number == signal.SIGHUP:
+        if signal.Signals(number).name == "SIGHUP":
             try:
                 self.state.load_keys()
                 _LOG.info("keys: %d", len(self.state.keys))
