@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from ...bundle.hub import HUB, hub_error, read_reference, refused
+from ...bundle.hub import HUB, reaching, read_reference, refused
 from ...errors import CheckpointError, LanternError
 from .files import listing
 from .folders import INDEX, SINGLE, choose_files, read_index
@@ -41,24 +41,22 @@ def fetch(place: Path | str, names: Collection[str] = ()) -> Path:
     repository, file, revision = read_reference(text, CheckpointError)
     from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
-    try:
-        info = HfApi().model_info(repository, revision=revision)
-        files = [sibling.rfilename for sibling in info.siblings or []]
-        patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
-        index = folder / patterns[0]
-        if index.name in INDEX:  # its files, of the same commit
-            snapshot_download(repository, revision=folder.name, allow_patterns=[*read_index(index)])
-    except LanternError:
-        raise
-    except Exception as error:  # the library's errors and those of its network client share no base class
-        # What an earlier call left; whether it is whole is seen when it is read.
-        first = file or [*names, *_SIDE_FILES][0]
-        cached = None if refused(error) else try_to_load_from_cache(repository, first, revision=revision)
-        if not isinstance(cached, str):
-            remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
-            raise hub_error(error, text, CheckpointError, remedy) from error
-        return Path(cached) if file else Path(cached).parent
+    remedy = f"try again, or download {file or 'the folder'} of {repository} by hand and give its path"
+    with reaching(text, CheckpointError, remedy):
+        try:
+            info = HfApi().model_info(repository, revision=revision)
+            files = [sibling.rfilename for sibling in info.siblings or []]
+            patterns = [file] if file else [*(names or _choose_weights(text, files)), *_SIDE_FILES]
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+            index = folder / patterns[0]
+            if index.name in INDEX:  # its files, of the same commit
+                snapshot_download(repository, revision=folder.name, allow_patterns=[*read_index(index)])
+        except Exception as error:
+            # What an earlier call left; whether it is whole is seen when it is read.
+            cached = try_to_load_from_cache(repository, file or [*names, *_SIDE_FILES][0], revision=revision)
+            if isinstance(error, LanternError) or refused(error) or not isinstance(cached, str):
+                raise
+            return Path(cached) if file else Path(cached).parent
     if file and not (folder / file).is_file():
         raise CheckpointError("no such file", field=text, found=listing(files), remedy="give one of these")
     return folder / (file or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from ..bundle.files import MANIFEST_FILE, Bundle
-from ..bundle.hub import HUB, check_repository, make_repository, push_files
-from ..errors import RequestError
-from ..inputs import brief, read_plain_file
-from ..output.recipe import read_recipe
+from ..bundle.hub import HUB, REPOSITORY, reaching
+from ..errors import OutputError, RequestError
+from ..inputs import read_plain_file, reading, short
+from ..output.recipe import CURE, read_recipe
 from .again import recorded_settings
 from .console import print_text, progress, say
 from .inspect import describe_bundle
@@ -41,27 +42,32 @@ def push(
 
     The token is that of `hf auth login`, or HF_TOKEN. What is there under other names stays.
     """
-    check_repository(repository)
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    if re.fullmatch(REPOSITORY, repository) is None:
+        raise RequestError(field="repository", found=short(repository), expected="owner/name")
     opened = open_bundle(bundle)
     samples = [_read_sample(path, opened) for path in pictures or ()]
-    make_repository(repository)  # before anything is drawn
+    with reaching(repository, OutputError, "try again"):
+        HfApi().create_repo(repository, private=True, exist_ok=True)  # before anything is drawn
     samples = samples or _draw_samples(opened)
     files: dict[str, Path | bytes] = {f"samples/{i}.png": content for i, (content, _) in enumerate(samples, 1)}
     for name in (MANIFEST_FILE, *(entry.path for entry in opened.manifest.files.values())):
         files[name] = opened.folder / name
     files["README.md"] = model_card(opened, repository, [texts for _, texts in samples]).encode()
     say(f"sending {len(files)} files")
-    print_text(push_files(repository, files, f"{opened.manifest.name}, {opened.digest[:12]}"))
+    added = [CommitOperationAdd(name, content) for name, content in files.items()]
+    with reaching(repository, OutputError, "try again: what has arrived is not sent twice"):
+        commit = HfApi().create_commit(repository, added, commit_message=f"Bundle {opened.digest[:12]}")
+    print_text(f"{HUB}{repository}@{commit.oid}")
 
 
 def _read_sample(path: Path, bundle: Bundle) -> tuple[bytes, Mapping[Any, Any]]:
     """A picture's file and what it records. Raises: RequestError, BundleError: this bundle did not draw it."""
     recipe = read_recipe(path)
     recorded_settings(path, recipe, bundle)
-    try:
+    with reading(path, "a picture", RequestError, CURE):
         return read_plain_file(path, _PICTURE_LIMIT), recipe.model_dump(exclude_none=True)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"cannot be read ({brief(error)})", field=str(path)) from error
 
 
 def _draw_samples(bundle: Bundle) -> list[tuple[bytes, Mapping[Any, Any]]]:
@@ -92,8 +98,6 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
     manifest = bundle.manifest
     made = manifest.provenance
     name, kind, licence = f"{HUB}{repository}", manifest.condition.kind, made.licence.lower()
-    origins = [source.origin.removeprefix(HUB) for source in made.sources if source.origin]
-    bases = dict.fromkeys("/".join(origin.split("/")[:2]).partition("@")[0] for origin in origins)
     captions = [f"{one.get('prompt', 'class {}'.format(one.get('class_id')))}, seed {one['seed']}" for one in samples]
     subject = f"--class-id {samples[0].get('class_id')}" if kind == "class" else '"what to draw"'
     subject = "--embeddings FILE.npz" if kind == "embeddings" else subject
@@ -102,7 +106,6 @@ def model_card(bundle: Bundle, repository: str, samples: Sequence[Mapping[Any, A
         "library_name: lantern-rt",
         f"pipeline_tag: {'unconditional-image-generation' if kind == 'class' else 'text-to-image'}",
         f"license: {licence if licence in _LICENCES else 'other'}",
-        *(["base_model:", *(f"- {base}" for base in bases)] if bases else []),
         "---",
         f"# {_text(manifest.name)}",
         "",
