@@ -63,8 +63,8 @@ class Adapter:
             if place is None and not keep(name):
                 continue
             if place is None:
-                layer = _inner(name).rpartition(".")[0].partition(".self_attn")[0].partition(".attention")[0]
-                near = [one for one in weights if _inner(one).startswith(f"{layer}.")] or list(weights)
+                layer = re.search(r"layers\.\d+\.", name)
+                near = [one for one in weights if layer is None or layer[0] in one]
                 raise refusal(self.path, name, "the target has no such weight", expected=f"one of {listing(near)}")
             weight, shape = weights[place], [len(second), first.shape[1]]
             if list(weight.shape) != shape:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from goldens import DATA, manifest
+from safetensors.torch import save
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt.bundle.files import open_bundle
@@ -26,7 +28,13 @@ pytest.importorskip("huggingface_hub")
 ROOT = Path(__file__).parent.parent.parent
 COMMIT, OLD = "a" * 40, "b" * 40
 INDEX = {"weight_map": {"x": "model-1.safetensors", "y": "model-2.safetensors"}}
+LAYER = "base_model.model.model.layers.0.self_attn.o_proj"
+ADAPTER = {f"{LAYER}.lora_A.weight": torch.ones(1, 64), f"{LAYER}.lora_B.weight": torch.ones(64, 1)}
 REPOSITORIES: dict[str, dict[str, bytes]] = {
+    "owner/style": {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 1}',
+        "adapter_model.safetensors": save(ADAPTER),
+    },
     "owner/target": {
         name: (DATA / "lantern-llamagen-hf/c2i" / name).read_bytes() for name in ("config.json", "model.safetensors")
     }
@@ -243,14 +251,17 @@ def test_the_command_line_exports_from_the_hub_pins_the_commit_and_verifies_from
 ) -> None:
     output = tmp_path / "bundle"
     arguments = ["--target", "hf:owner/target", "--vq", "hf:owner/files/vq/vq_tiny.pt@v1", "--output", str(output)]
+    arguments += ["--lora", "hf:owner/style:0.5"]
     done = run(endpoint, tmp_path / "home", "-m", "lantern_rt", "export", *arguments)
     assert done.returncode == 0, done.stderr
     assert [(source.role, source.name, source.origin) for source in manifest(output).provenance.sources] == [
         ("target", "model.safetensors", f"hf:owner/target/model.safetensors@{COMMIT}"),
+        ("lora:0.5", "adapter_model.safetensors", f"hf:owner/style/adapter_model.safetensors@{COMMIT}"),
+        ("lora_config", "adapter_config.json", f"hf:owner/style/adapter_config.json@{COMMIT}"),
         ("target_config", "config.json", f"hf:owner/target/config.json@{COMMIT}"),
         ("vq", "vq_tiny.pt", f"hf:owner/files/vq/vq_tiny.pt@{OLD}"),
     ]
-    places = ["hf:owner/target", "hf:owner/files/vq/vq_tiny.pt@v1"]
+    places = ["hf:owner/target", "hf:owner/files/vq/vq_tiny.pt@v1", "hf:owner/style"]
     verified = run("http://127.0.0.1:9", tmp_path / "home", "-m", "lantern_rt", "verify", str(output), *places)
     assert verified.returncode == 0, verified.stderr
     assert verified.stdout.startswith("bundle (fp32) against hf:owner/target\n")
