@@ -85,7 +85,7 @@ class _Writer(DecoderWriter):
         plain: bool,
         capacity: int | None,
     ) -> None:
-        out = weights.get("layers.0.attention.out.weight")
+        out = weights.get("layers.0.attention.out.weight", weights.get("layers.0.attention.out.weight.scales"))
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
         half = out is not None and out.dtype == "float16"

@@ -206,7 +206,7 @@ def _as_stored(name: str, weight: Tensor, plan: GraphFile | None, dtype: torch.d
     known = None if plan is None else _in_plan(name, plan)
     if plan is None or known is None:
         return computed(weight).float().to(dtype)
-    return fake_quantize(weight, plan.storages[known], known in plan.matrices).to(dtype)
+    return fake_quantize(weight, plan.storages[known], known in plan.matrices, plan.half).to(dtype)
 
 
 def _in_plan(name: str, plan: GraphFile) -> str | None:

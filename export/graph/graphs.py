@@ -26,7 +26,7 @@ from ..checkpoints.deferred import permuted
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import PastFirstWriter
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
-from .precision import GraphFile, Rule, Storage, plan_storage
+from .precision import GraphFile, Rule, plan_storage
 
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
@@ -76,14 +76,15 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     ops = Ops(half=graph.half, integers=rule == "int8")
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
-    if graph.half:
-        numbers = [name for name, weight in ops.weights.items() if weight.is_floating_point()]
-        storages: dict[str, Storage] = {name: "float32" if name in ops.wide else "float16" for name in numbers}
-        return GraphFile(model, ops.weights, storages, set(), "fp16", half=True)
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
     matrices = {name for name in ops.matrices if ops.integers or not name.startswith("head.")}
-    return GraphFile(model, ops.weights, plan_storage(ops.weights, own, matrices, rule), matrices, rule)
+    storages = plan_storage(ops.weights, own, matrices, rule)
+    if graph.half:
+        narrow = {name for name, kind in storages.items() if kind == "float32"} - ops.wide
+        storages |= dict.fromkeys(narrow, "float16")
+        rule = "fp16"
+    return GraphFile(model, ops.weights, storages, matrices, rule, graph.half)
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:

@@ -39,13 +39,15 @@ Compute = Literal["float32", "float16"]
 # `lossless`: float16 where that holds the weight exactly. Recorded as fp32, since it computes the same.
 Rule = Precision | Literal["lossless"]
 
+_IN_HALF = (None, "fp16", "int8-weights", "int4-weights")  # precisions of graphs that compute in float16
 _INTEGERS: dict[Rule, Storage] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
 # The lowest of each type stays unused, so that scales serve both signs. Products of integers add pairs of neighbours in
 # 16 bits on processors without VNNI, which holds 2 x 255 x 64: with 127 the scenes target's KL was 2e-2 there, and 3e-3
 # instead of 4e-3 elsewhere.
 _LARGEST = {"int8": 127, "int4": 7, "columns": 64}
 # Numbers that share a scale. ONNX Runtime fuses powers of two from 16 on; the smaller a block, the better the
-# fit and the larger the file. With float32 scales: 1.0625 bytes a weight for int8, 0.625 for int4.
+# fit and the larger the file. With float32 scales: 1.0625 bytes a weight for int8, 0.625 for int4; with those of graphs
+# that compute in float16, 1.03 and 0.5625.
 _BLOCKS: dict[Storage, tuple[int, ...]] = {"int8": (64, 32, 16), "int4": (32, 16)}
 _HALF_ERROR = 2.0**-10  # of the norm; float16 has 11 bits, so only what falls out of its range errs so much
 _INTEGER_PRODUCTS = {"avx_vnni", "avx512_vnni", "amx_int8", "asimddp"}  # instructions for sums of products of int8
@@ -56,8 +58,8 @@ _CHUNK = 1 << 23  # numbers held as float32 at a time
 class Precisions:
     """What the user chose. The drafter follows the target unless it has a precision of its own.
 
-    compute: what target and drafter compute in; in float16 they also store it. lossless: graphs that are not rounded
-    store in float16 what it holds exactly.
+    compute: what target and drafter compute in; what they do not store as integers they store in it. lossless: graphs
+    that are not rounded store in float16 what it holds exactly.
     """
 
     target: Precision = "fp32"
@@ -94,8 +96,8 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
         if value is not None and value not in get_args(Precision):
             known = ", ".join((*get_args(Precision), *(["auto"] if option == "precision" else [])))
             raise RequestError(f"--{option}: found {value!r}, expected one of {known}")
-        if compute == "float16" and value not in (None, "fp16"):
-            raise RequestError(f"--{option}: found {value}, but --compute float16 stores fp16; leave it out")
+        if compute == "float16" and value not in _IN_HALF:
+            raise RequestError(f"--{option}: found {value}, but --compute float16 takes fp16, int8-weights, int4-weights")
     usual: Precision = "fp16" if compute == "float16" else "fp32"
     return Precisions(cast(Precision, target or usual), cast(Precision | None, drafter), cast(Compute, compute))
 
@@ -146,21 +148,27 @@ def block_size(kind: Storage, inputs: int) -> int | None:
     return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
 
 
-def quantise(weight: Tensor, kind: Storage, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantise(
+    weight: Tensor, kind: Storage, scales: Tensor | None = None, half: bool = False
+) -> tuple[Tensor, Tensor]:
     """`weight [in, out]` to integers `[in, out]` int8 and scales `[in / block, out]` float32, round to nearest.
 
-    scales: `[1, out]`, where `weight` holds some inputs of those that share them.
+    scales: `[1, out]`, where `weight` holds some inputs of those that share them. half: scales that float16 holds.
     """
     size = len(weight) if scales is not None else block_size(kind, len(weight)) or len(weight)
     largest, blocks = _LARGEST[kind], weight.reshape(-1, size, weight.shape[1])
     if scales is None:
         scales = blocks.abs().amax(1) / largest  # [blocks, out]
+        scales = scales.half().float() if half else scales
     steps = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
     return steps.round_().clamp_(-largest, largest).to(torch.int8).view(weight.shape), scales
 
 
-def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
-    """The float32 numbers a runtime computes with, rounded a chunk at a time; a module's matrix is `[out, in]`."""
+def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, half: bool = False) -> Tensor:
+    """The float32 numbers a runtime computes with, rounded a chunk at a time; a module's matrix is `[out, in]`.
+
+    half: as for `quantise`.
+    """
     made = computed(weight)
     if kind == "float32" or (kind in _LARGEST and not matrix):
         return made.float()
@@ -171,7 +179,7 @@ def fake_quantize(weight: Tensor, kind: Storage, matrix: bool) -> Tensor:
         return result
     step = max(1, _CHUNK // made.shape[1])  # rows of the module's matrix: columns of the stored one
     for rows in torch.split(result, step):
-        integers, scales = quantise(rows.t(), kind)
+        integers, scales = quantise(rows.t(), kind, half=half)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result
 
@@ -205,7 +213,7 @@ class GraphFile:
     storages: dict[str, Storage]
     matrices: set[str]
     rule: Rule
-    half: bool = False  # the graph computes in float16, so that float16 weights are used as they are stored
+    half: bool = False  # the graph computes in float16: such weights are used as they are stored, scales are float16
 
     @property
     def size(self) -> int:
@@ -223,7 +231,8 @@ class GraphFile:
         if kind == "columns":
             return [Part(f"{name}.int8", "int8", shape), Part(f"{name}.scales", "float32", shape[1:])]
         size = block_size(kind, shape[0]) or 1
-        return [Part(f"{name}.{kind}", kind, shape), Part(f"{name}.scales", "float32", (shape[0] // size, shape[1]))]
+        scales = Part(f"{name}.scales", "float16" if self.half else "float32", (shape[0] // size, shape[1]))
+        return [Part(f"{name}.{kind}", kind, shape), scales]
 
     def write(self, path: Path, written: Callable[[int], None] = lambda count: None) -> list[Path]:
         """Write `path`, and `path.data` if the weights are larger than a megabyte; returns the files written.
@@ -234,7 +243,10 @@ class GraphFile:
         with external.open("wb") if external else nullcontext() as file:
             for name in self.weights:
                 if name in self.storages:
-                    self.storages[name] = resolve_dtype(name, self.weights[name], self.storages[name], self.rule)
+                    weight, kind = self.weights[name], self.storages[name]
+                    self.storages[name] = resolve_dtype(name, weight, kind, self.rule)
+                    if self.half and kind in _LARGEST:  # what integers times scales give must fit, too
+                        resolve_dtype(name, weight, "float16", "fp16")
                 self._write_weight(name, file, written)
         self._insert_decoders()
         path.write_bytes(self.model.SerializeToString())
@@ -272,19 +284,19 @@ class GraphFile:
                 yield quantise(chunk, kind, largest / _LARGEST[kind])[0].numpy().tobytes()
         else:
             for chunk in iter_chunks(weight, block_size(kind, weight.shape[0]) or 1):
-                integers, own = quantise(chunk, kind)
-                scales.append(own.numpy().tobytes())
+                integers, own = quantise(chunk, kind, half=self.half)
+                scales.append(own.numpy().astype(self.parts(name)[1].kind).tobytes())
                 yield integers.numpy().tobytes() if kind == "int8" else _pack(integers.numpy())
 
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
-        if self.half:
-            return
         nodes = list(self.model.graph.node)
-        tables = {name for name, kind in self.storages.items() if kind == "float16"} - {
+        decoded = {name: kind for name, kind in self.storages.items() if kind not in ("float32", "columns")}
+        if self.half:
+            decoded = {name: kind for name, kind in decoded.items() if kind != "float16"}
+        tables = {name for name, kind in decoded.items() if kind == "float16"} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
         }
-        waiting = {name: kind for name, kind in self.storages.items() if kind not in ("float32", "columns")}
         read: set[str] = set()
         del self.model.graph.node[:]
         for node in nodes:
@@ -293,7 +305,7 @@ class GraphFile:
                 self.model.graph.node.extend(self._looked_up(node))
                 continue
             for name in node.input:
-                if kind := waiting.pop(name, None):
+                if kind := decoded.pop(name, None):
                     self.model.graph.node.append(self._decoder(name, kind))
             self.model.graph.node.append(node)
         products = {f"{name}.int8" if kind == "columns" else name for name, kind in self.storages.items()}

@@ -14,7 +14,7 @@ from small_models import stored
 
 from lantern_rt.bundle.manifest import Precision
 from lantern_rt.errors import CheckpointError, RequestError
-from lantern_rt.export.graph.graphs import plan_graph
+from lantern_rt.export.graph.graphs import in_half, plan_graph
 from lantern_rt.export.graph.precision import (
     Storage,
     block_size,
@@ -147,6 +147,24 @@ def test_a_graph_computes_with_the_rounded_weights(tmp_path: Path, rule: Precisi
     onnx.checker.check_model(model)
     sizes = sum(part.bytes for name in plan.weights for part in plan.parts(name))
     assert sizes == expected
+
+
+@pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
+def test_integer_weights_are_turned_back_to_float16_where_that_is_computed_with(
+    tmp_path: Path, rule: Precision
+) -> None:
+    graph = in_half(stored(torch.bfloat16))
+    plan = plan_graph(graph, rule)
+    path = plan.write(tmp_path / "target.onnx")[0]
+    assert check_parity(graph, path, plan=plan) < 0.01  # in both layouts, of which GPUs get the second
+    kinds = {tensor.name: tensor.data_type for tensor in onnx.load(path).graph.initializer}
+    scales = [kind for name, kind in kinds.items() if name.endswith(".scales")]
+    assert scales == [TensorProto.FLOAT16] * 5 * 3
+    assert kinds["head.weight"] == TensorProto.FLOAT16
+    wrong = plan_graph(in_half(stored(torch.float32)), rule)
+    wrong.weights["layers.0.attention.qkv.weight"] = 1e6 * wrong.weights["layers.0.attention.qkv.weight"]
+    with pytest.raises(CheckpointError, match="expected numbers that float16 holds"):
+        wrong.write(tmp_path / "wrong.onnx")
 
 
 @pytest.mark.parametrize("rule", ["int8-weights", "int4-weights"])
