@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ...errors import EngineError
+from ...inputs import brief
 from ...runtime.device import SampleRequest
 from ...runtime.engine import Floats, Ints
 from ...runtime.noise import GROUP, Noise
@@ -77,7 +79,11 @@ class Device:
             else:
                 binding.bind_output(name, "cpu" if name in goals else self.name)
         with turn(self.provider):
-            session.run_with_iobinding(binding, None if wait else run_options())
+            try:
+                session.run_with_iobinding(binding, None if wait else run_options())
+            except Exception as error:
+                problem, remedy = f"its device fails ({brief(error, 200)})", "use another, or export in float32"
+                raise EngineError(problem, field=f"provider {self.provider}", remedy=remedy) from error
         outputs = zip(names, binding.get_outputs(), strict=True)
         return [value.numpy() if name in goals and goals[name] is None else value for name, value in outputs]
 

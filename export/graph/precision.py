@@ -97,7 +97,9 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
             known = ", ".join((*get_args(Precision), *(["auto"] if option == "precision" else [])))
             raise RequestError(f"--{option}: found {value!r}, expected one of {known}")
         if compute == "float16" and value not in _IN_HALF:
-            raise RequestError(f"--{option}: found {value}, but --compute float16 takes fp16, int8-weights, int4-weights")
+            raise RequestError(
+                f"--{option}: found {value}, but --compute float16 takes fp16, int8-weights, int4-weights"
+            )
     usual: Precision = "fp16" if compute == "float16" else "fp32"
     return Precisions(cast(Precision, target or usual), cast(Precision | None, drafter), cast(Compute, compute))
 
@@ -148,9 +150,7 @@ def block_size(kind: Storage, inputs: int) -> int | None:
     return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
 
 
-def quantise(
-    weight: Tensor, kind: Storage, scales: Tensor | None = None, half: bool = False
-) -> tuple[Tensor, Tensor]:
+def quantise(weight: Tensor, kind: Storage, scales: Tensor | None = None, half: bool = False) -> tuple[Tensor, Tensor]:
     """`weight [in, out]` to integers `[in, out]` int8 and scales `[in / block, out]` float32, round to nearest.
 
     scales: `[1, out]`, where `weight` holds some inputs of those that share them. half: scales that float16 holds.
