@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 DTypes = Mapping[str, type[np.generic]]  # of a graph's tensors, by name
+HOLDS = {"bfloat16": "float16"}  # what memory of a type that NumPy does not have is taken as: only its bits are moved
 Progress = Callable[[str, int, int], None]  # what is being done, steps done, steps in all
 Function = Callable[[Mapping[str, Array]], list[Array]]  # inputs by name to the outputs, in the order of declaration
 

@@ -19,7 +19,7 @@ _MASKED = {np.float32: -1e30, np.float16: -6e4}
 
 def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs and outputs of a bundle's target or drafter graph; keys and values come last, layer by layer."""
-    kv_dtypes: tuple[str, ...] = (spec.dtype,) if isinstance(spec, DecoderSpec) else _FLOATS
+    kv_dtypes: tuple[str, ...] = (rows_dtype(spec.dtype),) if isinstance(spec, DecoderSpec) else _FLOATS
     entry = (None, None, spec.num_kv_heads, spec.head_dim)
     inputs = [
         *([Tensor("input_ids", ("int64",), (None, None))] if drafts else []),
@@ -36,8 +36,9 @@ def decoder_tensors(spec: DecoderSpec | DrafterSpec, drafts: bool) -> tuple[list
 def device_tensors(
     spec: DecoderSpec | DrafterSpec, drafts: bool, dtypes: tuple[str, ...], capacity: int | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Inputs and outputs of a `device_graph`; dtypes: what caches and hidden states may be."""
-    states = Tensor("hidden_states", dtypes, (None, None, spec.hidden_size))
+    """Inputs and outputs of a `device_graph`; dtypes: what caches and, as `rows_dtype`, hidden states may be."""
+    rows = tuple(map(rows_dtype, dtypes))
+    states = Tensor("hidden_states", rows, (None, None, spec.hidden_size))
     cache: tuple[int | None, ...] = (None, None, spec.num_kv_heads * spec.head_dim)
     own = [
         Tensor("write", ("int64",), (None, None, 2)),
@@ -48,7 +49,7 @@ def device_tensors(
     if capacity is not None:
         cache, own = (None, spec.num_kv_heads, capacity, spec.head_dim), [Tensor("write", ("int64",), (None,))]
     inputs = [
-        Tensor("hidden", dtypes, states.shape) if drafts else Tensor("embeddings", dtypes, (None, spec.hidden_size)),
+        Tensor("hidden", rows, states.shape) if drafts else Tensor("embeddings", rows, (None, spec.hidden_size)),
         Tensor("token_ids", ("int32",), (None, None)),
         *([Tensor("hidden_ids", ("int32",), (None, None))] if drafts else []),
         Tensor("position_ids", ("int64",), (None, None)),
@@ -58,6 +59,11 @@ def device_tensors(
     ]
     logits = Tensor("logits", ("float32",), (None, None, spec.vocab_size))
     return inputs, [logits, states, *_keys_and_values("present", spec, dtypes, cache)]
+
+
+def rows_dtype(dtype: str) -> str:
+    """What hidden states and embeddings have outside of a decoder that computes in a type: NumPy has no bfloat16."""
+    return "float32" if dtype == "bfloat16" else dtype
 
 
 def _keys_and_values(

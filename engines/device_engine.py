@@ -18,8 +18,8 @@ from ..methods import Sampling
 from ..runtime.device import DeviceLogits, SampleRequest
 from ..runtime.engine import Cache, Floats, HiddenView, Ints, Pass, PassOutput
 from .columns import ColumnCache, Places, SideBySideCache, fill_up
-from .contracts import Array, Executable, Tensor
-from .decoder_tensors import past_length_of
+from .contracts import HOLDS, Array, Executable, Tensor
+from .decoder_tensors import past_length_of, rows_dtype
 from .ort.device import Device, dtype_of
 from .ort.slabs import Bound, Launch, Lease, Slabs
 from .sampling_head import Head
@@ -139,11 +139,12 @@ class DeviceEngine(ABC):
         dtype: str,
         heads: int | None,
     ) -> None:
-        """dtype: of caches and hidden states. heads: as for `Slabs`."""
-        self.spec, self.device, self._graph, self._dtype = spec, device, graph, dtype
-        self._table = None if code_embeddings is None else device.put(np.ascontiguousarray(code_embeddings, dtype))
+        """dtype: of caches, and as `rows_dtype` of hidden states. heads: as for `Slabs`."""
+        self.spec, self.device, self._graph, self._dtype = spec, device, graph, rows_dtype(dtype)
+        table = None if code_embeddings is None else np.ascontiguousarray(code_embeddings, self._dtype)
+        self._table = None if table is None else device.put(table)
         self._past = [tensor.name for tensor in inputs if tensor.name.startswith("past_")]
-        self._slabs = Slabs(device, len(self._past), dtype, heads)
+        self._slabs = Slabs(device, len(self._past), HOLDS.get(dtype, dtype), heads)
 
     @abstractmethod
     def new_cache(self, rows: int, capacity: int) -> DeviceCache:

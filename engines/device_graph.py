@@ -21,13 +21,13 @@ from ..bundle.onnx_scan import Weight, graph_weights
 from ..errors import BundleError
 from ..inputs import reading
 from .contracts import Tensor
-from .decoder_tensors import device_tensors
+from .decoder_tensors import device_tensors, rows_dtype
 from .graph_writer import HEAD_EPSILON, DecoderWriter, GraphWriter
 from .kv_cache import round_up
 
 WORD = 16  # columns of a mask per number
 _AGAIN = "export the bundle again"
-MASKED = {"float32": -1e9, "float16": -6e4}  # added to scores of columns that are not seen; finite
+MASKED = {"float32": -1e9, "bfloat16": -1e9, "float16": -6e4}  # added to scores of columns that are not seen; finite
 
 
 class DeviceGraph(NamedTuple):
@@ -56,7 +56,7 @@ def device_graph(
     stand side by side. `write` int64 `[rows]`, the first one's column; `seen` ends where it likes; caches
     `[rows, num_kv_heads, capacity, head_dim]`.
 
-    plain: without the op Attention, and without float16 tables in graphs that compute in float32.
+    plain: without the op Attention and without bfloat16, and without float16 tables where float32 is computed with.
     Raises: BundleError if the file is not one that this version exports.
     """
     with reading(path, "an ONNX graph", BundleError, _AGAIN):
@@ -85,13 +85,15 @@ class _Writer(DecoderWriter):
         plain: bool,
         capacity: int | None,
     ) -> None:
-        out = weights.get("layers.0.attention.out.weight", weights.get("layers.0.attention.out.weight.scales"))
+        names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
+        out = next(
+            (weights[name] for name in names if name in weights), None
+        )  # half where it is of what is computed in
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
-        half = out is not None and out.dtype == "float16"
-        super().__init__(graph, weights, half, heads, heads // spec.num_kv_heads)
+        dtype = out.dtype if out is not None and out.dtype in ("float16", "" if plain else "bfloat16") else "float32"
+        super().__init__(graph, weights, dtype, heads, heads // spec.num_kv_heads)
         self.spec, self.plain, self.capacity, self.decoded = spec, plain, capacity, dict[str, str]()
-        self.dtype = "float16" if self.half else "float32"
         self.products = plain or (capacity is not None and not self.half)  # TensorRT's Attention takes float16 only
         epsilons = {float(name.removeprefix("eps_")) for name in weights if name.startswith("eps_")}
         self.epsilon = next(iter(epsilons - {HEAD_EPSILON}), HEAD_EPSILON)
@@ -103,10 +105,10 @@ class _Writer(DecoderWriter):
         graph, spec = self.graph, self.spec
         if drafts:
             states = graph.op("Reshape", "hidden", graph.ints(-1, spec.hidden_size))
-            joint = [self.look_up(), graph.op("Gather", states, "hidden_ids")]
+            joint = [self.look_up(), self.from_rows(graph.op("Gather", states, "hidden_ids"))]
             x = self.linear(graph.op("Concat", *joint, axis=-1), "fc")
         else:
-            x = graph.op("Gather", "embeddings", "token_ids")
+            x = self.from_rows(graph.op("Gather", "embeddings", "token_ids"))
         self.seen, self.turn = self.mask(), self.rotation()
         self.decoder(x, spec.num_layers)
         inputs, outputs = device_tensors(spec, drafts, (self.dtype,), self.capacity)
@@ -151,7 +153,7 @@ class _Writer(DecoderWriter):
             return self.fused(query, presents, scale)
         query = self.by_head(query, self.heads)
         if scale == 1.0:
-            query = graph.op("Mul", query, graph.constant(np.array(width**0.5, self.dtype)))
+            query = graph.op("Mul", query, self.number(width**0.5))
         return self.side_by_side(graph.op("Attention", query, *presents, self.seen))
 
     def fused(self, query: str, presents: list[str], scale: float) -> str:
@@ -172,7 +174,7 @@ class _Writer(DecoderWriter):
         graph, shared = self.graph, self.spec.num_kv_heads
         query = self.by_head(query, self.heads)
         if scale != 1.0:
-            query = graph.op("Mul", query, graph.constant(np.array(scale, self.dtype)))
+            query = graph.op("Mul", query, self.number(scale))
         if self.capacity is None:
             keys, values = self.by_head(keys, shared), self.by_head(values, shared)
         query = graph.reshape(query, 0, shared, -1, self.spec.head_dim)
@@ -216,30 +218,42 @@ class _Writer(DecoderWriter):
         """Rows of the drafter's embedding table, in the type it computes in."""
         if self.plain and not self.half:
             return self.graph.op("Gather", self.weight("embed.weight"), "token_ids")
-        stored = "embed.weight" if "embed.weight" in self.weights else "embed.weight.half"
-        self.take(stored)
+        self.take(stored := self.stored("embed.weight"))
         rows = self.graph.op("Gather", stored, "token_ids")
         return rows if self.weights[stored].dtype == self.dtype else self.graph.cast(rows, self.dtype)
+
+    def from_rows(self, x: str) -> str:
+        """What the graph is given, in the type it computes in."""
+        return x if rows_dtype(self.dtype) == self.dtype else self.narrow(x)
+
+    def number(self, value: float) -> str:
+        """A number in the type it computes in."""
+        return self.narrow(self.graph.constant(np.array(value, np.float32)))
 
     def product(self, x: str, weight: str, output: str | None) -> str:
         return self.graph.op("MatMul", x, self.weight(weight), name=output)
 
     def weight(self, name: str) -> str:
-        """As `DecoderWriter`, whatever it is stored as."""
+        """As `DecoderWriter`, whatever it is stored as; what is stored as float32 stays that."""
         if (stored := self.stored(name)) == name:
             return self.take(name)
         if stored not in self.decoded:
-            if stored.endswith(".half"):
-                self.decoded[stored] = self.graph.cast(self.take(stored), "float32")
+            if stored.endswith(("half", "bfloat16")):
+                self.decoded[stored] = self.decode(stored)
             else:
                 block = self.weights[stored].shape[0] // self.weights[f"{name}.scales"].shape[0]
-                parts = self.take(stored), self.take(f"{name}.scales")
+                parts = self.take(stored), self.decode(f"{name}.scales")
                 self.decoded[stored] = self.graph.op("DequantizeLinear", *parts, axis=0, block_size=block)
         return self.decoded[stored]
 
+    def decode(self, name: str) -> str:
+        """A weight of floats in the type it computes in."""
+        own = self.take(name)
+        return own if self.weights[name].dtype == self.dtype else self.graph.cast(own, self.dtype)
+
     def stored(self, name: str) -> str:
         """What the file calls a weight, which says how it is stored."""
-        names = (name, *(f"{name}.{kind}" for kind in ("half", "int8", "int4")))
+        names = (name, *(f"{name}.{kind}" for kind in ("half", "bfloat16", "int8", "int4")))
         return next((own for own in names if own in self.weights), name)
 
     def take(self, name: str) -> str:

@@ -18,7 +18,17 @@ from .contracts import Tensor
 
 _IR_VERSION = 11
 HEAD_EPSILON = 1e-5  # of norms of single heads: Chameleon's; no configuration names it
-TYPES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "bool": 9, "float16": 10, "int4": 22}
+TYPES = {
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "bfloat16": 16,
+    "int4": 22,
+}
 _FLOAT, _INT, _STRING, _TENSOR, _INTS = 1, 2, 3, 4, 7  # AttributeProto.AttributeType
 Attribute = int | float | str | Sequence[int] | NDArray[Any]
 
@@ -91,13 +101,14 @@ class DecoderWriter(ABC):
     Args:
         graph: what is written to.
         weights: by name, as the layout keeps them until they are written.
-        half: it computes in float16, but for norms and logits.
+        dtype: what it computes in, but for norms and logits: float32, float16 or bfloat16.
         heads: of queries.
         group: of them share a head of keys and values.
     """
 
-    def __init__(self, graph: GraphWriter, weights: Mapping[str, Any], half: bool, heads: int, group: int) -> None:
-        self.graph, self.weights, self.half, self.heads, self.group = graph, weights, half, heads, group
+    def __init__(self, graph: GraphWriter, weights: Mapping[str, Any], dtype: str, heads: int, group: int) -> None:
+        self.graph, self.weights, self.dtype, self.heads, self.group = graph, weights, dtype, heads, group
+        self.half = dtype != "float32"
 
     def decoder(self, x: str, layers: int) -> None:
         """All layers on what goes into the first, with the outputs `hidden_states` and `logits`."""
@@ -109,7 +120,11 @@ class DecoderWriter(ABC):
             up = self.linear(normed, f"{at}.ffn.up")
             active = graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
             added = self.linear(active, f"{at}.ffn.down")
-        self.head(self.normed(x, added, "norm.weight", "hidden_states")[1])
+        own = "narrow_states" if self.dtype == "bfloat16" else "hidden_states"
+        hidden = self.normed(x, added, "norm.weight", own)[1]
+        if self.dtype == "bfloat16":
+            graph.cast(hidden, "float32", "hidden_states")
+        self.head(hidden)
 
     def attention(self, x: str, at: str) -> str:
         """What attention of the layer `at` adds."""
@@ -130,7 +145,11 @@ class DecoderWriter(ABC):
         """A product with a weight, and its bias if it has one; output: name of the result."""
         bias = f"{name}.bias" in self.weights
         y = self.product(x, f"{name}.weight", None if bias else output)
-        return self.graph.op("Add", y, self.weight(f"{name}.bias"), name=output) if bias else y
+        if not bias:
+            return y
+        own = self.weight(f"{name}.bias")
+        own = self.narrow(own) if self.dtype == "bfloat16" else own  # where vectors are stored as float32
+        return self.graph.op("Add", y, own, name=output)
 
     def normed(self, x: str, added: str | None, weight: str, name: str | None = None) -> tuple[str, str]:
         """`x` with what is added to it, and that over its root mean square, scaled, where there is such a weight.
@@ -176,7 +195,7 @@ class DecoderWriter(ABC):
 
     def narrow(self, x: str, name: str | None = None) -> str:
         """`x` in what the graph computes in."""
-        return self.graph.cast(x, "float16", name) if self.half else x
+        return self.graph.cast(x, self.dtype, name) if self.half else x
 
 
 def convolution_graph() -> bytes:

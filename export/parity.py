@@ -206,7 +206,7 @@ def _as_stored(name: str, weight: Tensor, plan: GraphFile | None, dtype: torch.d
     known = None if plan is None else _in_plan(name, plan)
     if plan is None or known is None:
         return computed(weight).float().to(dtype)
-    return fake_quantize(weight, plan.storages[known], known in plan.matrices, plan.half).to(dtype)
+    return fake_quantize(weight, plan.storages[known], known in plan.matrices, plan.compute).to(dtype)
 
 
 def _in_plan(name: str, plan: GraphFile) -> str | None:
@@ -262,7 +262,9 @@ class DeviceLayout:
 
     def __init__(self, graph: Graph, path: Path, lean: bool = False) -> None:
         sizes = {name: getattr(graph.module.config, name) for name in _SIZES}
-        made = device_graph(path, DrafterSpec(**sizes), drafts=graph.role == "drafter")
+        make = partial(device_graph, path, DrafterSpec(**sizes), drafts=graph.role == "drafter")
+        made = make()
+        made = make(plain=True) if made.dtype == "bfloat16" else made  # which CPUs do not compute in
         self._sessions, self._heads = Sessions(path, lean, made.model), (sizes["num_kv_heads"], sizes["head_dim"])
 
     def run(self, inputs: Arrays) -> Arrays:

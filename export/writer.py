@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,9 @@ def export_model(
     rounding = precisions or Precisions()
     check_output(output, force)
     graphs = model.graphs
-    if rounding.compute == "float16":
-        graphs = [in_half(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
+    if rounding.compute != "float32":
+        made = in_half if rounding.compute == "float16" else partial(replace, compute="bfloat16")
+        graphs = [made(graph) if graph.role in ("target", "drafter") else graph for graph in graphs]
     plans = {}
     for done, graph in enumerate(graphs):
         progress("preparing graphs", done, len(graphs))

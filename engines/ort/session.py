@@ -12,12 +12,12 @@ import numpy as np
 
 from ...errors import BundleError, EngineError
 from ...inputs import brief, reading
-from ..contracts import Array, DTypes, Part, Tensor
-from ..graph_writer import convolution_graph
+from ..contracts import HOLDS, Array, DTypes, Part, Tensor
+from ..graph_writer import TYPES, convolution_graph
 from ..host import import_onnxruntime, thread_count
 from .providers import DEFAULT_PROVIDER, PROVIDERS, check_taken, find_provider, plugin_devices, turn
 
-_TYPES = {f"tensor({name})": name for name in ("float16", "int32", "int64")} | {"tensor(float)": "float32"}
+_TYPES = {f"tensor({name})": name for name in ("float16", "bfloat16", "int32", "int64")} | {"tensor(float)": "float32"}
 # Microseconds that a thread waits for the next operator before it sleeps. Operators of small models take about as long
 # as waking up: passes of `scenes` took 1.35 ms instead of 2.1 ms with threads that sleep at once, of less processor
 # time. Threads that spin for longer, as they do by default, hold up whatever else runs there.
@@ -89,15 +89,16 @@ class GraphSession:
     def bind(self, values: Mapping[str, Any], record: int | None) -> Callable[[bool], None]:
         """As `Executable`."""
         binding, memory = self.session.io_binding(), PROVIDERS[self.provider].memory
-        for names, one, part in (
-            ([tensor.name for tensor in self.inputs], binding.bind_ortvalue_input, binding.bind_input),
-            (self.output_names, binding.bind_ortvalue_output, binding.bind_output),
+        for tensors, one, part in (
+            (self.inputs, binding.bind_ortvalue_input, binding.bind_input),
+            (self.outputs, binding.bind_ortvalue_output, binding.bind_output),
         ):
-            for name in names:
-                if isinstance(value := values[name], Part):
-                    part(name, memory, 0, np.dtype(value.dtype).type, value.size, value.data_ptr())
+            for tensor in tensors:
+                value, kind = values[tensor.name], tensor.dtypes[0]
+                if isinstance(value, Part) or kind in HOLDS:
+                    part(tensor.name, memory, 0, TYPES[kind], value.shape(), value.data_ptr())
                 else:
-                    one(name, value)
+                    one(tensor.name, value)
         options = [run_options(number) for number in (_UNRECORDED, record or _UNRECORDED)]
         return lambda recorded: self._call(self.session.run_with_iobinding, binding, options[recorded])
 
@@ -210,5 +211,5 @@ def _check(path: Path, kind: str, found: Sequence[Any], expected: Sequence[Tenso
                 expected=str(tensor),
                 remedy="the graph is not the one bundle.json describes",
             )
-        dtypes[tensor.name] = np.dtype(dtype).type
+        dtypes[tensor.name] = np.dtype(HOLDS.get(dtype, dtype)).type
     return dtypes

@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import EngineError, OutputError
 from ...inputs import read_plain_file
 from ...output.files import cache_folder, replace_file
-from ..contracts import DTypes, Tensor
+from ..contracts import HOLDS, DTypes, Tensor
 from ..engine_folder import EngineFolder
 from ..gpu import Stream, find_gpu
 from ..profiles import Profile
@@ -137,7 +137,13 @@ class Plan:
     def check_tensors(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Take the types of these tensors into `dtypes`. Raises: EngineError if the plan has others."""
         engine, modes, kinds = self._engine, self._library.TensorIOMode, self._library.DataType
-        names = {kinds.FLOAT: "float32", kinds.HALF: "float16", kinds.INT32: "int32", kinds.INT64: "int64"}
+        names = {
+            kinds.FLOAT: "float32",
+            kinds.HALF: "float16",
+            kinds.BF16: "bfloat16",
+            kinds.INT32: "int32",
+            kinds.INT64: "int64",
+        }
         expected = {tensor.name: modes.INPUT for tensor in inputs} | {tensor.name: modes.OUTPUT for tensor in outputs}
         if odd := sorted({*self._names} ^ expected.keys()):
             which = "a" if odd[0] in self._names else "no"
@@ -151,7 +157,7 @@ class Plan:
             )
             if engine.get_tensor_mode(name) != expected[name] or dtype not in tensor.dtypes or not fits:
                 raise self.other(f"`{name}` as {dtype} {list(shape)}", str(tensor))
-            dtypes[name] = np.dtype(dtype).type
+            dtypes[name] = np.dtype(HOLDS.get(dtype, dtype)).type
         self.dtypes = dtypes
 
     def check_size(self, name: str, wanted: int) -> None:

@@ -42,7 +42,13 @@ class PastFirstWriter(DecoderWriter):
 
     def __init__(self, ops: Ops, stack: LayerStack) -> None:
         config = stack.config
-        super().__init__(ops, stack.state_dict(), ops.half, config.num_heads, config.num_heads // config.num_kv_heads)
+        super().__init__(
+            ops,
+            stack.state_dict(),
+            "float16" if ops.half else "float32",
+            config.num_heads,
+            config.num_heads // config.num_kv_heads,
+        )
         self.config, self.rope = config, stack.rope
         self.columns = config.positions + _MOST_NODES  # past and nodes, at the most
         self.scale = config.head_dim**-0.5  # softmax(q k / sqrt(head_dim))

@@ -26,7 +26,7 @@ from ..checkpoints.deferred import permuted
 from ..models.decoder import Decoder, DecoderConfig, LayerStack
 from .decoder_graph import PastFirstWriter
 from .onnx_ops import IR_VERSION, OPSET, Ops, Value
-from .precision import GraphFile, Rule, plan_storage
+from .precision import Compute, GraphFile, Rule, plan_storage
 
 HIDDEN = -1e9
 HALF_TOLERANCE = 2e-2  # of a tensor's largest value, for graphs that compute in float16; see docs/exporting.md
@@ -44,7 +44,7 @@ class Graph:
     `module` takes the inputs in order and returns the outputs in order (one tensor or a tuple). `cases`: inputs to
     check it with, by names for messages; a module without `write` is traced with the first: give it sizes other than
     0 and 1 on the named axes. Large graphs are compared on the first and the last only. `tolerance`: how far outputs
-    may lie from the module's, None for as far as rounding to float32 brings them. `half`: it computes in float16; cases
+    may lie from the module's, None for as far as rounding to float32 brings them. `compute`: what it computes in; cases
     and module stay float32.
     """
 
@@ -55,7 +55,7 @@ class Graph:
     cases: Mapping[str, Arrays]
     write: Callable[[Ops], None] | None = None
     tolerance: float | None = 1e-4
-    half: bool = False
+    compute: Compute = "float32"
 
 
 def in_half(graph: Graph) -> Graph:
@@ -65,7 +65,7 @@ def in_half(graph: Graph) -> Graph:
         return tuple(replace(v, dtype="float16") if v.dtype == "float32" and v.name != "logits" else v for v in values)
 
     inputs, outputs = halved(graph.inputs), halved(graph.outputs)
-    return replace(graph, inputs=inputs, outputs=outputs, half=True, tolerance=HALF_TOLERANCE)
+    return replace(graph, inputs=inputs, outputs=outputs, compute="float16", tolerance=HALF_TOLERANCE)
 
 
 def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
@@ -73,18 +73,18 @@ def plan_graph(graph: Graph, rule: Rule = "fp32") -> GraphFile:
     if graph.write is None:
         model, weights = _trace(graph)
         return GraphFile(model, weights, plan_storage(weights, set(weights), set(), rule), set(), rule)
-    ops = Ops(half=graph.half, integers=rule == "int8")
+    ops = Ops(half=graph.compute == "float16", integers=rule == "int8")
     graph.write(ops)
     model = ops.model(graph.role, graph.inputs, graph.outputs)
     names = graph.module.state_dict().keys()
     own = names | {name.partition(".")[2] for name in names}  # the module may wrap what the graph is written from
     matrices = {name for name in ops.matrices if ops.integers or not name.startswith("head.")}
-    storages = plan_storage(ops.weights, own, matrices, rule)
-    if graph.half:
+    storages = plan_storage(ops.weights, own, matrices, rule, graph.compute)
+    if ops.half:
         narrow = {name for name, kind in storages.items() if kind == "float32"} - ops.wide
         storages |= dict.fromkeys(narrow, "float16")
         rule = "fp16"
-    return GraphFile(model, ops.weights, storages, matrices, rule, graph.half)
+    return GraphFile(model, ops.weights, storages, matrices, rule, graph.compute)
 
 
 def write_graph(graph: Graph, folder: Path, rule: Rule = "fp32") -> list[Path]:

@@ -34,12 +34,12 @@ _EXTERNAL_ABOVE = 1024  # bytes: smaller weights stay in the graph, where shape 
 _ALIGNMENT = 4096
 # `columns`: int8 with one scale for each output, multiplied as integers; `int8` and `int4` have one for each block
 # along the inputs, and are turned back.
-Storage = Literal["float32", "float16", "int8", "int4", "columns"]
-Compute = Literal["float32", "float16"]
+Storage = Literal["float32", "float16", "bfloat16", "int8", "int4", "columns"]
+Compute = Literal["float32", "float16", "bfloat16"]
 # `lossless`: float16 where that holds the weight exactly. Recorded as fp32, since it computes the same.
 Rule = Precision | Literal["lossless"]
 
-_IN_HALF = (None, "fp16", "int8-weights", "int4-weights")  # precisions of graphs that compute in float16
+_USUAL: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}  # by what is computed in
 _INTEGERS: dict[Rule, Storage] = {"int8-weights": "int8", "int4-weights": "int4", "int8": "columns"}
 # The lowest of each type stays unused, so that scales serve both signs. Products of integers add pairs of neighbours in
 # 16 bits on processors without VNNI, which holds 2 x 255 x 64: with 127 the scenes target's KL was 2e-2 there, and 3e-3
@@ -88,7 +88,8 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
     of nodes that was measured (docs/exporting.md), and `fp32` elsewhere.
     """
     if compute not in get_args(Compute):
-        raise RequestError(f"--compute: found {compute!r}, expected float32 or float16")
+        raise RequestError(f"--compute: found {compute!r}, expected float32, float16 or bfloat16")
+    usual = _USUAL[compute]
     if target == "auto":
         best = "int8" if _INTEGER_PRODUCTS & set(processor().split()) else "fp32"
         target = best if compute == "float32" else None
@@ -96,15 +97,14 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
         if value is not None and value not in get_args(Precision):
             known = ", ".join((*get_args(Precision), *(["auto"] if option == "precision" else [])))
             raise RequestError(f"--{option}: found {value!r}, expected one of {known}")
-        if compute == "float16" and value not in _IN_HALF:
-            raise RequestError(
-                f"--{option}: found {value}, but --compute float16 takes fp16, int8-weights, int4-weights"
-            )
-    usual: Precision = "fp16" if compute == "float16" else "fp32"
+        takes = (None, usual, "int8-weights", "int4-weights")
+        if value == "bf16" != usual or (compute != "float32" and value not in takes):
+            expected = "--compute bfloat16" if value == "bf16" else f"{', '.join(takes[1:])} with --compute {compute}"
+            raise RequestError(f"--{option}: found {value}, expected {expected}")
     return Precisions(cast(Precision, target or usual), cast(Precision | None, drafter), cast(Compute, compute))
 
 
-def storage(weight: Tensor, matrix: bool, rule: Rule) -> Storage:
+def storage(weight: Tensor, matrix: bool, rule: Rule, compute: Compute = "float32") -> Storage:
     """How to store a weight that is float32 in the graph; `matrix`: it is `[in, out]` of a layer's product.
 
     Looks at shapes only: `resolve_dtype` looks at the numbers.
@@ -112,7 +112,8 @@ def storage(weight: Tensor, matrix: bool, rule: Rule) -> Storage:
     if rule == "fp32" or weight.ndim < 2:
         return "float32"
     integer = _INTEGERS.get(rule)
-    return integer if integer and matrix and block_size(integer, weight.shape[0]) else "float16"
+    half: Storage = "bfloat16" if compute == "bfloat16" else "float16"
+    return integer if integer and matrix and block_size(integer, weight.shape[0]) else half
 
 
 def resolve_dtype(name: str, weight: Tensor, planned: Storage, rule: Rule) -> Storage:
@@ -150,36 +151,38 @@ def block_size(kind: Storage, inputs: int) -> int | None:
     return inputs if kind == "columns" else next((size for size in _BLOCKS[kind] if inputs % size == 0), None)
 
 
-def quantise(weight: Tensor, kind: Storage, scales: Tensor | None = None, half: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(
+    weight: Tensor, kind: Storage, scales: Tensor | None = None, compute: Compute = "float32"
+) -> tuple[Tensor, Tensor]:
     """`weight [in, out]` to integers `[in, out]` int8 and scales `[in / block, out]` float32, round to nearest.
 
-    scales: `[1, out]`, where `weight` holds some inputs of those that share them. half: scales that float16 holds.
+    scales: `[1, out]`, where `weight` holds some inputs of those that share them. compute: scales that this type holds.
     """
     size = len(weight) if scales is not None else block_size(kind, len(weight)) or len(weight)
     largest, blocks = _LARGEST[kind], weight.reshape(-1, size, weight.shape[1])
     if scales is None:
         scales = blocks.abs().amax(1) / largest  # [blocks, out]
-        scales = scales.half().float() if half else scales
+        scales = scales.to(getattr(torch, compute)).float()
     steps = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
     return steps.round_().clamp_(-largest, largest).to(torch.int8).view(weight.shape), scales
 
 
-def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, half: bool = False) -> Tensor:
+def fake_quantize(weight: Tensor, kind: Storage, matrix: bool, compute: Compute = "float32") -> Tensor:
     """The float32 numbers a runtime computes with, rounded a chunk at a time; a module's matrix is `[out, in]`.
 
-    half: as for `quantise`.
+    compute: as for `quantise`.
     """
     made = computed(weight)
     if kind == "float32" or (kind in _LARGEST and not matrix):
         return made.float()
     result = made.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    if kind == "float16":
+    if kind in ("float16", "bfloat16"):
         for numbers in torch.split(result.view(-1), _CHUNK):
-            numbers.copy_(numbers.half())
+            numbers.copy_(numbers.to(getattr(torch, kind)))
         return result
     step = max(1, _CHUNK // made.shape[1])  # rows of the module's matrix: columns of the stored one
     for rows in torch.split(result, step):
-        integers, scales = quantise(rows.t(), kind, half=half)
+        integers, scales = quantise(rows.t(), kind, compute=compute)
         rows[:] = (integers.view(len(scales), -1, len(rows)) * scales[:, None]).view(integers.shape).t()
     return result
 
@@ -201,7 +204,7 @@ class Part(NamedTuple):
     def bytes(self) -> int:
         """Size in the file."""
         numbers = int(np.prod(self.shape, dtype=np.int64))
-        return (numbers + 1) // 2 if self.kind == "int4" else numbers * np.dtype(self.kind).itemsize
+        return (numbers + 1) // 2 if self.kind == "int4" else numbers * int(getattr(torch, self.kind).itemsize)
 
 
 @dataclass
@@ -213,7 +216,7 @@ class GraphFile:
     storages: dict[str, Storage]
     matrices: set[str]
     rule: Rule
-    half: bool = False  # the graph computes in float16: such weights are used as they are stored, scales are float16
+    compute: Compute = "float32"  # scales are of this type, and float16 weights of float16 are used as they are stored
 
     @property
     def size(self) -> int:
@@ -227,11 +230,13 @@ class GraphFile:
         if kind is None or kind == "float32":
             return [Part(name, str(weight.dtype).removeprefix("torch.") if kind is None else kind, shape)]
         if kind == "float16":
-            return [Part(name if self.half else f"{name}.half", kind, shape)]
+            return [Part(name if self.compute == kind else f"{name}.half", kind, shape)]
+        if kind == "bfloat16":
+            return [Part(f"{name}.bfloat16", kind, shape)]
         if kind == "columns":
             return [Part(f"{name}.int8", "int8", shape), Part(f"{name}.scales", "float32", shape[1:])]
         size = block_size(kind, shape[0]) or 1
-        scales = Part(f"{name}.scales", "float16" if self.half else "float32", (shape[0] // size, shape[1]))
+        scales = Part(f"{name}.scales", self.compute, (shape[0] // size, shape[1]))
         return [Part(f"{name}.{kind}", kind, shape), scales]
 
     def write(self, path: Path, written: Callable[[int], None] = lambda count: None) -> list[Path]:
@@ -245,7 +250,7 @@ class GraphFile:
                 if name in self.storages:
                     weight, kind = self.weights[name], self.storages[name]
                     self.storages[name] = resolve_dtype(name, weight, kind, self.rule)
-                    if self.half and kind in _LARGEST:  # what integers times scales give must fit, too
+                    if self.compute == "float16" and kind in _LARGEST:  # what integers times scales give must fit, too
                         resolve_dtype(name, weight, "float16", "fp16")
                 self._write_weight(name, file, written)
         self._insert_decoders()
@@ -274,9 +279,9 @@ class GraphFile:
         weight, kind = self.weights[name], self.storages.get(name)
         if kind is None:
             yield np.ascontiguousarray(computed(weight).numpy()).tobytes()
-        elif kind in ("float32", "float16"):
+        elif kind in ("float32", "float16", "bfloat16"):
             for chunk in iter_chunks(weight):
-                yield np.ascontiguousarray(chunk.numpy(), kind).tobytes()
+                yield _as_bytes(chunk, kind)
         elif kind == "columns":
             largest = torch.stack([chunk.abs().amax(0) for chunk in iter_chunks(weight)]).amax(0, keepdim=True)
             scales.append((largest[0] / _LARGEST[kind]).numpy().tobytes())
@@ -284,17 +289,17 @@ class GraphFile:
                 yield quantise(chunk, kind, largest / _LARGEST[kind])[0].numpy().tobytes()
         else:
             for chunk in iter_chunks(weight, block_size(kind, weight.shape[0]) or 1):
-                integers, own = quantise(chunk, kind, half=self.half)
-                scales.append(own.numpy().astype(self.parts(name)[1].kind).tobytes())
+                integers, own = quantise(chunk, kind, compute=self.compute)
+                scales.append(_as_bytes(own, self.compute))
                 yield integers.numpy().tobytes() if kind == "int8" else _pack(integers.numpy())
 
     def _insert_decoders(self) -> None:
         """Right before its first use: runtimes that fold nothing then hold one decoded weight at a time."""
         nodes = list(self.model.graph.node)
         decoded = {name: kind for name, kind in self.storages.items() if kind not in ("float32", "columns")}
-        if self.half:
+        if self.compute == "float16":
             decoded = {name: kind for name, kind in decoded.items() if kind != "float16"}
-        tables = {name for name, kind in decoded.items() if kind == "float16"} - {
+        tables = {name for name, kind in decoded.items() if kind in ("float16", "bfloat16")} - {
             name for node in nodes for i, name in enumerate(node.input) if not (i == 0 and _looks_up(node))
         }
         read: set[str] = set()
@@ -306,7 +311,7 @@ class GraphFile:
                 continue
             for name in node.input:
                 if kind := decoded.pop(name, None):
-                    self.model.graph.node.append(self._decoder(name, kind))
+                    self.model.graph.node.extend(self._decoder(name, kind))
             self.model.graph.node.append(node)
         products = {f"{name}.int8" if kind == "columns" else name for name, kind in self.storages.items()}
         assert products <= read, "weights that no node reads"
@@ -319,21 +324,28 @@ class GraphFile:
         node.input[0], node.output[0] = part.name, f"{output}.half"
         return [node, helper.make_node("Cast", [f"{output}.half"], [output], f"{output}.cast", to=TensorProto.FLOAT)]
 
-    def _decoder(self, name: str, kind: Storage) -> onnx.NodeProto:
-        inputs = [part.name for part in self.parts(name)]
-        if kind == "float16":
-            return helper.make_node("Cast", inputs, [name], name=f"{name}.cast", to=TensorProto.FLOAT)
+    def _decoder(self, name: str, kind: Storage) -> list[onnx.NodeProto]:
+        inputs, nodes = [part.name for part in self.parts(name)], list[onnx.NodeProto]()
+        if kind in ("float16", "bfloat16"):
+            return [helper.make_node("Cast", inputs, [name], name=f"{name}.cast", to=TensorProto.FLOAT)]
+        if self.compute == "bfloat16":  # graphs for CPUs compute in float32
+            wide = f"{name}.wide_scales"
+            nodes.append(helper.make_node("Cast", inputs[1:], [wide], name=wide, to=TensorProto.FLOAT))
+            inputs[1] = wide
         size = block_size(kind, self.weights[name].shape[0])
-        return helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}.decode", axis=0, block_size=size)
+        node = helper.make_node("DequantizeLinear", inputs, [name], name=f"{name}.decode", axis=0, block_size=size)
+        return [*nodes, node]
 
 
-def plan_storage(weights: dict[str, Tensor], own: Set[str], matrices: Set[str], rule: Rule) -> dict[str, Storage]:
+def plan_storage(
+    weights: dict[str, Tensor], own: Set[str], matrices: Set[str], rule: Rule, compute: Compute = "float32"
+) -> dict[str, Storage]:
     """How to store the weights of a graph, as far as their shapes tell; matrices: the layers' products, `[in, out]`.
 
     own: the checkpoint's; others (rotary tables and the like) are computed, and rounded only where nothing is lost.
     """
     return {
-        name: storage(weight, name in matrices, rule if name in own or rule == "lossless" else "fp32")
+        name: storage(weight, name in matrices, rule if name in own or rule == "lossless" else "fp32", compute)
         for name, weight in weights.items()
         if weight.is_floating_point()
     }
@@ -342,6 +354,11 @@ def plan_storage(weights: dict[str, Tensor], own: Set[str], matrices: Set[str], 
 def _looks_up(node: onnx.NodeProto) -> bool:
     """Whether a node takes whole rows of its first input."""
     return node.op_type == "Gather" and all(helper.get_attribute_value(each) == 0 for each in node.attribute)
+
+
+def _as_bytes(numbers: Tensor, kind: str) -> bytes:
+    """Numbers as a type has them, one after the other."""
+    return numbers.to(getattr(torch, kind)).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _pack(integers: NDArray[np.int8]) -> bytes:

@@ -24,7 +24,7 @@ Side = Annotated[int, Field(ge=1, le=256)]  # codes
 MOST_PIXELS = 8192  # along a side
 Pixels = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
-Precision = Literal["fp32", "fp16", "bf16-safe", "int8-weights", "int4-weights", "int8"]
+Precision = Literal["fp32", "fp16", "bf16-safe", "bf16", "int8-weights", "int4-weights", "int8"]
 
 
 def file_sha256(path: Path, counted: Callable[[int], None] = lambda size: None) -> str:
@@ -67,10 +67,13 @@ class _Sizes(Part):
 
 
 class DecoderSpec(_Sizes):
-    """`precision` is that of the stored weights, `dtype` that of the cache and of what both decoders compute in."""
+    """`precision` is that of the stored weights, `dtype` that of the cache and of what both decoders compute in.
+
+    Graphs of `bfloat16` are of float32, for CPUs; on devices that have it, decoders compute in it.
+    """
 
     max_positions: Count
-    dtype: Literal["float32", "float16"] = "float32"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     cache_layout: Literal["past-first"] = "past-first"
     precision: Precision = "fp32"
 

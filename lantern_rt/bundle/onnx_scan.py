@@ -30,7 +30,13 @@ _CHILDREN: dict[str, dict[int, str]] = {
     "tensor": {13: "entry"},
     "entry": {},
 }
-_DTYPES = {1: "float32", 3: "int8", 10: "float16", 22: "int4"}  # of weights that bundles have, by TensorProto's numbers
+_DTYPES = {
+    1: "float32",
+    3: "int8",
+    10: "float16",
+    16: "bfloat16",
+    22: "int4",
+}  # of weights that bundles have, by TensorProto's numbers
 
 
 def external_locations(path: Path) -> set[str]:
@@ -119,7 +125,7 @@ def graph_weights(path: Path) -> dict[str, Weight]:
 
 def float_weights(path: Path) -> int:
     """How many numbers the float weights of a graph hold. Raises: ValueError: it is no ONNX graph. OSError."""
-    return sum(math.prod(one.shape) for one in graph_weights(path).values() if one.dtype.startswith("float"))
+    return sum(math.prod(one.shape) for one in graph_weights(path).values() if "float" in one.dtype)
 
 
 @contextmanager

@@ -175,15 +175,16 @@ def test_verify_measures_what_float16_does(t2i_half_bundle: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"compute": "half"}, "--compute: found 'half', expected float32 or float16"),
+        ({"compute": "half"}, "--compute: found 'half', expected float32, float16 or bfloat16"),
         (
-            {"target": "int8-weights", "compute": "float16"},
-            "--precision: found int8-weights, but --compute float16 stores fp16; leave it out",
+            {"target": "int8", "compute": "float16"},
+            "--precision: found int8, expected fp16, int8-weights, int4-weights with --compute float16",
         ),
         (
-            {"drafter": "fp32", "compute": "float16"},
-            "--drafter-precision: found fp32, but --compute float16 stores fp16; leave it out",
+            {"drafter": "fp32", "compute": "bfloat16"},
+            "--drafter-precision: found fp32, expected bf16, int8-weights, int4-weights with --compute bfloat16",
         ),
+        ({"target": "bf16"}, "--precision: found bf16, expected --compute bfloat16"),
     ],
 )
 def test_what_float16_does_not_go_with_is_refused(arguments: dict[str, str], message: str) -> None:

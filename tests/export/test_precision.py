@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -27,7 +28,7 @@ from lantern_rt.export.graph.precision import (
 )
 from lantern_rt.export.parity import Sessions, check_parity
 
-PRECISIONS = get_args(Precision)
+PRECISIONS = [name for name in get_args(Precision) if name != "bf16"]  # which float32 graphs do not have
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("int8", 127), ("int4", 7)])
@@ -104,7 +105,7 @@ def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Te
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match="--precision: found 'int4', expected one of fp32, fp16, bf16-safe, int8-"):
+    with pytest.raises(RequestError, match="--precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"):
         read_precisions("int4")
     with pytest.raises(RequestError, match="--drafter-precision: found 'half'"):
         read_precisions("fp32", "half")
@@ -131,6 +132,30 @@ def test_auto_multiplies_integers_where_the_processor_has_instructions_for_it(
     assert read_precisions("auto", compute="float16").target == "fp16"
     with pytest.raises(RequestError, match=r"--drafter-precision: found 'auto', expected one of fp32, .*, int8$"):
         read_precisions(None, "auto")
+
+
+@pytest.mark.parametrize("rule", ["bf16", "int8-weights", "int4-weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_graphs_of_bfloat16_compute_in_float32_with_what_is_stored(
+    tmp_path: Path, rule: Precision, dtype: torch.dtype
+) -> None:
+    graph = replace(stored(dtype), compute="bfloat16")
+    plan = plan_graph(graph, rule)
+    path = plan.write(tmp_path / "target.onnx")[0]
+    assert check_parity(graph, path, plan=plan) < 2e-5
+    found = onnx.load(path).graph.initializer
+    kinds = {
+        tensor.name.rpartition(".")[2]: tensor.data_type for tensor in found if tensor.name.startswith("layers.0.f")
+    }
+    halves = {TensorProto.BFLOAT16} if rule == "bf16" else {TensorProto.BFLOAT16, TensorProto.INT8, TensorProto.INT4}
+    assert set(kinds.values()) - {TensorProto.FLOAT} <= halves
+    assert ("bfloat16" in kinds) == (rule == "bf16")
+    if rule == "bf16" and dtype == torch.bfloat16:  # nothing is lost of a checkpoint of that type
+        plain = plan_graph(stored(dtype)).write(tmp_path / "plain.onnx")[0]
+        inputs = graph.cases["tree"]
+        np.testing.assert_allclose(
+            Sessions(path).run(inputs)["logits"], Sessions(plain).run(inputs)["logits"], atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("rule", PRECISIONS)

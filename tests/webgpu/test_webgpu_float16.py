@@ -38,7 +38,8 @@ def test_logits_are_the_cpus_up_to_what_float16_rounds(tmp_path: Path, precision
             sees[:, :, -nodes:] = np.tri(nodes)
             output = engine.run(Pass(np.tile(np.arange(nodes), (2, 1)), sees, tokens), cache)
         except EngineError as error:
-            assert "requires f16" in error.problem
+            if "requires f16" not in error.problem:
+                raise
             pytest.skip(error.problem)
         outputs.append((output.logits[:, :nodes], output.hidden[:, :nodes]))
     for found, expected in zip(*outputs, strict=True):
