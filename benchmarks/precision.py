@@ -57,7 +57,8 @@ def write_bundles(work: Path, precisions: Sequence[str]) -> dict[str, Path | str
         if missing:
             restore_work("scenes", checkpoints)
         for precision in missing:
-            write_scenes_bundle(checkpoints, paths[precision], False, lambda *_: None, precision=precision)
+            name, _, compute = precision.partition("+")
+            write_scenes_bundle(checkpoints, paths[precision], False, lambda *_: None, compute or "float32", name)
     return {"fp32": "scenes", **paths}
 
 
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="engine threads [default: one per core]")
     parser.add_argument("--turns", type=int, default=8, help="of whole images, for their speed")
     parser.add_argument("--images", type=int, default=64, help="of each method, for their quality")
-    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="with fp32 among them")
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="with fp32; perhaps +float16, +bfloat16")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="with ar among them")
     parser.add_argument("--work", type=Path, default=Path("work/precision"), help="folder for bundles")
     parser.add_argument("--smoke", action="store_true", help="few repeats of everything")

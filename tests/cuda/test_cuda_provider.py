@@ -6,6 +6,7 @@ No GPU and no values. Needs onnxruntime-gpu, a C compiler and binutils; one proc
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
 import sys
@@ -154,3 +155,25 @@ def test_memory_is_taken_as_it_is_asked_for() -> None:
         held = device.Device("cuda").zeros((3, 1 << 20), "float32")
     assert held.shape() == [3, 1 << 20]
     assert ops.bytes_held < 1.5 * 3 * (4 << 20), "not twice what was taken last"
+
+
+@pytest.mark.skipif("LANTERN_BUNDLES" not in os.environ, reason="needs what benchmarks/precision.py --work wrote")
+@pytest.mark.parametrize(
+    ("name", "kernel", "count"),
+    [
+        ("fp16+float16", "attention_kernel_batched_implI15AttentionKernelIN7cutlass6half_t", 1),
+        ("int8-weights+float16", "MatMulFloat8bKernelBatchedI6__half", 5),
+        ("int4-weights+float16", "MatMulFloat4BatchedKernelI6__half", 5),
+        ("bf16+bfloat16", "attention_kernel_batched_implI15AttentionKernelIN7cutlass10bfloat16_t", 1),
+    ],
+)
+def test_each_precision_has_its_kernels_in_every_layer(name: str, kernel: str, count: int) -> None:
+    folder = Path(os.environ["LANTERN_BUNDLES"]) / f"scenes-{name}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "check_provider", lambda name: None)
+        pipe = Pipeline.from_bundle(folder, provider="cuda")
+    run, layers = chains(pipe), pipe.bundle.manifest.target.num_layers
+    run(2, 2)  # four nodes of both rows; of many, integer weights are turned back first
+    with null_cuda.counting() as ops:
+        run(2, 2)
+    assert sum(found for call, found in ops.calls.items() if kernel in call) == count * layers

@@ -105,7 +105,9 @@ def test_what_float16_does_not_hold_stays_float32_or_is_refused(weight: torch.Te
 
 
 def test_an_unknown_precision_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RequestError, match="--precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"):
+    with pytest.raises(
+        RequestError, match="--precision: found 'int4', expected one of fp32, fp16, bf16-safe, bf16, int8-"
+    ):
         read_precisions("int4")
     with pytest.raises(RequestError, match="--drafter-precision: found 'half'"):
         read_precisions("fp32", "half")

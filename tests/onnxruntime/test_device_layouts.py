@@ -6,11 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from tiny_graphs import TINY
 from tiny_rig import drafter_spec_of, spec_of
 
@@ -18,6 +20,7 @@ from lantern_rt.engines.device_graph import device_graph
 from lantern_rt.engines.ort.session import load_session
 from lantern_rt.export import parity
 from lantern_rt.export.graph.graphs import HALF_TOLERANCE, Graph, in_half, target_graph, write_graph
+from lantern_rt.export.graph.precision import Rule
 from lantern_rt.export.models.decoder import Decoder, DecoderConfig
 from lantern_rt.export.models.eagle import EagleDrafter, drafter_graph
 
@@ -93,6 +96,31 @@ def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
         for key, expected in pairs.items():
             most = (HALF_TOLERANCE if half else 1e-4) * np.abs(expected).max()
             np.testing.assert_allclose(found[key], expected, rtol=0, atol=most, err_msg=f"{name}: {key}")
+
+
+@pytest.mark.parametrize("rule", ["bf16", "int4-weights"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_computed_in_bfloat16_it_is_what_the_past_first_graph_gives_up_to_rounding(
+    tmp_path: Path, config: DecoderConfig, drafts: bool, rule: Rule
+) -> None:
+    """By ONNX's reference evaluator: ONNX Runtime has it on GPUs alone."""
+    graph = replace(made(config, drafts), compute="bfloat16")
+    write_graph(graph, tmp_path, rule)
+    path = tmp_path / f"{graph.role}.onnx"
+    spec = (drafter_spec_of if drafts else spec_of)(config)
+    device, arrays = device_graph(path, spec, drafts, capacity=CAPACITY), dict(graph.cases["tree"])
+    assert device.dtype == "bfloat16"
+    past = [tensor.name for tensor in device.inputs if tensor.name.startswith("past_")]
+    feeds = side_by_side(arrays, past)
+    feeds |= {name: feeds[name].astype(ml_dtypes.bfloat16) for name in past}
+    model = onnx.load_from_string(device.model)
+    onnx.checker.check_model(model)
+    found = ReferenceEvaluator(model).run(["logits", "hidden_states"], feeds)
+    plain = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for array, expected in zip(found, plain.run(["logits", "hidden_states"], arrays), strict=True):
+        apart = np.abs(array - expected).max() / np.abs(expected).max()
+        assert 1e-4 < apart < 0.05  # 8 bits, not more
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["fused", "plain"])

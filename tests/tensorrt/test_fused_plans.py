@@ -33,7 +33,9 @@ class Step(NamedTuple):
     outputs: list[str]
 
 
-def write_decoder(folder: Path, layers: int, half: bool, drafts: bool) -> tuple[Path, DecoderSpec | DrafterSpec]:
+def write_decoder(
+    folder: Path, layers: int, compute: str, rule: str, drafts: bool
+) -> tuple[Path, DecoderSpec | DrafterSpec]:
     """A decoder of LlamaGen-XL's widths."""
     import torch
 
@@ -52,7 +54,8 @@ def write_decoder(folder: Path, layers: int, half: bool, drafts: bool) -> tuple[
     else:
         graph = target_graph(Decoder(config).eval(), torch.zeros(4, config.hidden_size))
         spec = DecoderSpec(**sizes, vocab_size=512, max_positions=config.positions)
-    (path, *_) = write_graph(in_half(graph) if half else graph, folder)
+    made: Any = in_half(graph) if compute == "float16" else replace(graph, compute=compute)
+    (path, *_) = write_graph(made, folder, rule)  # type: ignore[arg-type]
     return path, spec
 
 
@@ -105,14 +108,27 @@ def copies_of_past(steps: list[Step]) -> list[Step]:
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
-@pytest.mark.parametrize(("half", "most"), [(True, 12), (False, 15)], ids=["float16", "float32"])
-def test_a_decoder_layer_is_few_layers_of_a_plan(tmp_path: Path, drafts: bool, half: bool, most: int) -> None:
+@pytest.mark.parametrize(
+    ("compute", "rule", "most"),
+    [
+        ("float16", "fp16", 12),
+        ("float32", "fp32", 15),
+        ("bfloat16", "bf16", 12),
+        ("float16", "int4-weights", 13),
+        ("bfloat16", "int4-weights", 13),
+    ],
+)
+def test_a_decoder_layer_is_few_layers_of_a_plan(
+    tmp_path: Path, drafts: bool, compute: str, rule: str, most: int
+) -> None:
     counts = []
     for layers in (2, 4):
         (folder := tmp_path / str(layers)).mkdir()
-        steps = steps_of(*write_decoder(folder, layers, half, drafts), drafts)
+        steps = steps_of(*write_decoder(folder, layers, compute, rule, drafts), drafts)
         counts.append(len(steps))
-        if half:
+        if rule == "int4-weights":
+            assert sum("CastMulCastFc" in step.name for step in steps) >= 5 * layers  # products turn weights back
+        if compute != "float32":
             assert sum("_mha_" in step.name for step in steps) == layers  # attention is one kernel
         moved = copies_of_past(steps)  # laid out for the kernel, but only up to the last column that is seen
         assert [step.name for step in moved if "Slic" not in step.name] == []
