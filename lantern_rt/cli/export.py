@@ -63,14 +63,14 @@ def export(
         str | None,
         typer.Option(
             help="How weights are stored: fp32, fp16, bf16-safe, int8 (the fastest, for CPUs only), int8-weights, "
-            "int4-weights, or auto: what is fastest on this processor. [default: fp32]"
+            "int4-weights, or auto: what is fastest on this processor. [default: as --compute]"
         ),
     ] = None,
     drafter_precision: Annotated[
         str | None, typer.Option(help="The same for the drafter. [default: --precision]")
     ] = None,
     compute: Annotated[
-        str, typer.Option(help="What target and drafter compute in: float32, or float16 for GPUs.")
+        str, typer.Option(help="What target and drafter compute in: float32, or for GPUs float16 or bfloat16.")
     ] = "float32",
     force: ForceOption = False,
 ) -> None:

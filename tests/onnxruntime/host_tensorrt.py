@@ -23,7 +23,7 @@ import onnxruntime
 from lantern_rt.engines.trt.builder import Inputs
 
 Array = np.ndarray[Any, Any]
-_TYPES = {"float": "FLOAT", "float16": "HALF", "int32": "INT32", "int64": "INT64"}
+_TYPES = {"float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64"}
 _NUMPY = {"FLOAT": np.float32, "HALF": np.float16, "INT32": np.int32, "INT64": np.int64}
 _NODES = ("rows", "nodes")
 _FREE = ("entries", "earlier", "earlier rows")
@@ -63,6 +63,7 @@ class _Type(Enum):
     HALF = 2
     INT64 = 3
     INT32 = 4
+    BF16 = 5
 
 
 class _Allocation(Enum):

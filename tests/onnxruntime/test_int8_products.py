@@ -75,3 +75,8 @@ def test_a_drafter_of_integers_runs_on_cpus_alone_as_well(t2i_products_bundle: P
     with pytest.raises(RequestError):
         check_products(mixed, "onnxruntime-cuda")
     check_products(mixed, "onnxruntime-cuda", "onnxruntime-cpu")
+    target = target.model_copy(update={"precision": "int4-weights", "dtype": "bfloat16"})
+    mixed = replace(bundle, manifest=bundle.manifest.model_copy(update={"target": target, "drafter": None}))
+    check_products(mixed, "tensorrt-rtx")
+    with pytest.raises(RequestError, match="bfloat16"):
+        check_products(mixed, "onnxruntime-cuda")

@@ -32,7 +32,7 @@ USED = {
     ],
     "ExecutionContextAllocationStrategy": ["ON_PROFILE_CHANGE"],
     "TensorIOMode": ["INPUT", "OUTPUT"],
-    "DataType": ["FLOAT", "HALF", "INT32", "INT64"],
+    "DataType": ["FLOAT", "HALF", "BF16", "INT32", "INT64"],
     "ILogger": ["ERROR", "INTERNAL_ERROR"],
     "BuilderFlag": ["TF32"],
 }  # fmt: skip
