@@ -1,4 +1,4 @@
-"""Bundles that compute in float16 on WebGPU, where the device does: SwiftShader does not, Mesa's lavapipe does."""
+"""Precisions on WebGPU: float16 where the device has it, which SwiftShader has not and Mesa's lavapipe has."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ except EngineError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "int8-weights", "int4-weights"])
-def test_logits_are_the_cpus_up_to_what_float16_rounds(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    "names", ["float16 fp16", "float16 int8-weights", "float16 int4-weights", "float32 int4-weights", "bfloat16 bf16"]
+)
+def test_logits_are_the_cpus_up_to_what_float16_rounds(tmp_path: Path, names: str) -> None:
     from random_bundle import Shape, random_bundle
     from torch import float32
 
     from lantern_rt.export.graph.graphs import HALF_TOLERANCE
 
-    shape = Shape(3, 4, 256, 512, 512, grid=4, dtype=float32, vq_width=32)
-    folder = random_bundle(shape, tmp_path / "bundle", "float16", precision)
-    outputs = []
+    shape = Shape(2, 4, 256, 512, 512, grid=4, dtype=float32, vq_width=32)
+    folder, nodes = random_bundle(shape, tmp_path / "bundle", *names.split()), 6
+    tokens, outputs = np.arange(2 * nodes).reshape(2, nodes), []
     for provider in ("webgpu", "cpu"):
-        engine, nodes = Pipeline.from_bundle(folder, provider=provider).engines.target, 6
-        tokens = np.arange(2 * nodes).reshape(2, nodes)
+        engine = Pipeline.from_bundle(folder, provider=provider).engines.target
         try:
             cache = engine.new_cache(2, 32)
             sees = np.zeros((2, nodes, engine.next_past_length(cache, nodes) + nodes), bool)
