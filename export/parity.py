@@ -7,7 +7,7 @@ the module are converted where they are used, and large graphs run from the mapp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..engines.device_graph import device_graph
 from ..engines.host import import_onnxruntime
 from ..errors import BundleError, ParityError
 from ..inputs import reading
+from ..output.images import to_image
 from ..runtime.engine import Pass
 from .checkpoints.deferred import computed, deferred
 from .graph.graphs import Arrays, Graph
@@ -40,6 +41,7 @@ _LEAST_TOLERANCE = 1e-4  # absolute up to values of 1, relative to a tensor's la
 _ROUNDINGS = 32  # random encoders of 8 to 16 layers were up to 10 times as far apart in ONNX Runtime and PyTorch
 _LEAST_HALF = -6e4  # a mask's lowest number in float16
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads", "head_dim", "vocab_size")
+MOST_LEVELS, LEAST_PSNR = 1.0, 40.0  # of pictures by integers: see `picture_difference`
 LARGE = 1 << 28  # bytes of weights above which a graph runs from the mapped file, on two cases
 
 
@@ -75,6 +77,30 @@ def check_parity(graph: Graph, path: Path, plan: GraphFile | None = None, progre
             f"differs from the checkpoint by more than {tolerance:g}: {', '.join(wrong)}", field=path.name
         )
     return max(apart for apart, _ in worst.values())
+
+
+def check_pictures(graph: Graph, path: Path, progress: Progress = silent) -> None:
+    """As `check_parity`, of an image decoder in int8, by its pictures. Raises: ParityError, BundleError."""
+    levels, psnr = picture_difference(compare(graph, path, [*graph.cases], progress=progress))
+    if levels > MOST_LEVELS or psnr < LEAST_PSNR:
+        raise ParityError(
+            field=f"{path.name} in int8",
+            found=f"pictures {levels:.2f} levels of 255 apart from the checkpoint's, {psnr:.1f} dB",
+            expected=f"at most {MOST_LEVELS:g}, and {LEAST_PSNR:g} dB",
+            remedy="export it with --vq-precision fp32",
+        )
+
+
+def picture_difference(pairs: Iterable[tuple[str, Arrays, Arrays]]) -> tuple[float, float]:
+    """Mean difference in levels, and peak signal-to-noise ratio in dB, of pictures; pairs: as of `compare`."""
+    apart = [
+        np.asarray(to_image(one), np.float64).ravel() - np.asarray(to_image(other), np.float64).ravel()
+        for _, outputs, expected in pairs
+        for one, other in zip(outputs["images"], expected["images"], strict=True)
+    ]
+    levels = np.concatenate(apart)
+    error = max(float(np.square(levels).mean()), 1e-9)
+    return float(np.abs(levels).mean()), float(10 * np.log10(255**2 / error))
 
 
 def compare(

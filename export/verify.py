@@ -29,7 +29,17 @@ from .checkpoints.deferred import computed
 from .graph.graphs import HIDDEN, Arrays, Graph
 from .graph.precision import Precisions
 from .neighbours import neighbour_table
-from .parity import Sessions, compare, difference, narrowed, tolerance_of, widened
+from .parity import (
+    LEAST_PSNR,
+    MOST_LEVELS,
+    Sessions,
+    compare,
+    difference,
+    narrowed,
+    picture_difference,
+    tolerance_of,
+    widened,
+)
 from .progress import silent
 from .writer import Model
 
@@ -72,7 +82,8 @@ class Verification:
     tensors: the largest `difference` of each output of a graph over all cases, and of each array; `limit` is None
     where it is shown but not judged. distributions: those of a decoder's tokens, over all `nodes` of all cases, at
     temperature 1 without guidance. `agreement`: the share of nodes whose likeliest token is the same, near ties
-    included; divergences are KL(reference || bundle) in nats.
+    included; divergences are KL(reference || bundle) in nats. pictures: those of an image decoder in int8, as
+    `picture_difference` has them.
     """
 
     bundle: str
@@ -81,11 +92,12 @@ class Verification:
     precision: str
     tensors: list[dict[str, Any]] = field(default_factory=list)
     distributions: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
         """Whether everything is within its limits."""
-        return all(row["passed"] for row in (*self.tensors, *self.distributions))
+        return all(row["passed"] for row in (*self.tensors, *self.distributions, *self.pictures))
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
@@ -138,6 +150,12 @@ def verify(
                 pairs: Iterable[tuple[str, Arrays, Arrays]] = [_evaluate(path, manifest)]
             else:
                 pairs = compare(graph, path, [*graph.cases], integers=precision == "int8", progress=progress)
+            if role == "vq_decoder" and manifest.vq_precision == "int8":
+                levels, psnr = picture_difference(pairs)
+                limits = {"levels_limit": MOST_LEVELS, "psnr_limit": LEAST_PSNR}
+                passed = levels <= MOST_LEVELS and psnr >= LEAST_PSNR
+                result.pictures.append({"graph": role, "levels": levels, "psnr": psnr, **limits, "passed": passed})
+                continue
             add_graph(role, pairs, precision, 0 if graph is None else tolerance_of(graph), result)
     return result
 

@@ -25,10 +25,11 @@ from ..errors import CheckpointError, OutputError
 from ..output.files import check_new_folder, existing_parent, folder_or_nothing
 from .checkpoints.deferred import computed
 from .checkpoints.hub import cached_origin
+from .convolutions import CALIBRATION, calibrate, quantise_convolutions
 from .graph.graphs import Graph, in_half, plan_graph
 from .graph.precision import Precisions
 from .neighbours import MOST, neighbour_table
-from .parity import check_parity
+from .parity import check_parity, check_pictures
 from .progress import count_megabytes, silent
 
 _MANIFEST = "bundle.json"
@@ -119,6 +120,9 @@ def export_model(
         del table  # it is large
         for graph in graphs:
             plan, file = plans.pop(graph.role), f"{graph.role}.onnx"
+            integers = graph.role == "vq_decoder" and rounding.vq == "int8"
+            if integers:
+                quantise_convolutions(plan, calibrate(graph, len(model.codebook), progress))
             try:
                 files = plan.write(folder / file, count_megabytes(f"writing {file}", plan.size, progress))
             except CheckpointError as error:  # about a weight by our name of it
@@ -126,7 +130,10 @@ def export_model(
                 error.field = checkpoint.error(error.field).field if checkpoint else f"weight {error.field}"
                 raise
             paths |= dict(zip((graph.role, f"{graph.role}.data"), files, strict=False))
-            check_parity(graph, files[0], plan, progress)
+            if integers:
+                check_pictures(graph, files[0], progress)
+            else:
+                check_parity(graph, files[0], plan, progress)
         paths["code_embeddings"] = folder / "code_embeddings.npy"
         np.save(paths["code_embeddings"], np.ascontiguousarray(computed(model.code_embeddings).float().numpy()))
         for role, (file, content) in model.files.items():
@@ -142,12 +149,14 @@ def export_model(
             "name": name or output.resolve().name,
             **model.fields,
             "target": target.model_copy(update={"precision": rounding.of("target"), "dtype": rounding.compute}),
+            "vq_precision": rounding.vq,
             "drafter": drafter and drafter.model_copy(update={"precision": rounding.of("drafter")}),
             "provenance": {
                 "exporter": f"lantern-rt {__version__}",
                 "sources": sources,
                 "licence": model.licence,
                 "weights": model.weights,
+                "calibration": CALIBRATION if rounding.vq == "int8" else None,
             },
         }
         hashed = _hashed("files", paths.values(), progress)

@@ -63,7 +63,7 @@ def import_polygraphy(name: str) -> Callable[[str], Any]:
 def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: Path) -> list[Inputs] | None:
     """Write `<role>.onnx`, what a plan is built from, beside a link to its weights; returns what its inputs may be.
 
-    None for an image decoder for several sizes: the CPU runs that.
+    None for an image decoder for several sizes, or of integers: the CPU runs that.
     """
     manifest, path, entries = bundle.manifest, bundle.path(role), 0
     if spec := {"target": manifest.target, "drafter": manifest.drafter}.get(role):
@@ -72,7 +72,7 @@ def write_graph(bundle: Bundle, role: str, profiles: Sequence[Profile], folder: 
         if role == "target":
             prefixes = entries * max(profile.rows[2] for profile in profiles)
             entries = max(spec.vocab_size, 1 + (manifest.row_end or 0), prefixes)
-    elif manifest.sizes:
+    elif manifest.sizes or manifest.vq_precision == "int8":
         return None
     else:
         model, inputs = path.read_bytes(), [Tensor("codes", ("int64",), (None, manifest.codes_per_image))]

@@ -36,6 +36,7 @@ _ALIGNMENT = 4096
 # along the inputs, and are turned back.
 Storage = Literal["float32", "float16", "bfloat16", "int8", "int4", "columns"]
 Compute = Literal["float32", "float16", "bfloat16"]
+VQPrecision = Literal["fp32", "int8"]
 # `lossless`: float16 where that holds the weight exactly. Recorded as fp32, since it computes the same.
 Rule = Precision | Literal["lossless"]
 
@@ -59,13 +60,15 @@ class Precisions:
     """What the user chose. The drafter follows the target unless it has a precision of its own.
 
     compute: what target and drafter compute in; what they do not store as integers they store in it. lossless: graphs
-    that are not rounded store in float16 what it holds exactly.
+    that are not rounded store in float16 what it holds exactly. vq: what most of the image decoder's convolutions
+    multiply.
     """
 
     target: Precision = "fp32"
     drafter: Precision | None = None
     compute: Compute = "float32"
     lossless: bool = False
+    vq: VQPrecision = "fp32"
 
     def of(self, role: str) -> Precision:
         """The precision of a graph; image tokenizers are small and sensitive, and stay float32."""
@@ -81,7 +84,9 @@ class Precisions:
         return "lossless" if self.lossless and precision == "fp32" else precision
 
 
-def read_precisions(target: str | None = None, drafter: str | None = None, compute: str = "float32") -> Precisions:
+def read_precisions(
+    target: str | None = None, drafter: str | None = None, compute: str = "float32", vq: str = "fp32"
+) -> Precisions:
     """Precisions by the names that users give them; by default what is computed with is stored.
 
     `auto` is `int8` where this processor multiplies integers, with which it was the fastest at every size and number
@@ -89,6 +94,8 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
     """
     if compute not in get_args(Compute):
         raise RequestError(f"--compute: found {compute!r}, expected float32, float16 or bfloat16")
+    if vq not in get_args(VQPrecision):
+        raise RequestError(f"--vq-precision: found {vq!r}, expected fp32 or int8")
     usual = _USUAL[compute]
     if target == "auto":
         best = "int8" if _INTEGER_PRODUCTS & set(processor().split()) else "fp32"
@@ -101,7 +108,8 @@ def read_precisions(target: str | None = None, drafter: str | None = None, compu
         if value == "bf16" != usual or (compute != "float32" and value not in takes):
             expected = "--compute bfloat16" if value == "bf16" else f"{', '.join(takes[1:])} with --compute {compute}"
             raise RequestError(f"--{option}: found {value}, expected {expected}")
-    return Precisions(cast(Precision, target or usual), cast(Precision | None, drafter), cast(Compute, compute))
+    stored = (cast(Precision, target or usual), cast(Precision | None, drafter))
+    return Precisions(*stored, cast(Compute, compute), vq=cast(VQPrecision, vq))
 
 
 def storage(weight: Tensor, matrix: bool, rule: Rule, compute: Compute = "float32") -> Storage:

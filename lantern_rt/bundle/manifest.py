@@ -215,12 +215,16 @@ class Source(Part):
 
 
 class Provenance(Part):
-    """Who made the bundle, from what, under which licence; `weights`: those taken of files with both, if chosen."""
+    """Who made the bundle, from what, under which licence; `weights`: those taken of files with both, if chosen.
+
+    calibration: of an image decoder in int8, what its ranges were found on.
+    """
 
     exporter: str
     sources: tuple[Source, ...] = ()
     licence: str
     weights: Literal["model", "ema"] | None = None
+    calibration: str | None = None
 
 
 class Manifest(Part):
@@ -234,6 +238,7 @@ class Manifest(Part):
     default; none where all pictures have that. `row_end`: the token that follows every row of codes but the last, and
     is no choice: a row of `code_embeddings` behind those of codes. `presets`: the methods of the qualities `balanced`
     and `fast`, as far as `lantern-rt eval --write-presets` has measured them; `strict` is any exact method.
+    `vq_precision`: what the image decoder's convolutions multiply.
     """
 
     format_version: str
@@ -250,6 +255,7 @@ class Manifest(Part):
     target: DecoderSpec
     drafter: DrafterSpec | None = None
     condition: ConditionSpec
+    vq_precision: Literal["fp32", "int8"] = "fp32"
     sampling: Sampling
     decoding: DecodingDefaults
     presets: dict[Quality, Preset] = {}

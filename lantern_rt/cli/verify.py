@@ -105,7 +105,11 @@ def _match(manifest: Manifest, checkpoints: list[str]) -> dict[str, Any]:
 
 def _tables(result: Verification) -> Iterator[tuple[str, list[list[str]]]]:
     """Title of each table, and its rows as text, the header first."""
-    for title, found in (("Token distributions", result.distributions), ("Tensors", result.tensors)):
+    for title, found in (
+        ("Token distributions", result.distributions),
+        ("Pictures", result.pictures),
+        ("Tensors", result.tensors),
+    ):
         if found:
             header = [name.replace("_", " ") for name in found[0]]
             yield title, [header, *([_text(value) for value in row.values()] for row in found)]

@@ -1,0 +1,95 @@
+"""Image decoders of integers: pictures near float32's, sums that no order changes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from checkpoint_copies import C2I, EMU3, VQ, VQGAN, Weights, config_of, edited
+from goldens import observed
+
+from lantern_rt.bundle.manifest import Manifest
+from lantern_rt.cli.main import run_program
+from lantern_rt.export.convolutions import calibrate, quantise_convolutions
+from lantern_rt.export.families.common import vq_graphs
+from lantern_rt.export.families.emu3 import read_emu3
+from lantern_rt.export.graph.graphs import Graph, plan_graph
+from lantern_rt.export.models.llamagen_vq import read_vq, read_vqgan
+from lantern_rt.export.parity import compare, picture_difference
+
+
+def calm(weights: Weights) -> None:
+    """Have residual blocks change little, as those of trained decoders do: eight bits then suffice."""
+    for name, weight in weights.items():
+        if "decoder" in name and (".conv2." in name or "proj_out" in name):
+            weight.mul_(0.03)
+
+
+def decoder(family: str) -> Graph:
+    if family == "emu3":
+        graphs = read_emu3(EMU3, grid=4).graphs
+    else:
+        graphs = vq_graphs(read_vq(VQ)[0] if family == "llamagen" else read_vqgan(VQGAN).vq, 4)
+    return next(graph for graph in graphs if graph.role == "vq_decoder")
+
+
+@pytest.mark.parametrize("family", ["llamagen", "chameleon", "emu3"])
+def test_pictures_by_integers_are_near_the_checkpoints_and_no_order_of_sums_changes_them(
+    tmp_path: Path, family: str
+) -> None:
+    graph, path = decoder(family), tmp_path / "vq_decoder.onnx"
+    calm(graph.module.state_dict())
+    plan = plan_graph(graph)
+    quantise_convolutions(plan, calibrate(graph, 96))
+    plan.write(path)
+    levels, psnr = picture_difference(compare(graph, path, [*graph.cases]))
+    assert levels < 2
+    assert psnr > 40
+    model = onnx.load(path)
+    onnx.checker.check_model(model)
+    kernels = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    exact = [node for node in model.graph.node if node.op_type == "Conv" and node.input[1] in kernels][:-1]
+    assert max(np.abs(kernel).max() for name, kernel in kernels.items() if name.endswith(".int8")) == 64
+    feeds = dict(next(iter(graph.cases.values())))
+    values = observed(path, [name for node in exact for name in (node.input[0], node.output[0])], feeds)
+    for node, read, given in zip(exact, values[::2], values[1::2], strict=True):
+        kernel, bias = (torch.from_numpy(kernels[name].astype(np.float64)) for name in node.input[1:])
+        pads = next(attribute.ints for attribute in node.attribute if attribute.name == "pads")
+        wide = F.conv2d(torch.from_numpy(read.astype(np.float64)), kernel, bias, padding=pads[0])
+        np.testing.assert_array_equal(given, wide.numpy())  # a sum in float64 that float32 holds: never rounded
+
+
+def test_onnx_runtime_multiplies_integers(tmp_path: Path) -> None:
+    graph = decoder("llamagen")
+    plan = plan_graph(graph)
+    quantise_convolutions(plan, calibrate(graph, 96))
+    options: Any = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    onnxruntime.InferenceSession(plan.write(tmp_path / "vq_decoder.onnx")[0], options)
+    ops = [node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node]
+    assert ops.count("QLinearConv") == sum(name.endswith(".int8") for name in plan.weights) > 20
+
+
+def test_a_bundle_says_what_its_image_decoder_multiplies_and_verify_judges_its_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [C2I, edited(tmp_path, VQ, calm), config_of(C2I)]
+    export = ["export", "--target", C2I, "--config", files[2], "--vq-precision", "int8", "--vq"]
+    assert run_program([str(word) for word in (*export, VQ, "--output", tmp_path / "bundle")]) == 2
+    assert not (tmp_path / "bundle").exists()
+    assert "vq_decoder.onnx in int8: found pictures" in capsys.readouterr().err  # of random weights
+    assert run_program([str(word) for word in (*export, files[1], "--output", tmp_path / "bundle")]) == 0
+    manifest = Manifest.model_validate_json((tmp_path / "bundle/bundle.json").read_text())
+    assert (manifest.vq_precision, manifest.provenance.calibration) == ("int8", "8 pictures of random codes")
+    capsys.readouterr()
+    for checkpoints, code in (([], 0), (files, 0), ([C2I, VQ, files[2]], 2)):
+        assert run_program([str(word) for word in ("verify", tmp_path / "bundle", *checkpoints, "--json")]) == code
+        (row,) = json.loads(capsys.readouterr().out)["pictures"]
+        assert row["passed"] == (code == 0) == (row["levels"] <= 1 and row["psnr"] >= 40)
