@@ -78,7 +78,7 @@ def quantise_convolutions(plan: GraphFile, ranges: dict[str, tuple[Range, Range]
         if node.op_type != "Conv" or node is convolutions[-1]:
             written.extend([] if node.output[0] in doubled else [node])
             continue
-        source, kernel, result = node.input[0], node.input[1], node.output[0]
+        (source, kernel, bias), (result,) = node.input, node.output
         read, given = ranges[kernel]
         node.input[0] = f"{node.name}.read"
         if source in swishes:
@@ -89,7 +89,7 @@ def quantise_convolutions(plan: GraphFile, ranges: dict[str, tuple[Range, Range]
             written.extend(_eight_bits(plan, node.output[0], result, given))
             continue
         after = _halve(plan, node) if source in doubled else []
-        step = _coarsen(plan, *node.input[1:], max(map(abs, read)))
+        step = _coarsen(plan, kernel, bias, max(map(abs, read)))
         written.extend([*_multiples(plan, doubled.get(source, source), node.input[0], step), node, *after])
 
 
@@ -148,10 +148,10 @@ def _halve(plan: GraphFile, node: NodeProto) -> list[NodeProto]:
     Each of a pixel's four copies sees two by two different ones: 16 products instead of 36. The convolution makes all
     four, at the corners of pixels, from the lower right one on; what lies outside the picture is cut off.
     """
-    kernel, bias, result = *node.input[1:], node.output[0]
+    (_, kernel, bias), (result,) = node.input, node.output
     quarters = [computed(plan.weights[kernel]).float()]
     for axis in (2, 3):
-        taps = [part.split(1, axis) for part in quarters]
+        taps = [part.chunk(3, axis) for part in quarters]
         pairs = [pair for a, b, c in taps for pair in ((a + b, c), (a, b + c))]
         quarters = [torch.cat(pair, axis) for pair in pairs]
     plan.weights[kernel], plan.weights[bias] = torch.cat(quarters), computed(plan.weights[bias]).repeat(4)
