@@ -11,6 +11,7 @@ from goldens import GUIDED, Arrays, Run, close, golden, guide, manifest
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
+from lantern_rt import Pipeline
 from lantern_rt.export.parity import Sessions
 
 INPUTS = {"c2i": {"class_ids": "class_ids"}, "t2i": {"caption_embeds": "caption_emb", "caption_mask": "emb_mask"}}
@@ -103,6 +104,19 @@ def test_greedy_ids_are_reproduced_token_by_token(official: tuple[Path, str], na
     np.testing.assert_array_equal(np.stack(ids, 1), target.golden[f"greedy_ids_{name}"])
     if name == "cfg4":
         close(np.stack(mixed, 1), target.golden["greedy_logits_cfg4"], GUIDED)
+
+
+def test_without_guidance_an_image_is_one_row_and_has_the_recorded_ids(
+    c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, arrays, rows = Pipeline.from_bundle(c2i_bundle, threads=1), golden("llamagen-c2i"), []
+    run = pipe.engines.target.run
+    monkeypatch.setattr(
+        pipe.engines.target, "run", lambda batch, cache: rows.append(len(batch.positions)) or run(batch, cache)
+    )
+    result = pipe(class_ids=arrays["class_ids"].tolist(), cfg_scale=1.0, temperature=0, method="ar")
+    np.testing.assert_array_equal(np.reshape(result.codes, (3, -1)), arrays["greedy_ids_cfg1"])
+    assert set(rows) == {len(arrays["class_ids"])}
 
 
 def test_padding_is_reproduced_zeroed_and_counts_where_the_mask_says_so(t2i_bundle: Path) -> None:
