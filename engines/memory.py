@@ -35,8 +35,9 @@ def weight_bytes(bundle: Bundle, role: str) -> int:
     Raises: BundleError: the graph cannot be read, or claims what no file holds.
     """
     manifest = bundle.manifest
-    precision = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
-    if precision is not None and precision.precision in (*INTEGERS, PRODUCTS):
+    decoder = {"target": manifest.target, "drafter": manifest.drafter}.get(role)
+    precision = decoder.precision if decoder else manifest.vq_precision if role == "vq_decoder" else None
+    if precision in (*INTEGERS, PRODUCTS):
         return sum(entry.bytes for name, entry in manifest.files.items() if name in (role, f"{role}.data"))
     path = bundle.path(role)
     try:
