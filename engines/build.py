@@ -7,14 +7,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ..bundle.files import Bundle
+from ..errors import EngineError
 from ..output.files import check_new_folder, folder_or_nothing
 from .contracts import Progress
 from .engine_folder import ENGINE_FILE, FORMAT_VERSION, KIND, BuiltGraph, EngineManifest, file_blake2b
 from .gpu import find_gpu
 from .memory import check_products
-from .profiles import BuildOptions, profiles
-from .trt.backend import find_backend
-from .trt.builder import RTX, build_plan, by_hand, write_graph
+from .profiles import RTX, BuildOptions, profiles
+from .trt.builder import build_plan, by_hand, import_library, write_graph
+
+ROLES = ("target", "drafter", "vq_decoder")
 
 
 def build_engines(
@@ -45,28 +47,27 @@ def build_engines(
         RequestError: an option does not fit.
         OutputError: the folder cannot be written.
     """
-    backend = find_backend(options.backend)
-    check_products(bundle, backend.name)
-    gpu = None if backend.name == RTX else find_gpu()
-    capabilities = options.compute_capabilities if dry_run else backend.compute_capabilities(options)
-    command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend.name]
+    backend, gpu = options.backend, None if options.backend == RTX else find_gpu()
+    check_products(bundle, backend)
+    capabilities = options.compute_capabilities if dry_run else compute_capabilities(options)
+    command = ["lantern-rt", "build-engine", bundle_name, "--backend", backend]
     command += ["--max-rows", str(options.max_rows), "--max-nodes", str(options.max_nodes)]
     for name in options.compute_capabilities:
         command += ["--compute-capability", name]
-    version = "none" if dry_run else backend.version()
+    version = "none" if dry_run else str(import_library(backend).__version__)
     check_new_folder(output, force, ENGINE_FILE, KIND)
     with folder_or_nothing(output, force, ENGINE_FILE, KIND) as folder:
         graphs, lines = dict[str, BuiltGraph](), list[str]()
-        for role in (role for role in backend.roles if role in bundle.manifest.files):
+        for role in (role for role in ROLES if role in bundle.manifest.files):
             start, shapes = time.perf_counter(), profiles(bundle.manifest, role, options)
             inputs = write_graph(bundle, role, shapes, folder)
             if inputs is None:
                 continue
-            lines += by_hand(backend.name, bundle, role, inputs, capabilities, output)
+            lines += by_hand(backend, bundle, role, inputs, capabilities, output)
             if dry_run:
                 continue
             graph = folder / f"{role}.onnx"
-            plan = build_plan(backend.name, graph, inputs, capabilities, say)
+            plan = build_plan(backend, graph, inputs, capabilities, say)
             graphs[role] = BuiltGraph(
                 path=plan.name,
                 blake2b=file_blake2b(plan),
@@ -77,7 +78,7 @@ def build_engines(
             )
         manifest = EngineManifest(
             format_version=FORMAT_VERSION,
-            backend=backend.name,
+            backend=backend,
             builder_version=version,
             compute_capabilities=capabilities,
             gpu=gpu.name if gpu else None,
@@ -90,3 +91,15 @@ def build_engines(
         )
         (folder / ENGINE_FILE).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
     return manifest, lines
+
+
+def compute_capabilities(options: BuildOptions) -> tuple[str, ...]:
+    """Those asked for, which only TensorRT-RTX builds ahead of time for, or that of this host's GPU."""
+    if options.compute_capabilities:
+        return tuple(name.upper() for name in options.compute_capabilities)
+    if gpu := find_gpu():
+        return (gpu.compute_capability,)
+    remedy = "build on the host that will run the engines, or with --backend tensorrt-rtx"
+    if options.backend == RTX:
+        remedy = "give --compute-capability, such as SM89"
+    raise EngineError(field=options.backend, found="no NVIDIA GPU and driver", remedy=remedy)

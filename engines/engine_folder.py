@@ -21,7 +21,7 @@ from ..bundle.files import Bundle
 from ..bundle.manifest import Part
 from ..errors import EngineError
 from ..inputs import brief, explain, read_plain_file, reading, short
-from .profiles import Profile
+from .profiles import BACKENDS, Profile
 
 ENGINE_FILE, KIND = "engine.json", "engine folder"
 FORMAT_VERSION = "5.0"
@@ -54,7 +54,7 @@ class EngineManifest(Part):
     """
 
     format_version: str
-    backend: str
+    backend: Annotated[str, Field(pattern=f"^({'|'.join(BACKENDS)})$")]
     builder_version: str
     compute_capabilities: tuple[str, ...]
     gpu: str | None

@@ -16,7 +16,7 @@ from .host import import_onnxruntime, thread_count
 from .memory import INTEGERS, PRODUCTS, check_products
 from .ort.backend import OrtGraphs
 from .ort.providers import AUTO, DEFAULT_PROVIDER, IMAGE_DECODER, ON_CPU, Providers, automatic
-from .trt.backend import find_backend
+from .trt.backend import open_plans
 
 # Of a CPU that computes in float32; the largest measured with the embedded model was 6.1e-5 nats.
 ROUNDING = 1e-4
@@ -77,7 +77,7 @@ class Engines:
         if folder is None:
             self._graphs = OrtGraphs(bundle, self.threads, providers)
         else:
-            self._graphs = find_backend(folder.manifest.backend).open(bundle, folder, self.threads)
+            self._graphs = open_plans(bundle, folder, self.threads)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
         self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest), self.picture_threads)

@@ -10,8 +10,11 @@ from pydantic import Field
 
 from ..bundle.manifest import Manifest, Part
 from ..errors import RequestError
+from ..inputs import short
 from .kv_cache import SPAN_STEP, round_up
 
+RTX = "tensorrt-rtx"
+BACKENDS = ("tensorrt", RTX)
 Size = Annotated[int, Field(ge=0, le=1 << 24)]
 Range = tuple[Size, Size, Size]  # smallest, the one to tune for, largest
 
@@ -36,7 +39,7 @@ class BuildOptions:
         compute_capabilities: GPUs such as `SM89`, of backend `tensorrt-rtx`; none: that of this host.
 
     Raises:
-        RequestError: a number is out of range, or GPUs are named for the other backend.
+        RequestError: no such backend, a number out of range, or GPUs named for the other backend.
     """
 
     backend: str
@@ -45,11 +48,13 @@ class BuildOptions:
     compute_capabilities: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise RequestError(field="backend", found=short(self.backend), expected=f"one of {', '.join(BACKENDS)}")
         for name, value, low in (("max_rows", self.max_rows, 1), ("max_nodes", self.max_nodes, 2)):
             if not low <= value <= 4096:
                 raise RequestError(field=name, found=str(value), expected=f"{low} .. 4096")
-        if self.compute_capabilities and self.backend != "tensorrt-rtx":
-            raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected="tensorrt-rtx")
+        if self.compute_capabilities and self.backend != RTX:
+            raise RequestError(field="compute_capability", found=f"backend {self.backend}", expected=RTX)
 
 
 def capacity_of(built: Sequence[Profile]) -> int:

@@ -1,8 +1,4 @@
-"""TensorRT and TensorRT-RTX as backends: plans to engines, through the API both share.
-
-TensorRT builds on and for the GPU of this host; TensorRT-RTX builds ahead of time for the compute capabilities asked
-for, on a host without any GPU.
-"""
+"""Plans of TensorRT and TensorRT-RTX to engines, through the API both share."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from typing import Any
 
 from ...bundle.files import Bundle
 from ...bundle.manifest import DecoderSpec, DrafterSpec
-from ...errors import EngineError, RequestError
-from ...inputs import short
+from ...errors import EngineError
 from ...runtime.engine import Engine, Floats
 from ..contracts import Function, Tensor
 from ..engine_folder import EngineFolder
@@ -21,19 +16,11 @@ from ..gpu import Stream, find_gpu
 from ..ort.backend import OrtGraphs
 from ..ort.device import Device
 from ..ort.providers import ON_CPU
-from ..profiles import BuildOptions
-from .builder import MODULES, RTX, import_library
+from .builder import import_library
 from .engine import TensorRTEngine, TensorRTFunction
 from .plan import Kernels, Plan
 
 MEMORY = "cuda"  # the provider of ONNX Runtime whose memory plans run on
-
-
-def find_backend(name: str) -> TensorRTBackend:
-    """The backend of a name; its library need not be installed. Raises: RequestError if there is none."""
-    if name not in MODULES:
-        raise RequestError(field="backend", found=short(name), expected=f"one of {', '.join(MODULES)}")
-    return TensorRTBackend(name)
 
 
 class TensorRTGraphs(OrtGraphs):
@@ -67,47 +54,24 @@ class TensorRTGraphs(OrtGraphs):
         return Plan(self._library, plans.path(role), profiles, plans.rebuild, Stream(), self._kernels)
 
 
-class TensorRTBackend:
-    """Builds and opens plans with the library of one of the two names, `tensorrt` and `tensorrt-rtx`."""
+def open_plans(bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
+    """The plans on the first GPU; the condition graph on the CPU.
 
-    roles = ("target", "drafter", "vq_decoder")  # the graphs it builds
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def version(self) -> str:
-        """The installed library's version. Raises: EngineError with the command that installs it."""
-        return str(import_library(self.name).__version__)
-
-    def compute_capabilities(self, options: BuildOptions) -> tuple[str, ...]:
-        """Those asked for, or that of this host's GPU."""
-        if options.compute_capabilities:
-            return tuple(name.upper() for name in options.compute_capabilities)
-        if gpu := find_gpu():
-            return (gpu.compute_capability,)
-        remedy = "build on the host that will run the engines, or with --backend tensorrt-rtx"
-        if self.name == RTX:
-            remedy = "give --compute-capability, such as SM89"
-        raise EngineError(field=self.name, found="no NVIDIA GPU and driver", remedy=remedy)
-
-    def open(self, bundle: Bundle, folder: EngineFolder, threads: int) -> OrtGraphs:
-        """The plans on the first GPU; the condition graph on the CPU.
-
-        Raises:
-            EngineError: the plans are not this bundle's, library's or GPU's, or altered.
-        """
-        library, gpu = import_library(self.name), find_gpu()
-        built_for = folder.manifest.compute_capabilities
-        if gpu is None:
-            raise EngineError(
-                field=str(folder.folder),
-                found="no NVIDIA GPU and driver",
-                expected=f"a GPU of {', '.join(built_for)}",
-                remedy="run without --engines, or on a host that has one",
-            )
-        if gpu.compute_capability not in built_for:
-            raise folder.other(f"engines for {', '.join(built_for)}", f"{gpu.compute_capability}, the GPU of this host")
-        if folder.manifest.gpu not in (None, gpu.name):
-            raise folder.other(f"engines for {folder.manifest.gpu}", f"{gpu.name}, the GPU of this host")
-        folder.check(bundle, self.version())
-        return TensorRTGraphs(library, bundle, folder, threads)
+    Raises:
+        EngineError: the plans are not this bundle's, library's or GPU's, or altered.
+    """
+    library, gpu, built = import_library(folder.manifest.backend), find_gpu(), folder.manifest
+    built_for = ", ".join(built.compute_capabilities)
+    if gpu is None:
+        raise EngineError(
+            field=str(folder.folder),
+            found="no NVIDIA GPU and driver",
+            expected=f"a GPU of {built_for}",
+            remedy="run without --engines, or on a host that has one",
+        )
+    if gpu.compute_capability not in built.compute_capabilities:
+        raise folder.other(f"engines for {built_for}", f"{gpu.compute_capability}, the GPU of this host")
+    if built.gpu not in (None, gpu.name):
+        raise folder.other(f"engines for {built.gpu}", f"{gpu.name}, the GPU of this host")
+    folder.check(bundle, str(library.__version__))
+    return TensorRTGraphs(library, bundle, folder, threads)

@@ -23,14 +23,13 @@ from ...output.files import cache_folder
 from ..contracts import Progress, Tensor
 from ..device_graph import WORD, device_graph
 from ..gpu import find_gpu
-from ..profiles import Profile, capacity_of
+from ..profiles import BACKENDS, RTX, Profile, capacity_of
 from .plan import first
 
 Shape = tuple[int, ...]
 Bounds = tuple[Shape, Shape, Shape]  # smallest, the one to tune for, largest
 Inputs = dict[str, Bounds]  # of a graph, in one profile
-RTX = "tensorrt-rtx"
-MODULES = {"tensorrt": "tensorrt", RTX: "tensorrt_rtx"}
+MODULES = {name: name.replace("-", "_") for name in BACKENDS}
 
 
 def import_library(name: str, module: str | None = None) -> Any:
@@ -175,8 +174,10 @@ def by_hand(
         for which, word in enumerate(("min", "opt", "max")):
             sizes = {tensor: [*map(str, bounds[which])] for tensor, bounds in inputs.items()}
             listed = [f"{one}:[{','.join(size)}]" for one, size in sizes.items()]
-            run += [f"--trt-{word}-shapes", *listed, *(["--input-shapes", *listed] if which == number == 1 else [])]
+            run += [f"--trt-{word}-shapes", *listed]
             build.append(f"--{word}Shapes=" + ",".join(f"{one}:{'x'.join(size)}" for one, size in sizes.items()))
+    for inputs in shapes[-1:]:  # what is run: the largest profile's best
+        run += ["--input-shapes", *(f"{one}:[{','.join(map(str, bounds[1]))}]" for one, bounds in inputs.items())]
     return [shlex.join(run), shlex.join(build)]
 
 

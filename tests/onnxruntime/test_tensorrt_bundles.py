@@ -62,7 +62,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
         return write_plan(graph, inputs, graph.with_suffix(".plan"))
 
     monkeypatch.setattr(build_module, "build_plan", build)
-    monkeypatch.setattr(tensorrt_backend, "import_library", lambda name: library)
+    for module in (build_module, tensorrt_backend):
+        monkeypatch.setattr(module, "import_library", lambda name: library)
     monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM89", "L4"))
     monkeypatch.setattr(tensorrt_backend, "MEMORY", "cpu")
     monkeypatch.setattr(tensorrt_backend, "Stream", HostStream)

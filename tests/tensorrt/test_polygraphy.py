@@ -41,10 +41,15 @@ def janus_bundle(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", ["t2i_drafter", "t2i_half", "anole", "lumina", "emu3", "janus"])
 def test_both_layouts_are_sound_and_fully_supported(
-    family: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from polygraphy.logger import G_LOGGER
 
+    monkeypatch.setattr(G_LOGGER, "use_python_logging_system", False)  # which builds turn on
     bundle = open_bundle(request.getfixturevalue(f"{family}_bundle"))
     built = tmp_path / "engines"
     build_engines(bundle, "it", RTX, built, False, lambda what, done, total: None, dry_run=True)

@@ -15,14 +15,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from lantern_rt.bundle.files import Bundle, open_bundle
-from lantern_rt.engines.build import build_engines
+from lantern_rt.engines import build as build_module
+from lantern_rt.engines.build import build_engines, compute_capabilities
 from lantern_rt.engines.engine_folder import open_engine_folder
 from lantern_rt.engines.gpu import Gpu, find_gpu
 from lantern_rt.engines.loader import Engines
 from lantern_rt.engines.profiles import BuildOptions, Profile
-from lantern_rt.engines.trt import backend as tensorrt_backend
-from lantern_rt.engines.trt.backend import TensorRTBackend
-from lantern_rt.engines.trt.builder import MODULES, build_plan, ranges, write_graph
+from lantern_rt.engines.trt.builder import MODULES, build_plan, import_library, ranges, write_graph
 from lantern_rt.errors import EngineError, LanternError, RequestError
 
 RTX = BuildOptions("tensorrt-rtx", max_rows=2, max_nodes=8, compute_capabilities=("SM89", "SM120"))
@@ -68,19 +67,18 @@ def test_a_missing_library_comes_with_the_command_that_installs_it(
 ) -> None:
     for found in (None, ModuleType(module)):  # nothing; a folder that is called like it
         monkeypatch.setitem(sys.modules, module, found)
-        error = refusal(TensorRTBackend(name).version)
+        error = refusal(lambda: import_library(name))
         assert error.remedy == f"install it with `pip install 'lantern-rt[{name}]'`"
 
 
 def test_the_gpu_of_the_host_is_built_for_unless_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: None)
+    monkeypatch.setattr(build_module, "find_gpu", lambda: None)
     for name in MODULES:
-        error = refusal(lambda name=name: TensorRTBackend(name).compute_capabilities(BuildOptions(name)))
+        error = refusal(lambda name=name: compute_capabilities(BuildOptions(name)))
         assert error.found == "no NVIDIA GPU and driver"
-    monkeypatch.setattr(tensorrt_backend, "find_gpu", lambda: Gpu("13.0", "SM90", "NVIDIA H100"))
-    backend = TensorRTBackend("tensorrt")
-    assert backend.compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
-    assert TensorRTBackend("tensorrt-rtx").compute_capabilities(RTX) == ("SM89", "SM120")
+    monkeypatch.setattr(build_module, "find_gpu", lambda: Gpu("13.0", "SM90", "NVIDIA H100"))
+    assert compute_capabilities(BuildOptions("tensorrt")) == ("SM90",)
+    assert compute_capabilities(RTX) == ("SM89", "SM120")
 
 
 def test_shapes_of_graph_inputs_follow_the_profile() -> None:
