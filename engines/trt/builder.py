@@ -126,7 +126,7 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
     tf32 = library.BuilderFlag.TF32  # float32 is what a float32 bundle promises
     config = trt.PostprocessConfig(config, lambda builder, network, config: config.clear_flag(tf32))
     network = trt.SetDecomposableAttentions(trt.NetworkFromOnnxPath(str(graph)))
-    logging.getLogger("Polygraphy").addHandler(errors)
+    logging.getLogger("Polygraphy").addFilter(errors)
     try:
         with warnings.catch_warnings(action="ignore"):  # Polygraphy calls what TensorRT-RTX has deprecated
             plan = trt.EngineBytesFromNetwork(network, config, save_timing_cache=timings)()
@@ -138,7 +138,7 @@ def build_plan(name: str, graph: Path, shapes: Sequence[Inputs], gpus: Sequence[
         remedy = "try smaller --max-rows or --max-nodes, or by hand: --dry-run prints how"
         raise EngineError(problem, field=graph.name, remedy=remedy) from error
     finally:
-        logging.getLogger("Polygraphy").removeHandler(errors)
+        logging.getLogger("Polygraphy").removeFilter(errors)
     file = graph.with_suffix(".plan")
     file.write_bytes(memoryview(plan))
     return file
@@ -181,15 +181,17 @@ def by_hand(
     return [shlex.join(run), shlex.join(build)]
 
 
-class _Errors(logging.Handler):
-    """Keeps the errors that are logged."""
+class _Errors(logging.Filter):
+    """Keeps the errors that are logged, of which an EngineError tells; nothing is printed."""
 
     def __init__(self) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__()
         self.said: list[str] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            self.said.append(record.getMessage())
+        return False
 
 
 def make_monitor(library: Any, what: str, say: Progress) -> Any:
