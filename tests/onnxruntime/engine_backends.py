@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,7 +99,7 @@ class SmallModel:
         bundle: Any = SimpleNamespace(path=lambda name: self.folder / names[name], manifest=specs)
         library = HostLibrary() if on_host else builder.import_library(name)
         device = Device("cpu" if on_host else MEMORY)
-        (folder := self.folder / where / name).mkdir(parents=True)
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
             inputs, graph, gpu = (

@@ -98,6 +98,7 @@ def test_a_cache_written_side_by_side_gives_what_the_past_first_graph_gives(
             np.testing.assert_allclose(found[key], expected, rtol=0, atol=most, err_msg=f"{name}: {key}")
 
 
+@pytest.mark.skipif(onnx.__version__ < "1.23", reason="its evaluator has no sums of bfloat16")
 @pytest.mark.parametrize("rule", ["bf16", "int4-weights"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
