@@ -82,7 +82,7 @@ def mutants(node: ast.AST) -> Iterator[ast.expr]:
 def _left_alone(parent: ast.AST, node: ast.AST) -> bool:
     """Guards of what holds anyway, what errors and annotations say, and numbers of which another is as good."""
     if isinstance(node, ast.keyword):
-        return node.arg in ("strict", "frozen", "init", "repr", "eq")
+        return node.arg in ("strict", "frozen", "init", "repr", "eq") or ast.unparse(node) == "copy=False"  # costs time
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift):  # 1 << 20: no limit; or 2 << 3, a tag
         return isinstance(node.left, ast.Constant)
     if isinstance(parent, ast.Module) and isinstance(node, ast.Assign):  # MOST = 64: how much is done at once, or kept
