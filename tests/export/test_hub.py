@@ -300,6 +300,7 @@ def program(endpoint: str, tmp_path: Path) -> Iterator[Program]:
     REPOSITORIES.pop("owner/pushed", None)
 
 
+@pytest.mark.slow
 def test_a_pushed_bundle_draws_its_cards_pictures_elsewhere_and_without_the_hub(
     program: Program, tmp_path: Path
 ) -> None:
@@ -336,6 +337,7 @@ def test_what_somebody_changed_on_the_hub_is_refused(program: Program, tmp_path:
         assert (code, found in line) == (2, True), line
 
 
+@pytest.mark.slow
 def test_refusals_of_the_hub_are_told_in_a_line(program: Program, tmp_path: Path) -> None:
     folder = make_tiny_bundle(tmp_path / "tiny", "class")
     stranger = tmp_path / "stranger.png"

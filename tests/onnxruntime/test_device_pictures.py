@@ -16,7 +16,7 @@ from lantern_rt.runtime.grid import Raster
 from lantern_rt.runtime.scheduler import Scheduler
 from lantern_rt.runtime.state import Request
 
-LENGTH = 80  # codes of each picture: five rows
+LENGTH = 48  # codes of each picture: three rows
 RASTER = Raster(LENGTH, 16)
 PROMPTS = ["a red sphere on sand", "a blue cube on grass at night", "a cone"]
 SEEDS = [3, 4, 5]  # no choice of theirs is a near tie: rounding turns none

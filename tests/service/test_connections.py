@@ -21,6 +21,7 @@ def connect(server: RunningServer, text: bytes = b"") -> socket.socket:
     return made
 
 
+@pytest.mark.slow
 def test_more_silent_connections_than_files_leave_room_for_others(
     start: Callable[..., RunningServer], tiny_folder: Path
 ) -> None:

@@ -11,6 +11,7 @@ from lantern_rt import EngineError, Pipeline
 from lantern_rt.runtime.engine import Pass
 
 pytest.importorskip("torch", reason="needs lantern-rt[export]")
+pytest.importorskip("onnxruntime_ep_webgpu", reason="needs lantern-rt[webgpu]")
 
 
 @pytest.mark.parametrize(
