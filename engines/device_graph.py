@@ -86,9 +86,7 @@ class _Writer(DecoderWriter):
         capacity: int | None,
     ) -> None:
         names = (f"layers.0.attention.out.weight{kind}" for kind in ("", ".bfloat16", ".scales"))
-        out = next(
-            (weights[name] for name in names if name in weights), None
-        )  # half where it is of what is computed in
+        out = next((weights[name] for name in names if name in weights), None)  # half where the graph computes in it
         graph = GraphWriter({"": 23, "com.microsoft": 1} if capacity is None else {"": 24})
         heads = spec.hidden_size // spec.head_dim
         dtype = out.dtype if out is not None and out.dtype in ("float16", "" if plain else "bfloat16") else "float32"

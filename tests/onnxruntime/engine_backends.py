@@ -102,11 +102,8 @@ class SmallModel:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
 
         def engine(role: str, spec: DecoderSpec | DrafterSpec, table: NDArray[np.float32] | None) -> TensorRTEngine:
-            inputs, graph, gpu = (
-                builder.write_graph(bundle, role, PROFILES, folder),
-                folder / f"{role}.onnx",
-                find_gpu(),
-            )
+            inputs, graph = builder.write_graph(bundle, role, PROFILES, folder), folder / f"{role}.onnx"
+            gpu = find_gpu()
             assert inputs is not None
             if gpu is None or on_host:
                 plan = write_plan(graph, inputs, graph.with_suffix(".plan"))
