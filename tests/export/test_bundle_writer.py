@@ -151,15 +151,17 @@ def stop(error: BaseException) -> Callable[..., None]:
 
 KILLED = """
 import sys, time
-from lantern_rt.cli.main import main
-from lantern_rt.export import writer
+from pathlib import Path
+from lantern_rt.cli import main as program
+from lantern_rt.output.files import folder_or_nothing
 
-def wait(*_, **__):
-    print("half-written", flush=True)
-    time.sleep(60)
+def write(arguments):
+    with folder_or_nothing(Path(*arguments), False, "bundle.json", "bundle"):
+        print("half-written", flush=True)
+        time.sleep(60)
 
-writer.check_parity = wait
-main(sys.argv[1:])
+program.run_program = write
+program.main(sys.argv[1:])
 """
 
 
@@ -168,8 +170,7 @@ def test_a_terminated_export_leaves_nothing_and_a_killed_one_until_the_next(
     tmp_path: Path, number: signal.Signals, code: int, stays: int
 ) -> None:
     goal = tmp_path / "bundles/toy"
-    command = ["export", "--target", C2I, "--vq", VQ, "--config", C2I.with_name("config.json"), "--output", goal]
-    with subprocess.Popen([sys.executable, "-c", KILLED, *map(str, command)], stdout=subprocess.PIPE) as program:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(goal)], stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == b"half-written\n"
         (partial,) = (tmp_path / "bundles").iterdir()

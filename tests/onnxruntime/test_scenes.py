@@ -5,9 +5,6 @@ A seed names a picture: under every exact method, in any batch, on any number of
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +16,7 @@ from lantern_rt.auto.memory import image_bytes
 from lantern_rt.cli.memory import PeakMemory
 from lantern_rt.requests import resolve_settings
 
-METHODS = ("ar", "eagle", "lantern", "lantern++", "sjd")
+RELAXED = ("lantern", "lantern++")
 TREES = ["eagle:tree=chain-3", "eagle:tree=mc-25", "eagle:tree=dynamic-16"]
 EXACT = [*TREES, "sjd:window=3", "sjd:window=7", "sjd:window=15"]
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}]
@@ -52,10 +49,10 @@ def pipe(pipes: dict[int, Pipeline]) -> Pipeline:
 
 
 class Batches:
-    """Three prompts drawn together, once for every method: several tests look at the same pictures."""
+    """Two prompts drawn together, once for every method: several tests look at the same pictures."""
 
-    texts: ClassVar = ["a red cube on sand at sunset", "a red cube on sand at night", "a cube on grass"]
-    seeds: ClassVar = [5, 6, 7]
+    texts: ClassVar = ["a red cube on grass at sunset", "a red cube on sand at night"]
+    seeds: ClassVar = [5, 6]
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
@@ -68,20 +65,19 @@ class Batches:
 
 
 @pytest.fixture(scope="module")
-def batches(pipe: Pipeline) -> Batches:
-    return Batches(pipe)
+def batches(pipes: dict[int, Pipeline]) -> Batches:
+    return Batches(pipes[1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["sjd", *RELAXED])
 def test_a_prompt_among_others_gives_its_own_codes(pipe: Pipeline, batches: Batches, method: str) -> None:
     alone = pipe(batches.texts[1], seed=batches.seeds[1], method=method)
-    assert alone.codes[0].tolist() == batches[method].codes[1].tolist()
+    np.testing.assert_array_equal(alone.codes[0], batches[method].codes[1])
 
 
-def test_greedy_eagle_and_sjd_give_the_codes_of_greedy_ar(pipe: Pipeline, prompts: list[str]) -> None:
-    plain = drawn(pipe, prompts[:2], 2, method="ar", temperature=0)
-    for method in ("eagle", "sjd"):
-        np.testing.assert_array_equal(drawn(pipe, prompts[:2], 2, method=method, temperature=0), plain)
+@pytest.mark.parametrize("method", ["eagle", "sjd"])
+def test_exact_methods_have_the_codes_of_ar_in_batches(batches: Batches, method: str) -> None:
+    np.testing.assert_array_equal(batches[method].codes, batches["ar"].codes)
 
 
 @pytest.mark.slow
@@ -93,14 +89,13 @@ def test_greedy_eagle_gives_the_codes_of_greedy_ar_for_fifty_prompts(
     np.testing.assert_array_equal(exact, drawn(pipe, prompts, 10, method="ar", temperature=0))
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}])
-def test_two_prompts_have_the_same_codes_under_every_exact_method(
+@pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}, {"temperature": 0}], ids=str)
+def test_filtered_and_greedy_codes_are_the_same_under_exact_methods_on_any_number_of_threads(
     pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:
-    expected = drawn(pipes[2], prompts[:2], 2, method="ar", **options)
-    for method in ("eagle:tree=chain-3", "eagle:tree=dynamic-16", "sjd:window=7"):
-        np.testing.assert_array_equal(drawn(pipes[2], prompts[:2], 2, method=method, **options), expected)
-    np.testing.assert_array_equal(drawn(pipes[1], prompts[:1], 1, method="ar", **options), expected[:1])
+    expected = drawn(pipes[1], prompts[:1], 1, method="ar", **options)
+    for method, threads in (("eagle:tree=dynamic-16", 1), ("sjd:window=7", 2)):
+        np.testing.assert_array_equal(drawn(pipes[threads], prompts[:1], 1, method=method, **options), expected)
 
 
 @pytest.mark.slow
@@ -124,38 +119,27 @@ def test_batches_and_threads_do_not_move_a_bit(pipes: dict[int, Pipeline], promp
 
 
 def test_relaxed_methods_commit_several_codes_a_pass(pipe: Pipeline, prompts: list[str], batches: Batches) -> None:
-    window = pipe(prompts[:3], seed=3, method="sjd", lambda_=2.0)
+    window = pipe(prompts[0], seed=3, method="sjd", lambda_=2.0)
     for stats in (batches["lantern"].stats, batches["lantern++"].stats, window.stats):
         assert stats.tokens_per_forward_pass > 1.5
         assert stats.realised_tvd > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ar", *RELAXED])
 def test_a_sunset_is_redder_than_a_night_and_grass_is_green(batches: Batches, method: str) -> None:
-    sunset, night, grass = batches[method].images
+    sunset, night = batches[method].images
     sky = [np.asarray(image)[: image.height * 5 // 16].mean((0, 1)) for image in (sunset, night)]
     assert sky[0][0] > sky[1][0] + 60
-    red, green, blue = np.asarray(grass)[-grass.height // 8 :].mean((0, 1))
+    red, green, blue = np.asarray(sunset)[-sunset.height // 8 :].mean((0, 1))
     assert green > red
     assert green > blue
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's record of peak memory")
-def test_one_image_takes_less_than_400_megabytes() -> None:
-    program = (
-        "from lantern_rt import Pipeline\n"
-        "Pipeline.from_bundle('scenes')('a red sphere on sand at night', seed=1)\n"
-        "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(found.stdout.split()[1]) < 400 * 1024  # kilobytes
 
 
 @pytest.mark.parametrize(
     "method", ["sjd:window=31", *(pytest.param(m, marks=pytest.mark.slow) for m in ("ar", "eagle:tree=dynamic-32-6-6"))]
 )
 def test_what_an_image_is_said_to_take_is_what_it_takes(pipe: Pipeline, method: str) -> None:
-    images, settings = 6, resolve_settings(pipe.bundle.manifest, {"method": method})
+    images, settings = 4, resolve_settings(pipe.bundle.manifest, {"method": method})
     pipe("a red cube", method=method)
     with PeakMemory() as peak:
         before = peak.bytes

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from running_server import GENERATIONS, RunningServer, events, until
 
-from lantern_rt import AsyncPipeline, Pipeline, open_bundle
+from lantern_rt import AsyncPipeline, Pipeline
 from lantern_rt.runtime.scheduler import Scheduler
 from lantern_rt.serve import images
 from lantern_rt.serve.app import make_app
@@ -148,43 +148,39 @@ def test_answers_carry_safe_headers_and_other_sites_may_not_read_them(tiny: Runn
     assert b"<script>" not in body
 
 
-def test_named_sites_may_ask(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    server = start(tiny_folder, "--threads", 1, "--cors", "https://example.org")
-    _, headers, _ = server.request("GET", "/v1/models", headers={"origin": "https://example.org"})
+@pytest.fixture(scope="module")
+def several(start: Callable[..., RunningServer], tiny_folder: Path, lumina_bundle: Path) -> RunningServer:
+    """A server of two models, the second of several sizes, whose answers another site may read."""
+    return start(tiny_folder, lumina_bundle, "--threads", 1, "--cors", "https://example.org")
+
+
+def test_named_sites_may_ask(several: RunningServer) -> None:
+    _, headers, _ = several.request("GET", "/v1/models", headers={"origin": "https://example.org"})
     assert headers["access-control-allow-origin"] == "https://example.org"
-    _, headers, _ = server.request("GET", "/v1/models", headers={"origin": "https://example.com"})
+    _, headers, _ = several.request("GET", "/v1/models", headers={"origin": "https://example.com"})
     assert "access-control-allow-origin" not in headers
     asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
     asked["access-control-request-headers"] = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
-    assert server.request("OPTIONS", GENERATIONS, headers=asked)[0] == 200
+    assert several.request("OPTIONS", GENERATIONS, headers=asked)[0] == 200
 
 
-def test_two_models_are_served_by_name(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    server = start(tiny_folder, "scenes", "--threads", 1)
-    assert [model["id"] for model in server.get("/v1/models")[1]["data"]] == ["tiny", "scenes"]
-    side = open_bundle("scenes").manifest.image_width
-    for asked, size in (({}, "24x24"), ({"model": "scenes"}, f"{side}x{side}")):
-        status, answer = server.post({"prompt": "red cube on sand", **asked})
-        assert (status, answer["size"]) == (200, size)
-        assert answer["lantern"]["model"] == asked.get("model", "tiny")
-
-
-def test_a_model_of_several_sizes_draws_the_one_that_is_asked_for(
-    start: Callable[..., RunningServer], lumina_bundle: Path
-) -> None:
-    server = start(lumina_bundle, "--threads", 1)
-    described = server.get("/v1/models")[1]["data"][0]["lantern"]
+def test_two_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several: RunningServer) -> None:
+    models = several.get("/v1/models")[1]["data"]
+    assert [model["id"] for model in models] == ["tiny", "tiny-lumina"]
+    described = models[1]["lantern"]
     assert (described["size"], described["sizes"][0], len(described["sizes"])) == ("96x96", "128x32", 8)
     for asked, size, pixels in (
-        ({}, "96x96", (24, 24)),
-        ({"size": "auto"}, "96x96", (24, 24)),
-        ({"size": "64x128"}, "64x128", (16, 32)),
+        ({"prompt": "red cube"}, "24x24", (24, 24)),
+        ({"model": "tiny-lumina"}, "96x96", (24, 24)),
+        ({"model": "tiny-lumina", "size": "auto"}, "96x96", (24, 24)),
+        ({"model": "tiny-lumina", "size": "64x128"}, "64x128", (16, 32)),
     ):
-        status, answer = server.post({"prompt": "a red fox", "method": "ar", **asked})
+        status, answer = several.post({"prompt": "a red fox", "method": "ar", **asked})
         assert (status, answer["size"]) == (200, size)
+        assert answer["lantern"]["model"] == asked.get("model", "tiny")
         with Image.open(BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))) as image:
             assert image.size == pixels
-    status, answer = server.post({"prompt": "a red fox", "size": "512x512"})
+    status, answer = several.post({"model": "tiny-lumina", "prompt": "a red fox", "size": "512x512"})
     assert (status, answer["error"]["param"]) == (400, "size")
     assert answer["error"]["message"].startswith("size: found '512x512', expected 128x32, 128x64, 96x64")
 

@@ -21,7 +21,7 @@ from lantern_rt.bundle.manifest import FileEntry
 from lantern_rt.cli.main import run_program
 from lantern_rt.serve.state import read_keys
 
-SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 4}
+SLOW = {"prompt": "a red sphere on sand", "method": "ar", "n": 2}
 
 
 def asking(server: RunningServer, asked: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
@@ -54,7 +54,7 @@ def test_a_server_that_is_terminated_finishes_what_it_draws(server: RunningServe
     assert (status, answer["error"]["code"]) == (503, "draining")
     thread.join()
     assert found[0][0] == 200
-    assert len(found[0][1]["data"]) == 4
+    assert len(found[0][1]["data"]) == 2
     assert server.process.wait(30) == 0
     assert "Traceback" not in server.log
 

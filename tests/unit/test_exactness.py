@@ -62,16 +62,11 @@ def p_value(counts: NDArray[np.int64], joint: NDArray[np.float64]) -> float:
 
 SAMPLINGS = {
     "plain": Sampling(),
-    "guided, temperature 0.7": Sampling(cfg_scale=2.0, temperature=0.7),
     "temperature 1.3, top-k 2": Sampling(temperature=1.3, top_k=2),
     "guided, temperature 1.4, top-p 0.9": Sampling(cfg_scale=1.5, temperature=1.4, top_p=0.9),
 }
 METHODS: dict[str, MethodConfig] = {
     "ar": Ar(),
-    "balanced-25": Eagle(tree="balanced-25"),
-    "chain-3": Eagle(tree="chain-3"),
-    "dynamic-10-3-3": Eagle(tree="dynamic-10-3-3"),
-    "sjd, window 3": Sjd(window=3),
     "by rejection, static tree": LanternPlusPlus(tree=BUSHY, neighbors=2, lambda_=NOTHING),
     "by rejection, dynamic tree": Lantern(tree="dynamic-8-3-2", neighbors=2, delta=1e-12),
     "by rejection, window 2": Sjd(window=2, neighbors=2, lambda_=NOTHING),
@@ -114,12 +109,12 @@ def test_draws_have_the_exact_joint_distribution_at_200_000_draws(
     top_k=st.sampled_from([0, 1, 5]),
     top_p=st.sampled_from([1.0, 0.8, 0.3]),
 )
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_every_exact_method_gives_the_codes_of_ar(
     seed: int, table: int, agreement: float, temperature: float, cfg_scale: float, top_k: int, top_p: float
 ) -> None:
     sampling = Sampling(cfg_scale=cfg_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-    model, prompts = make_model(9, 25, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
+    model, prompts = make_model(9, 16, seed=table, agreement=agreement), [make_prompt(i) for i in range(3)]
     seeds = [seed, (seed + 1) % 2**64, seed // 2]
 
     plain = codes_of(decode(model, prompts, seeds, sampling, Ar()), 3)
@@ -139,11 +134,16 @@ def test_changing_between_exact_methods_after_any_pass_changes_no_code(order: li
     assert codes == codes_of(decode(model, prompts, range(3), SAMPLINGS[sampling], Ar()), 3)
 
 
-def test_codes_of_neighbouring_seeds_are_independent() -> None:
-    codes = drawn(toy(), Sampling(), Ar(), range(8_001))[:, 0]
+def p_value_of_neighbours(seeds: range) -> float:
+    """Whether codes of neighbouring seeds are independent."""
+    codes = drawn(toy(1), Sampling(), Ar(), seeds)[:, 0]
     table = np.zeros((3, 3))
     np.add.at(table, (codes[:-1], codes[1:]), 1)
-    assert chi2_contingency(table).pvalue > 0.001
+    return float(chi2_contingency(table).pvalue)
+
+
+def test_codes_of_neighbouring_seeds_are_independent() -> None:
+    assert p_value_of_neighbours(range(8_001)) > 0.001
 
 
 def noise_that_forgets_the_position(patch: pytest.MonkeyPatch) -> None:
@@ -159,11 +159,7 @@ def noise_that_forgets_the_seed(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("slip", [noise_that_forgets_the_position, noise_that_forgets_the_seed])
 def test_the_tests_catch_noise_that_comes_twice(slip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slip(monkeypatch)
-    joint = p_value_of("ar", "plain", range(4_000))
-    codes = drawn(toy(), Sampling(), Ar(), range(4_001))[:, 0]
-    table = np.zeros((3, 3))
-    np.add.at(table, (codes[:-1], codes[1:]), 1)
-    assert min(joint, chi2_contingency(table).pvalue) < 1e-6
+    assert min(p_value_of("ar", "plain", range(1_000)), p_value_of_neighbours(range(1_000))) < 1e-6
 
 
 @pytest.mark.parametrize("forgotten", ["to take q away", "to remove a refused code"])
