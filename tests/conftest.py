@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,19 @@ def _own_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANTERN_RT_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `lantern-rt` in an empty folder; exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    from lantern_rt.cli.main import run_program
+
+    def program(*arguments: object) -> tuple[int, str, str]:
+        code = run_program([str(one) for one in arguments])
+        return code, *capsys.readouterr()
+
+    return program
 
 
 # ---------------------------------------------------------------- exporting once
@@ -96,12 +110,7 @@ def _exported(
 
 
 def _llamagen(
-    fixture: str,
-    about: str,
-    target: str,
-    drafter: bool = False,
-    compute: str = "float32",
-    precision: str | None = None,
+    fixture: str, about: str, target: str, drafter: bool = False, compute: str = "float32", precision: str | None = None
 ) -> Callable[[pytest.TempPathFactory], Path]:
     """A fixture of the session that exports LlamaGen."""
 

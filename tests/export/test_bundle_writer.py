@@ -94,12 +94,7 @@ def test_any_modules_become_a_bundle_that_opens(tmp_path: Path) -> None:
     assert bundle.code_embeddings.shape == (16, 8)
     assert bundle.neighbors.shape == (16, 15)
     assert [p.name for p in tmp_path.iterdir()] == ["toy"]
-    assert said[:4] == [
-        "preparing graphs",
-        "sorting neighbours",
-        "writing target.onnx (MB)",
-        "comparing target.onnx",
-    ]
+    assert said[:4] == ["preparing graphs", "sorting neighbours", "writing target.onnx (MB)", "comparing target.onnx"]
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path) -> None:

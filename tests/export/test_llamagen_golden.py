@@ -90,22 +90,6 @@ def test_teacher_forced_logits_and_hidden_states_are_reproduced(official: tuple[
     close(Target(*official, guided=False).forced()[0], target.golden["tf_logits_nocfg"])
 
 
-@pytest.mark.parametrize(("name", "scale"), [("cfg4", 4.0), ("cfg7_5", 7.5), ("cfg1", None)])
-def test_greedy_ids_are_reproduced_token_by_token(official: tuple[Path, str], name: str, scale: float | None) -> None:
-    target = Target(*official, guided=scale is not None)
-    ids: list[np.ndarray] = []
-    mixed: list[np.ndarray] = []
-    out = target.out
-    while len(ids) < target.golden["tokens"].shape[1]:
-        logits = out["logits"][:, -1]
-        mixed.append(logits if scale is None else guide(logits, scale))
-        ids.append(mixed[-1].argmax(-1))
-        out = target.feed(ids[-1][:, None])
-    np.testing.assert_array_equal(np.stack(ids, 1), target.golden[f"greedy_ids_{name}"])
-    if name == "cfg4":
-        close(np.stack(mixed, 1), target.golden["greedy_logits_cfg4"], GUIDED)
-
-
 def test_without_guidance_an_image_is_one_row_and_has_the_recorded_ids(
     c2i_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

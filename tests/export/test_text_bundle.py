@@ -103,39 +103,36 @@ def test_a_batch_of_prompts_gives_the_codes_of_its_embeddings(
         np.testing.assert_array_equal(codes, plain(embeddings=given, method="ar", **GREEDY).codes[0])
 
 
-def test_the_command_line_draws_a_prompt(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_program(["run", str(bundle), PROMPTS[0], "--seed", "3", "--json"]) == 0
-    (image,) = json.loads(capsys.readouterr().out)["images"]
+def test_the_command_line_draws_a_prompt(program: Any, bundle: Path) -> None:
+    (image,) = json.loads(program("run", bundle, PROMPTS[0], "--seed", 3, "--json")[1])["images"]
     assert image["prompt"] == PROMPTS[0]
-    assert (tmp_path / image["output"]).is_file()
+    assert Path(image["output"]).is_file()
     assert image["codes"] == Pipeline.from_bundle(bundle)(PROMPTS[0], seed=3).codes[0].tolist()
 
 
 def test_a_bundle_agrees_with_its_text_encoder_and_with_no_other(
-    bundle: Path, encoder: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    program: Any, bundle: Path, encoder: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    files = ["verify", str(bundle), str(TEXT), str(VQ), str(DRAFTER)]
-    assert run_program([*files, str(encoder[0]), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["tensors"]
+    files = ["verify", bundle, TEXT, VQ, DRAFTER]
+    code, out, _ = program(*files, encoder[0], "--json")
+    rows = json.loads(out)["tensors"]
+    assert code == 0
     assert {row["tensor"] for row in rows if row["graph"] == "condition"} == {"prefix_embeds", "uncond_embeds"}
     other = copied(encoder[0], tmp_path, lambda w: w["encoder.final_layer_norm.weight"].mul_(1.1))
-    assert run_program([*files, str(other), "--json"]) == 2
-    rows = json.loads(capsys.readouterr().out)["tensors"]
+    code, out, _ = program(*files, other, "--json")
+    assert code == 2
+    rows = json.loads(out)["tensors"]
     assert [row["tensor"] for row in rows if not row["passed"]] == ["prefix_embeds"]
 
 
-def test_an_encoder_that_makes_much_of_rounding_is_verified_as_it_was_exported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_that_makes_much_of_rounding_is_verified_as_it_was_exported(program: Any, tmp_path: Path) -> None:
     save_t5(tmp_path / "t5", num_layers=8, d_ff=64, num_heads=4, d_kv=64)
     copied(tmp_path / "t5", tmp_path / "half", lambda w: w.update({name: one.half() for name, one in w.items()}))
     files = ["--target", TEXT, "--vq", VQ, "--text-encoder", tmp_path / "half", "--output", tmp_path / "bundle"]
-    assert run_program(["export", *map(str, files)]) == 0
-    assert run_program(["verify", *map(str, [tmp_path / "bundle", TEXT, VQ, tmp_path / "half"]), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["tensors"]
+    assert program("export", *files)[0] == 0
+    code, out, _ = program("verify", tmp_path / "bundle", TEXT, VQ, tmp_path / "half", "--json")
+    rows = json.loads(out)["tensors"]
+    assert code == 0
     (row,) = (row for row in rows if row["tensor"] == "prefix_embeds")
     assert 1e-4 < row["difference"] < row["limit"]
 

@@ -41,15 +41,9 @@ ANOLE_FILES = [ANOLE, VQGAN, ANOLE_DRAFTER]
 GRAPHS = {"target", "drafter", "condition", "vq_decoder", "vq_encoder"}
 
 
-def program(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = run_program([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
+def report(program: Any, *arguments: object) -> tuple[dict[str, Any], set[tuple[str, str]]]:
     """What `verify --json` prints, and the graphs and tensors that failed."""
-    code, out, err = program(capsys, "verify", *arguments, "--json")
+    code, out, err = program("verify", *arguments, "--json")
     content = json.loads(out)
     assert code == (0 if content["passed"] else 2), err
     return content, {(row["graph"], row["tensor"]) for row in content["tensors"] if not row["passed"]}
@@ -79,8 +73,8 @@ def test_near_ties_count_as_agreement_and_nothing_else() -> None:
     assert agree(expected, found).tolist() == [True, False, True]
 
 
-def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = program(capsys, "verify", c2i_bundle, *C2I_FILES)
+def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, program: Any) -> None:
+    code, out, err = program("verify", c2i_bundle, *C2I_FILES)
     assert code == 0, out
     assert out.strip().endswith("passed")
     for name in ("logits", "prefix_embeds", "images", "pre_quant", "new_key_values.2.value"):
@@ -89,42 +83,40 @@ def test_a_bundle_agrees_with_its_checkpoint(c2i_bundle: Path, capsys: pytest.Ca
 
 
 def test_an_anole_bundle_agrees_with_its_folders_and_with_no_others(
-    anole_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    anole_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
-    content, failed = report(capsys, anole_bundle, *ANOLE_FILES)
+    content, failed = report(program, anole_bundle, *ANOLE_FILES)
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == GRAPHS | {"code_embeddings", "neighbors", "tokenizer"}
     assert [row["agreement"] for row in content["distributions"]] == [1.0, 1.0]
     other = copied(ANOLE, tmp_path / "other", lambda w: w["lm_head.weight"][4].add_(0.1))  # the row of code 0
-    _, failed = report(capsys, anole_bundle, other, *ANOLE_FILES[1:])
+    _, failed = report(program, anole_bundle, other, *ANOLE_FILES[1:])
     assert failed == {("target", "logits"), ("drafter", "logits")}
 
 
-def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_checkpoint_fails(c2i_bundle: Path, tmp_path: Path, program: Any) -> None:
     other = edited(tmp_path, C2I, lambda w: w["layers.1.feed_forward.w2.weight"][:, 0].add_(0.1))
-    _, failed = report(capsys, c2i_bundle, other, *C2I_FILES[1:])
+    _, failed = report(program, c2i_bundle, other, *C2I_FILES[1:])
     tensors = {tensor for _, tensor in failed}
     assert {"logits", "hidden_states", "new_key_values.2.key"} <= tensors
     assert "new_key_values.1.key" not in tensors
 
 
 def test_without_a_checkpoint_the_reference_evaluator_is_the_measure(
-    rounded_bundle: Path, emu3_bundle: Path, capsys: pytest.CaptureFixture[str]
+    rounded_bundle: Path, emu3_bundle: Path, program: Any
 ) -> None:
-    content, failed = report(capsys, rounded_bundle)
+    content, failed = report(program, rounded_bundle)
     assert not failed
     assert content["against"] == "ONNX reference evaluator"
     assert {row["graph"] for row in content["tensors"]} == GRAPHS
     assert [row["graph"] for row in content["distributions"]] == ["target", "drafter"]
-    content, failed = report(capsys, emu3_bundle)  # whose pictures vary in size
+    content, failed = report(program, emu3_bundle)  # whose pictures vary in size
     assert not failed
     assert {row["graph"] for row in content["tensors"]} == GRAPHS - {"drafter"}
 
 
-def test_rounded_bundles_are_judged_by_their_distributions(
-    rounded_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content, failed = report(capsys, rounded_bundle, *T2I_FILES)
+def test_rounded_bundles_are_judged_by_their_distributions(rounded_bundle: Path, program: Any) -> None:
+    content, failed = report(program, rounded_bundle, *T2I_FILES)
     assert not failed
     target, drafter = content["distributions"]
     assert 0 < target["mean_divergence"] < target["divergence_limit"] < drafter["divergence_limit"]
@@ -154,17 +146,15 @@ def test_a_rounded_bundle_says_so_and_makes_pictures(rounded_bundle: Path) -> No
     ],
 )
 def test_checkpoints_that_the_bundle_was_not_made_from_are_refused(
-    c2i_bundle: Path, capsys: pytest.CaptureFixture[str], files: list[Path], words: str
+    c2i_bundle: Path, program: Any, files: list[Path], words: str
 ) -> None:
-    code, _, err = program(capsys, "verify", c2i_bundle, *files)
+    code, _, err = program("verify", c2i_bundle, *files)
     assert code == 2
     assert words.format(C2I) in err
 
 
-def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, _, err = program(capsys, "verify", "scenes", C2I)
+def test_a_bundle_without_a_known_family_has_no_checkpoint_to_compare_with(program: Any) -> None:
+    code, _, err = program("verify", "scenes", C2I)
     assert code == 2
     assert "found one of family 'scenes', expected a bundle of llamagen, anole, lumina, janus, emu3" in err
 
@@ -203,17 +193,17 @@ def swap_two(path: Path) -> None:
 def test_an_array_that_is_not_the_checkpoints_fails(
     c2i_bundle: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    program: Any,
     role: str,
     edit: Callable[[Path], None],
     failed: set[tuple[str, str]],
 ) -> None:
-    assert report(capsys, altered(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
+    assert report(program, altered(c2i_bundle, tmp_path / "b", role, edit), *C2I_FILES)[1] == failed
 
 
-def test_another_tokenizer_file_fails(anole_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_file_fails(anole_bundle: Path, tmp_path: Path, program: Any) -> None:
     bundle = altered(anole_bundle, tmp_path / "b", "tokenizer", lambda path: path.write_text(path.read_text() + " "))
-    assert report(capsys, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
+    assert report(program, bundle, *ANOLE_FILES)[1] == {("tokenizer", "bytes")}
 
 
 def more_classes(weights: Weights) -> None:
@@ -234,33 +224,31 @@ def fewer_layers(weights: Weights) -> None:
     ],
 )
 def test_a_checkpoint_of_other_sizes_is_refused_in_one_line(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], edit: Any, fields: Any, words: str
+    c2i_bundle: Path, tmp_path: Path, program: Any, edit: Any, fields: Any, words: str
 ) -> None:
     config = changed(config_of(C2I), tmp_path / "config.json", **fields)
-    code, _, err = program(capsys, "verify", c2i_bundle, edited(tmp_path, C2I, edit), VQ, config)
+    code, _, err = program("verify", c2i_bundle, edited(tmp_path, C2I, edit), VQ, config)
     assert code == 2
     assert words in err.splitlines()[-1]
 
 
-def test_the_average_that_a_bundle_was_exported_from_is_what_it_is_compared_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_average_that_a_bundle_was_exported_from_is_what_it_is_compared_with(tmp_path: Path, program: Any) -> None:
     content = torch.load(C2I, weights_only=True)
     torch.save(
         content | {"ema": {name: weight * 1.5 for name, weight in content["model"].items()}}, tmp_path / "both.pt"
     )
     files = ["--target", tmp_path / "both.pt", "--vq", VQ, "--config", config_of(C2I)]
     for i, options in enumerate((["--weights", "ema"], [])):
-        code, _, err = program(capsys, "export", *files, "--output", tmp_path / f"b{i}", *options)
+        code, _, err = program("export", *files, "--output", tmp_path / f"b{i}", *options)
         assert code == 0
         assert ("both.pt: has model and ema; taking model" in err) == (options == [])
-        assert report(capsys, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_of(C2I))[1] == set()
+        assert report(program, tmp_path / f"b{i}", tmp_path / "both.pt", VQ, config_of(C2I))[1] == set()
     one, other = (open_bundle(tmp_path / f"b{i}").manifest.files["target"].sha256 for i in range(2))
     assert one != other
 
 
 def test_a_drafter_of_other_sizes_is_refused_by_its_own_name(
-    t2i_drafter_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    t2i_drafter_bundle: Path, tmp_path: Path, program: Any
 ) -> None:
     def double(weights: Weights) -> None:
         again = {name.replace("layers.0.", "layers.1."): weight.clone() for name, weight in weights.items()}
@@ -268,7 +256,7 @@ def test_a_drafter_of_other_sizes_is_refused_by_its_own_name(
 
     drafter = copied(DRAFTER, tmp_path / "drafter", double, num_hidden_layers=2)
     files = [drafter if file == DRAFTER else file for file in T2I_FILES]
-    code, _, err = program(capsys, "verify", t2i_drafter_bundle, *files)
+    code, _, err = program("verify", t2i_drafter_bundle, *files)
     assert code == 2
     line = f"{drafter}/model.safetensors: drafter.num_layers: found 2, expected 1, as the bundle has"
     assert line in err.splitlines()[-1]
@@ -330,26 +318,12 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("against", [[], C2I_FILES], ids=["reference", "checkpoint"])
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_graph_ends_in_one_line_with_its_name(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, against: list[object]
+    c2i_bundle: Path, tmp_path: Path, program: Any, what: str, against: list[object]
 ) -> None:
     bundle = altered(c2i_bundle, tmp_path / "b", "condition", DAMAGE[what])
-    code, _, err = program(capsys, "verify", bundle, *against)
+    code, _, err = program("verify", bundle, *against)
     assert code == 2
     line = err.splitlines()[-1]
     assert line.startswith(f"lantern-rt: {bundle}/condition.onnx: ")
     assert "expected a graph that runs" in line
     assert len(line) < 600
-
-
-def test_what_a_bundle_says_of_itself_does_not_reach_the_terminal_through_verify(
-    c2i_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hostile = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202eevil\u2066\r"
-    bundle = altered(c2i_bundle, tmp_path / "b", "code_embeddings", add_noise)
-    manifest = json.loads((bundle / "bundle.json").read_text())
-    manifest |= {"name": hostile, "provenance": manifest["provenance"] | {"licence": hostile, "exporter": hostile}}
-    (bundle / "bundle.json").write_text(json.dumps(manifest))
-    for arguments in ([], C2I_FILES, ["--json"]):
-        code, out, err = program(capsys, "verify", bundle, *arguments)
-        assert code in (0, 2)
-        assert all(one.isprintable() or one == "\n" for one in out + err), arguments

@@ -50,10 +50,3 @@ def test_images_become_the_recorded_latents_and_codes_and_these_the_reconstructi
         image, vectors, _ = decode(bundle, found["codes"])
         close(vectors, arrays["quantized"])
         close(image, arrays["reconstruction"])
-
-
-def test_one_image_and_three_images_decode_alike(tokenizer: tuple[Path, Arrays]) -> None:
-    bundle, arrays = tokenizer
-    session = Sessions(bundle / "vq_decoder.onnx")
-    close(session.run({"codes": arrays["codes"][[0, 1, 0]]})["images"], arrays["decoded"][[0, 1, 0]])
-    close(session.run({"codes": arrays["codes"][:1]})["images"], arrays["decoded"][:1])

@@ -14,13 +14,7 @@ from pathlib import Path
 
 import pytest
 from bundle_folder import write_manifest
-from mutations import (
-    VALUES,
-    damage,
-    damage_file,
-    damage_json,
-    refer,
-)
+from mutations import VALUES, damage, damage_file, damage_json, refer
 from plan_folder import write_plans
 from tiny_bundle import make_tiny_bundle
 

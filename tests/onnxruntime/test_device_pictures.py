@@ -55,15 +55,14 @@ def requests_of(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> l
     return requests
 
 
-def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any], every: int = 0) -> list[Request]:
-    """Requests that were drawn together, one joining `every` so many steps."""
-    waiting = requests_of(pipe, picked, options)
-    scheduler, requests = Scheduler(pipe.model(pipe.engines, [one.method for one in waiting])), [*waiting]
-    while waiting or scheduler.busy:
-        for request in waiting[: 1 if every else None]:
-            scheduler.submit(waiting.pop(waiting.index(request)))
-        for _ in range(every or 1):
-            scheduler.step()
+def drawn(pipe: Pipeline, picked: list[int], options: dict[str, Any]) -> list[Request]:
+    """Requests that were drawn together."""
+    requests = requests_of(pipe, picked, options)
+    scheduler = Scheduler(pipe.model(pipe.engines, [one.method for one in requests]))
+    for request in requests:
+        scheduler.submit(request)
+    while scheduler.busy:
+        scheduler.step()
     return requests
 
 
@@ -93,15 +92,6 @@ def test_a_drafter_elsewhere_than_the_target_draws_the_same_codes(
     assert isinstance(mixed.engines.drafter, OrtEngine)
     expected, found = (drawn(pipe, [0, 1], options) for pipe in (on_cpu, mixed))
     assert [one.codes for one in found] == [one.codes for one in expected]
-
-
-@pytest.mark.parametrize("method", ["eagle:tree=mc-25", "sjd:window=7"])
-def test_pictures_that_join_late_have_the_codes_they_have_alone(
-    on_cpu: Pipeline, on_device: Pipeline, method: str
-) -> None:
-    expected = drawn(on_cpu, [0, 1, 2], {"method": method})
-    found = drawn(on_device, [0, 1, 2], {"method": method}, every=7)
-    assert [one.codes[:LENGTH] for one in found] == [one.codes[:LENGTH] for one in expected]
 
 
 def test_shapes_that_make_room_for_others_are_bound_anew_and_draw_the_same(

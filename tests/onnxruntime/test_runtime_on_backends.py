@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine_backends import BACKENDS, ON_GPUS, SMALL, SmallModel
 from scipy.stats import chisquare
+from toy_engine import codes_of
 
 from lantern_rt.engines.gpu import find_gpu
 from lantern_rt.engines.trt.builder import MODULES, import_library
@@ -56,14 +57,10 @@ def model(small: SmallModel, backend: str) -> Model:
     return small.on(backend)
 
 
-def codes_of(
+def drawn(
     model: Model, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling, method: MethodConfig
 ) -> list[list[int]]:
-    codes: list[list[int]] = [[] for _ in prompts]
-    for step in decode(model, prompts, seeds, sampling, method):
-        for part in step.parts:
-            codes[part.request] += part.codes.tolist()
-    return codes
+    return codes_of(decode(model, prompts, seeds, sampling, method), len(prompts))
 
 
 @every_method
@@ -72,8 +69,8 @@ def test_plans_give_the_codes_of_the_graph_they_were_built_from(
     small: SmallModel, backend: str, model: Model, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(8)]
-    plain = codes_of(small.on("onnxruntime"), prompts, range(8), GUIDED, method)
-    assert codes_of(model, prompts, range(8), GUIDED, method) == plain
+    plain = drawn(small.on("onnxruntime"), prompts, range(8), GUIDED, method)
+    assert drawn(model, prompts, range(8), GUIDED, method) == plain
 
 
 @every_method
@@ -81,10 +78,10 @@ def test_every_request_gets_its_codes_whatever_else_is_in_the_batch(
     small: SmallModel, backend: str, model: Model, method: MethodConfig
 ) -> None:
     prompts = [small.prompt(backend, i) for i in range(5)]
-    together = codes_of(model, prompts, range(5), GUIDED, method)
+    together = drawn(model, prompts, range(5), GUIDED, method)
     assert [len(codes) for codes in together] == [CODES] * 5
     for i, prompt in enumerate(prompts):
-        assert codes_of(model, [prompt], [i], GUIDED, method) == [together[i]]
+        assert drawn(model, [prompt], [i], GUIDED, method) == [together[i]]
 
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2", "chain-2"])
@@ -93,8 +90,8 @@ def test_greedy_decoding_with_a_tree_gives_the_codes_without(
 ) -> None:
     greedy = Sampling(cfg_scale=2.0, temperature=0)
     prompts = [small.prompt(backend, i) for i in range(8)]
-    plain = codes_of(model, prompts, range(8), greedy, Ar())
-    assert codes_of(model, prompts, range(8), greedy, Eagle(tree=tree)) == plain
+    plain = drawn(model, prompts, range(8), greedy, Ar())
+    assert drawn(model, prompts, range(8), greedy, Eagle(tree=tree)) == plain
 
 
 @pytest.mark.parametrize("tree", [BUSHY, "dynamic-6-3-2"])
@@ -108,7 +105,7 @@ def test_drawn_codes_have_the_distribution_that_torch_computes(
     places = {codes: i for i, codes in enumerate(itertools.product(range(SMALL.vocab_size), repeat=length))}
     for start in range(0, draws, batch):
         seeds = range(start, start + batch)
-        for codes in codes_of(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)):
+        for codes in drawn(replace(model, codes=length), [prompt] * batch, seeds, GUIDED, Eagle(tree=tree)):
             counts[places[tuple(codes)]] += 1
     expected = draws * joint / joint.sum()
     rare = expected < 8
@@ -131,4 +128,4 @@ def test_requests_that_join_in_the_middle_get_the_codes_they_get_alone(
         for part in scheduler.step():
             codes[part.request] += part.codes.tolist()
     for i, method, sampling in visits:
-        assert [codes[i]] == codes_of(model, [small.prompt(backend, i)], [i], sampling, method)
+        assert [codes[i]] == drawn(model, [small.prompt(backend, i)], [i], sampling, method)

@@ -20,6 +20,7 @@ RELAXED = ("lantern", "lantern++")
 TREES = ["eagle:tree=chain-3", "eagle:tree=mc-25", "eagle:tree=dynamic-16"]
 EXACT = [*TREES, "sjd:window=3", "sjd:window=7", "sjd:window=15"]
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 100}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95}]
+SAMPLINGS = [{"temperature": temperature, **filters} for temperature in (0.7, 1.0, 1.3) for filters in FILTERS]
 Codes = NDArray[np.int64]
 
 
@@ -80,15 +81,6 @@ def test_exact_methods_have_the_codes_of_ar_in_batches(batches: Batches, method:
     np.testing.assert_array_equal(batches[method].codes, batches["ar"].codes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", ["chain-4", "dynamic-59", "balanced-25"])
-def test_greedy_eagle_gives_the_codes_of_greedy_ar_for_fifty_prompts(
-    pipe: Pipeline, prompts: list[str], tree: str
-) -> None:
-    exact = drawn(pipe, prompts, 10, method="eagle", tree=tree, temperature=0)
-    np.testing.assert_array_equal(exact, drawn(pipe, prompts, 10, method="ar", temperature=0))
-
-
 @pytest.mark.parametrize("options", [{"temperature": 0.7, "top_k": 200, "top_p": 0.95}, {"temperature": 0}], ids=str)
 def test_filtered_and_greedy_codes_are_the_same_under_exact_methods_on_any_number_of_threads(
     pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
@@ -99,12 +91,10 @@ def test_filtered_and_greedy_codes_are_the_same_under_exact_methods_on_any_numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("options", [{"temperature": 0}, *SAMPLINGS], ids=str)
 def test_fifty_prompts_have_the_same_codes_under_every_exact_method(
-    pipes: dict[int, Pipeline], prompts: list[str], temperature: float, filters: dict[str, Any]
+    pipes: dict[int, Pipeline], prompts: list[str], options: dict[str, Any]
 ) -> None:
-    options = {"temperature": temperature, **filters}
     expected = drawn(pipes[2], prompts, 8, method="ar", **options)
     others = {method: drawn(pipes[2], prompts, 8, method=method, **options) for method in EXACT}
     assert [(codes != expected).any(1).sum() for codes in others.values()] == [0] * len(EXACT)

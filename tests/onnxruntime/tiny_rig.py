@@ -96,12 +96,7 @@ class Rig:
         return cache
 
     def run(
-        self,
-        cache: Any,
-        tokens: np.ndarray | None,
-        among: np.ndarray,
-        positions: np.ndarray,
-        engine: Any = None,
+        self, cache: Any, tokens: np.ndarray | None, among: np.ndarray, positions: np.ndarray, engine: Any = None
     ) -> PassOutput:
         """A pass over tokens (or prefixes) where `among[i, j]` says whether node i sees node j."""
         engine = engine or self.engine

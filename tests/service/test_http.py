@@ -149,9 +149,11 @@ def test_answers_carry_safe_headers_and_other_sites_may_not_read_them(tiny: Runn
 
 
 @pytest.fixture(scope="module")
-def several(start: Callable[..., RunningServer], tiny_folder: Path, lumina_bundle: Path) -> RunningServer:
-    """A server of two models, the second of several sizes, whose answers another site may read."""
-    return start(tiny_folder, lumina_bundle, "--threads", 1, "--cors", "https://example.org")
+def several(
+    start: Callable[..., RunningServer], tiny_folder: Path, lumina_bundle: Path, c2i_bundle: Path
+) -> RunningServer:
+    """A server of models of one size, of several, and of classes, whose answers another site may read."""
+    return start(tiny_folder, lumina_bundle, c2i_bundle, "--threads", 1, "--cors", "https://example.org")
 
 
 def test_named_sites_may_ask(several: RunningServer) -> None:
@@ -164,9 +166,9 @@ def test_named_sites_may_ask(several: RunningServer) -> None:
     assert several.request("OPTIONS", GENERATIONS, headers=asked)[0] == 200
 
 
-def test_two_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several: RunningServer) -> None:
+def test_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(several: RunningServer) -> None:
     models = several.get("/v1/models")[1]["data"]
-    assert [model["id"] for model in models] == ["tiny", "tiny-lumina"]
+    assert [model["id"] for model in models] == ["tiny", "tiny-lumina", "tiny-c2i"]
     described = models[1]["lantern"]
     assert (described["size"], described["sizes"][0], len(described["sizes"])) == ("96x96", "128x32", 8)
     for asked, size, pixels in (
@@ -185,14 +187,11 @@ def test_two_models_are_served_by_name_and_draw_the_sizes_that_are_asked_for(sev
     assert answer["error"]["message"].startswith("size: found '512x512', expected 128x32, 128x64, 96x64")
 
 
-def test_classes_are_asked_for_by_number(start: Callable[..., RunningServer], tmp_path: Path) -> None:
-    from tiny_bundle import make_tiny_bundle
-
-    server = start(make_tiny_bundle(tmp_path / "tiny", "class"), "--threads", 1)
-    assert server.post({"prompt": "", "class_id": 3})[0] == 200
-    assert server.post({"class_id": 3})[0] == 200
-    for asked in ({"class_id": 10}, {"prompt": "red cube"}, {}):
-        assert server.post(asked)[0] == 400
+def test_classes_are_asked_for_by_number(several: RunningServer) -> None:
+    for asked, status in (({"prompt": "", "class_id": 3}, 200), ({"class_id": 3}, 200), ({"class_id": 10}, 400)):
+        assert several.post({"model": "tiny-c2i", **asked})[0] == status
+    for asked in ({"prompt": "red cube"}, {}):
+        assert several.post({"model": "tiny-c2i", **asked})[0] == 400
 
 
 def test_waiting_streams_are_kept_open(scenes: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,11 +169,16 @@ def test_models_are_listed(tiny_client: openai.OpenAI) -> None:
         tiny_client.models.retrieve("other")
 
 
-def test_the_client_comes_again_when_the_server_is_busy(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    server = start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 0)
+@pytest.fixture(scope="module")
+def bounded(start: Callable[..., RunningServer], tiny_folder: Path) -> RunningServer:
+    """A server of few images at a time, two methods, and a model with another name."""
+    limits = ["--alias", "gpt-image-1=tiny", "--methods", "auto", "--methods", "ar", "--max-n", 2]
+    return start(tiny_folder, "--threads", 1, "--batch", 1, "--waiting", 1, *limits)
 
+
+def test_the_client_comes_again_when_the_server_is_busy(bounded: RunningServer) -> None:
     async def main() -> tuple[list[Any], list[Any]]:
-        options: dict[str, Any] = {"base_url": f"{server.url}/v1", "api_key": "any"}
+        options: dict[str, Any] = {"base_url": f"{bounded.url}/v1", "api_key": "any"}
         async with openai.AsyncOpenAI(max_retries=0, **options) as hasty:
             asked = (hasty.images.generate(prompt="red cube") for _ in range(12))
             refused = await asyncio.gather(*asked, return_exceptions=True)
@@ -218,10 +223,8 @@ def test_keys_are_asked_for_named_in_the_log_and_read_again_on_sighup(
     assert server.stop() == 0
 
 
-def test_operators_name_models_and_bound_requests(start: Callable[..., RunningServer], tiny_folder: Path) -> None:
-    limits = ["--alias", "gpt-image-1=tiny", "--methods", "auto", "--methods", "ar", "--max-n", 2]
-    server = start(tiny_folder, "--threads", 1, *limits)
-    with client(server, max_retries=0) as one:
+def test_operators_name_models_and_bound_requests(bounded: RunningServer) -> None:
+    with client(bounded, max_retries=0) as one:
         assert one.images.generate(prompt="red cube", model="gpt-image-1", n=2, quality="standard").data
         assert [model.id for model in one.models.list().data] == ["tiny", "gpt-image-1"]
         assert one.models.retrieve("gpt-image-1").model_extra["lantern"]["methods"] == ["ar", "auto"]

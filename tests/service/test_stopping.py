@@ -40,12 +40,14 @@ def asking(server: RunningServer, asked: dict[str, Any]) -> tuple[threading.Thre
     return thread, found
 
 
-@pytest.fixture
-def server(start: Callable[..., RunningServer]) -> RunningServer:
-    return start("scenes", "--threads", 1)
-
-
-def test_a_server_that_is_terminated_finishes_what_it_draws(server: RunningServer) -> None:
+def test_a_server_answers_while_it_loads_and_finishes_what_it_draws_when_it_is_terminated(
+    start: Callable[..., RunningServer],
+) -> None:
+    server = start("scenes", "--threads", 1, ready=False)
+    status, answer = server.post(SLOW)
+    assert (status, answer["error"]["code"]) == (503, "loading")
+    assert server.get("/livez")[0] == 200
+    server.wait_until_ready()
     thread, found = asking(server, SLOW)
     server.process.send_signal(signal.SIGTERM)
     until(lambda: server.get("/readyz") == (503, {"status": "draining"}))
@@ -59,7 +61,8 @@ def test_a_server_that_is_terminated_finishes_what_it_draws(server: RunningServe
     assert "Traceback" not in server.log
 
 
-def test_ctrl_c_drains_and_a_second_one_ends_at_once(server: RunningServer) -> None:
+def test_ctrl_c_drains_and_a_second_one_ends_at_once(start: Callable[..., RunningServer]) -> None:
+    server = start("scenes", "--threads", 1)
     thread, found = asking(server, {**SLOW, "n": 10})
     server.process.send_signal(signal.SIGINT)
     until(lambda: server.get("/readyz")[0] == 503)
@@ -69,15 +72,6 @@ def test_ctrl_c_drains_and_a_second_one_ends_at_once(server: RunningServer) -> N
     status, answer = found[0]
     assert (status, answer["error"]["code"]) == (503, "stopped")
     assert "Traceback" not in server.log
-
-
-def test_the_port_is_open_while_models_are_loaded(start: Callable[..., RunningServer]) -> None:
-    server = start("scenes", "--threads", 1, ready=False)
-    status, answer = server.post(SLOW)
-    assert (status, answer["error"]["code"]) == (503, "loading")
-    assert server.get("/livez")[0] == 200
-    server.wait_until_ready()
-    assert server.stop() == 0
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line(tmp_path: Path) -> None:

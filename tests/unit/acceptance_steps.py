@@ -49,10 +49,7 @@ def orders(q: Probabilities, count: int) -> Iterator[tuple[float, tuple[int, ...
 
 
 def step_output(
-    p: Probabilities,
-    drafts: list[tuple[float, tuple[int, ...]]],
-    q: Probabilities | None,
-    rule: Relaxation,
+    p: Probabilities, drafts: list[tuple[float, tuple[int, ...]]], q: Probabilities | None, rule: Relaxation
 ) -> tuple[Probabilities, float]:
     """Distribution of the first code of a step whose root has the drafted children, and its realised TVD."""
     output, realised = np.zeros_like(p), 0.0

@@ -1,5 +1,5 @@
-"""Small bundles and the program in an empty folder. Property tests have no time limit per example: test machines are
-shared, and most enumerate much for each example."""
+"""Small bundles. Property tests have no time limit per example: test machines are shared, and most enumerate much for
+each example."""
 
 from __future__ import annotations
 
@@ -44,16 +44,3 @@ def _tiny(factory: pytest.TempPathFactory, kind: str) -> Path:
     from tiny_bundle import make_tiny_bundle
 
     return make_tiny_bundle(factory.mktemp(kind) / "tiny", kind)
-
-
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `lantern-rt` in an empty folder; exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    from lantern_rt.cli.main import run_program
-
-    def program(*arguments: object) -> tuple[int, str, str]:
-        code = run_program([str(one) for one in arguments])
-        return code, *capsys.readouterr()
-
-    return program

@@ -40,12 +40,7 @@ def make_features(path: Path, pooled: bool = True, size: int | str = "side") -> 
     return path
 
 
-def make_agreement(
-    path: Path,
-    length: int | str = "length",
-    mask: bool = False,
-    every_pair: bool = False,
-) -> Path:
+def make_agreement(path: Path, length: int | str = "length", mask: bool = False, every_pair: bool = False) -> Path:
     """A graph that adds a picture's mean value to ten times the sum of its token ids; `every_pair`: of all with all."""
     nodes = [
         helper.make_node("ReduceMean", ["pixels", "places"], ["brightness"], keepdims=int(every_pair)),

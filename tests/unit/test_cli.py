@@ -226,14 +226,6 @@ def test_inspect_prints_a_summary_the_words_or_all_of_the_manifest(
     assert (code, err.partition(" found")[0]) == (2, "lantern-rt: --words:")
 
 
-def test_doctor_prints_what_will_be_used(program: Any) -> None:
-    code, out, _ = program("doctor")
-    assert "will use" in out
-    report = json.loads(program("doctor", "--json")[1])
-    assert report["facts"]["lantern-rt"] == lantern_rt.__version__
-    assert (code == 0) == (report["problems"] == [])
-
-
 def test_export_without_torch_names_what_to_install(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))

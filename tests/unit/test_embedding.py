@@ -20,11 +20,6 @@ from lantern_rt.output.recipe import read_recipe
 CLOSED = "pipeline: closed; call Pipeline.from_bundle again"
 
 
-@pytest.fixture(scope="module")
-def pipe(words_bundle: Path) -> Pipeline:
-    return Pipeline.from_bundle(words_bundle, threads=1)
-
-
 # ---------------------------------------------------------------- images carry their record
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ from plan_folder import OPTIONS, VERSION, write_plans
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import EngineError, LanternError, OutputError, Pipeline, open_bundle
-from lantern_rt.cli.main import run_program
 from lantern_rt.engines import build as build_module
 from lantern_rt.engines import engine_folder
 from lantern_rt.engines.build import build_engines
@@ -59,15 +57,6 @@ def building(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "build_plan", build)
     monkeypatch.setattr(build_module, "import_library", lambda name: SimpleNamespace(__version__=VERSION))
     monkeypatch.setattr(build_module, "find_gpu", lambda: L4)
-
-
-@pytest.fixture
-def program(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = run_program([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def change(engines: Path, **fields: Any) -> None:

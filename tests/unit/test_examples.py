@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import Pipeline
 
@@ -111,11 +110,6 @@ def test_the_gradio_page_draws_what_the_pipeline_draws(pipe: Pipeline) -> None:
 @pytest.fixture(scope="module")
 def service() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "examples/service.py"), run_name="service")
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return Pipeline.from_bundle(make_tiny_bundle(tmp_path_factory.mktemp("words") / "tiny"), threads=1)
 
 
 @pytest.fixture(scope="module")

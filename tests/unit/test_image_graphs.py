@@ -15,12 +15,7 @@ from PIL import Image
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import RequestError, open_bundle
-from lantern_rt.compare.image_graph import (
-    Agreement,
-    Features,
-    Preprocessing,
-    read_preprocessing,
-)
+from lantern_rt.compare.image_graph import Agreement, Features, Preprocessing, read_preprocessing
 
 WORDS = ("<pad>", "<start>", "a", "red", "cube", "on", "sand")
 START = 1

@@ -123,12 +123,7 @@ def decisions_with_the_noise_of_the_draft(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "slip",
-    [
-        old_distributions_after_a_redraft,
-        drafts_that_look_behind_them,
-        decisions_with_the_noise_of_the_draft,
-    ],
+    "slip", [old_distributions_after_a_redraft, drafts_that_look_behind_them, decisions_with_the_noise_of_the_draft]
 )
 def test_enumeration_catches_what_breaks_exactness(slip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     slip(monkeypatch)
@@ -137,13 +132,7 @@ def test_enumeration_catches_what_breaks_exactness(slip: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize(
-    "relaxation",
-    [
-        {"neighbors": 1, "lambda_": 2.0},
-        {"neighbors": 1, "delta": 0.3},
-    ],
-)
+@pytest.mark.parametrize("relaxation", [{"neighbors": 1, "lambda_": 2.0}, {"neighbors": 1, "delta": 0.3}])
 def test_a_relaxed_decode_strays_no_further_than_it_says(
     window: int, relaxation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,10 +66,7 @@ def replay(case: dict[str, Any], residual: str = "neighborhood") -> tuple[Accept
     """Run the case; also its tree, its leaf paths and how many recorded numbers were left over."""
     tree, logits, leaves = recorded_tree(case)
     sampling = Sampling(
-        temperature=case["temperature"],
-        top_k=case["top_k"],
-        top_p=case["top_p"],
-        filter_order="top-p, top-k",
+        temperature=case["temperature"], top_k=case["top_k"], top_p=case["top_p"], filter_order="top-p, top-k"
     )
 
     def target(node: int) -> Probabilities:

@@ -15,14 +15,7 @@ from toy_engine import naive_distribution
 
 from lantern_rt.errors import EngineError
 from lantern_rt.methods import FilterOrder, Sampling
-from lantern_rt.runtime.sampling import (
-    best_codes,
-    choose,
-    draw,
-    guide,
-    shape_distribution,
-    softmax,
-)
+from lantern_rt.runtime.sampling import best_codes, choose, draw, guide, shape_distribution, softmax
 
 DATA = Path(__file__).parent.parent / "data"
 ORDERS: list[FilterOrder] = ["top-k, top-p", "top-p, top-k"]
