@@ -34,7 +34,6 @@ class Engines:
         threads: of the graphs, one per core by default.
         providers: of the bundle's own graphs.
         folder: plans to run instead of its graphs.
-        picture_threads: of the VQ decoder, by default as many as the others have.
 
     Raises:
         BundleError: the graph of the target, the condition or the VQ decoder is damaged.
@@ -47,11 +46,9 @@ class Engines:
         threads: int | None = None,
         providers: Providers = ON_CPU,
         folder: EngineFolder | None = None,
-        picture_threads: int | None = None,
     ) -> None:
         self._bundle = bundle
         self.threads = thread_count(threads)
-        self.picture_threads = thread_count(picture_threads or threads)
         # what measured times hold for, such as `onnxruntime-cpu` or `tensorrt-rtx`
         self.backend, drafts, self.picture_backend = (
             folder.manifest.backend if folder else f"onnxruntime-{providers.of(role)}"
@@ -80,7 +77,7 @@ class Engines:
             self._graphs = open_plans(bundle, folder, self.threads)
         self.target = self._graphs.decoder("target", bundle.manifest.target, bundle.code_embeddings)
         self._condition = self._graphs.function("condition", *_condition_tensors(bundle.manifest))
-        self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest), self.picture_threads)
+        self._vq_decoder = self._graphs.function(IMAGE_DECODER, *_image_tensors(bundle.manifest))
 
     @property
     def drafter(self) -> Engine | None:

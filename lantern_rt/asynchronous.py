@@ -48,7 +48,6 @@ class AsyncPipeline:
         verify: bool = True,
         provider: str | Sequence[str] | None = None,
         engines: str | Path | EngineFolder | None = None,
-        picture_threads: int | None = None,
         *,
         together: int | None = None,
         waiting: int = 256,
@@ -56,7 +55,7 @@ class AsyncPipeline:
         """Open a bundle without holding up the event loop; takes what `Pipeline.from_bundle` and `Service` take."""
 
         def load() -> AsyncPipeline:
-            pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines, picture_threads)
+            pipeline = Pipeline.from_bundle(bundle, threads, verify, provider, engines)
             try:
                 return cls(pipeline, together, waiting)
             except BaseException:

@@ -66,7 +66,6 @@ class Pipeline:
         verify: bool = True,
         provider: str | Sequence[str] | None = None,
         engines: str | Path | EngineFolder | None = None,
-        picture_threads: int | None = None,
     ) -> Pipeline:
         """Open and load a bundle.
 
@@ -78,8 +77,6 @@ class Pipeline:
                 `drafter=NAME`, `vq_decoder=NAME` or `condition=NAME` for one of them; by default `auto`, the GPU where
                 there is one and a package for it, else the CPU.
             engines: a folder that `lantern-rt build-engine` made of this bundle, to run instead of its graphs.
-            picture_threads: for the image decoder, by default as many; services take one, so that pictures of some do
-                not hold up the tokens of others.
 
         Raises:
             BundleError: the bundle is missing, damaged or of another format.
@@ -97,7 +94,7 @@ class Pipeline:
         unread = folder.replaced() if folder else ()
         opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify, unread)
         providers = choose_providers(chosen, opened) if folder is None else ON_CPU
-        loaded = Engines(opened, threads, providers, folder, picture_threads=picture_threads)
+        loaded = Engines(opened, threads, providers, folder)
         _LOG.info("opened bundle %s on %s, threads: %d", opened.manifest.name, loaded.backend, loaded.threads)
         return cls(opened, loaded)
 

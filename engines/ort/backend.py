@@ -35,11 +35,9 @@ class OrtGraphs:
             return OrtDeviceEngine(path, spec, code_embeddings, self._threads, self._devices[provider])
         return OrtEngine(path, spec, code_embeddings, self._threads, provider)
 
-    def function(
-        self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None
-    ) -> Function:
-        """Another graph (condition, image decoder), checked to have these tensors; threads: of its own."""
+    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
+        """Another graph (condition, image decoder), checked to have these tensors."""
         provider = self._providers.of(role)
         if role in PROVIDERS[provider].leaves:
             provider = DEFAULT_PROVIDER
-        return GraphSession(self._bundle.path(role), inputs, outputs, threads or self._threads, provider).run_checked
+        return GraphSession(self._bundle.path(role), inputs, outputs, self._threads, provider).run_checked

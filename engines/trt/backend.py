@@ -39,11 +39,9 @@ class TensorRTGraphs(OrtGraphs):
     def decoder(self, role: str, spec: DecoderSpec | DrafterSpec, code_embeddings: Floats | None) -> Engine:
         return TensorRTEngine(self._plan(role), spec, code_embeddings, self._gpu)
 
-    def function(
-        self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], threads: int | None = None
-    ) -> Function:
+    def function(self, role: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Function:
         if role not in self._plans.manifest.graphs:
-            return super().function(role, inputs, outputs, threads)
+            return super().function(role, inputs, outputs)
         return TensorRTFunction(self._plan(role), inputs, outputs, self._gpu).run
 
     def _plan(self, role: str) -> Plan:

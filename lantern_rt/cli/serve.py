@@ -104,7 +104,7 @@ def serve(
     options = EngineOptions(threads, engines, provider)
     opened = _open(bundles or ["scenes"], options)
     aliases = _aliases(alias or (), [bundle.manifest.name for bundle in opened])
-    limits: dict[str, Any] = {"together": batch, "waiting": waiting, "picture_threads": 1, **asdict(options)}
+    limits: dict[str, Any] = {"together": batch, "waiting": waiting, **asdict(options)}
     models = [partial(AsyncPipeline.from_bundle, bundle, **limits) for bundle in opened]
     own = Limits(deadline=deadline, api_key_file=api_key_file, methods=methods or (), max_n=max_n, aliases=aliases)
     server = Server(models, host, port, own, cors or ())

@@ -99,7 +99,7 @@ def app(settings: Settings) -> serve.Application:
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.deadline + GRACE,
     )(serve.ingress()(Ingress))
-    usual = {"threads": settings.threads, "picture_threads": 1, **settings.pipeline}
+    usual = {"threads": settings.threads, **settings.pipeline}
     replicas = []
     for name, bundle in zip(names, bundles, strict=True):
         options = usual | (bundles[bundle] if isinstance(bundles, dict) else {})

@@ -101,11 +101,6 @@ def test_the_drafter_is_loaded_when_first_asked_for(folder: Path, monkeypatch: p
     assert caught.value.field.endswith("input `class_ids`")
 
 
-def test_the_image_decoder_may_have_threads_of_its_own(folder: Path) -> None:
-    bundle = open_bundle(folder)
-    assert [Engines(bundle, ONE, picture_threads=threads).picture_threads for threads in (None, 2)] == [ONE, 2]
-
-
 def test_a_damaged_image_decoder_is_found_before_any_code_is_drawn(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "bundle"))
     shutil.copy(copy / "condition.onnx", copy / "vq_decoder.onnx")
