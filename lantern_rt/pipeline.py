@@ -26,7 +26,7 @@ from .bundle.files import Bundle, open_bundle
 from .engines.host import available_memory
 from .engines.ort.providers import ON_CPU, Providers
 from .errors import BundleError, RequestError
-from .methods import Ar, Auto, Eagle, MethodConfig, Options, Relaxed, Sampling
+from .methods import Ar, Auto, Eagle, MethodConfig, Options, Relaxed, Sampling, Sjd
 from .output.images import blank, grey_out, recorded, to_image
 from .prompts import ImageRequest, bundle_tokenizer
 from .requests import Request, Settings, check_request
@@ -120,6 +120,7 @@ class Pipeline:
         manifest = self.bundle.manifest
         if manifest.neighbors:
             _ = self.bundle.neighbors
+        _ = self.bundle.heads
         tokens = np.zeros(2, np.int64)
         row = PrefixRow(np.zeros((2, manifest.target.hidden_size), np.float32), np.ones(2, np.bool_), tokens)
         method = Eagle(tree="chain-3") if manifest.drafter else Ar()
@@ -310,6 +311,7 @@ class Pipeline:
             engines.rounding,
             engines.most_nodes,
             manifest.row_end,
+            self.bundle.heads if any(isinstance(method, Sjd) for method in methods) else None,
         )
 
     def draw(self, images: Sequence[ImageRequest], settings: Settings, i: int, cells: Ints) -> Image:

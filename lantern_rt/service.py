@@ -22,7 +22,7 @@ from .auto.memory import images_together
 from .auto.race import Race
 from .errors import LanternError, RequestError
 from .inputs import whole
-from .methods import Ar, Eagle, Options, RowParallel
+from .methods import Ar, Eagle, Options, RowParallel, Sjd
 from .pipeline import Pipeline
 from .requests import resolve_settings
 from .results import StreamStep
@@ -56,8 +56,8 @@ class Service:
         manifest = pipeline.bundle.manifest
         self._engines = engines = pipeline.engines
         strict = resolve_settings(manifest, {"method": "auto"})
-        model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar()])
-        self.model = replace(model, neighbors=pipeline.bundle.neighbors if manifest.neighbors else None)
+        window = Sjd(neighbors=1, lambda_=2) if manifest.neighbors else Sjd()  # with all that any method needs
+        self.model = pipeline.model(engines, [Eagle() if manifest.drafter else Ar(), window])
         usual = min(images_together(manifest, strict, engines.most_rows), max(1, engines.most_rows // 2))
         self.together = whole("together", together, usual, 1, 4096)
         self.room = Room(self.together, whole("waiting", waiting, 256, 0, 1 << 20))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ..methods import MethodConfig, Sampling
+from .drafting import Drafter
 from .scheduler import RequestStep, Scheduler
 from .state import Model, Prompt, Request
 from .statistics import RequestStatistics, Statistics, summarise
@@ -33,6 +34,7 @@ def decode(
     method: MethodConfig,
     others: Sequence[MethodConfig] = (),
     together: int = 1 << 16,
+    listener: Drafter | None = None,
 ) -> Generator[Step, MethodConfig | None, None]:
     """Decode one image's tokens for every prompt. Under any method they are the same whatever else is in the batch.
 
@@ -45,11 +47,12 @@ def decode(
         others: that draw the same pictures, see `state.draw_alike`. `send` the generator one of all these methods, or
             None, to go on with it.
         together: images that share passes at most; as one is done, the next begins.
+        listener: that hears of every pass what it committed.
 
     Yields:
         A step after every prefill and every pass.
     """
-    scheduler = Scheduler(model)
+    scheduler = Scheduler(model, listener=listener)
     methods = (method, *others)
     records: list[RequestStatistics] = []
     waiting = iter(enumerate(zip(prompts, seeds, strict=True)))

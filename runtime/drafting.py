@@ -26,6 +26,7 @@ class Commit(NamedTuple):
     rows: slice  # the request's, of the pass
     hidden: Rows  # the target's hidden states, of all rows and nodes of the pass
     target: TargetOutput  # what the target said
+    draft: Draft | None = None  # what the pass went over, None of a prefill
 
 
 class Drafter:

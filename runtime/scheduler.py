@@ -53,16 +53,19 @@ class Scheduler:
         model: engines and sizes.
         rows: of a pass at most.
         images: that share passes at most; may be changed between passes.
+        listener: that hears of every pass what it committed, too.
     """
 
-    def __init__(self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED) -> None:
-        self.model, self.rows, self.images = model, rows, images
+    def __init__(
+        self, model: Model, rows: int = UNLIMITED, images: int = UNLIMITED, listener: Drafter | None = None
+    ) -> None:
+        self.model, self.rows, self.images, self.listener = model, rows, images, listener
         self.target_clock, self.drafter_clock = Clock(), Clock()
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._cache: Cache | None = None  # of the active requests' rows, in their order
         self._plain = Drafter()
-        self._jacobi = JacobiDrafter()
+        self._jacobi = JacobiDrafter(model.heads)
         self._row_drafter = RowDrafter(model.most_nodes)
         self._drafters: dict[str, Drafter] = {"ar": self._plain, "sjd": self._jacobi, "rows": self._row_drafter}
         self._eagles: dict[Request, EagleDrafter] = {}  # one for all requests that may be drawn by the same methods
@@ -193,7 +196,9 @@ class Scheduler:
             request.codes += step.codes.tolist()
             request.noise.forget(len(request.codes))
             nodes = [kept] * len(request.rows)
-            commits.append(Commit(request, step.codes, nodes, self._rows[request], output.hidden, answer))
+            commits.append(
+                Commit(request, step.codes, nodes, self._rows[request], output.hidden, answer, drafts[request])
+            )
             steps.append(step)
         assert self._cache is not None
         self.target_clock.append(self._cache, output.new_kv, [nodes for one in commits for nodes in one.nodes])
@@ -344,6 +349,8 @@ class Scheduler:
         for eagle in {*self._eagles.values()}:
             eagle.commit([one for one in commits if self._eagles.get(one.request) is eagle])
         self._jacobi.commit(commits)
+        if self.listener is not None:
+            self.listener.commit(commits)
         if finished := [one.request for one in commits if not one.request.missing]:
             self._leave(finished)
 

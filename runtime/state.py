@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..methods import Ar, Auto, Drafted, MethodConfig, RowParallel, Sampling, Sjd
 from .engine import Bools, Engine, Floats, Ints
 from .grid import MAX_BATCH_NODES, Raster
+from .heads import Heads
 from .noise import Noise
 from .statistics import RequestStatistics
 from .tree_names import named_tree
@@ -43,6 +44,7 @@ class Model:
     rounding: float = 0.0
     most_nodes: int = 1 << 20  # of a draft in a pass
     row_end: int | None = None  # token at the end of a row, see `grid.py`
+    heads: Heads | None = None  # what windows draft with, None where the bundle has none
 
     @property
     def raster(self) -> Raster:

@@ -70,6 +70,12 @@ class TargetOutput:
             self._choices.update(enumerate(codes, span.first))
         return self._choices[node]
 
+    def guided(self, node: int) -> Floats:
+        """Guided logits after `node`, `[vocab_size]`."""
+        span = self._look_at(node)
+        guided: Floats = span.logits[node - span.first]
+        return guided
+
     def distribution(self, node: int) -> Probabilities:
         """The target's distribution after `node`, float64 `[vocab_size]`."""
         if node not in self._distributions:

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from ..errors import BundleError
 from ..inputs import brief, explain, read_plain_file, reading, short
+from ..runtime.heads import Heads, head_shapes
 from .hub import HUB, fetch_bundle
 from .manifest import FORMAT_VERSION, FileEntry, Manifest, file_sha256
 from .onnx_scan import external_locations
@@ -63,6 +64,23 @@ class Bundle:
         if not (np.isfinite(table.min()) and np.isfinite(table.max())):
             raise _refusal(path, "NaN or infinity", "finite numbers")
         return table
+
+    @cached_property
+    def heads(self) -> Heads | None:
+        """What windows draft with, None where the bundle has none.
+
+        Raises:
+            BundleError: they are damaged.
+        """
+        manifest = self.manifest
+        if manifest.heads is None:
+            return None
+        path, sizes = self.path("heads"), (manifest.heads.rank, manifest.heads.units)
+        shapes = head_shapes(manifest.codebook_size, manifest.target.hidden_size, *sizes)
+        arrays = {name: _read_array(path, name, shape, ("float16",)) for name, shape in shapes.items()}
+        if not all(np.isfinite(array).all() for array in arrays.values()):
+            raise _refusal(path, "NaN or infinity", "finite numbers")
+        return Heads(**{name: array.astype(np.float32) for name, array in arrays.items()})
 
     @cached_property
     def neighbors(self) -> NDArray[np.unsignedinteger[Any]]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..methods import METHODS, Ar, Method, MethodConfig, MethodName, Quality, Sampling
 
-FORMAT_VERSION = "3.1"
+FORMAT_VERSION = "3.2"
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 
 # No model comes near these bounds; what claims more is damaged, and would ask for more memory or time than there is.
@@ -95,6 +95,13 @@ class DrafterSpec(_Sizes):
     code_offset: TokenId = 0
     precision: Precision = "fp32"
     head_codes: Count | None = None
+
+
+class HeadsSpec(Part):
+    """What windows draft with (`runtime/heads.py`). rank: of corrections. units: of guesses."""
+
+    rank: Few
+    units: Few
 
 
 class TokenLayout(Part):
@@ -230,8 +237,8 @@ class Provenance(Part):
 class Manifest(Part):
     """The whole of `bundle.json`.
 
-    `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`
-    and `neighbors` when there is a drafter or a neighbour table; `tokenizer` for kinds `words`, `text` and `tokens`;
+    `files` maps roles to files: `target`, `vq_decoder`, `condition`, `code_embeddings` always; `drafter`,
+    `heads` and `neighbors` when there are any; `tokenizer` for kinds `words`, `text` and `tokens`;
     optional is `prompts` (one a line, to tune with); further roles are external data of a graph (`target.data`, ...).
 
     `sizes`: those that a request may choose from, the one of `grid_rows` and `grid_columns` among them, which is the
@@ -254,6 +261,7 @@ class Manifest(Part):
     neighbors: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     target: DecoderSpec
     drafter: DrafterSpec | None = None
+    heads: HeadsSpec | None = None
     condition: ConditionSpec
     vq_precision: Literal["fp32", "int8"] = "fp32"
     sampling: Sampling
@@ -266,7 +274,7 @@ class Manifest(Part):
     def _parts_fit(self) -> Manifest:
         needed = {"target", "vq_decoder", "condition", "code_embeddings"}
         words = self.condition.kind in ("words", "text", "tokens")
-        optional = {"drafter": self.drafter, "neighbors": self.neighbors, "tokenizer": words}
+        optional = {"drafter": self.drafter, "heads": self.heads, "neighbors": self.neighbors, "tokenizer": words}
         if missing := sorted((needed | {role for role, used in optional.items() if used}) - self.files.keys()):
             raise ValueError(f"`files` lacks {', '.join(missing)}")
         if (vocab_size := self.target.vocab_size) != self.codebook_size:

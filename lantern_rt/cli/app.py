@@ -21,7 +21,7 @@ COMMANDS = {
     "inspect": ("inspect", "Check a bundle or an engine folder, hashes included, and print what it says about itself."),
     "doctor": ("doctor", "Print versions, backends, cores, memory, GPUs, what will be used, and what is wrong."),
     "export": ("export", "Turn a checkpoint into a bundle, and check every graph against it."),
-    "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target."),
+    "train-drafter": ("train_drafter", "Train an EAGLE drafter for a bundle's target, or heads for its windows."),
     "build-engine": ("build_engine", "Turn a bundle into plans for a GPU; `run --engines` runs them."),
     "tune": ("tune", "Find the fastest way to draw each quality's images on this host."),
     "bench": ("bench", "Compare the speed of methods with ar's, in turns on the same prompts and seeds."),

@@ -12,8 +12,8 @@ import typer
 
 from ..bundle.files import Bundle
 from ..bundle.manifest import Preset
-from ..bundle.presets import check_own
-from ..bundle.presets import write_presets as write_into_bundle
+from ..bundle.rewrite import check_own
+from ..bundle.rewrite import write_presets as write_into_bundle
 from ..compare.evaluate import evaluate as run_evaluation
 from ..compare.image_graph import Agreement, EncoderFeatures, Features, folder_features, read_preprocessing
 from ..compare.presets import candidate_methods, choose_presets

@@ -88,7 +88,8 @@ def describe_bundle(bundle: Bundle) -> Facts:
             name: f"{spec.num_layers} layers of width {spec.hidden_size:,}, {spec.precision}"
             for name, spec in decoders.items()
             if spec is not None
-        },
+        }
+        | ({"heads": f"rank {heads.rank}, {heads.units} units"} if (heads := manifest.heads) else {}),
         "presets": {"strict": "any exact method", **presets},
         "measured": measured,
         "sampling": sampling,

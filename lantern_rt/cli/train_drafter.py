@@ -1,4 +1,4 @@
-"""Train an EAGLE drafter for a bundle's target: first `data`, then `fit`. Needs lantern-rt[cpu,train]."""
+"""Train what drafts for a bundle's target: first `data`, then `fit` or `heads`. Needs lantern-rt[cpu,train]."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..bundle.rewrite import check_own, write_heads
 from ..inputs import require_library, whole
 from .console import print_text, progress, say
 from .options import (
@@ -27,6 +28,10 @@ lantern-rt train-drafter data bundles/text --prompts captions.txt --output draft
     "fit": """
 lantern-rt train-drafter fit bundles/llamagen-b --data drafter-data/ --output drafter/
 lantern-rt train-drafter fit bundles/llamagen-b --data drafter-data/ --steps 20000 --device cuda --output drafter/
+""",
+    "heads": """
+lantern-rt train-drafter data bundles/llamagen-b --count 640 --output drafter-data/
+lantern-rt train-drafter heads bundles/llamagen-b --data drafter-data/
 """,
 }
 
@@ -90,3 +95,37 @@ def fit(
         figures = fitting.run(show, say)
     say(describe_figures(figures))
     print_text(output)
+
+
+def heads(
+    bundle: BundleArgument,
+    *,
+    data: Annotated[Path, typer.Option(help="Folder of shards that `train-drafter data` wrote with this bundle.")],
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")] = 2000,
+) -> None:
+    """Train heads, with which windows (`sjd`) draft better, and write them into the bundle.
+
+    It takes minutes. Pictures of exact methods stay; relaxed windows draw others, so presets are to be measured again.
+    """
+    for library in ("torch", "safetensors", "onnx"):
+        require_library(library, "train-drafter heads", "cpu,train")
+    with progress(lines=False) as show:
+        show("loading PyTorch")
+        from ..train.drafter.fit import describe_figures
+        from ..train.drafter.heads import fit_heads
+        from ..train.drafter.target import read_target
+
+    opened = open_bundle(bundle)
+    check_own(opened)
+    target = read_target(opened)
+    with progress(lines=False) as show:
+        show("reading data")
+        tables, figures = fit_heads(
+            data, target, opened.manifest.sampling.cfg_scale, whole("steps", steps, 1, 1, 10**9), show
+        )
+    changed = write_heads(opened, tables)
+    print_text(
+        f"overlap with the target: {describe_figures(figures)}",
+        f"bundle {changed.manifest.name} was {opened.digest[:12]}, is {changed.digest[:12]}: "
+        "run `lantern-rt eval --write-presets`, build engine folders and tune again",
+    )

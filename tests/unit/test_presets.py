@@ -9,7 +9,7 @@ import pytest
 from tiny_bundle import make_tiny_bundle
 
 from lantern_rt import BundleError, Pipeline, open_bundle
-from lantern_rt.bundle.presets import write_presets
+from lantern_rt.bundle.rewrite import write_presets
 from lantern_rt.cli.main import run_program
 from lantern_rt.compare.presets import candidate_methods, choose_presets
 from lantern_rt.methods import RowParallel

@@ -1,8 +1,8 @@
 """Making the data: pictures that a bundle's target draws, as shards.
 
-A drafter meets nothing but what its target draws under guidance, so that is the best thing to learn from. Drawing goes
-through the pipeline with `auto`, which is exact. Hidden states are those that the bundle's own engine gives, as in
-decoding.
+A drafter meets nothing but what its target draws under guidance, so that is the best thing to learn from. Drawing is
+exact, with windows, whose drafts that did not stay are kept for heads to learn from. Hidden states are those that the
+bundle's own engine gives, as in decoding.
 """
 
 from __future__ import annotations
@@ -15,17 +15,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...auto.memory import images_together
 from ...bundle.manifest import Manifest
 from ...compare.turns import Prompts
 from ...engines.contracts import Progress
 from ...errors import OutputError
 from ...pipeline import Pipeline
+from ...runtime.decode import decode
+from ...runtime.drafting import Commit, Drafter
 from ...runtime.likelihood import sequence_states
 from ...runtime.state import Prompt
+from ...runtime.tree import DraftTree
 from .shards import Pictures, Shard, read_source, shard_path, write_shard
 
 SHARD = 64  # pictures
 FIRST_SEED = 700_000  # of drawn pictures; `tune` and `bench` use others
+_METHOD = "sjd:window=7"  # that draws them
+_NEAREST = 2  # drafts of a pass that are kept, behind the first that was refused
 _TOGETHER = 4  # pictures whose hidden states are computed at once
 Codes = NDArray[np.integer[Any]]
 
@@ -34,7 +40,8 @@ def estimate_bytes(manifest: Manifest, pictures: int) -> int:
     """Disk that shards take, from above: with prefixes as long as any."""
     positions = manifest.condition.prefix + manifest.codes_per_image
     numbers = 4 * (manifest.codes_per_image + 2 * manifest.condition.prefix)
-    return pictures * (numbers + 2 * 2 * positions * manifest.target.hidden_size)
+    numbers += 8 * manifest.codes_per_image
+    return pictures * (numbers + 2 * 2 * (positions + manifest.codes_per_image) * manifest.target.hidden_size)
 
 
 def write_shards(
@@ -68,8 +75,8 @@ def write_shards(
                 problem = "of another bundle or other prompts"
                 raise OutputError(problem, field=str(path), remedy="give another --output")
         else:
-            codes = _draw(pipeline, request, progress)
-            write_shard(path, source, _with_states(pipeline, request, labels, codes, progress))
+            codes, late = _draw(pipeline, request, progress)
+            write_shard(path, source, _with_states(pipeline, request, labels, codes, late, progress))
         yield (index + 1) * shard
 
 
@@ -89,15 +96,52 @@ def hidden_states(pipeline: Pipeline, prompts: Sequence[Prompt], codes: Codes) -
     return sequence_states(model, rows, np.repeat(codes[:, :-1].astype(np.int64), 2, 0))
 
 
-def _draw(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> Codes:
-    """Codes `[pictures, cells]` of a request."""
-    for step in pipeline.stream(**request, method="auto"):
+class _Late(Drafter):
+    """Keeps, for each picture, what passes said after drafts that did not stay: the nearest two of every pass."""
+
+    def __init__(self, pictures: int, cells: int, width: int) -> None:
+        self.found = [0] * pictures
+        self.cells = np.zeros((pictures, cells), np.int32)
+        self.codes = np.zeros((pictures, cells), np.int32)
+        self.states = np.zeros((pictures, 2, cells, width), np.float16)
+
+    def commit(self, commits: Sequence[Commit]) -> None:
+        """Take in a pass."""
+        for one in commits:
+            if not isinstance(one.draft, DraftTree):
+                continue
+            picture, count = one.request.index, len(one.tokens)
+            for node in range(count, min(count + _NEAREST, one.draft.nodes)):
+                place, cell = self.found[picture], len(one.request.codes) + node - count
+                if place < self.cells.shape[1] and cell < self.cells.shape[1]:
+                    self.cells[picture, place], self.codes[picture, place] = cell, one.draft.tokens[node]
+                    for side, row in enumerate(range(one.rows.start, one.rows.stop)):
+                        self.states[picture, side, place] = _half(one.hidden[row, node])
+                    self.found[picture] += 1
+
+
+def _draw(pipeline: Pipeline, request: dict[str, Any], progress: Progress) -> tuple[Codes, _Late]:
+    """Codes `[pictures, cells]` of a request, and what windows drafted in vain."""
+    checked = pipeline.check(**request, method=_METHOD)
+    settings, images = checked.settings, checked.images
+    model = pipeline.model(pipeline.engines, [settings.method])
+    late = _Late(len(images), model.codes, pipeline.bundle.manifest.target.hidden_size)
+    codes = np.zeros((len(images), model.codes), np.int32)
+    filled = [0] * len(images)
+    together = images_together(pipeline.bundle.manifest, settings, pipeline.engines.most_rows)
+    prompts, seeds = pipeline.prefixes(pipeline.engines, images), [image.seed for image in images]
+    steps = decode(model, prompts, seeds, settings.sampling, settings.method, together=together, listener=late)
+    for step in steps:
+        for part in step.parts:
+            end = filled[part.request] + len(part.codes)
+            codes[part.request, filled[part.request] : end] = part.codes
+            filled[part.request] = end
         progress("drawing codes", step.done, step.total)
-    return np.stack(step.codes)
+    return codes, late
 
 
 def _with_states(
-    pipeline: Pipeline, request: dict[str, Any], labels: list[Any], codes: Codes, progress: Progress
+    pipeline: Pipeline, request: dict[str, Any], labels: list[Any], codes: Codes, late: _Late, progress: Progress
 ) -> Pictures:
     """What a shard holds of pictures."""
     images = pipeline.check(**request, method="ar").images
@@ -120,6 +164,9 @@ def _with_states(
         lengths.reshape(pairs),
         tokens.reshape(*pairs, -1),
         padded.reshape(*pairs, *padded.shape[1:]),
+        late.cells,
+        late.codes,
+        late.states,
     )
 
 

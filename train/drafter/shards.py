@@ -24,7 +24,7 @@ from ...errors import CheckpointError
 from ...inputs import open_plain_file, reading, short
 from ...output.files import write_output
 
-FORMAT = "lantern-rt drafter data 2"
+FORMAT = "lantern-rt drafter data 3"
 FAMILIES = ("llamagen", "scenes", "anole")  # whose drafters can be trained
 _HELD_OUT = 23  # every so many pictures, one is for validation; a prime, so that no class is always that one
 _REMEDY = "make the data again"
@@ -92,6 +92,10 @@ class Pictures:
             padded on the right.
         states: the target's hidden states of prefix and codes but the last, float16
             `[pictures, 2, longest + cells - 1, width]`, padded alike.
+        late_cells: where a pass over a window drew on after a draft that was not to stay, int32 `[pictures, cells]`,
+            filled up with zeros.
+        late_codes: that draft, which stood before it, int32 `[pictures, cells]`.
+        late_states: the target's hidden states there, float16 `[pictures, 2, cells, width]`.
     """
 
     subjects: Sequence[Any]
@@ -99,9 +103,14 @@ class Pictures:
     lengths: NDArray[np.integer[Any]]
     tokens: NDArray[np.integer[Any]]
     states: NDArray[np.float16]
+    late_cells: NDArray[np.integer[Any]]
+    late_codes: NDArray[np.integer[Any]]
+    late_states: NDArray[np.float16]
 
 
+_LATE = ("late_cells", "late_codes", "late_states")
 _ARRAYS = {"image_tokens": "codes", "prefix_lengths": "lengths", "prefix_tokens": "tokens", "hidden_states": "states"}
+_ARRAYS |= dict(zip(_LATE, _LATE, strict=True))
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -165,6 +174,9 @@ class Shard:
             "prefix_lengths": ("I32", [count, 2]),
             "prefix_tokens": ("I32", [count, 2, longest - 1]),
             "hidden_states": ("F16", [count, 2, longest + cells - 1, self.source.width]),
+            "late_cells": ("I32", [count, cells]),
+            "late_codes": ("I32", [count, cells]),
+            "late_states": ("F16", [count, 2, cells, self.source.width]),
         }
         for name, (dtype, shape) in expected.items():
             array = self._file.get_slice(name)
@@ -179,12 +191,15 @@ class Shard:
                 "image_tokens": (picture.codes, 0, self.source.codes - 1),
                 "prefix_lengths": (picture.lengths, 1, picture.tokens.shape[-1] + 1),
                 "prefix_tokens": (picture.tokens, 0, vocabulary - 1),
+                "late_cells": (picture.late_cells, 0, self.source.cells - 1),
+                "late_codes": (picture.late_codes, 0, self.source.codes - 1),
             }
             for name, (numbers, low, high) in ranges.items():
                 if numbers.size and not low <= numbers.min() <= numbers.max() <= high:
                     raise ValueError(f"{name} outside {low} .. {high} in picture {index}")
-            if (picture.states.view(np.uint16) & 0x7C00 == 0x7C00).any():
-                raise ValueError(f"hidden_states that are NaN or infinite in picture {index}")
+            for name, states in (("hidden_states", picture.states), ("late_states", picture.late_states)):
+                if (states.view(np.uint16) & 0x7C00 == 0x7C00).any():
+                    raise ValueError(f"{name} that are NaN or infinite in picture {index}")
             for name in _ARRAYS.values():
                 digest.update(getattr(picture, name).tobytes())
         return digest.hexdigest()

@@ -1,0 +1,93 @@
+"""Writing presets and heads into a bundle that is there already."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import BundleError, OutputError
+from ..methods import Quality
+from ..output.files import replace_file, write_output
+from ..runtime.heads import head_shapes
+from .files import MANIFEST_FILE, Bundle
+from .manifest import FORMAT_VERSION, FileEntry, HeadsSpec, Manifest, Preset
+
+
+def check_own(bundle: Bundle) -> None:
+    """Raises: OutputError: the bundle lies in the hub's cache, which is to be left as it was fetched."""
+    path = bundle.folder / MANIFEST_FILE
+    if path.is_symlink():
+        raise OutputError("is the hub's", field=str(path), remedy="copy the bundle to a folder of your own")
+
+
+def write_presets(bundle: Bundle, presets: Mapping[Quality, Preset]) -> Bundle:
+    """Write presets beside those that a bundle has, in place of those of the same quality; at once or not at all.
+
+    Its digest changes with them: what was stored for this host, engine folders and pictures' records name the one
+    before.
+
+    Args:
+        bundle: as it was opened.
+        presets: by quality.
+
+    Returns:
+        The bundle as it is now.
+
+    Raises:
+        BundleError: the manifest is not the one that was opened.
+        OutputError: it cannot be written.
+    """
+    return _rewrite(bundle, {"presets": {**bundle.manifest.presets, **presets}})
+
+
+def write_heads(bundle: Bundle, tables: Mapping[str, NDArray[np.float16]]) -> Bundle:
+    """Write heads into a bundle, in place of those it has; at once or not at all. Its digest changes with them.
+
+    Presets go: relaxed windows draw other pictures now.
+
+    Args:
+        bundle: as it was opened.
+        tables: of `Heads`.
+
+    Returns:
+        The bundle as it is now.
+
+    Raises:
+        BundleError: the manifest is not the one that was opened.
+        OutputError: it cannot be written.
+    """
+    manifest = bundle.manifest
+    spec = HeadsSpec(rank=tables["change"].shape[1], units=tables["left"].shape[1])
+    shapes = head_shapes(manifest.codebook_size, manifest.target.hidden_size, spec.rank, spec.units)
+    assert {name: table.shape for name, table in tables.items()} == shapes
+    buffer = io.BytesIO()
+    arrays: dict[str, Any] = {**tables}
+    np.savez_compressed(buffer, **arrays)
+    path = bundle.folder / f"heads-{hashlib.sha256(buffer.getvalue()).hexdigest()[:12]}.npz"
+    write_output(path, buffer.getvalue(), force=True)
+    files = {**manifest.files, "heads": FileEntry.of(path)}
+    changed = _rewrite(bundle, {"format_version": FORMAT_VERSION, "heads": spec, "files": files, "presets": {}})
+    if (old := manifest.files.get("heads")) and old.path != path.name:
+        (bundle.folder / old.path).unlink(missing_ok=True)
+    return changed
+
+
+def _rewrite(bundle: Bundle, changes: Mapping[str, Any]) -> Bundle:
+    path = bundle.folder / MANIFEST_FILE
+    changed = bundle.manifest.model_copy(update=changes)
+    text = (changed.model_dump_json(indent=2) + "\n").encode()
+    manifest = Manifest.model_validate_json(text, strict=True)
+    try:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != bundle.digest:
+            raise BundleError("changed meanwhile", field=str(path), remedy="evaluate the bundle again")
+        replace_file(path, text)
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+        raise OutputError(problem, field=str(path), remedy="copy the bundle to a folder that can") from error
+    return replace(bundle, manifest=manifest, digest=hashlib.sha256(text).hexdigest())

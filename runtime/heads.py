@@ -1,0 +1,79 @@
+"""What a Jacobi window drafts better with: small products on the target's own states, no drafter pass.
+
+A draft that a pass left undecided has logits of that pass, made where the code before it, on its left, was still
+another. They are corrected by what this change makes of them, `((change[new] - change[old]) * gate(state)) @ correct`,
+where the state is the target's own there; no change, no correction. A position that is new to the window has no logits
+yet: they are guessed from the code to its left, and from the target's states above it and to the right of that.
+
+Both are trained on the target's own pictures, towards its guided distributions (`lantern-rt train-drafter heads`). The
+form is the simplest of those that were tried: docs/drafters.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .engine import Floats
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Weights, float32; `rank` and `units` are theirs to choose."""
+
+    change: Floats  # `[codes, rank]`, of the code on the left
+    gate: Floats  # `[hidden_size, rank]`
+    gate_bias: Floats  # `[rank]`
+    correct: Floats  # `[rank, codes]`
+    left: Floats  # `[codes, units]`
+    # `[2, hidden_size, units]`, of the states that the code above, and the one to its right, were drawn from
+    states: Floats
+    output: Floats  # `[units, codes]`
+    output_bias: Floats  # `[codes]`
+
+    def gates(self, hidden: Floats) -> Floats:
+        """How much each change counts, `[..., rank]`, by guided hidden states `[..., hidden_size]`."""
+        return _sigmoid(hidden @ self.gate + self.gate_bias)
+
+    def correction(self, gate: Floats, old: int, new: int) -> Floats:
+        """What to add to logits `[codes]` that were made after `old`, now that `new` stands there."""
+        added: Floats = ((self.change[new] - self.change[old]) * gate) @ self.correct
+        return added
+
+    def context(self, hidden: Floats) -> Floats:
+        """What guided states `[n, hidden_size]` say about the row below, `[n, 2, units]`, to be kept."""
+        return np.stack([hidden @ self.states[0], hidden @ self.states[1]], 1)
+
+    def guess(self, codes: Sequence[int], columns: int, context: Floats) -> Floats:
+        """Guessed logits `[codes]` of the code that follows `codes` on a grid of so many columns.
+
+        context: `[cells, 2, units]` of the states that codes were drawn from, zeros where they are not known.
+        """
+        above = len(codes) - columns
+        sums = self.left[codes[-1]]
+        if above >= 0:
+            sums = sums + context[above, 0] + context[above + 1, 1]
+        guessed: Floats = (sums * _sigmoid(sums)) @ self.output
+        guessed += self.output_bias
+        return guessed
+
+
+def head_shapes(codes: int, hidden_size: int, rank: int, units: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every array of `Heads`."""
+    return {
+        "change": (codes, rank),
+        "gate": (hidden_size, rank),
+        "gate_bias": (rank,),
+        "correct": (rank, codes),
+        "left": (codes, units),
+        "states": (2, hidden_size, units),
+        "output": (units, codes),
+        "output_bias": (codes,),
+    }
+
+
+def _sigmoid(values: Floats) -> Floats:
+    shares: Floats = np.float32(1) / (np.float32(1) + np.exp(-values))
+    return shares

@@ -1,0 +1,87 @@
+"""`lantern-rt train-drafter heads`: what is learned is what windows draft with, and exact pictures stay."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_rt import BundleError, Pipeline, open_bundle
+from lantern_rt.bundle.manifest import HeadsSpec
+from lantern_rt.bundle.rewrite import write_heads
+from lantern_rt.cli.main import run_program
+from lantern_rt.runtime.heads import Heads
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnx")
+
+from lantern_rt.train.drafter.heads import TrainedHeads, read_samples  # noqa: E402
+from lantern_rt.train.drafter.shards import ShardFolder  # noqa: E402
+from lantern_rt.train.drafter.target import read_target  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def shards(c2i_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads") / "data"
+    command = ["data", str(c2i_bundle), "--count", "64", "--threads", "1", "--output", str(folder)]
+    assert run_program(["train-drafter", *command]) == 0
+    return folder
+
+
+def test_tables_say_what_the_module_learned(c2i_bundle: Path, shards: Path) -> None:
+    target = read_target(open_bundle(c2i_bundle))
+    data = ShardFolder(shards, target.source, len(target.embeddings))
+    samples = read_samples(data, list(range(8)), 4.0, 4, np.random.default_rng(0), "cpu")
+    module = TrainedHeads(target, 0)
+    torch.nn.init.normal_(module.correct, generator=torch.Generator().manual_seed(1))
+    heads = Heads(**{name: table.astype(np.float32) for name, table in module.tables().items()})
+    late, head, left = samples.late.numpy(), target.head.numpy(), samples.left.numpy()
+    corrections = [
+        heads.correction(gate, old, new)
+        for gate, old, new in zip(heads.gates(late), samples.before.numpy(), left, strict=True)
+    ]
+    with torch.no_grad():
+        close = {"rtol": 5e-3, "atol": 2e-2}
+        np.testing.assert_allclose(late @ head.T + corrections, module.corrected(samples), **close)
+        guessed = module.guessed(samples)
+    for i, states in enumerate(np.stack([states.numpy() for states in samples.context], 1)):
+        logits = heads.guess([0, left[i]], 2, heads.context(states))  # a grid of two columns: third of its cells
+        np.testing.assert_allclose(logits, guessed[i], **close)
+
+
+def test_heads_learn_are_written_into_the_bundle_and_leave_exact_pictures_as_they_are(
+    c2i_bundle: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(c2i_bundle, folder)
+    with Pipeline.from_bundle(folder, threads=1) as pipeline:
+        before = pipeline(class_ids=[3, 5], seed=1, method="ar").codes
+    assert run_program(["train-drafter", "heads", str(folder), "--data", str(shards), "--steps", "60"]) == 0
+    late, corrected, _ = (float(part.split()[-1]) for part in capsys.readouterr().out.splitlines()[0].split(","))
+    assert corrected > late
+    bundle = open_bundle(folder)
+    assert bundle.heads is not None
+    assert bundle.manifest.presets == {}
+    with Pipeline.from_bundle(folder, threads=1) as pipeline:
+        for method in ("ar", "sjd:window=3", "sjd:window=15"):
+            np.testing.assert_array_equal(pipeline(class_ids=[3, 5], seed=1, method=method).codes, before)
+        relaxed = {"method": "sjd:window=4:lambda=3"}
+        alone, among = (pipeline(class_ids=ids, seed=2, **relaxed).codes[0] for ids in ([5], [5, 3]))
+        np.testing.assert_array_equal(alone, among)
+
+
+def test_other_heads_take_the_place_of_the_first_and_damaged_ones_are_refused(c2i_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(c2i_bundle, tmp_path / "bundle")
+    bundle = open_bundle(tmp_path / "bundle")
+    tables = TrainedHeads(read_target(bundle), 0).tables()
+    first = write_heads(bundle, tables)
+    other = write_heads(first, {**tables, "output_bias": tables["output_bias"] + np.float16(np.inf)})
+    assert [*other.folder.glob("heads*")] == [other.path("heads")]
+    with pytest.raises(BundleError, match="NaN or infinity"):
+        _ = other.heads
+    lying = replace(other, manifest=other.manifest.model_copy(update={"heads": HeadsSpec(rank=7, units=96)}))
+    with pytest.raises(BundleError, match=r"float16 \[.*\]"):
+        _ = lying.heads
